@@ -1,0 +1,277 @@
+"""Keys and values of attention layers, for one sequence or a batch."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.clock import Mark, SequenceClock, as_ints
+from mlx_moeflux.errors import CacheError
+
+
+class AttentionCache(SequenceClock):
+    """Keys [B, Hkv, capacity, Dk] and values [B, Hkv, capacity, Dv] of one layer.
+
+    Row s of the buffers is column s; rows from ``columns`` on hold garbage that no reader
+    may see. The buffers grow in steps of ``step`` rows, and new rows are written by one
+    slice update that MLX carries out in place once every earlier reader has finished.
+    """
+
+    step = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
+
+    def _arrays(self):
+        return self.keys, self.values
+
+    @property
+    def capacity(self) -> int:
+        """Rows allocated for each sequence."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    # Appending and reading.
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends T columns; returns views of all S columns.
+
+        keys [B, Hkv, T, Dk], values [B, Hkv, T, Dv] -> [B, Hkv, S, Dk], [B, Hkv, S, Dv].
+        """
+        T = keys.shape[2]
+        if self._batch_known() and keys.shape[0] != self.batch_size:
+            raise CacheError(
+                f"The cache holds {self.batch_size} sequences but {keys.shape[0]} were given; "
+                "use merge(), extend() or filter() to change the batch."
+            )
+        self._reserve(keys, values)
+        self.keys, self.values = (
+            _written(self.keys, keys, self.columns),
+            _written(self.values, values, self.columns),
+        )
+        self.advance(T)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+
+    def buffer(self) -> tuple[mx.array, mx.array, int]:
+        """Whole buffers and the number of columns in use, for kernels that take a length."""
+        return self.keys, self.values, self.columns
+
+    def _reserve(self, keys: mx.array, values: mx.array) -> None:
+        needed = self.columns + keys.shape[2]
+        if needed <= self.capacity:
+            return
+        rows = -(-needed // self.step) * self.step
+        # Both at once: an interrupt between the two would leave buffers of different capacity.
+        self.keys, self.values = (
+            _resized(self.keys, keys, rows, self.columns),
+            _resized(self.values, values, rows, self.columns),
+        )
+
+    def make_mask(
+        self, T: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Who sees whom when T columns are about to be appended.
+
+        None (all visible), ``"causal"``, or bool [B or 1, 1, T, S] with S = columns + T, True
+        where visible. Tokens never see padding. A left-padding column sees itself and
+        nothing else, so that its softmax stays finite; its result means nothing.
+        """
+        S = self.columns + T
+        padded = self._padding is not None and any(self._padding)
+        windowed = window_size is not None and window_size < S
+        if not padded and not windowed and not return_array:
+            return None if T == 1 else "causal"
+        query = mx.arange(self.columns, S)[:, None]
+        key = mx.arange(S)[None]
+        mask = key <= query
+        if windowed:
+            mask = mask & (query - key < window_size)
+        if not padded:
+            return mask[None, None]
+        first = mx.array(self._padding)[:, None, None, None]
+        return (mask & (key >= first)) | (key == query)
+
+    # Going back.
+
+    def is_trimmable(self) -> bool:
+        """True: forgetting the last columns is exact."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forgets the last n tokens of every sequence (at most the shortest); how many it did."""
+        self._require_final("trim()")
+        if n < 0:
+            raise CacheError(f"trim() needs a number of tokens >= 0, not {n}.")
+        n = min(n, min(self.seen(), default=0))
+        self._truncate(self.columns - n)
+        return n
+
+    def _truncate(self, columns: int) -> None:
+        for mark in list(self._marks):
+            if mark.columns > columns:
+                mark.spent = True
+        self.columns = columns
+
+    def mark(self) -> Mark:
+        """This moment, for ``rollback``; holds no arrays, so appending stays in place."""
+        fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self.keys is None}
+        mark = Mark(self.columns, fields)
+        self._marks.add(mark)
+        return mark
+
+    def rollback(self, mark: Mark) -> None:
+        """Back to the moment of ``mark``, also across a growth step.
+
+        Raises CacheError when rows before the mark were moved or rewritten since (trim,
+        merge, extend, filter or finalize).
+        """
+        if mark.spent:
+            raise CacheError(
+                f"The mark at column {mark.columns} is spent, because the cache was cut or "
+                "rearranged since; mark again after such a call."
+            )
+        self._truncate(mark.columns)
+        self._padding, self._ends = mark.fields["_padding"], mark.fields["_ends"]
+        if mark.fields["fresh"]:
+            self.keys = self.values = None
+
+    def _rearranged(self) -> None:
+        for mark in list(self._marks):
+            mark.spent = True
+        self._marks = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCache:
+        other = super().__deepcopy__(memo)
+        other._marks = weakref.WeakSet()
+        return other
+
+    # Batches.
+
+    @classmethod
+    def merge(cls, caches: Sequence[AttentionCache]) -> AttentionCache:
+        """One entry for all sequences of ``caches``, which stay as they are."""
+        merged = cls()
+        merged._join(list(caches))
+        return merged
+
+    def extend(self, other: AttentionCache) -> None:
+        """Appends the sequences of ``other`` to the batch."""
+        self._join([copy.copy(self), other])
+
+    def _join(self, parts: list[AttentionCache]) -> None:
+        self._rearranged()
+        self._join_counts(parts)
+        rows = -(-self.columns // self.step) * self.step
+        sizes = [(part.columns, part.batch_size) for part in parts]
+        self.keys = _aligned([part.keys for part in parts], sizes, self.columns, rows)
+        self.values = _aligned([part.values for part in parts], sizes, self.columns, rows)
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keeps only these sequences, in this order, and drops columns that pad them all."""
+        keep = as_ints(batch_indices, "batch_indices")
+        self._rearranged()
+        all_stay = keep == list(range(self.batch_size))
+        drop = self._keep(keep)
+        if self.keys is None:
+            return
+        if not all_stay:
+            index = mx.array(keep, dtype=mx.int32)
+            self.keys, self.values = self.keys[index], self.values[index]
+        if drop:
+            self.keys, self.values = (
+                mx.contiguous(self.keys[:, :, drop:]),
+                mx.contiguous(self.values[:, :, drop:]),
+            )
+
+    def extract(self, i: int) -> AttentionCache:
+        """An entry of its own for sequence i, with a copy of its rows."""
+        self._require_final("extract()")
+        single = type(self)()
+        first = 0 if self._padding is None else min(self._padding[i], self.columns)
+        single.columns = self.columns - first
+        if self.keys is not None:
+            rows = slice(first, self.columns)
+            single.keys = mx.contiguous(self.keys[i : i + 1, :, rows])
+            single.values = mx.contiguous(self.values[i : i + 1, :, rows])
+            mx.async_eval(single.keys, single.values)
+        return single
+
+    def _move_right(self, extra: list[int]) -> None:
+        self._rearranged()
+        if self.keys is None:
+            return
+        row = mx.arange(self.capacity)
+        source = row - mx.array(extra)[:, None]
+        source = mx.where((source >= 0) & (row < self.columns), source, row)[:, None, :, None]
+        self.keys = mx.take_along_axis(self.keys, source, axis=2)
+        self.values = mx.take_along_axis(self.values, source, axis=2)
+
+    # Saving.
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys, values, columns, left padding, ends): what saving and ``mx.eval`` need."""
+        return self.keys, self.values, self.columns, *self._padding_state()
+
+    @state.setter
+    def state(self, state) -> None:
+        self._rearranged()
+        self.keys, self.values, columns, padding, ends = state
+        self._load_padding(columns, padding, ends)
+        if not 0 <= self.columns <= self.capacity:
+            raise CacheError(
+                f"The saved state claims {self.columns} columns of {self.capacity}; "
+                "the file is damaged or belongs to another cache."
+            )
+
+
+KVCache = AttentionCache
+
+
+def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
+    """``buffer`` [B, H, capacity, D] with ``rows`` [B, H, T, D] at row ``start``."""
+    # A second handle: assigning through the caller's would change arrays that others hold,
+    # and the old handle is dropped by the caller, which lets MLX write in place.
+    buffer = copy.copy(buffer)
+    buffer[:, :, start : start + rows.shape[2]] = rows
+    return buffer
+
+
+def _resized(buffer: mx.array | None, like: mx.array, rows: int, used: int) -> mx.array:
+    """A buffer of ``rows`` rows that starts with the first ``used`` rows of ``buffer``."""
+    B, H, _, D = like.shape
+    if buffer is None or used == 0:
+        return mx.zeros((B, H, rows, D), like.dtype)
+    tail = mx.zeros((B, H, rows - used, D), buffer.dtype)
+    return mx.concatenate([buffer[:, :, :used], tail], axis=2)
+
+
+def _aligned(
+    buffers: list[mx.array | None], sizes: list[tuple[int, int]], columns: int, rows: int
+) -> mx.array | None:
+    """Buffers of several batches as one [sum of B, H, rows, D] whose columns end together.
+
+    ``sizes``: columns in use and B of each; ``columns``: columns in use of the result.
+    """
+    like = next((buffer for buffer in buffers if buffer is not None), None)
+    if like is None:
+        return None
+    _, H, _, D = like.shape
+    joined = []
+    for buffer, (used, B) in zip(buffers, sizes, strict=True):
+        if buffer is None:
+            joined.append(mx.zeros((B, H, rows, D), like.dtype))
+        else:
+            widths = [(0, 0), (0, 0), (columns - used, rows - columns), (0, 0)]
+            joined.append(mx.pad(buffer[:, :, :used], widths))
+    return mx.concatenate(joined)

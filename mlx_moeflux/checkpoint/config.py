@@ -1,0 +1,105 @@
+"""Reading config.json strictly: a key that nobody reads must not change a model in silence.
+
+Every architecture declares a frozen dataclass. Its fields are the keys that are used: one
+without a default must be there. ``INERT`` lists the keys that are known to change nothing
+at inference. Any other key is an error unless its value is null, false, 0 or empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_moeflux.errors import ConfigError
+
+T = TypeVar("T")
+
+# Written by transformers' save_pretrained or by mlx-lm's convert, for bookkeeping or training.
+BOOKKEEPING = frozenset(
+    """
+    _name_or_path architectures transformers_version torch_dtype dtype model_type use_cache
+    id2label label2id problem_type output_attentions output_hidden_states return_dict
+    is_encoder_decoder chunk_size_feed_forward initializer_range attention_dropout
+    bos_token_id eos_token_id pad_token_id sep_token_id output_router_logits
+    router_aux_loss_coef quantization quantization_config
+    """.split()
+)
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, option) for option in typing.get_args(kind))
+    if origin is tuple:
+        inner = typing.get_args(kind)[0]
+        return isinstance(value, (list, tuple)) and all(_matches(v, inner) for v in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def parse_config(
+    cls: type[T],
+    data: dict[str, Any],
+    *,
+    file: Path | str,
+    inert: frozenset[str],
+    strict: bool = True,
+) -> T:
+    """Build the frozen dataclass `cls` from the keys of `data`.
+
+    Raises:
+        ConfigError: A key is missing, has the wrong type, or (when `strict`) is unknown and
+            set to something that could matter.
+    """
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in data or (
+            data[field.name] is None and not _matches(None, hints[field.name])
+        ):
+            if field.default is dataclasses.MISSING:
+                raise ConfigError(f"{file}: the key '{field.name}' is missing; add it.")
+            continue
+        value = data[field.name]
+        if not _matches(value, hints[field.name]):
+            raise ConfigError(
+                f"{file}: '{field.name}' is {value!r}, expected {_kind_name(hints[field.name])}."
+            )
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    if strict:
+        known = set(values) | {f.name for f in dataclasses.fields(cls)} | inert | BOOKKEEPING
+        unknown = sorted(
+            k for k, v in data.items() if k not in known and v not in (None, False, 0, "", [], {})
+        )
+        if unknown:
+            raise ConfigError(
+                f"{file}: nothing here reads {', '.join(repr(k) for k in unknown)}; if that "
+                "changes nothing, pass strict_config=False."
+            )
+    return cls(**values)
+
+
+def _kind_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def positive(config: Any, file: Path | str, *names: str) -> None:
+    """Raise :class:`ConfigError` unless every named field is greater than zero."""
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{file}: '{name}' is {getattr(config, name)}, must be positive.")
+
+
+def divides(config: Any, file: Path | str, small: str, large: str) -> None:
+    """Raise :class:`ConfigError` unless field `small` divides field `large`."""
+    if getattr(config, large) % getattr(config, small):
+        raise ConfigError(
+            f"{file}: '{small}' {getattr(config, small)} does not divide "
+            f"'{large}' {getattr(config, large)}."
+        )

@@ -1,0 +1,95 @@
+"""Small acts on files that every checkpoint format needs, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from mlx_moeflux.errors import CheckpointError, MoefluxError
+
+# One read call moves at most 2 GiB - 4 KiB on Linux and fails beyond 2 GiB - 1 on macOS.
+_MAX_READ = 1 << 30
+
+
+def read_exact(
+    fd: int, view: memoryview, *, offset: int, file: Path, error: type[MoefluxError]
+) -> None:
+    """Fill ``view`` (bytes) from ``offset`` of an open file; short reads are continued.
+
+    Raises ``error``, naming file and offset, at the end of the file and on an OSError.
+    """
+    done, wanted = 0, view.nbytes
+    while done < wanted:
+        try:
+            count = os.preadv(fd, [view[done : done + _MAX_READ]], offset + done)
+        except OSError as cause:
+            raise error(
+                f"Reading {file} at offset {offset + done} failed: {cause.strerror or cause}."
+            ) from cause
+        if count == 0:
+            raise error(
+                f"{file} ends early: expected {wanted} bytes at offset {offset}, got {done};"
+                " download or convert it again."
+            )
+        done += count
+
+
+def parse_json_object(
+    text: bytes, file: Path, *, what: str, error: type[MoefluxError] = CheckpointError
+) -> dict:
+    """A JSON object with no key given twice; ``error`` names ``what`` of which file."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as cause:
+        raise error(
+            f"The {what} of {file} is not valid JSON ({cause}); download the file again."
+        ) from cause
+    if not isinstance(value, dict):
+        raise error(
+            f"The {what} of {file} is a JSON {type(value).__name__}, but must be an object."
+        )
+    return value
+
+
+def read_json_object(file: Path, *, error: type[MoefluxError] = CheckpointError) -> dict:
+    """The JSON object in a file; ``error`` if it cannot be read or is not one."""
+    try:
+        text = file.read_bytes()
+    except OSError as cause:
+        raise unreadable(file, cause, error=error) from cause
+    return parse_json_object(text, file, what="content", error=error)
+
+
+def inside_path(
+    directory: Path, name: object, *, source: Path, error: type[MoefluxError] = CheckpointError
+) -> str:
+    """``name`` if it is a relative file path that stays inside ``directory``, else an error.
+
+    The check is of the text: a hub cache's files are links that lead outside on purpose.
+    """
+    if isinstance(name, str) and name and "\0" not in name:
+        posix, windows = PurePosixPath(name), PureWindowsPath(name)
+        parts = {*posix.parts, *windows.parts}
+        if not posix.is_absolute() and not windows.anchor and parts and ".." not in parts:
+            return str(posix)
+    raise error(
+        f"{source} names the file {name!r}, which is not a path inside {directory}; only plain"
+        " relative paths are followed."
+    )
+
+
+def unreadable(
+    file: Path, cause: OSError, *, error: type[MoefluxError] = CheckpointError
+) -> MoefluxError:
+    """The one-sentence error for a file that could not be opened or read."""
+    return error(f"{file} cannot be read: {cause.strerror or cause}.")
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {twice!r} is given twice")
+    return result

@@ -1,0 +1,187 @@
+"""From the names in a checkpoint to the names of the model: a table that must come out empty.
+
+A model declares :class:`NameRules`: prefixes to rewrite, tensors to drop (with the reason),
+patterns of routed-expert tensors, and value transforms of trunk tensors. Every tensor of the
+checkpoint must be taken by a rule and every parameter of the model must be filled.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mlx_moeflux.errors import CheckpointError
+from mlx_moeflux.checkpoint.refs import ExpertRefs, StackedRefs, TensorRef
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+Transform = Callable[["mx.array"], "mx.array"]
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PARTS = ("weight", "scales", "biases")
+COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in PARTS)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Tensors that inference does not need. `pattern` is a regular expression on the whole name."""
+
+    pattern: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Where routed experts lie.
+
+    `pattern` has the groups ``layer``, optionally ``expert`` (absent: the tensor stacks all
+    experts on axis 0), and optionally ``projection`` and ``part``. `components` names what the
+    tensor holds when the pattern does not: several names share the rows in equal parts.
+    """
+
+    pattern: str
+    components: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """The whole table of one architecture. First match wins in every list."""
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    drops: tuple[Drop, ...] = ()
+    experts: tuple[Experts, ...] = ()
+
+    def canonical(self, name: str) -> str:
+        """The name with its checkpoint's prefix rewritten to the model's."""
+        for prefix, replacement in self.prefixes:
+            if name.startswith(prefix):
+                return replacement + name[len(prefix) :]
+        return name
+
+    def reason_to_drop(self, name: str) -> str | None:
+        for drop in self.drops:
+            if re.fullmatch(drop.pattern, name):
+                return drop.because
+        return None
+
+
+@dataclass(frozen=True)
+class TrunkTensor:
+    """One parameter of the model: where its bytes lie and what to do to them once read."""
+
+    ref: TensorRef
+    transform: Transform | None = None
+
+    def load(self) -> mx.array:
+        array = self.ref.load()
+        return array if self.transform is None else self.transform(array)
+
+
+@dataclass
+class MappedTensors:
+    """A checkpoint under the model's own names.
+
+    trunk: parameter name -> tensor. experts: MoE layer id -> component name -> one
+    :class:`TensorRef` per expert, components in block order. dropped: name -> reason.
+    """
+
+    trunk: dict[str, TrunkTensor] = field(default_factory=dict)
+    experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTensors:
+    """Apply `rules` to every tensor; nothing is read.
+
+    Raises:
+        CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
+    """
+    mapped = MappedTensors()
+    single: dict[tuple[int, str], dict[int, TensorRef]] = {}
+    for name, ref in tensors.items():
+        reason = rules.reason_to_drop(name)
+        if reason is not None:
+            mapped.dropped[name] = reason
+            continue
+        canonical = rules.canonical(name)
+        if not _take_expert(canonical, ref, rules, mapped, single):
+            if canonical in mapped.trunk:
+                raise CheckpointError(
+                    f"{ref.file}: '{name}' and '{mapped.trunk[canonical].ref.name}' are both "
+                    f"the parameter '{canonical}'; remove one."
+                )
+            mapped.trunk[canonical] = TrunkTensor(ref)
+    for (layer, component), by_expert in single.items():
+        _put(mapped, layer, component, _as_sequence(layer, component, by_expert))
+    mapped.experts = {
+        layer: {c: mapped.experts[layer][c] for c in COMPONENT_ORDER if c in mapped.experts[layer]}
+        for layer in sorted(mapped.experts)
+    }
+    return mapped
+
+
+def _take_expert(
+    canonical: str,
+    ref: TensorRef,
+    rules: NameRules,
+    mapped: MappedTensors,
+    single: dict[tuple[int, str], dict[int, TensorRef]],
+) -> bool:
+    for rule in rules.experts:
+        match = _compiled(rule.pattern).fullmatch(canonical)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        layer = int(groups["layer"])
+        components = rule.components or (f"{groups['projection']}.{groups['part']}",)
+        if groups.get("expert") is not None:
+            single.setdefault((layer, components[0]), {})[int(groups["expert"])] = ref
+            return True
+        if len(ref.shape) < 2 or ref.shape[1] % len(components):
+            raise CheckpointError(
+                f"{ref.file}: '{ref.name}' has shape {list(ref.shape)}; expected experts on "
+                f"axis 0 and {len(components)} equal parts on axis 1."
+            )
+        rows = ref.shape[1] // len(components)
+        for i, component in enumerate(components):
+            window = (i * rows, (i + 1) * rows) if len(components) > 1 else None
+            _put(mapped, layer, component, StackedRefs(ref, window))
+        return True
+    return False
+
+
+def _put(mapped: MappedTensors, layer: int, component: str, refs: ExpertRefs) -> None:
+    components = mapped.experts.setdefault(layer, {})
+    if component in components:
+        raise CheckpointError(
+            f"{refs[0].file}: layer {layer} has '{component}' of its experts twice "
+            f"('{components[component][0].name}' and '{refs[0].name}'); remove one."
+        )
+    components[component] = refs
+
+
+def _as_sequence(layer: int, component: str, by_expert: dict[int, TensorRef]) -> ExpertRefs:
+    experts = range(len(by_expert))
+    missing = [e for e in experts if e not in by_expert]
+    if missing:
+        raise CheckpointError(
+            f"layer {layer}: '{component}' of expert {missing[0]} is missing although "
+            f"expert {max(by_expert)} is there; fetch the shard that holds it."
+        )
+    first = by_expert[0]
+    for e in experts:
+        if (by_expert[e].shape, by_expert[e].dtype) != (first.shape, first.dtype):
+            raise CheckpointError(
+                f"{by_expert[e].file}: '{by_expert[e].name}' is {by_expert[e].dtype} "
+                f"{list(by_expert[e].shape)}, expert 0 is {first.dtype} {list(first.shape)}."
+            )
+    return tuple(by_expert[e] for e in experts)

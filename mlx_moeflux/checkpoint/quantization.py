@@ -1,0 +1,194 @@
+"""How a checkpoint's weights are quantised: MLX's affine form, a default and exceptions.
+
+A quantised weight [out, in] is stored as ``weight`` [out, in * bits / 32] uint32 with ``scales``
+and ``biases`` [out, in / group_size]: element = q * scale + bias. config.json says bits and
+group size as mlx-lm writes them, with one entry for each module that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+DEFAULT_GROUP_SIZE = 64
+AFFINE = "affine"
+
+_SETTINGS = ("bits", "group_size", "mode")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """Affine quantisation of one weight; UnsupportedError for values that MLX has no kernel for."""
+
+    bits: int
+    group_size: int = DEFAULT_GROUP_SIZE
+    mode: str = AFFINE
+
+    def __post_init__(self) -> None:
+        fault = _fault(self.bits, self.group_size, self.mode)
+        if fault:
+            raise UnsupportedError(f"Quantisation with {fault}.")
+
+    def words(self, width: int) -> int:
+        """uint32 words in a packed row of ``width`` elements."""
+        return self.groups(width) * (self.group_size * self.bits // 32)
+
+    def groups(self, width: int) -> int:
+        """Groups, so scales and biases, in a row of ``width`` elements."""
+        if width < 1 or width % self.group_size:
+            raise ShapeError(
+                f"A row of {width} elements does not divide into groups of {self.group_size};"
+                " choose a group size that divides the width."
+            )
+        return width // self.group_size
+
+    def to_config(self) -> dict[str, int | str]:
+        """The form of config.json."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The default of a checkpoint and what differs, by module path; None is not quantised.
+
+    Paths are kept as the config gives them: see :meth:`renamed`. A module whose checkpoint has no
+    ``scales`` is not quantised, whatever is said here (mlx-lm's rule too).
+    """
+
+    default: QuantSpec | None = None
+    overrides: Mapping[str, QuantSpec | None] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Quantization:
+        """Read ``quantization`` or ``quantization_config`` of a config.json, as mlx-lm means them.
+
+        Raises ConfigError if the two contradict each other or an entry is malformed,
+        UnsupportedError for another library's method or for bits, group size or mode unknown here.
+        """
+        ours = config.get("quantization")
+        theirs = config.get("quantization_config")
+        for key, block in (("quantization", ours), ("quantization_config", theirs)):
+            if block is not None and not isinstance(block, Mapping):
+                raise ConfigError(f"{key} of config.json is {block!r}, but must be an object.")
+        ours, theirs = _without_foreign_method(ours), _without_foreign_method(theirs)
+        if not ours or not theirs:
+            return _read(ours or theirs, "quantization" if ours else "quantization_config")
+        first, second = _read(ours, "quantization"), _read(theirs, "quantization_config")
+        difference = _difference(first, second)
+        if difference:
+            raise ConfigError(
+                "quantization and quantization_config of config.json contradict each other"
+                f" ({difference}); remove the one that is wrong."
+            )
+        return first
+
+    def spec(self, module_path: str) -> QuantSpec | None:
+        """How the weight of a module is quantised; the path must be exactly the config's."""
+        return self.overrides.get(module_path, self.default)
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Quantization:
+        """The same with every module path mapped by ``rename``; None drops the entry."""
+        result: dict[str, QuantSpec | None] = {}
+        for path, spec in self.overrides.items():
+            new = rename(path)
+            if new is None:
+                continue
+            if new in result and result[new] != spec:
+                raise ConfigError(
+                    f"Two quantisation entries of config.json mean the module {new!r} and differ;"
+                    f" the second is {path!r}; remove the one that is wrong."
+                )
+            result[new] = spec
+        return Quantization(self.default, result)
+
+    def to_config(self) -> dict[str, object]:
+        """The object that mlx-lm reads back from ``quantization`` ({} when nothing is said)."""
+        entries = {
+            path: False if spec is None else spec.to_config()
+            for path, spec in self.overrides.items()
+        }
+        return {**(self.default.to_config() if self.default else {}), **entries}
+
+
+def _fault(bits: object, group_size: object, mode: object) -> str | None:
+    """What is wrong with three values of an entry, or None."""
+    if mode != AFFINE:
+        return f"mode {mode!r} is not supported, only {AFFINE!r} is"
+    if type(bits) is not int or bits not in BITS:
+        return f"bits {bits!r} is not supported, only {_words(BITS)} are"
+    if type(group_size) is not int or group_size not in GROUP_SIZES:
+        return f"group_size {group_size!r} is not supported, only {_words(GROUP_SIZES)} are"
+    return None
+
+
+def _without_foreign_method(block: Mapping | None) -> Mapping:
+    """The block if it is mlx's, {} if it says nothing; UnsupportedError names a foreign method."""
+    if not block:
+        return {}
+    method = block.get("quant_method")
+    if method in (None, "none", "mlx"):
+        return {key: value for key, value in block.items() if key != "quant_method"}
+    raise UnsupportedError(
+        f"quantization_config of config.json has quant_method {method!r}, which cannot be read"
+        " here; use a checkpoint in bf16 or one quantised by mlx-lm."
+    )
+
+
+def _read(block: Mapping, key: str) -> Quantization:
+    if not block:
+        return Quantization()
+    overrides = {path: value for path, value in block.items() if path not in _SETTINGS}
+    default = None
+    if any(setting in block for setting in _SETTINGS):
+        default = _spec({name: block[name] for name in _SETTINGS if name in block}, key)
+    return Quantization(
+        default, {path: _override(path, value, key, default) for path, value in overrides.items()}
+    )
+
+
+def _override(path: str, value: object, key: str, default: QuantSpec | None) -> QuantSpec | None:
+    if value is None or value is False:
+        return None
+    if value is True and default is not None:
+        return default
+    if isinstance(value, Mapping):
+        return _spec(value, f"{key}[{path!r}]")
+    raise ConfigError(
+        f"{key}[{path!r}] of config.json is {value!r}, but must be false, true or an object with"
+        " bits and group_size."
+    )
+
+
+def _spec(entry: Mapping, place: str) -> QuantSpec:
+    unknown = sorted(set(entry) - set(_SETTINGS))
+    if unknown:
+        raise ConfigError(
+            f"{place} of config.json has the unknown key {unknown[0]!r}; known are"
+            f" {_words(_SETTINGS)}."
+        )
+    mode = entry.get("mode", AFFINE)
+    if mode == AFFINE and "bits" not in entry:
+        raise ConfigError(f"{place} of config.json has no bits; add them.")
+    group_size = entry.get("group_size", DEFAULT_GROUP_SIZE)
+    fault = _fault(entry.get("bits"), group_size, mode)
+    if fault:
+        raise UnsupportedError(f"{place} of config.json: {fault}.")
+    return QuantSpec(entry["bits"], group_size, mode)
+
+
+def _difference(first: Quantization, second: Quantization) -> str | None:
+    """The first module that two readings treat differently, in words, or None."""
+    if first.default != second.default:
+        return f"{first.default} and {second.default}"
+    for path in sorted({*first.overrides, *second.overrides}):
+        if first.spec(path) != second.spec(path):
+            return f"{path}: {first.spec(path)} and {second.spec(path)}"
+    return None
+
+
+def _words(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value) for value in values)

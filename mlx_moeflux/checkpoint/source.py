@@ -1,0 +1,95 @@
+"""A checkpoint directory, whatever its form: config, trunk tensors and where the experts lie.
+
+Forms: safetensors (Hugging Face originals, mlx-lm, mlx-community), the packed directory of this
+package, and the directories of moeflux / flash-moe. Opening reads headers and JSON, no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
+from mlx_moeflux.checkpoint.packed import PackedExperts
+from mlx_moeflux.checkpoint.quantization import Quantization
+from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef
+from mlx_moeflux.checkpoint.tensors import TensorIndex
+from mlx_moeflux.errors import CheckpointError, ConfigError
+
+CONFIG_NAME = "config.json"
+
+
+@dataclass
+class Checkpoint:
+    """What is on disk, under the names of the disk.
+
+    config: config.json. tensors: name -> reference. blocks: MoE layer id -> component ->
+    references, for forms that keep experts apart from the tensors; else empty.
+    """
+
+    directory: Path
+    form: str
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorRef]
+    quantization: Quantization
+    blocks: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
+
+    @property
+    def config_file(self) -> Path:
+        return self.directory / CONFIG_NAME
+
+    def mapped(self, rules: NameRules) -> MappedTensors:
+        """The same under the names of the model, experts of every form in one table."""
+        mapped = map_tensors(self.tensors, rules)
+        for layer, components in self.blocks.items():
+            if layer in mapped.experts:
+                raise CheckpointError(
+                    f"{self.directory}: layer {layer} has experts both as tensors and as a packed "
+                    "file; remove one."
+                )
+            mapped.experts[layer] = components
+        return mapped
+
+    def identity(self) -> str:
+        """A hash of config, tensor headers and block layouts: changes when the model does.
+
+        Two copies of a checkpoint have one identity; file names and offsets do not count.
+        """
+        layout = {name: [ref.dtype, list(ref.shape)] for name, ref in self.tensors.items()}
+        for layer, components in self.blocks.items():
+            for name, refs in components.items():
+                layout[f"{layer}/{name}"] = [refs[0].dtype, [len(refs), *refs[0].shape]]
+        text = json.dumps([self.config, layout], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
+    """Find out the form of `directory` and read its headers.
+
+    Raises:
+        CheckpointError, ConfigError, ExpertFileError: Something is missing or damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
+    config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
+    if (directory / "model_weights.json").exists():
+        return _open_moeflux(directory, config)
+    blocks = {}
+    if (directory / "experts").is_dir():
+        packed = PackedExperts.open(directory)
+        blocks = {layer: packed.refs(layer) for layer in packed.layers}
+    return Checkpoint(
+        directory=directory,
+        form="packed" if blocks else "safetensors",
+        config=config,
+        tensors=TensorIndex.open(directory),
+        quantization=Quantization.from_config(config),
+        blocks=blocks,
+    )

@@ -1,0 +1,253 @@
+"""The tensors of a safetensors checkpoint: headers read and checked, and no tensor touched.
+
+A safetensors file is a little-endian u64 N, N bytes of JSON that map names to dtype, shape and
+byte range, and the data. The ranges must tile the data exactly, so that after
+:meth:`TensorIndex.open` every read lies inside a file that is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mlx_moeflux.checkpoint.files import (
+    inside_path,
+    parse_json_object,
+    read_exact,
+    read_json_object,
+    unreadable,
+)
+from mlx_moeflux.checkpoint.refs import (
+    ITEMSIZE,
+    ExpertRefs,
+    StackedRefs,
+    StridedRefs,
+    TensorRef,
+    mlx_dtype,
+)
+from mlx_moeflux.errors import CheckpointError
+
+__all__ = [
+    "ITEMSIZE",
+    "ExpertRefs",
+    "StackedRefs",
+    "StridedRefs",
+    "TensorIndex",
+    "TensorRef",
+    "mlx_dtype",
+    "read_header",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+
+_SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
+
+
+class TensorIndex(Mapping[str, TensorRef]):
+    """All tensors of a safetensors checkpoint, by name; made by :meth:`open`.
+
+    ``files`` are the shards in name order and ``header_bytes`` what was read of them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        refs: dict[str, TensorRef],
+        *,
+        files: tuple[Path, ...],
+        header_bytes: int,
+    ) -> None:
+        self.directory, self.files, self.header_bytes = directory, files, header_bytes
+        self._refs = refs
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> TensorIndex:
+        """Read and check the headers of a directory's safetensors files, and no tensor.
+
+        Taken are the shards of ``model.safetensors.index.json``; without it
+        ``model.safetensors``, else all ``model*.safetensors``, else all ``*.safetensors``.
+        Raises CheckpointError if a file is missing, damaged, or contradicts the index.
+        """
+        directory = Path(directory)
+        weight_map = _read_weight_map(directory)
+        names = set(weight_map.values()) if weight_map is not None else _find_shards(directory)
+        files = tuple(directory / name for name in sorted(names))
+        refs: dict[str, TensorRef] = {}
+        header_bytes = 0
+        for file in files:
+            shard, count = read_header(file)
+            header_bytes += count
+            for name, ref in shard.items():
+                if name in refs:
+                    raise CheckpointError(
+                        f"Tensor {name!r} is in both {refs[name].file} and {file}; remove the"
+                        " file that does not belong to this checkpoint."
+                    )
+                refs[name] = ref
+        for name, shard_name in (weight_map or {}).items():
+            if name not in refs or refs[name].file != directory / shard_name:
+                raise CheckpointError(
+                    f"{directory / INDEX_NAME} says that tensor {name!r} is in {shard_name}, which"
+                    " does not hold it; download the index and the shard again."
+                )
+        return cls(directory, refs, files=files, header_bytes=header_bytes)
+
+    def __getitem__(self, name: str) -> TensorRef:
+        return self._refs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+
+def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
+    """The tensors of one safetensors file and the bytes that were read to know them.
+
+    Raises CheckpointError if the file cannot be opened or its header is wrong in any way.
+    """
+    try:
+        with open(file, "rb", buffering=0) as handle:
+            fd = handle.fileno()
+            size = os.fstat(fd).st_size
+            header_size = _header_size(fd, file, size=size)
+            text = _read(fd, file, count=header_size, offset=8)
+    except OSError as cause:
+        raise unreadable(file, cause) from cause
+    header = parse_json_object(text, file, what="header")
+    refs = _check_entries(file, header, data_start=8 + header_size)
+    _check_tiling(file, refs, data_start=8 + header_size, size=size)
+    return refs, 8 + header_size
+
+
+def _read_weight_map(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> shard file name of the index, or None where there is no index."""
+    file = directory / INDEX_NAME
+    if not os.path.lexists(file):
+        return None
+    weight_map = read_json_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{file} has no weight_map of tensor names to shards; download it again."
+        )
+    clean = {name: inside_path(directory, shard, source=file) for name, shard in weight_map.items()}
+    for shard in sorted(set(clean.values())):
+        if not (directory / shard).is_file():
+            raise CheckpointError(
+                f"Shard {directory / shard} is missing, but {INDEX_NAME} names it; download it."
+            )
+    return clean
+
+
+def _find_shards(directory: Path) -> set[str]:
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
+    # A name with a leading dot is an archive tool's or a file system's, not a shard.
+    names = {p.name for p in directory.glob("*.safetensors") if not p.name.startswith(".")}
+    if SINGLE_NAME in names:
+        return {SINGLE_NAME}
+    shards = {name for name in names if name.startswith("model")} or names
+    if not shards:
+        raise CheckpointError(f"{directory} holds no .safetensors file; pass a checkpoint.")
+    for match in filter(None, map(_SHARD_NUMBER.match, sorted(shards))):
+        stem, count = match["stem"], match["count"]
+        for number in range(1, int(count) + 1):
+            name = f"{stem}-{number:0{len(count)}d}-of-{count}.safetensors"
+            if name not in shards:
+                raise CheckpointError(
+                    f"Shard {directory / name} is missing, but {match[0]} counts {int(count)}"
+                    " shards; download it."
+                )
+    return shards
+
+
+def _read(fd: int, file: Path, *, count: int, offset: int) -> bytes:
+    buffer = bytearray(count)
+    read_exact(fd, memoryview(buffer), offset=offset, file=file, error=CheckpointError)
+    return bytes(buffer)
+
+
+def _header_size(fd: int, file: Path, *, size: int) -> int:
+    if size < 8:
+        raise CheckpointError(
+            f"{file} has {size} bytes, too few for a safetensors header; download it again."
+        )
+    header_size = int.from_bytes(_read(fd, file, count=8, offset=0), "little")
+    if header_size > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file} announces a header of {header_size} bytes, above the limit of"
+            f" {MAX_HEADER_BYTES}; it is damaged or not a safetensors file."
+        )
+    if 8 + header_size > size:
+        raise CheckpointError(
+            f"{file} announces a header of {header_size} bytes but has {size} bytes in all;"
+            " download it again."
+        )
+    return header_size
+
+
+def _check_entries(file: Path, header: dict, *, data_start: int) -> dict[str, TensorRef]:
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # mx.save_safetensors writes null where there is none.
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(
+            f"__metadata__ of {file} must map strings to strings; download the file again."
+        )
+    refs = {}
+    for name, entry in header.items():
+        if not isinstance(entry, dict):
+            raise _bad_entry(file, name, f"is described by {entry!r}, not by an object")
+        dtype, shape = entry.get("dtype"), entry.get("shape")
+        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            raise _bad_entry(file, name, f"has dtype {dtype!r}, which this package does not read")
+        if not isinstance(shape, list) or not all(_is_natural(n) for n in shape):
+            raise _bad_entry(file, name, f"has shape {shape!r}, not a list of sizes")
+        offsets = entry.get("data_offsets")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_natural, offsets)):
+            raise _bad_entry(file, name, f"has data_offsets {offsets!r}, not [begin, end]")
+        begin, end = offsets
+        ref = TensorRef(name, file, data_start + begin, dtype, tuple(shape))
+        if end - begin != ref.nbytes:
+            raise _bad_entry(
+                file, name, f"spans {end - begin} bytes, but {dtype} {shape} takes {ref.nbytes}"
+            )
+        refs[name] = ref
+    return refs
+
+
+def _check_tiling(file: Path, refs: dict[str, TensorRef], *, data_start: int, size: int) -> None:
+    """The tensors must cover the data without overlap, hole, shortage or rest."""
+    end = data_start
+    for ref in sorted(refs.values(), key=lambda ref: (ref.offset, ref.nbytes)):
+        if ref.offset != end:
+            fault = "overlaps the tensor" if ref.offset < end else "leaves a hole"
+            raise _bad_entry(
+                file, ref.name, f"{fault} before it (starts at {ref.offset}, expected {end})"
+            )
+        end = ref.offset + ref.nbytes
+        if end > size:
+            raise CheckpointError(
+                f"{file} is truncated: tensor {ref.name!r} ends at byte {end}, the file at {size};"
+                " download it again."
+            )
+    if end != size:
+        raise CheckpointError(
+            f"{file} is oversized: its header describes {end} bytes, the file has {size};"
+            " download it again."
+        )
+
+
+def _is_natural(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _bad_entry(file: Path, name: str, fault: str) -> CheckpointError:
+    return CheckpointError(
+        f"Tensor {name!r} of {file} {fault}; the header is damaged, download the file again."
+    )

@@ -1,0 +1,127 @@
+"""The chosen experts, computed out of a bank by slot number.
+
+    out[p] = down[s] (silu(gate[s] x[p]) * (up[s] x[p])),   s = slots[p]
+
+One row per (token, expert) pair. A bank holds the experts of one layer in fixed slots; a slot
+number says where, never which expert. A row's result depends on nothing but the row and the
+slot's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+
+
+@dataclass(frozen=True)
+class ProjectionBank:
+    """One projection of all slots.
+
+    weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
+    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None.
+    """
+
+    weight: mx.array
+    scales: mx.array | None
+    biases: mx.array | None
+    spec: QuantSpec | None
+
+    def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
+        """The rows of `slots` only; floats cast to `dtype`."""
+        if self.spec is None:
+            return ProjectionBank(self.weight[slots].astype(dtype), None, None, None)
+        return ProjectionBank(
+            self.weight[slots],
+            self.scales[slots].astype(dtype),
+            self.biases[slots].astype(dtype),
+            self.spec,
+        )
+
+    def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
+        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
+        x = x[:, None]
+        if self.spec is None:
+            out = mx.gather_mm(
+                x, self.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=ascending
+            )
+        else:
+            out = mx.gather_qmm(
+                x,
+                self.weight,
+                self.scales,
+                self.biases,
+                rhs_indices=slots,
+                transpose=True,
+                group_size=self.spec.group_size,
+                bits=self.spec.bits,
+                mode=self.spec.mode,
+                sorted_indices=ascending,
+            )
+        return out[:, 0]
+
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """The three projections of one layer's experts; all have the same number of slots."""
+
+    gate: ProjectionBank
+    up: ProjectionBank
+    down: ProjectionBank
+
+    @classmethod
+    def of(
+        cls, arrays: Mapping[str, mx.array], specs: Mapping[str, QuantSpec | None]
+    ) -> ExpertBank:
+        """From arrays named ``gate_proj.weight`` ... and a spec for each projection."""
+
+        def bank(p: str) -> ProjectionBank:
+            return ProjectionBank(
+                arrays[f"{p}.weight"],
+                arrays.get(f"{p}.scales"),
+                arrays.get(f"{p}.biases"),
+                specs[p],
+            )
+
+        return cls(gate=bank("gate_proj"), up=bank("up_proj"), down=bank("down_proj"))
+
+    @property
+    def slots(self) -> int:
+        return self.gate.weight.shape[0]
+
+    def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
+        """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,
+        because stock operations would cast every slot's scales on every call."""
+        return ExpertBank(
+            gate=self.gate.take(slots, dtype),
+            up=self.up.take(slots, dtype),
+            down=self.down.take(slots, dtype),
+        )
+
+
+def expert_ffn(
+    x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool = False
+) -> mx.array:
+    """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x.
+
+    ascending: The caller promises that `slots` never decreases (lets stock MLX group rows).
+    """
+    gate = bank.gate.matmul(x, slots, ascending=ascending)
+    up = bank.up.matmul(x, slots, ascending=ascending)
+    return bank.down.matmul(nn.silu(gate) * up, slots, ascending=ascending)
+
+
+def accumulate_experts(out: mx.array, weights: mx.array) -> mx.array:
+    """out ``[N, K, C]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32.
+
+    Adds in the order of k, one product and one sum at a time: the only place where expert
+    outputs meet, so that every store gives the same bits.
+    """
+    total = out[:, 0].astype(mx.float32) * weights[:, 0, None]
+    for k in range(1, out.shape[1]):
+        total = total + out[:, k].astype(mx.float32) * weights[:, k, None]
+    return total

@@ -1,0 +1,27 @@
+"""The architectures, by the `model_type` of config.json."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from mlx_moeflux.errors import UnsupportedError
+
+# model_type -> module in this package. Adding an architecture is one file and one line here.
+MODEL_TYPES = {
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+
+
+def model_class(model_type: Any, *, file: Any = "config.json") -> type:
+    """The ``Model`` class of a `model_type`.
+
+    Raises:
+        UnsupportedError: Nothing here runs that architecture.
+    """
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}."
+        )
+    return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}").Model

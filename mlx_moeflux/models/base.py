@@ -1,0 +1,78 @@
+"""What every architecture offers around its forward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.models.moe import SparseMoeBlock
+from mlx_moeflux.models.record import record
+
+# Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
+PREFILL_CHUNK = 2048
+
+
+class StreamingModel(nn.Module):
+    """Base of the models: layers, expert store, inspection and clean-up.
+
+    Subclasses set ``config``, ``model.layers`` and define ``__call__`` and ``make_cache``.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.prefill_chunk = PREFILL_CHUNK
+        self.max_context: int | None = None
+        self._lock = threading.RLock()
+        self._store = None
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers
+
+    @property
+    def store(self):
+        """The :class:`~mlx_moeflux.experts.store.ExpertStore` that all layers ask."""
+        return self._store
+
+    def set_store(self, store) -> None:
+        """Give every MoE block the store that computes its experts."""
+        self._store = store
+        for block in self.moe_blocks().values():
+            block._store = store
+
+    def moe_blocks(self) -> dict[int, SparseMoeBlock]:
+        """MoE layer id -> block."""
+        blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
+        return {i: block for i, block in blocks if isinstance(block, SparseMoeBlock)}
+
+    def record(
+        self, layers: Iterable[int] | None = None, names: Iterable[str] | None = None
+    ) -> AbstractContextManager[dict[int, dict[str, mx.array]]]:
+        """Keep intermediate arrays of the next calls: see :mod:`mlx_moeflux.models.record`."""
+        return record(self.layers, chosen=layers, names=names)
+
+    def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
+        """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.
+
+        cache: That layer's entry of :meth:`make_cache`, or None for a fresh one.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise InputError(f"layer {layer} does not exist; the model has {len(self.layers)}.")
+        cache = self.make_cache()[layer] if cache is None else cache
+        return self.layers[layer](hidden, cache, chunk=self.prefill_chunk)
+
+    def close(self) -> None:
+        """Free the expert bank, its files and threads. The model cannot run afterwards."""
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()

@@ -1,0 +1,241 @@
+"""Filling a model from a checkpoint: trunk parameters, and the specs of the experts.
+
+Both sides must come out empty: a tensor that fills nothing and a parameter that nothing fills
+are errors that list the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS, MappedTensors
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
+from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef, mlx_dtype
+from mlx_moeflux.errors import CheckpointError, MoefluxError
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.moe import ExpertProjection, SwitchGLU
+
+FLOATS = ("F32", "BF16", "F16")
+
+
+def default_dtype() -> mx.Dtype:
+    """bfloat16 on GPUs; float32 on the CPU, whose bfloat16 is 8 times slower."""
+    return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
+
+
+def fill_trunk(
+    model: StreamingModel,
+    mapped: MappedTensors,
+    quantization: Quantization,
+    *,
+    directory: Path,
+    dtype: mx.Dtype,
+) -> None:
+    """Load every trunk tensor into `model`, in `dtype` where it is a float; evaluated.
+
+    Raises:
+        CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
+    """
+    trunk = dict(mapped.trunk)
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if tied:
+        # Some exporters write the tied head a second time.
+        trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
+    _quantise_modules(model, {n: t.ref for n, t in trunk.items()}, quantization, directory)
+    parameters = dict(tree_flatten(model.parameters()))
+    _check_names(model, trunk.keys(), parameters.keys(), directory)
+    transforms = model.transforms({n: t.ref for n, t in trunk.items()})
+    for name, tensor in trunk.items():
+        expected = tuple(parameters[name].shape)
+        if name not in transforms and tensor.ref.shape != expected:
+            raise _wrong_shape(tensor.ref, tensor.ref.shape, expected)
+    for name, tensor in trunk.items():
+        array = tensor.load()
+        if name in transforms:
+            array = transforms[name](array)
+        if array.shape != tuple(parameters[name].shape):
+            raise _wrong_shape(tensor.ref, array.shape, tuple(parameters[name].shape))
+        if tensor.ref.dtype in FLOATS:
+            array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
+        mx.eval(array)
+        module, _, leaf = name.rpartition(".")
+        _module_at(model, module)[leaf] = array
+    model.eval()
+
+
+def _module_at(model: nn.Module, path: str):
+    module = model
+    for part in filter(None, path.split(".")):
+        module = module[int(part)] if part.isdigit() else module[part]
+    return module
+
+
+def _wrong_shape(ref: TensorRef, shape, expected) -> CheckpointError:
+    return CheckpointError(
+        f"{ref.file}: '{ref.name}' has shape {list(shape)}, the config wants {list(expected)}; "
+        "config.json and the weights are of different models."
+    )
+
+
+def _check_names(model: StreamingModel, found, wanted, directory: Path) -> None:
+    layers = [int(m[1]) for n in found if (m := re.match(r"model\.layers\.(\d+)\.", n))]
+    if not layers:
+        raise CheckpointError(f"{directory}: no tensor is named 'model.layers.N...'.")
+    if max(layers) + 1 != len(model.layers):
+        raise CheckpointError(
+            f"{directory}: the weights have {max(layers) + 1} layers, config.json says "
+            f"{len(model.layers)}; they are of different models."
+        )
+    for names, what in (
+        (wanted - found, "lacks the tensors"),
+        (found - wanted, "has tensors that the model does not know"),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:4])
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise CheckpointError(f"{directory} {what}: {first}{more}.")
+
+
+def _quantise_modules(
+    model: StreamingModel,
+    trunk: dict[str, TensorRef],
+    quantization: Quantization,
+    directory: Path,
+) -> None:
+    """Make each module quantised whose tensors are, by what the tensors' shapes say."""
+    specs: dict[str, QuantSpec] = {}
+    modules = dict(model.named_modules())
+    for name, scales in trunk.items():
+        path, _, leaf = name.rpartition(".")
+        weight = trunk.get(f"{path}.weight")
+        module = modules.get(path)
+        if leaf != "scales" or weight is None or not hasattr(module, "to_quantized"):
+            continue
+        specs[path] = infer_spec(weight, scales, module.weight.shape[-1])
+        told = quantization.spec(path)
+        if told is not None and told != specs[path]:
+            raise CheckpointError(
+                f"{directory}: '{path}' is stored in {_words(specs[path])}, config.json says "
+                f"{_words(told)}; correct its quantization entry."
+            )
+    if specs:
+        nn.quantize(
+            model,
+            class_predicate=lambda path, _: specs[path].to_config() if path in specs else False,
+        )
+
+
+def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
+    """Bits and group size of a weight whose rows have `width` elements, from two shapes."""
+    groups, words = scales.shape[-1], weight.shape[-1]
+    try:
+        if weight.dtype != "U32" or groups < 1 or width % groups or words * 32 % width:
+            raise MoefluxError("shapes")
+        return QuantSpec(bits=words * 32 // width, group_size=width // groups)
+    except MoefluxError:
+        raise CheckpointError(
+            f"{weight.file}: '{weight.name}' {weight.dtype} {list(weight.shape)} with scales "
+            f"{list(scales.shape)} is no quantisation of rows of {width} elements in groups of "
+            f"{', '.join(map(str, GROUP_SIZES))}."
+        ) from None
+
+
+def _words(spec: QuantSpec) -> str:
+    return f"{spec.bits} bits, groups of {spec.group_size}"
+
+
+def expert_specs(
+    components: Mapping[str, ExpertRefs],
+    *,
+    layer: int,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    directory: Path,
+) -> dict[str, QuantSpec | None]:
+    """How each projection of a layer's experts is stored; None is unquantised.
+
+    Raises:
+        CheckpointError: A component is missing or too much, or a shape or count does not fit.
+    """
+    specs: dict[str, QuantSpec | None] = {}
+    widths = {"gate_proj": (intermediate_size, hidden_size), "up_proj": (intermediate_size, hidden_size),
+              "down_proj": (hidden_size, intermediate_size)}  # fmt: skip
+    for name, refs in components.items():
+        if len(refs) != num_experts:
+            raise CheckpointError(
+                f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', config.json "
+                f"says {num_experts}."
+            )
+    for projection in PROJECTIONS:
+        rows, width = widths[projection]
+        weight = components.get(f"{projection}.weight")
+        if weight is None:
+            raise CheckpointError(
+                f"{directory}: layer {layer} lacks '{projection}.weight' of its experts."
+            )
+        scales, biases = (components.get(f"{projection}.{p}") for p in ("scales", "biases"))
+        if (scales is None) != (biases is None):
+            raise CheckpointError(
+                f"{directory}: layer {layer} has only one of scales and biases of '{projection}'."
+            )
+        spec = None if scales is None else infer_spec(weight[0], scales[0], width)
+        expected = {"weight": (rows, width if spec is None else spec.words(width))}
+        if spec is not None:
+            expected |= dict.fromkeys(("scales", "biases"), (rows, spec.groups(width)))
+        for part, shape in expected.items():
+            ref = components[f"{projection}.{part}"][0]
+            if ref.shape != shape:
+                raise _wrong_shape(ref, ref.shape, shape)
+            if (part != "weight" or spec is None) and ref.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{ref.file}: '{ref.name}' is {ref.dtype}; expected one of {', '.join(FLOATS)}."
+                )
+        specs[projection] = spec
+    return specs
+
+
+def load_experts(
+    components: Mapping[str, ExpertRefs], specs: Mapping[str, QuantSpec | None], dtype: mx.Dtype
+) -> SwitchGLU:
+    """All experts of one layer as parameters, evaluated, floats in `dtype`."""
+    switch = SwitchGLU.__new__(SwitchGLU)
+    nn.Module.__init__(switch)
+    for projection in PROJECTIONS:
+        holder = ExpertProjection.__new__(ExpertProjection)
+        nn.Module.__init__(holder)
+        holder.spec = specs[projection]
+        for part in ("weight", "scales", "biases"):
+            refs = components.get(f"{projection}.{part}")
+            if refs is not None:
+                array = _stack(refs)
+                holder[part] = array.astype(dtype) if refs[0].dtype in FLOATS else array
+                mx.eval(holder[part])
+        switch[projection] = holder
+    return switch
+
+
+def _stack(refs: ExpertRefs) -> mx.array:
+    """``[E, ...]``: every expert's bytes, read one after the other."""
+    first = refs[0]
+    raw = np.empty((len(refs), first.nbytes), dtype=np.uint8)
+    for e, ref in enumerate(refs):
+        ref.read_into(raw[e].data)
+    return mx.array(raw).view(mlx_dtype(first.dtype)).reshape(len(refs), *first.shape)
+
+
+__all__ = [
+    "COMPONENT_ORDER",
+    "default_dtype",
+    "expert_specs",
+    "fill_trunk",
+    "infer_spec",
+    "load_experts",
+]

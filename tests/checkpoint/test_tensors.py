@@ -1,0 +1,499 @@
+"""Safetensors headers and byte ranges; the oracle is the safetensors package, or bytes by hand."""
+
+import errno
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import numpy as safetensors_numpy
+
+from mlx_moeflux.checkpoint import tensors
+from mlx_moeflux.checkpoint.tensors import (
+    ITEMSIZE,
+    StackedRefs,
+    StridedRefs,
+    TensorIndex,
+    TensorRef,
+    mlx_dtype,
+)
+from mlx_moeflux.errors import CheckpointError, ShapeError
+
+NUMPY_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+
+
+def entry(begin, end, dtype="U8", shape=None):
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape,
+            "data_offsets": [begin, end]}  # fmt: skip
+
+
+def one_sentence(message, *parts):
+    assert "\n" not in message
+    assert message.endswith(".")
+    for part in parts:
+        assert part in message, (part, message)
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+@st.composite
+def named_arrays(draw):
+    names = st.text(
+        st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=12
+    ).filter(lambda name: name != "__metadata__")
+    arrays = {}
+    for name in draw(st.lists(names, unique=True, max_size=6)):
+        dtype = draw(st.sampled_from(sorted(NUMPY_CODES)))
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        raw = draw(st.binary(min_size=count, max_size=count))
+        if dtype == "bool":
+            raw = bytes(byte & 1 for byte in raw)
+        arrays[name] = np.frombuffer(raw, dtype).reshape(shape)
+    return arrays
+
+
+@settings(max_examples=60, deadline=None)
+@given(named_arrays(), st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5)))
+def test_any_file_of_the_safetensors_package_opens_to_the_same_bytes(arrays, metadata):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        safetensors_numpy.save_file(arrays, file, metadata=metadata)
+        index = TensorIndex.open(folder)
+        assert set(index) == set(arrays)
+        assert index.files == (file,)
+        assert index.header_bytes + sum(a.nbytes for a in arrays.values()) == file.stat().st_size
+        for name, array in arrays.items():
+            ref = index[name]
+            assert (ref.dtype, ref.shape) == (NUMPY_CODES[array.dtype.name], array.shape)
+            raw = bytearray(ref.nbytes)
+            ref.read_into(memoryview(raw))
+            assert bytes(raw) == array.tobytes()
+
+
+@pytest.mark.parametrize("code", sorted(ITEMSIZE))
+def test_load_keeps_every_bit_of_every_dtype(code, tmp_path, write_safetensors):
+    shape = (3, 5, 2)
+    raw = np.random.default_rng(7).integers(0, 256, 30 * ITEMSIZE[code], np.uint8)
+    raw = raw & 1 if code == "BOOL" else raw
+    header = {"pad": entry(0, 3), "x": entry(3, 3 + raw.nbytes, code, list(shape))}
+    write_safetensors(tmp_path / "model.safetensors", header, b"abc" + raw.tobytes())
+    array = TensorIndex.open(tmp_path)["x"].load()
+    assert array.dtype == mlx_dtype(code)
+    assert array.shape == shape
+    assert bytes(memoryview(array).cast("B")) == raw.tobytes()
+
+
+@pytest.mark.parametrize(("shape", "values"), [([], [2.5]), ([0, 3], []), ([1], [-7.0])])
+def test_load_of_scalars_and_of_nothing(shape, values, tmp_path, write_safetensors):
+    data = np.array(values, np.float32)
+    write_safetensors(
+        tmp_path / "model.safetensors", {"x": entry(0, data.nbytes, "F32", shape)}, data.tobytes()
+    )
+    array = TensorIndex.open(tmp_path)["x"].load()
+    assert array.shape == tuple(shape)
+    assert array.tolist() == data.reshape(shape).tolist()
+
+
+def test_loaded_arrays_are_evaluated_and_usable_from_another_thread(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    weights = {"x": mx.random.normal((4, 3)).astype(mx.bfloat16)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    array = TensorIndex.open(tmp_path)["x"].load()
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: array.astype(mx.float32).tolist()).result()
+    assert there == weights["x"].astype(mx.float32).tolist()
+
+
+def test_a_file_that_mlx_wrote_loads_to_the_same_arrays(tmp_path):
+    weights = {
+        "a.weight": mx.random.normal((5, 3, 7)).astype(mx.bfloat16),
+        "b": mx.random.randint(0, 2**31, (6, 4)).astype(mx.uint32),
+    }
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
+    index = TensorIndex.open(tmp_path)
+    for name, array in weights.items():
+        assert mx.array_equal(index[name].load(), array), name
+
+
+# --- parts of a tensor --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stacked(tmp_path):
+    """A stacked tensor [E, 2F, C] = [5, 6, 7] of float32 and its reference."""
+    values = np.random.default_rng(3).standard_normal((5, 6, 7)).astype(np.float32)
+    file = tmp_path / "model.safetensors"
+    safetensors_numpy.save_file({"first": np.arange(3, dtype=np.uint8), "x": values}, file)
+    return values, TensorIndex.open(tmp_path)["x"]
+
+
+def test_index_and_rows_are_the_slices_of_the_array(stacked):
+    values, ref = stacked
+    assert np.array_equal(ref.index(4).load(), values[4])
+    assert np.array_equal(ref.rows(1, 4).load(), values[1:4])
+    assert np.array_equal(ref.index(2).rows(3, 6).index(1).load(), values[2, 3:6][1])
+    assert ref.rows(2, 2).shape == (0, 6, 7)
+    assert ref.rows(2, 2).load().shape == (0, 6, 7)
+
+
+@pytest.mark.parametrize(("method", "args"), [
+    ("index", (5,)), ("index", (-1,)), ("rows", (0, 6)), ("rows", (3, 2)), ("rows", (-1, 2)),
+])  # fmt: skip
+def test_parts_outside_the_tensor_raise(stacked, method, args):
+    with pytest.raises(IndexError, match=r"shape \[5, 6, 7\]"):
+        getattr(stacked[1], method)(*args)
+
+
+def test_stacked_refs_are_the_experts_and_their_row_windows(stacked):
+    values, ref = stacked
+    whole, gate, up = StackedRefs(ref), StackedRefs(ref, (0, 2)), StackedRefs(ref, (2, 6))
+    assert (len(whole), whole.shape, gate.shape, up.shape) == (5, (6, 7), (2, 7), (4, 7))
+    for e in range(5):
+        assert np.array_equal(whole[e].load(), values[e])
+        assert np.array_equal(gate[e].load(), values[e, :2])
+        assert np.array_equal(up[e].load(), values[e, 2:])
+    assert up[-1] == up[4]
+    assert [r.offset for r in up] == [r.offset for r in up[:]]
+    assert up.nbytes == up[0].nbytes == 4 * 7 * 4
+
+
+@pytest.mark.parametrize("e", [5, -6])
+def test_stacked_refs_end_where_the_experts_end(stacked, e):
+    with pytest.raises(IndexError, match="5 experts"):
+        StackedRefs(stacked[1])[e]
+
+
+def test_strided_refs_follow_the_stride(stacked):
+    values, ref = stacked
+    row = 7 * 4
+    refs = StridedRefs(name="every second row", file=ref.file, offset=ref.offset + row,
+                       stride=2 * row, num_experts=15, dtype="F32", shape=(7,))  # fmt: skip
+    assert np.array_equal([r.load() for r in refs], values.reshape(30, 7)[1::2])
+    assert "15 x F32 [7]" in repr(refs)
+
+
+def test_a_scalar_is_no_stack_of_experts():
+    with pytest.raises(CheckpointError, match="stack of experts"):
+        StackedRefs(TensorRef("x", Path("f"), 0, "F32", ()))
+
+
+# --- directories --------------------------------------------------------------------------------
+
+
+def write_index(directory, weight_map):
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
+
+
+def test_shards_of_an_index_are_read_and_nothing_beside_them(tmp_path, write_safetensors):
+    (tmp_path / "deep").mkdir()
+    write_safetensors(tmp_path / "one.safetensors", {"a": entry(0, 1)}, b"A")
+    write_safetensors(tmp_path / "deep" / "two.safetensors", {"b": entry(0, 2)}, b"BB")
+    (tmp_path / "model-old.safetensors").write_bytes(b"junk")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "deep/two.safetensors"})
+    index = TensorIndex.open(tmp_path)
+    assert {name: ref.file.name for name, ref in index.items()} == {
+        "a": "one.safetensors", "b": "two.safetensors",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("present", "taken"), [
+    (["model.safetensors", "model-x.safetensors", "z.safetensors"], {"model.safetensors"}),
+    (["model-x.safetensors", "model.b.safetensors", "z.safetensors"],
+     {"model-x.safetensors", "model.b.safetensors"}),
+    (["z.safetensors", "y.safetensors"], {"z.safetensors", "y.safetensors"}),
+])  # fmt: skip
+def test_without_an_index_the_best_names_are_taken(present, taken, tmp_path, write_safetensors):
+    for i, name in enumerate(present):
+        write_safetensors(tmp_path / name, {f"t{i}": entry(0, 1)}, b"A")
+    (tmp_path / "._model.safetensors").write_bytes(b"a file system's own")
+    (tmp_path / "README.md").write_text("junk")
+    assert {file.name for file in TensorIndex.open(tmp_path).files} == taken
+
+
+def test_shards_that_are_links_out_of_the_directory_are_followed(tmp_path, write_safetensors):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    write_safetensors(tmp_path / "blobs" / "c0ffee", {"a": entry(0, 1)}, b"A")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/c0ffee")
+    write_index(tmp_path / "snapshot", {"a": "model.safetensors"})
+    assert TensorIndex.open(tmp_path / "snapshot")["a"].load().tolist() == [ord("A")]
+
+
+@pytest.mark.parametrize("path", [
+    "../model.safetensors", "/etc/passwd", "a/../../b", "..", ".", "", "C:\\b", "a\\..\\..\\b",
+    "x\0y", 3, None,
+])  # fmt: skip
+def test_an_index_that_leads_outside_is_refused(path, tmp_path):
+    write_index(tmp_path, {"a": path})
+    with pytest.raises(CheckpointError, match="not a path inside") as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), "model.safetensors.index.json", repr(path))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (b"{", "not valid JSON"), (b"[]", "must be an object"), (b"\xff\xfe", "not valid JSON"),
+    (b'{"weight_map": {}}', "no weight_map"), (b'{"weight_map": ["a"]}', "no weight_map"),
+    (b"{}", "no weight_map"), (b"[" * 100_000, "not valid JSON"),
+    (b'{"weight_map": {"a": "f", "a": "g"}}', "'a' is given twice"),
+])  # fmt: skip
+def test_a_broken_index_is_named(text, words, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), "model.safetensors.index.json")
+
+
+def test_a_missing_shard_and_a_tensor_missing_from_its_shard(tmp_path, write_safetensors):
+    write_safetensors(tmp_path / "one.safetensors", {"a": entry(0, 1)}, b"A")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    with pytest.raises(CheckpointError, match=r"two\.safetensors is missing"):
+        TensorIndex.open(tmp_path)
+    write_safetensors(tmp_path / "two.safetensors", {"c": entry(0, 1)}, b"A")
+    with pytest.raises(CheckpointError, match=r"'b' is in two\.safetensors, which does not hold"):
+        TensorIndex.open(tmp_path)
+    write_index(tmp_path, {"a": "two.safetensors", "c": "one.safetensors"})
+    with pytest.raises(CheckpointError, match=r"'a' is in two\.safetensors, which does not hold"):
+        TensorIndex.open(tmp_path)
+
+
+def test_a_name_in_two_shards_is_refused(tmp_path, write_safetensors):
+    for name in ("model-a.safetensors", "model-b.safetensors"):
+        write_safetensors(tmp_path / name, {"x": entry(0, 1)}, b"A")
+    with pytest.raises(CheckpointError, match="'x' is in both") as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), "model-a.safetensors", "model-b.safetensors")
+
+
+def test_a_numbered_shard_that_is_not_there_is_named(tmp_path, write_safetensors):
+    for i in (1, 3):
+        name = f"model-0000{i}-of-00003.safetensors"
+        write_safetensors(tmp_path / name, {f"x{i}": entry(0, 1)}, b"A")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors is missing"):
+        TensorIndex.open(tmp_path)
+
+
+def test_directories_without_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        TensorIndex.open(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        TensorIndex.open(tmp_path / "missing")
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+        TensorIndex.open(tmp_path)
+
+
+# --- what is wrong in a header ------------------------------------------------------------------
+
+WRONG_HEADERS = {
+    "negative size": ({"x": entry(0, 4, "U8", [-4])}, "has shape [-4]"),
+    "size no integer": ({"x": entry(0, 4, "U8", [4.0])}, "has shape [4.0]"),
+    "size a boolean": ({"x": entry(0, 4, "U8", [4, True])}, "has shape [4, True]"),
+    "shape no list": ({"x": entry(0, 4, "U8", 4)}, "has shape 4"),
+    "shape missing": ({"x": {"dtype": "U8", "data_offsets": [0, 4]}}, "has shape None"),
+    "dtype unknown": ({"x": entry(0, 4, "F4", [8])}, "has dtype 'F4'"),
+    "dtype no text": ({"x": entry(0, 4, ["U8"], [4])}, "has dtype ['U8']"),
+    "dtype missing": ({"x": {"shape": [4], "data_offsets": [0, 4]}}, "has dtype None"),
+    "begin no integer": ({"x": entry(0.0, 4, "U8", [4])}, "data_offsets [0.0, 4]"),
+    "begin negative": ({"x": entry(-4, 0, "U8", [4])}, "data_offsets [-4, 0]"),
+    "three offsets": (
+        {"x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2, 4]}}, "data_offsets [0, 2, 4]"),
+    "offsets missing": ({"x": {"dtype": "U8", "shape": [4]}}, "data_offsets None"),
+    "end before begin": ({"x": entry(4, 0, "U8", [4])}, "spans -4 bytes"),
+    "span too short": ({"x": entry(0, 4, "F32", [2])}, "spans 4 bytes, but F32 [2] takes 8"),
+    "span too long": ({"x": entry(0, 4, "U8", [3])}, "spans 4 bytes, but U8 [3] takes 3"),
+    "sizes beyond 64 bits": ({"x": entry(0, 4, "U8", [2**40, 2**40])}, "spans 4 bytes"),
+    "overlap": ({"x": entry(0, 3), "y": entry(2, 4)}, "overlaps the tensor before it"),
+    "same place": ({"x": entry(0, 4), "y": entry(0, 4)}, "overlaps the tensor before it"),
+    "hole": ({"x": entry(0, 1), "y": entry(2, 4)}, "leaves a hole before it"),
+    "hole at the start": ({"x": entry(1, 4)}, "leaves a hole before it"),
+    "truncated": ({"x": entry(0, 5)}, "is truncated: tensor 'x' ends at byte"),
+    "oversized": ({"x": entry(0, 3)}, "is oversized: its header describes"),
+    "no tensors but data": ({}, "is oversized"),
+    "entry no object": ({"x": [0, 4]}, "is described by [0, 4]"),
+    "metadata no object": ({"__metadata__": "mlx", "x": entry(0, 4)}, "must map strings"),
+    "metadata not text": ({"__metadata__": {"a": 1}, "x": entry(0, 4)}, "must map strings"),
+    "not an object": (b"[1]", "is a JSON list, but must be an object"),
+    "not JSON": (b"{'x': 1}", "is not valid JSON"),
+    "not UTF-8": (b'{"\xff": 1}', "is not valid JSON"),
+    "too deep": (b"[" * 100_000, "is not valid JSON"),
+    "empty": (b"", "is not valid JSON"),
+    "key twice": (
+        b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+        b'"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "key 'x' is given twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_HEADERS)
+def test_a_wrong_header_is_one_sentence_that_names_the_file(case, tmp_path, write_safetensors):
+    header, words = WRONG_HEADERS[case]
+    write_safetensors(tmp_path / "model.safetensors", header, b"data")
+    with pytest.raises(CheckpointError) as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), str(tmp_path / "model.safetensors"), words)
+
+
+@pytest.mark.parametrize(("length", "words"), [
+    (1_000, "announces a header of 1000 bytes but has"),
+    (100_000_001, "above the limit of 100000000"),
+    (2**64 - 1, "above the limit of 100000000"),
+])  # fmt: skip
+def test_a_wrong_header_length(length, words, tmp_path, write_safetensors):
+    write_safetensors(tmp_path / "model.safetensors", {"x": entry(0, 4)}, b"data", length=length)
+    with pytest.raises(CheckpointError) as caught:
+        TensorIndex.open(tmp_path)
+    one_sentence(str(caught.value), words)
+
+
+@pytest.mark.parametrize("size", range(8))
+def test_a_file_too_short_for_a_header(size, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * size)
+    with pytest.raises(CheckpointError, match=f"has {size} bytes, too few"):
+        TensorIndex.open(tmp_path)
+
+
+def test_every_truncation_and_every_extension_is_noticed(tmp_path):
+    file = tmp_path / "model.safetensors"
+    safetensors_numpy.save_file({"x": np.arange(3, dtype=np.int16), "y": np.ones(1)}, file)
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            TensorIndex.open(tmp_path)
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(CheckpointError, match="oversized"):
+        TensorIndex.open(tmp_path)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_short_reads_are_continued(stacked, monkeypatch):
+    values, ref = stacked
+    real, calls = os.preadv, []
+
+    def short(fd, buffers, offset):
+        calls.append(offset)
+        return real(fd, [buffers[0][:11]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert np.array_equal(ref.load(), values)
+    assert len(calls) == -(-values.nbytes // 11)
+
+
+def test_the_end_of_the_file_inside_a_tensor_is_an_error(stacked):
+    _, ref = stacked
+    os.truncate(ref.file, ref.offset + 100)
+    with pytest.raises(CheckpointError) as caught:
+        ref.load()
+    one_sentence(
+        str(caught.value), str(ref.file), f"expected {ref.nbytes} bytes at offset {ref.offset}",
+        "got 100",
+    )  # fmt: skip
+
+
+def test_an_input_output_error_names_file_and_offset(stacked, monkeypatch):
+    _, ref = stacked
+    real = os.preadv
+
+    def fails_later(fd, buffers, offset):
+        if offset > ref.offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, [buffers[0][:64]], offset)
+
+    monkeypatch.setattr(os, "preadv", fails_later)
+    with pytest.raises(CheckpointError) as caught:
+        ref.load()
+    one_sentence(
+        str(caught.value), str(ref.file), f"offset {ref.offset + 64}", os.strerror(errno.EIO)
+    )
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_file_that_went_away_is_named(stacked):
+    _, ref = stacked
+    ref.file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        ref.load()
+
+
+def test_no_descriptor_is_left_open(stacked):
+    _, ref = stacked
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(5):
+        ref.load()
+        TensorIndex.open(ref.file.parent)
+    os.truncate(ref.file, 20)
+    with pytest.raises(CheckpointError):
+        ref.load()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize("count", [0, 839, 841])
+def test_a_buffer_of_the_wrong_size_is_refused(stacked, count):
+    with pytest.raises(ShapeError, match=f"840 bytes, but the buffer to fill has {count}"):
+        stacked[1].read_into(memoryview(bytearray(count)))
+
+
+def test_unknown_dtype_codes_are_refused():
+    with pytest.raises(CheckpointError, match="'F4'"):
+        mlx_dtype("F4")
+
+
+def test_opening_20_gb_of_experts_reads_headers_only(tmp_path, write_safetensors, monkeypatch):
+    """40 layers of 9 stacked tensors in sparse files, as a quantised 35B model has them."""
+    weight_map, size = {}, 0
+    for layer in range(40):
+        header, end = {}, 0
+        for projection, out, width in (("gate", 512, 2048), ("up", 512, 2048), ("down", 2048, 512)):
+            parts = (("weight", "U32", 8), ("scales", "BF16", 64), ("biases", "BF16", 64))
+            for part, dtype, packing in parts:
+                cols = width // packing
+                nbytes = 256 * out * cols * ITEMSIZE[dtype]
+                name = f"model.layers.{layer}.mlp.switch_mlp.{projection}_proj.{part}"
+                header[name] = entry(end, end + nbytes, dtype, [256, out, cols])
+                end += nbytes
+        file = tmp_path / f"model-{layer}.safetensors"
+        write_safetensors(file, header)
+        os.truncate(file, file.stat().st_size + end)
+        weight_map |= dict.fromkeys(header, file.name)
+        size += end
+    write_index(tmp_path, weight_map)
+    read, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: read.append(real(*args)) or read[-1])
+    start = time.perf_counter()
+    index = TensorIndex.open(tmp_path)
+    experts = {name: StackedRefs(ref) for name, ref in index.items()}
+    seconds = time.perf_counter() - start
+    assert size > 18e9
+    assert len(experts) == 360
+    assert sum(read) == index.header_bytes < 100_000
+    assert len(read) == 80
+    assert seconds < 1
+
+
+def test_the_module_says_what_it_offers():
+    assert all(hasattr(tensors, name) for name in tensors.__all__)
