@@ -11,6 +11,8 @@ from mlx_moeflux.errors import CheckpointError, MoefluxError
 # One read call moves at most 2 GiB - 4 KiB on Linux and fails beyond 2 GiB - 1 on macOS.
 _MAX_READ = 1 << 30
 
+TEMPORARY_SUFFIX = ".tmp"
+
 
 def read_exact(
     fd: int, view: memoryview, *, offset: int, file: Path, error: type[MoefluxError]
@@ -77,6 +79,33 @@ def inside_path(
         f"{source} names the file {name!r}, which is not a path inside {directory}; only plain"
         " relative paths are followed."
     )
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Replace a file so that a crash at any moment leaves the old content or the new one.
+
+    Leaves no temporary file behind unless the process dies; raises OSError.
+    """
+    temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(file.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames and removals in a directory survive a power cut; raises OSError."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def unreadable(

@@ -22,7 +22,7 @@ _FLOATS = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a block: `name` such as ``gate_proj.weight``, a safetensors `dtype`, `shape`."""
+    """One tensor of a block: `name` such as ``gate_proj.weight``, safetensors `dtype`, `shape`."""
 
     name: str
     dtype: str

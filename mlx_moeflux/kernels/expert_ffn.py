@@ -115,13 +115,17 @@ def expert_ffn(
     return bank.down.matmul(nn.silu(gate) * up, slots, ascending=ascending)
 
 
-def accumulate_experts(out: mx.array, weights: mx.array) -> mx.array:
+def accumulate_experts(
+    out: mx.array, weights: mx.array, initial: mx.array | None = None
+) -> mx.array:
     """out ``[N, K, C]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32.
 
     Adds in the order of k, one product and one sum at a time: the only place where expert
-    outputs meet, so that every store gives the same bits.
+    outputs meet, so that every store gives the same bits. `initial` ``[N, C]`` float32 is a sum
+    to continue; one of -0.0 changes nothing, not even the sign of a zero.
     """
-    total = out[:, 0].astype(mx.float32) * weights[:, 0, None]
-    for k in range(1, out.shape[1]):
-        total = total + out[:, k].astype(mx.float32) * weights[:, k, None]
+    total = initial
+    for k in range(out.shape[1]):
+        product = out[:, k].astype(mx.float32) * weights[:, k, None]
+        total = product if total is None else total + product
     return total

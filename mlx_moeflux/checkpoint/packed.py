@@ -1,0 +1,144 @@
+"""Opening and verifying the packed directory: expert blobs beside an ordinary trunk.
+
+See ``packed_format.py`` for the format and ``packed_writer.py`` for how files come to be whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from mlx_moeflux.checkpoint.files import read_exact, read_json_object, unreadable
+from mlx_moeflux.checkpoint.packed_format import (
+    ALIGNMENT,
+    EXPERTS_DIRECTORY,
+    HASH_BYTES,
+    INDEX_NAME,
+    PROGRESS_NAME,
+    LayerFile,
+    PackedIndex,
+)
+from mlx_moeflux.checkpoint.packed_writer import LayerWriter, PackedWriter
+from mlx_moeflux.checkpoint.refs import ExpertRefs, StridedRefs
+from mlx_moeflux.errors import ExpertFileError
+
+__all__ = ["ALIGNMENT", "LayerWriter", "PackedExperts", "PackedWriter", "is_packed", "verify"]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+def is_packed(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds packed experts, or what an interrupted conversion left of them."""
+    experts = Path(directory) / EXPERTS_DIRECTORY
+    return (experts / INDEX_NAME).exists() or (experts / PROGRESS_NAME).exists()
+
+
+class PackedExperts:
+    """The layer files of a packed directory, checked by size; made by :meth:`open`."""
+
+    def __init__(self, directory: Path, index: PackedIndex) -> None:
+        self.directory, self.index = directory, index
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> PackedExperts:
+        """Read ``experts/index.json`` of a directory and check that the files fit it.
+
+        Raises ExpertFileError if the index is missing or wrong, or if a layer file is missing or
+        not exactly as long as the index says. No block is read.
+        """
+        directory = Path(directory)
+        experts = directory / EXPERTS_DIRECTORY
+        file = experts / INDEX_NAME
+        if not file.exists():
+            raise ExpertFileError(_why_no_index(experts))
+        index = PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+        if not index.layers:
+            raise ExpertFileError(f"{file} lists no layers; convert the checkpoint again.")
+        for layer, entry in index.layers.items():
+            _check_size(experts / entry.file, layer, entry.stride * index.num_experts)
+        return cls(directory, index)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """MoE layer ids, ascending; they need not start at 0."""
+        return tuple(self.index.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """E, the same in every layer."""
+        return self.index.num_experts
+
+    def refs(self, layer: int) -> dict[str, ExpertRefs]:
+        """Component name -> the experts' byte ranges, in the order of the block."""
+        entry = self._entry(layer)
+        file = self.file(layer)
+        return {
+            component.name: StridedRefs(
+                name=f"layer {layer} {component.name}",
+                file=file,
+                offset=component.offset,
+                stride=entry.stride,
+                num_experts=self.num_experts,
+                dtype=component.dtype,
+                shape=component.shape,
+            )
+            for component in entry.components
+        }
+
+    def file(self, layer: int) -> Path:
+        """The layer's file."""
+        return self.directory / EXPERTS_DIRECTORY / self._entry(layer).file
+
+    def _entry(self, layer: int) -> LayerFile:
+        try:
+            return self.index.layers[layer]
+        except KeyError:
+            raise ExpertFileError(
+                f"{self.directory} has no experts of layer {layer}; it has those of layers"
+                f" {', '.join(map(str, self.layers))}."
+            ) from None
+
+
+def verify(directory: str | os.PathLike[str], progress: Progress | None = None) -> None:
+    """Hash every layer file; ExpertFileError names those that are not what was written."""
+    packed = PackedExperts.open(directory)
+    total = sum(e.stride for e in packed.index.layers.values()) * packed.num_experts
+    done, wrong = 0, []
+    for layer, entry in packed.index.layers.items():
+        file, size = packed.file(layer), entry.stride * packed.num_experts
+        digest = hash_file(file, size, lambda count: report(count))
+        if hasher.hexdigest() != entry.blake2b:
+            wrong.append(str(file))
+    if wrong:
+        raise ExpertFileError(
+            f"{', '.join(wrong)} differ{'s' if len(wrong) == 1 else ''} from what was written:"
+            " the blake2b hash is another; convert the checkpoint again."
+        )
+
+
+def _why_no_index(experts: Path) -> str:
+    if (experts / PROGRESS_NAME).exists():
+        return (
+            f"{experts} holds an unfinished conversion; run the same conversion again, which goes"
+            " on where it stopped."
+        )
+    return f"{experts / INDEX_NAME} is missing; convert the checkpoint again."
+
+
+def _check_size(file: Path, layer: int, expected: int) -> None:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as cause:
+        raise ExpertFileError(
+            f"{file} with the experts of layer {layer} is missing; convert the checkpoint again."
+        ) from cause
+    except OSError as cause:
+        raise unreadable(file, cause, error=ExpertFileError) from cause
+    if size != expected or not file.is_file():
+        raise ExpertFileError(
+            f"{file} with the experts of layer {layer} has {size} bytes, but must have {expected};"
+            " convert the checkpoint again."
+        )

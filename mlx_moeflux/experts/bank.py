@@ -1,0 +1,98 @@
+"""The memory that resident experts live in: dense arrays of slots that readers write into.
+
+For each layer there is one evaluated array ``[slots, ...]`` per component, with one byte view of
+its storage beside it. A slot is filled through the view, never through MLX: assigning to an
+array rebinds it to new storage and orphans the view. Who may write when is the store's business:
+MLX waits for an array's producer, not for its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.refs import mlx_dtype
+from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.kernels.expert_ffn import ExpertBank
+
+
+class LayerBank:
+    """The slots of one layer.
+
+    arrays: component name -> ``[slots, ...]``, dense and evaluated. experts: the same as an
+    :class:`~mlx_moeflux.kernels.expert_ffn.ExpertBank`. Both are replaced by :meth:`resize`.
+
+    Evaluates: its new arrays.
+    """
+
+    def __init__(self, layout: BlockLayout, slots: int):
+        assert slots > 0, "a bank without slots"
+        self.layout, self.slots = layout, slots
+        self._allocate()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.layout.nbytes
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """The writable bytes of one slot, one view per component in block order."""
+        return [view[slot * n : (slot + 1) * n] for view, n in self._views]
+
+    def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
+        """Change the number of slots.
+
+        moves: Old slot -> new slot of the contents to keep; by default slots keep their number.
+
+        The arrays are new and the old ones are never written again: work that was given them,
+        evaluated or not, stays right.
+        """
+        if moves is None:
+            moves = {slot: slot for slot in range(min(slots, self.slots))}
+        old, self.slots = self._views, slots
+        self._allocate()
+        for (source, n), (target, _) in zip(old, self._views, strict=True):
+            for a, b in moves.items():
+                target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
+
+    def close(self) -> None:
+        """Let go of arrays and views; lazy work that still reads them keeps them alive."""
+        self.arrays, self.experts, self._views = {}, None, []
+
+    def _allocate(self) -> None:
+        components = self.layout.components
+        arrays = [mx.zeros((self.slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
+        mx.eval(arrays)
+        # Taken once and before any kernel reads the arrays: on CUDA the first host access moves
+        # an array to managed memory.
+        self._views = [
+            (memoryview(array).cast("B"), c.nbytes)
+            for array, c in zip(arrays, components, strict=True)
+        ]
+        self.arrays = {c.name: array for c, array in zip(components, arrays, strict=True)}
+        self.experts = ExpertBank.of(self.arrays, self.layout.specs)
+
+
+class Bank:
+    """The banks of all layers, by MoE layer id."""
+
+    def __init__(self, layouts: Mapping[int, BlockLayout], slots: Mapping[int, int]):
+        self.layers = {layer: LayerBank(layouts[layer], slots[layer]) for layer in layouts}
+
+    def __getitem__(self, layer: int) -> LayerBank:
+        return self.layers[layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots of all layers."""
+        return sum(bank.nbytes for bank in self.layers.values())
+
+    def resize(self, layer: int, slots: int, moves: Mapping[int, int] | None = None) -> None:
+        """See :meth:`LayerBank.resize`."""
+        self.layers[layer].resize(slots, moves)
+
+    def close(self) -> None:
+        """See :meth:`LayerBank.close`."""
+        for bank in self.layers.values():
+            bank.close()

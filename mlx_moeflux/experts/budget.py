@@ -1,0 +1,262 @@
+"""How much memory the experts get, and what follows: resident or streamed, slots per layer.
+
+Everything but :func:`measure_memory` is arithmetic on numbers that are passed in. GB is 10^9
+bytes, GiB 2^30, ``%`` is of all routed-expert bytes. A budget covers all layers and the reader's
+staging buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_moeflux.errors import InputError, MemoryBudgetError
+
+AUTO = "auto"
+RESERVE_BYTES = 10**9
+"""What `auto` leaves for activations, the tokenizer and the interpreter."""
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS_BY_LOWER = {name.lower(): factor for name, factor in _UNITS.items()}
+_AMOUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>%|[A-Za-z]*)")
+
+
+def parse_budget(value: str | float, total_bytes: int) -> int | None:
+    """Bytes of ``"2GB"``, ``"1.5 GiB"``, ``"512MB"``, ``"50%"`` of `total_bytes`, or a number of
+    bytes; None for ``"auto"``.
+
+    Raises:
+        InputError: It is none of these, or nothing at all.
+    """
+    if isinstance(value, bool):
+        raise _unreadable(value)
+    if isinstance(value, (int, float)):
+        if not 0 < value < float("inf"):
+            raise _unreadable(value)
+        return int(value)
+    text = value.strip()
+    if text.lower() == AUTO:
+        return None
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise _unreadable(value)
+    number, unit = float(match["number"]), match["unit"].lower()
+    factor = total_bytes / 100 if unit == "%" else _UNITS_BY_LOWER.get(unit)
+    if factor is None or number * factor < 1:
+        raise _unreadable(value)
+    return int(number * factor)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units with three digits: ``1.77 MB``."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{int(count)} B"
+
+
+def smallest_budget(blocks: Mapping[int, int], experts_per_token: int, staging_bytes: int) -> int:
+    """The fewest bytes that can work: one token's experts in every layer, and staging.
+
+    blocks: MoE layer id -> bytes of one block.
+    """
+    return sum(blocks.values()) * experts_per_token + staging_bytes
+
+
+def slots_for_budget(
+    budget_bytes: int,
+    blocks: Mapping[int, int],
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    staging_bytes: int = 0,
+) -> dict[int, int]:
+    """MoE layer id -> slots: as many as fit in every layer alike, one more in the first layers.
+
+    Raises:
+        MemoryBudgetError: The budget is below :func:`smallest_budget`.
+    """
+    smallest = smallest_budget(blocks, experts_per_token, staging_bytes)
+    if budget_bytes < smallest:
+        raise MemoryBudgetError(
+            f"{budget_bytes} bytes ({format_bytes(budget_bytes)}) for experts do not hold one "
+            f"token's {experts_per_token} experts in each of {len(blocks)} layers; the smallest "
+            f"budget that works is {smallest} bytes ({format_bytes(smallest)})."
+        )
+    left = budget_bytes - staging_bytes
+    even = min(left // sum(blocks.values()), num_experts)
+    slots = dict.fromkeys(sorted(blocks), even)
+    left -= even * sum(blocks.values())
+    for layer in slots:
+        if even < num_experts and blocks[layer] <= left:
+            slots[layer] += 1
+            left -= blocks[layer]
+    return slots
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the back end offers before anything is loaded.
+
+    usable_bytes: What `auto` may fill with trunk, experts and state. what: It in words.
+    """
+
+    backend: str
+    free_bytes: int
+    usable_bytes: int
+    what: str
+
+
+def measure_memory() -> Memory:
+    """Metal: the recommended working set, of which 0.9 is usable. CUDA: the free memory of the
+    GPU. CPU: the available memory (also under a container's limit), of which 0.6 is usable."""
+    import mlx.core as mx
+
+    if mx.default_device() == mx.cpu:
+        free = _available_bytes()
+        return Memory("cpu", free, int(0.6 * free), "0.6 of the available memory")
+    info = mx.device_info(mx.gpu)
+    if mx.metal.is_available():
+        free = int(info["max_recommended_working_set_size"])
+        return Memory("metal", free, int(0.9 * free), "0.9 of the recommended working set")
+    free = int(info.get("free_memory", info.get("total_memory", 0)))
+    return Memory("cuda", free, free, "the GPU's free memory")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the experts will be. ``str()`` is the line that loading prints.
+
+    slots: MoE layer id -> slots; every expert's when `resident`.
+    """
+
+    resident: bool
+    slots: Mapping[int, int]
+    trunk_bytes: int
+    expert_bytes: int
+    budget_bytes: int
+    free_bytes: int
+    reader: str
+    why: str
+
+    def __str__(self) -> str:
+        kind = "resident" if self.resident else "streamed"
+        counts = sorted(set(self.slots.values()))
+        slots = "-".join(str(count) for count in (counts[0], counts[-1])[: len(counts)])
+        parts = [
+            f"experts {kind}",
+            f"trunk {format_bytes(self.trunk_bytes)}",
+            f"experts {format_bytes(self.expert_bytes)}",
+            f"budget {format_bytes(self.budget_bytes)} ({slots} slots a layer)",
+            f"free memory {format_bytes(self.free_bytes)}",
+        ]
+        if not self.resident:
+            parts.append(f"reader {self.reader}")
+        return f"{', '.join(parts)}: {self.why}"
+
+
+def make_plan(
+    budget: str | float,
+    blocks: Mapping[int, int],
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    trunk_bytes: int,
+    kv_bytes: int,
+    memory: Memory,
+    reader: str = "pread",
+    staging_bytes: int = 0,
+) -> Plan:
+    """Decide for one model and one machine.
+
+    budget: As :func:`parse_budget` takes it. blocks: MoE layer id -> bytes of one block.
+    kv_bytes: Key-value cache and state at 8192 tokens. staging_bytes: The reader's buffers for
+    all threads.
+
+    ``auto`` is resident if trunk, experts, `kv_bytes` and 1 GB fit in the usable memory, else
+    half of what is left without the experts, so that the page cache has the other half.
+
+    Raises:
+        InputError: `budget` cannot be read.
+        MemoryBudgetError: It is too small for one token.
+    """
+    expert_bytes = sum(blocks.values()) * num_experts
+    asked = parse_budget(budget, expert_bytes)
+    if asked is None:
+        others = trunk_bytes + kv_bytes + RESERVE_BYTES
+        asked, why = _automatic(
+            others,
+            expert_bytes,
+            smallest=smallest_budget(blocks, experts_per_token, staging_bytes),
+            memory=memory,
+        )
+    else:
+        why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was asked for"
+    resident = asked >= expert_bytes
+    if resident:
+        slots = dict.fromkeys(sorted(blocks), num_experts)
+    else:
+        slots = slots_for_budget(
+            asked,
+            blocks,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            staging_bytes=staging_bytes,
+        )
+    return Plan(
+        resident=resident,
+        slots=slots,
+        trunk_bytes=trunk_bytes,
+        expert_bytes=expert_bytes,
+        budget_bytes=expert_bytes if resident else asked,
+        free_bytes=memory.free_bytes,
+        reader=reader,
+        why=why,
+    )
+
+
+def _automatic(others: int, expert_bytes: int, *, smallest: int, memory: Memory) -> tuple[int, str]:
+    """The budget of ``auto`` and the reason. others: all that is not experts."""
+    need, usable = format_bytes(others + expert_bytes), format_bytes(memory.usable_bytes)
+    if others + expert_bytes <= memory.usable_bytes:
+        return expert_bytes, f"{need} in all fit in {memory.what}, {usable}"
+    reason = f"{need} in all exceed {memory.what}, {usable}"
+    half = (memory.usable_bytes - others) // 2
+    if half < smallest:
+        return smallest, f"{reason}; the smallest budget that works"
+    return half, f"{reason}; half of what is left"
+
+
+def _unreadable(value: object) -> InputError:
+    return InputError(
+        f"the expert memory {value!r} is not an amount; give one such as 2GB, 512MiB, 50% or auto."
+    )
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping; a container's limit counts too."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = int(re.search(r"MemAvailable:\s+(\d+)", text)[1]) * 1024
+    return min([available, *_container_bytes()])
+
+
+def _container_bytes() -> list[int]:
+    """What the limit of this process's control group leaves, if there is one."""
+    root = Path("/sys/fs/cgroup")
+    for folder, limit, used in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            return [int((folder / limit).read_text()) - int((folder / used).read_text())]
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return []

@@ -1,0 +1,252 @@
+"""The numeric form of the routed experts, shared by every store.
+
+What a token gets depends on its own row, its experts' bytes and the order of their ids, never on
+slots, hits, or how the work was cut: rows of :func:`~mlx_moeflux.kernels.expert_ffn.expert_ffn`
+do not see each other, and sums run over ascending ids in one routine. -0.0 is what absent terms
+contribute, because adding it changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+
+# Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
+FEW_PAIRS = 64
+# Bounds what one step of a long call allocates besides its result.
+SCRATCH_BYTES = 128 << 20
+# Bounds the copy of chosen experts that the CPU computes with.
+TAKE_BYTES = 96 << 20
+
+ExpertFFN = Callable[..., mx.array]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How pairs are computed: the operation `ffn` and the bytes of scratch."""
+
+    ffn: ExpertFFN = expert_ffn
+    scratch_bytes: int = SCRATCH_BYTES
+    take_bytes: int = TAKE_BYTES
+
+    def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool) -> mx.array:
+        """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there."""
+        if on_cpu():
+            x = x.astype(mx.float32)
+        return self.ffn(x, slots, bank, ascending=ascending)
+
+    def few_rows(
+        self, x: mx.array, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
+    ) -> mx.array:
+        """x ``[N, C]`` -> the experts' outputs ``[P, C]``, one row for each pair."""
+        slots = slot_of[pairs.expert]
+        if needs_cast(bank):
+            chosen, slots = np.unique(slots, return_inverse=True)
+            bank = bank.take(_indices(chosen), mx.float32)
+        return self.rows(x[_indices(pairs.token)], _indices(slots), bank, ascending=False)
+
+    def takes_few(self, pairs: int, tokens: int, bank: ExpertBank) -> bool:
+        """Whether so few pairs are computed as they come, in one piece."""
+        small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
+        return pairs <= FEW_PAIRS and (small or not needs_cast(bank))
+
+    def pairs_at_once(self, bank: ExpertBank) -> int:
+        """Pairs whose inputs, inner values and outputs fit in the scratch."""
+        F, C = bank.gate.weight.shape[1], bank.down.weight.shape[1]
+        return max(1, self.scratch_bytes // (4 * (3 * C + 3 * F)))
+
+
+def on_cpu() -> bool:
+    """Whether operations run on the CPU by default."""
+    return mx.default_device() == mx.cpu
+
+
+def block_bytes(bank: ExpertBank) -> int:
+    """Bytes of one slot."""
+    parts = (bank.gate, bank.up, bank.down)
+    arrays = [a for p in parts for a in (p.weight, p.scales, p.biases) if a is not None]
+    return sum(array.nbytes for array in arrays) // bank.slots
+
+
+def needs_cast(bank: ExpertBank) -> bool:
+    """Whether the CPU would cast every slot of `bank` on each call: its floats are not float32."""
+    parts = (p.weight if p.scales is None else p.scales for p in (bank.gate, bank.up, bank.down))
+    return on_cpu() and any(part.dtype != mx.float32 for part in parts)
+
+
+def from_whole_bank(
+    x: mx.array, ids: mx.array, weights: mx.array, bank: ExpertBank, form: Form, *, table: mx.array
+) -> mx.array:
+    """Experts of a layer that are all in `bank`: lazy, differentiable, nothing leaves the device.
+
+    x ``[N, C]``, ids ``[N, K]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32. table:
+    ``[E + 1]`` uint32, expert -> slot; entry E, for padding, is any valid slot.
+    """
+    N, K = ids.shape
+    chunk = max(1, form.pairs_at_once(bank) // K)
+    real = ids < table.shape[0] - 1  # [N, K]
+    slots = table[ids]
+    weights = mx.where(real, weights, 0.0)
+    totals = []
+    for start in range(0, N, chunk):
+        part = slice(start, start + chunk)
+        out = _chunk_of_whole_bank(x[part], slots[part], bank, form)  # [n, K, C]
+        out = mx.where(real[part, :, None], out, mx.array(-0.0, out.dtype))
+        totals.append(accumulate_experts(out, weights[part]))
+    return totals[0] if len(totals) == 1 else mx.concatenate(totals)
+
+
+def _chunk_of_whole_bank(x: mx.array, slots: mx.array, bank: ExpertBank, form: Form) -> mx.array:
+    n, K = slots.shape
+    flat = slots.reshape(-1)
+    if not form.takes_few(n * K, n, bank):
+        order = mx.argsort(flat)
+        out = form.rows(x[order // K], flat[order], bank, ascending=True)
+        out = out[mx.argsort(order)]
+    elif needs_cast(bank) and 4 * n * K <= bank.slots:
+        small = bank.take(flat, mx.float32)
+        own = mx.arange(n * K, dtype=mx.uint32)
+        out = form.rows(mx.repeat(x, K, axis=0), own, small, ascending=True)
+    else:
+        out = form.rows(mx.repeat(x, K, axis=0), flat, bank, ascending=False)
+    return out.reshape(n, K, -1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The (token, expert) pairs of a call without padding, token by token, ids ascending.
+
+    token, rank, expert: ``[P]``; rank is the column in ids and weights.
+    """
+
+    token: np.ndarray
+    rank: np.ndarray
+    expert: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray, num_experts: int) -> Pairs:
+        """ids ``[N, K]``; entries equal to `num_experts` are padding."""
+        token, rank = np.nonzero(ids < num_experts)
+        return cls(token, rank, ids[token, rank])
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def between(self, first: int, last: int) -> Pairs:
+        """The pairs whose expert is in [first, last]."""
+        return self.where((self.expert >= first) & (self.expert <= last))
+
+    def where(self, keep: np.ndarray | slice) -> Pairs:
+        """The pairs that a mask or a slice keeps."""
+        return Pairs(self.token[keep], self.rank[keep], self.expert[keep])
+
+
+def few_pairs(
+    x: mx.array,
+    weights: mx.array,
+    pairs: Pairs,
+    slot_of: np.ndarray,
+    bank: ExpertBank,
+    form: Form,
+    *,
+    early: tuple[np.ndarray, mx.array] | None = None,
+) -> mx.array:
+    """x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32 in one lazy piece, without padding.
+
+    early: A mask over the pairs and the rows that :meth:`Form.few_rows` gave for them before.
+    """
+    N, K = weights.shape
+    if early is None:
+        out = form.few_rows(x, pairs, slot_of, bank)
+    else:
+        known, rows = early
+        rest = form.few_rows(x, pairs.where(~known), slot_of, bank)
+        order = np.argsort(np.concatenate([np.flatnonzero(known), np.flatnonzero(~known)]))
+        out = mx.concatenate([rows, rest])[_indices(order)]
+    return accumulate_experts(out.reshape(N, K, -1), weights)
+
+
+class ExpertSum:
+    """Sums a call's experts into ``total [N, C]`` float32, some ascending ids at a time.
+
+    :meth:`add` must be given the pairs of lower experts before those of higher ones.
+
+    Evaluates: all of its work but the last step of the last :meth:`add`.
+    """
+
+    def __init__(self, x: mx.array, weights: mx.array, form: Form):
+        N, C = x.shape
+        self.x, self.form = x, form
+        self.total = mx.full((N, C), -0.0, mx.float32)
+        self._weights = mx.concatenate([weights.reshape(-1), mx.zeros((1,), mx.float32)])
+        self._K = weights.shape[1]
+        self._started = False
+
+    def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
+        """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
+        if not needs_cast(bank):
+            self._add_chunks(pairs, slot_of, bank, cast=False)
+            return
+        experts = np.unique(pairs.expert)
+        group = max(1, self.form.take_bytes // block_bytes(bank))
+        for i in range(0, len(experts), group):
+            chosen = experts[i : i + group]
+            part = pairs.between(chosen[0], chosen[-1])
+            self._add_chunks(part, slot_of, bank, cast=True)
+
+    def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+        if not len(pairs):
+            return
+        firsts, counts = np.unique(pairs.token, return_index=True, return_counts=True)[1:]
+        # A chunk is whole tokens; each costs its pairs and a row of the padded grid.
+        cost = np.cumsum(counts + counts.max())
+        chunk_of = cost // max(1, self.form.pairs_at_once(bank))
+        starts = np.append(firsts[np.flatnonzero(np.diff(chunk_of, prepend=-1))], len(pairs))
+        for start, stop in pairwise(starts):
+            if self._started:
+                mx.eval(self.total)
+            self._started = True
+            self._add_chunk(pairs.where(slice(start, stop)), slot_of, bank, cast)
+
+    def _add_chunk(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+        slots = slot_of[pairs.expert]
+        if cast:
+            chosen, slots = np.unique(slots, return_inverse=True)
+            bank = bank.take(_indices(chosen), mx.float32)
+        order = np.argsort(slots, kind="stable")
+        rows = self.x[_indices(pairs.token[order])]
+        out = self.form.rows(rows, _indices(slots[order]), bank, ascending=True)  # [P, C]
+        grid, weights = self._grid(pairs, order)
+        out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
+        out, weights = out[_indices(grid)], self._weights[_indices(weights)]  # [n, R, C], [n, R]
+        if len(grid) == self.total.shape[0]:
+            self.total = accumulate_experts(out, weights, self.total)
+            return
+        tokens = _indices(np.unique(pairs.token))
+        self.total[tokens] = accumulate_experts(out, weights, self.total[tokens])
+
+    def _grid(self, pairs: Pairs, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each token with pairs, where its outputs are in the sorted rows, and its weights:
+        two index arrays ``[n, R]``, filled up with the entry that contributes -0.0."""
+        P = len(pairs)
+        _, first, row, counts = np.unique(
+            pairs.token, return_index=True, return_inverse=True, return_counts=True
+        )
+        column = np.arange(P) - first[row]
+        grid = np.full((len(first), counts.max()), P)
+        weights = np.full(grid.shape, self._weights.shape[0] - 1)
+        position = np.empty(P, np.int64)
+        position[order] = np.arange(P)
+        grid[row, column] = position
+        weights[row, column] = pairs.token * self._K + pairs.rank
+        return grid, weights
+
+
+def _indices(values: np.ndarray) -> mx.array:
+    return mx.array(values.astype(np.uint32))

@@ -1,0 +1,210 @@
+"""One layer of a streamed store: its bank, who is in it, and how experts get there.
+
+The order of every change makes an interruption at any moment harmless: an expert leaves the
+table before its slot is written, enters it after its block has arrived, and until then
+`unsettled` is set, which makes the next user put things right first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import Executor
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.experts.bank import LayerBank
+from mlx_moeflux.experts.events import EventHook, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.fetch import Fetch, Target
+from mlx_moeflux.experts.policy import Eviction, choose_victims
+from mlx_moeflux.experts.readers import Reader
+from mlx_moeflux.experts.slots import SlotTable
+from mlx_moeflux.experts.stats import ExpertStats, LayerStats
+
+# More outputs than this are not remembered, but evaluated: by then they long have been.
+MAX_UNEVALUATED = 8
+
+
+class StreamedLayer:
+    """The slots of one layer. All methods but none of the reads run in the caller's thread."""
+
+    def __init__(
+        self, layer: int, bank: LayerBank, *, reader: Reader, policy: Eviction, stats: ExpertStats
+    ):
+        self.layer, self.bank = layer, bank
+        self.table = SlotTable(bank.slots, reader.num_experts)
+        self.tokens = 0
+        self.unsettled = False
+        self._reader, self._policy, self._all_stats = reader, policy, stats
+        self._fetch: Fetch | None = None
+        self._readers_of_bank: list[mx.array] = []
+        self._device_table: mx.array | None = None
+
+    @property
+    def stats(self) -> LayerStats:
+        """This layer's account."""
+        return self._all_stats.layers[self.layer]
+
+    def device_table(self) -> mx.array:
+        """Expert -> slot with an entry for padding, ``[E + 1]`` uint32; the layer is complete."""
+        if self._device_table is None:
+            self._device_table = mx.array(
+                np.append(self.table.slots_by_expert, 0).astype(np.uint32)
+            )
+            mx.eval(self._device_table)
+        return self._device_table
+
+    def remember(self, output: mx.array) -> None:
+        """`output`, perhaps not evaluated, reads the bank: no slot changes before it is."""
+        if len(self._readers_of_bank) >= MAX_UNEVALUATED:
+            self.fence()
+        self._readers_of_bank.append(output)
+
+    def fence(self) -> None:
+        """Evaluate everything that reads the bank.
+
+        Raises:
+            UnsupportedError: Some of it was built in another thread and never evaluated there.
+        """
+        if not self._readers_of_bank:
+            return
+        try:
+            mx.eval(self._readers_of_bank)
+        except RuntimeError as error:
+            if "in current thread" not in str(error):
+                raise
+            raise UnsupportedError(
+                f"a lazy result of another thread still reads the experts of layer {self.layer}; "
+                "evaluate it with mx.eval in the thread that made it."
+            ) from error
+        self._readers_of_bank.clear()
+
+    def look_up(
+        self, needed: Iterable[int], missing: Container[int], events: EventHook | None
+    ) -> None:
+        """Count, and tell of, every needed expert, ascending."""
+        for expert in needed:
+            absent = expert in missing
+            self.stats.lookups += 1
+            self.stats.misses += absent
+            self.stats.hits += not absent
+            if events is not None:
+                events((Miss if absent else Hit)(self.layer, expert))
+
+    def make_room(
+        self, count: int, protected: Container[int], events: EventHook | None
+    ) -> list[int]:
+        """Take `count` slots, evicting whom the policy chooses outside `protected`.
+
+        The caller has seen to it that there are enough, and fences.
+        """
+        self.unsettled = True
+        short = count - self.table.free
+        if short > 0:
+            victims = choose_victims(
+                self._policy,
+                self.layer,
+                short,
+                resident=self.table.slot_of.keys(),
+                protected=protected,
+            )
+            for expert in victims:
+                self.evict(expert, events)
+        return [self.table.take() for _ in range(count)]
+
+    def evict(self, expert: int, events: EventHook | None) -> None:
+        """Let `expert` lose its slot."""
+        self.unsettled, self._device_table = True, None
+        slot = self.table.remove(expert)
+        self._policy.evict(self.layer, expert)
+        self.stats.evictions += 1
+        if events is not None:
+            events(Evict(self.layer, expert, slot))
+
+    def start(
+        self,
+        pool: Executor,
+        experts: Sequence[int],
+        slots: Sequence[int],
+        events: EventHook | None,
+    ) -> None:
+        """Begin to read `experts` into `slots`, which were taken; one batch at a time."""
+        assert self._fetch is None, "two batches of reads in one layer"
+        targets = [
+            Target(expert, slot, self.bank.slot_views(slot))
+            for expert, slot in zip(experts, slots, strict=True)
+        ]
+        if events is not None:
+            for target in targets:
+                events(ReadStart(self.layer, target.expert, target.slot))
+        # Known to the layer before the first read begins, so that settle() can find it.
+        self._fetch = Fetch(self._reader, self.layer, targets)
+        self._fetch.start(pool)
+
+    def finish(self, events: EventHook | None) -> None:
+        """Wait for the reads that :meth:`start` began and enter what arrived.
+
+        Raises:
+            ExpertFileError: A read failed; the others are entered all the same.
+        """
+        if self._fetch is None:
+            return
+        start = perf_counter()
+        error = self._fetch.wait()
+        self.stats.stall_seconds += perf_counter() - start
+        arrivals = self._fetch.arrivals()
+        for arrival in arrivals:
+            self.table.put(arrival.expert, arrival.slot)
+            self._policy.admit(self.layer, arrival.expert)
+            self.stats.reads += 1
+            self.stats.bytes_read += arrival.nbytes
+            self.stats.read_seconds += arrival.seconds
+            if events is not None:
+                events(ReadEnd(self.layer, *arrival))
+        if error is not None:
+            raise error
+        self._fetch = None
+
+    def settled(self) -> None:
+        """Everything that was begun is finished."""
+        self.unsettled = False
+
+    def settle(self) -> None:
+        """After an error or interruption: wait for reads, make the table right again.
+
+        Blocks that :meth:`finish` has not entered are forgotten; the next call reads them again.
+        """
+        if self._fetch is not None:
+            self._fetch.drain()
+            self._fetch = None
+        self._device_table = None
+        self.table.rebuild()
+        self.unsettled = False
+
+    def resize(self, slots: int, events: EventHook | None) -> None:
+        """Change the number of slots; the policy chooses who leaves when there are too many."""
+        excess = len(self.table) - slots
+        if excess > 0:
+            resident = self.table.slot_of.keys()
+            for expert in choose_victims(
+                self._policy, self.layer, excess, resident=resident, protected=()
+            ):
+                self.evict(expert, events)
+        self.unsettled, self._device_table = True, None
+        self.bank.resize(slots, self.table.resize(slots))
+        # What reads the old arrays keeps them; nobody writes to them any more.
+        self._readers_of_bank.clear()
+        self.unsettled = False
+
+    def close(self) -> None:
+        """Wait for reads and let go of the bank."""
+        self.settle()
+        self._readers_of_bank.clear()
+        self.bank.close()
+
+
+def missing_of(table: SlotTable, experts: Iterable[int]) -> list[int]:
+    """Those of `experts` that are in no slot, in their order."""
+    return [expert for expert in experts if expert not in table]

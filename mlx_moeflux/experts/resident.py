@@ -1,0 +1,71 @@
+"""All experts in memory, as arrays of the model: no reads, no host, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.experts.compute import SCRATCH_BYTES, ExpertFFN, Form, from_whole_bank
+from mlx_moeflux.experts.events import Chosen, EventHook
+from mlx_moeflux.experts.stats import ExpertStats
+from mlx_moeflux.experts.store import check_call
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
+
+
+class ResidentStore:
+    """The store of a model that fits. See :class:`~mlx_moeflux.experts.store.ExpertStore`.
+
+    banks: MoE layer id -> that layer's experts, expert e in slot e; asked on every call, because
+        training replaces parameter arrays.
+    events: Listener that is told what the router chose.
+    ffn: The operation that computes the pairs. scratch_bytes: What one step of a long call may
+        allocate besides its result.
+
+    Evaluates: nothing, unless there is a listener. Gradients flow to x, weights and the arrays
+    of the banks.
+    """
+
+    def __init__(
+        self,
+        banks: Callable[[int], ExpertBank],
+        *,
+        layers: Iterable[int],
+        num_experts: int,
+        events: EventHook | None = None,
+        ffn: ExpertFFN = expert_ffn,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ):
+        self.layers, self.num_experts = tuple(sorted(layers)), num_experts
+        self.events = events
+        self._banks, self._form = banks, Form(ffn=ffn, scratch_bytes=scratch_bytes)
+        self._stats = ExpertStats(self.layers)
+        # Padding is computed with the last expert and thrown away.
+        self._table = mx.array([*range(num_experts), num_experts - 1], mx.uint32)
+        mx.eval(self._table)
+
+    def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+        """See :meth:`ExpertStore.experts`."""
+        check_call(layer, x, ids, weights)
+        if self._banks is None:
+            raise InputError("this expert store is closed; load the model again.")
+        bank = self._banks(layer)
+        if bank.slots != self.num_experts:
+            raise ShapeError(
+                f"layer {layer} holds {bank.slots} experts, the model has {self.num_experts}."
+            )
+        stats = self._stats.layers[layer]
+        if self.events is not None:
+            self.events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
+        stats.tokens += x.shape[0]
+        return from_whole_bank(x, ids, weights, bank, self._form, table=self._table)
+
+    def stats(self) -> ExpertStats:
+        """See :meth:`ExpertStore.stats`; only tokens are counted."""
+        return self._stats
+
+    def close(self) -> None:
+        """See :meth:`ExpertStore.close`."""
+        self._banks = None

@@ -1,0 +1,74 @@
+"""Lets mlx-lm's programs (server, evaluate, generate, chat ...) run our models.
+
+``mlx_lm.stream_generate`` and ``mlx_lm.batch_generate`` take a model from
+``mlx_moeflux.load`` as it is. Programs that load a model by path, and files written by
+``save_prompt_cache``, need one call before:
+
+    from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
+    register_with_mlx_lm(expert_memory="50%")
+    mlx_lm.server.main()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.cache import AttentionCache, RecurrentCache
+from mlx_moeflux.errors import UnsupportedError
+
+
+def register_with_mlx_lm(**load_options: Any) -> None:
+    """Makes mlx-lm, in this process, load the architectures that we run through our loader.
+
+    ``load_options`` go to ``mlx_moeflux.load_model``. Other architectures, sharded loading and
+    the tokenizer stay mlx-lm's own. Calling it again replaces the options. Raises
+    UnsupportedError where mlx-lm is not installed.
+    """
+    register_cache_classes()
+    from mlx_lm import utils
+
+    # load() finds load_model in its module at every call, so one name reaches all programs,
+    # whether they imported load before or after.
+    stock = getattr(utils.load_model, "stock", utils.load_model)
+    utils.load_model = _loader(stock, utils.load_config, load_options)
+
+
+def register_cache_classes() -> None:
+    """Lets ``load_prompt_cache`` read files with our entries: it looks names up in its module.
+
+    Raises UnsupportedError where mlx-lm is not installed.
+    """
+    try:
+        from mlx_lm.models import cache
+    except ImportError as error:
+        raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
+    for entry in (AttentionCache, RecurrentCache):
+        setattr(cache, entry.__name__, entry)
+
+
+def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]) -> Callable:
+    from mlx_moeflux.loading import load_model as load_ours
+
+    from mlx_moeflux.models import MODEL_TYPES
+
+    def load_model(
+        model_path: Path,
+        lazy: bool = False,
+        strict: bool = True,
+        model_config: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        config = load_config(model_path)
+        if config.get("model_type") not in MODEL_TYPES or not strict:
+            return stock(model_path, lazy, strict, model_config, **options)
+        if model_config:
+            raise UnsupportedError(
+                f"{model_path}: {', '.join(model_config)} cannot be overridden here; edit "
+                "config.json instead."
+            )
+        return load_ours(model_path, **load_options), config
+
+    load_model.stock = stock
+    return load_model

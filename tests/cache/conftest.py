@@ -1,0 +1,7 @@
+import mlx.core as mx
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    mx.random.seed(7)

@@ -1,0 +1,147 @@
+"""Tiny expert checkpoints on disk, in every form that they are published in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.refs import ExpertRefs, StackedRefs, StridedRefs, TensorRef
+from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.kernels.expert_ffn import ExpertBank
+
+E, K, C, F = 7, 3, 64, 128
+LAYERS = (3, 5)
+FORMS = ("packed", "stacked", "separate")
+FOUR_BIT = (QuantSpec(4), QuantSpec(4), QuantSpec(4))
+MIXED = (QuantSpec(3, 32), None, QuantSpec(8, 128))
+
+
+@dataclass
+class Experts:
+    """The same experts as references to files and as arrays. arrays: layer -> name -> ``[E, ...]``."""
+
+    layouts: dict[int, BlockLayout]
+    arrays: dict[int, dict[str, mx.array]]
+    refs: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        return next(iter(self.arrays[LAYERS[0]].values())).shape[0]
+
+    def block(self, layer: int, expert: int) -> bytes:
+        """One expert's bytes in block order."""
+        names = [c.name for c in self.layouts[layer].components]
+        return b"".join(bytes(memoryview(self.arrays[layer][n][expert])) for n in names)
+
+    def bank(self, layer: int) -> ExpertBank:
+        return ExpertBank.of(self.arrays[layer], self.layouts[layer].specs)
+
+    def resident(self, **options) -> ResidentStore:
+        return ResidentStore(
+            self.bank, layers=LAYERS, num_experts=self.num_experts, **options
+        )
+
+
+def random_experts(specs=FOUR_BIT, *, num_experts=E, hidden=C, inner=F, seed=0) -> Experts:
+    """Experts in memory only, every value random."""
+    mx.random.seed(seed)
+    experts = Experts({}, {})
+    for layer in LAYERS:
+        gate, up, down = specs
+        layout = BlockLayout.affine(hidden, inner, gate=gate, up=up, down=down)
+        arrays = {}
+        for projection, spec in zip(("gate_proj", "up_proj", "down_proj"), specs, strict=True):
+            shape = (hidden, inner) if projection == "down_proj" else (inner, hidden)
+            weight = mx.random.normal((num_experts, *shape)) * shape[1] ** -0.5
+            weight = weight.astype(mx.bfloat16)
+            parts = (weight,)
+            if spec is not None:
+                parts = mx.quantize(weight, group_size=spec.group_size, bits=spec.bits)
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+                arrays[f"{projection}.{part}"] = array
+        mx.eval(arrays)
+        experts.layouts[layer], experts.arrays[layer] = layout, arrays
+    return experts
+
+
+def write_experts(directory: Path, experts: Experts, form: str) -> Experts:
+    """Write `experts` and fill in their refs.
+
+    packed: blobs at a stride with a gap. stacked: one tensor of all experts per component.
+    separate: one file per expert, components in an order of their own.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for layer in LAYERS:
+        write = {"packed": _packed, "stacked": _stacked, "separate": _separate}[form]
+        experts.refs[layer] = write(directory, experts, layer)
+    return experts
+
+
+def _packed(directory: Path, experts: Experts, layer: int) -> dict[str, ExpertRefs]:
+    file, layout = directory / f"packed_{layer}.bin", experts.layouts[layer]
+    stride = layout.nbytes + 100
+    blocks = [experts.block(layer, e) + b"\xee" * 100 for e in range(experts.num_experts)]
+    file.write_bytes(b"".join(blocks))
+    return {
+        c.name: StridedRefs(
+            name=c.name,
+            file=file,
+            offset=layout.offsets[c.name],
+            stride=stride,
+            num_experts=experts.num_experts,
+            dtype=c.dtype,
+            shape=c.shape,
+        )
+        for c in layout.components
+    }
+
+
+def _stacked(directory: Path, experts: Experts, layer: int) -> dict[str, ExpertRefs]:
+    file, refs = directory / f"stacked_{layer}.bin", {}
+    with open(file, "wb") as handle:
+        handle.write(b"\xee" * 13)
+        for c in experts.layouts[layer].components:
+            array = experts.arrays[layer][c.name]
+            whole = TensorRef(c.name, file, handle.tell(), c.dtype, tuple(array.shape))
+            refs[c.name] = StackedRefs(whole)
+            handle.write(bytes(memoryview(array)))
+    return refs
+
+
+def _separate(directory: Path, experts: Experts, layer: int) -> dict[str, ExpertRefs]:
+    refs: dict[str, list[TensorRef]] = {c.name: [] for c in experts.layouts[layer].components}
+    for e in range(experts.num_experts):
+        file = directory / f"layer_{layer}_expert_{e}.bin"
+        with open(file, "wb") as handle:
+            for c in reversed(experts.layouts[layer].components):
+                ref = TensorRef(f"{c.name}.{e}", file, handle.tell(), c.dtype, c.shape)
+                refs[c.name].append(ref)
+                handle.write(bytes(memoryview(experts.arrays[layer][c.name][e])))
+    return {name: tuple(by_expert) for name, by_expert in refs.items()}
+
+
+def random_call(n: int, *, k=K, num_experts=E, hidden=C, seed=1, padding=0):
+    """x ``[n, C]``, ids ``[n, k]`` ascending, weights; the last `padding` tokens are padding, and
+    so is the last expert of the first token."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([np.sort(rng.choice(num_experts, k, replace=False)) for _ in range(n)])
+    if padding:
+        ids[n - padding :] = num_experts
+        ids[0, -1] = num_experts
+    x = rng.standard_normal((n, hidden)).astype(np.float32)
+    weights = rng.random((n, k)).astype(np.float32)
+    return mx.array(x), mx.array(ids.astype(np.uint32)), mx.array(weights)
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Equal shape, dtype and bytes; both finite."""
+    first, second = np.array(a), np.array(b)
+    assert np.isfinite(first).all(), "not finite"
+    return (first.shape, first.dtype) == (second.shape, second.dtype) and (
+        first.tobytes() == second.tobytes()
+    )

@@ -1,0 +1,403 @@
+"""Oracle: the resident store, bit for bit; the reader's own count of bytes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts import streamed
+from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.readers import READERS, make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.experts.sweep import READ_AHEAD, Plan
+from tests.experts.helpers import (
+    FOUR_BIT,
+    LAYERS,
+    MIXED,
+    C,
+    E,
+    K,
+    random_call,
+    random_experts,
+    same_bits,
+    write_experts,
+)
+
+SPECS = {f"{b}-bit": (QuantSpec(b),) * 3 for b in (2, 3, 4, 5, 6, 8)}
+SPECS |= {"bf16": (None,) * 3, "mixed": MIXED}
+
+
+@pytest.fixture
+def experts(tmp_path):
+    return write_experts(tmp_path, random_experts(), "packed")
+
+
+@pytest.fixture
+def open_store(experts):
+    """A function that opens a store over `experts`; all are closed at the end."""
+    stores = []
+
+    def open_store(slots=K, reader="pread", **options):
+        if isinstance(reader, str):
+            reader = make_reader(reader, experts.refs)
+        stores.append(StreamedStore(reader, slots, **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_every_reader_and_quantisation(tmp_path, name, specs):
+    form = "stacked" if name == "pread" else "packed"
+    experts = write_experts(tmp_path, random_experts(specs), form)
+    resident = experts.resident()
+    with StreamedStore(make_reader(name, experts.refs), K) as store:
+        for seed, n in enumerate((1, 6, 30, 1)):
+            call = random_call(n, seed=seed, padding=n // 6)
+            assert same_bits(store.experts(5, *call), resident.experts(5, *call))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("slots", [K, 4, E - 1, E])
+def test_bank_size_changes_no_bit(experts, open_store, slots, overlap):
+    store, resident = open_store(slots, overlap=overlap, scratch_bytes=100_000), experts.resident()
+    for seed, n in enumerate((1, 1, 2, 1, 63, 64, 65, 1, 1, 200, 3)):
+        for layer in LAYERS:
+            call = random_call(n, seed=10 * seed + layer, padding=n // 7)
+            assert same_bits(store.experts(layer, *call), resident.experts(layer, *call))
+
+
+@pytest.mark.parametrize("k", [1, E])
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_one_expert_or_all(experts, open_store, k, n):
+    store = open_store(max(k, 2))
+    call = random_call(n, k=k)
+    assert same_bits(store.experts(3, *call), experts.resident().experts(3, *call))
+
+
+def test_a_row_does_not_depend_on_its_call(open_store):
+    store = open_store(4)
+    x, ids, weights = random_call(30)
+    together = store.experts(3, x, ids, weights)
+    alone = [store.experts(3, *(a[i : i + 1] for a in (x, ids, weights))) for i in range(30)]
+    assert same_bits(together, mx.concatenate(alone))
+
+
+def test_float16_and_bfloat16_activations(experts, open_store):
+    store, resident = open_store(4), experts.resident()
+    x, ids, weights = random_call(30)
+    for dtype in (mx.float16, mx.bfloat16):
+        for n in (1, 30):
+            call = (x[:n].astype(dtype), ids[:n], weights[:n])
+            assert same_bits(store.experts(3, *call), resident.experts(3, *call))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_lazy_outputs_keep_their_experts(experts, open_store, overlap):
+    """The fence: a slot is not rewritten while work that reads it is still lazy."""
+    store, resident = open_store(K, overlap=overlap), experts.resident()
+    calls = [random_call(1, seed=seed) for seed in range(20)]
+    for calls_of_thread in (calls, calls[::-1]):
+        lazy = [store.experts(3, *call) for call in calls_of_thread]
+        mx.eval(lazy)
+        for y, call in zip(lazy, calls_of_thread, strict=True):
+            assert same_bits(y, resident.experts(3, *call))
+
+
+def test_lazy_output_survives_a_sweep_and_a_resize(experts, open_store):
+    store, resident = open_store(K), experts.resident()
+    one, many = random_call(1, seed=2), random_call(40, seed=3)
+    a = store.experts(3, *one)
+    b = store.experts(3, *many)
+    c = store.experts(3, *one)
+    store.resize(3, E)
+    d = store.experts(3, *many)
+    store.resize(3, K)
+    e = store.experts(3, *one)
+    store.experts(3, *many)
+    for y, call in ((a, one), (b, many), (c, one), (d, many), (e, one)):
+        assert same_bits(y, resident.experts(3, *call))
+
+
+def bank_is_right(store, experts):
+    """Every expert that the store believes resident is there, byte for byte."""
+    for layer in LAYERS:
+        for expert, slot in store.residents(layer).items():
+            views = store._bank[layer].slot_views(slot)
+            if b"".join(views) != experts.block(layer, expert):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("slots", [K, 5, E])
+@pytest.mark.parametrize("n", [1, 8, 50])
+def test_bytes_read_are_misses(experts, open_store, slots, n):
+    class Counting:
+        def __init__(self, reader):
+            self._reader, self.bytes, self.blocks = reader, 0, []
+            self.name, self.layers = "counting", reader.layers
+            self.num_experts, self.layout, self.close = E, reader.layout, reader.close
+
+        def read(self, layer, expert, into):
+            self.blocks.append((layer, expert))
+            count = self._reader.read(layer, expert, into)
+            self.bytes += count
+            return count
+
+    reader = Counting(make_reader("pread", experts.refs))
+    store = open_store(slots, reader)
+    for seed in range(6):
+        del reader.blocks[:]
+        call = random_call(n, seed=seed)
+        store.experts(3, *call)
+        assert len(reader.blocks) == len(set(reader.blocks)), "a block was read twice in a call"
+        assert {e for _, e in reader.blocks} <= set(np.array(call[1]).ravel().tolist())
+    stats = store.stats().layers[3]
+    block = experts.layouts[3].nbytes
+    assert stats.bytes_read == reader.bytes == stats.misses * block == stats.reads * block > 0
+    assert stats.lookups == stats.hits + stats.misses
+    assert stats.tokens == 6 * n
+    assert stats.evictions == stats.misses - len(store.residents(3))
+    assert store.stats().layers[5].lookups == 0
+    assert bank_is_right(store, experts)
+
+
+def test_the_process_reads_no_more(open_store, experts):
+    """rchar of the process, which counts every byte that read calls return."""
+
+    def rchar():
+        with open("/proc/self/io") as file:
+            return int(file.readline().split()[1])
+
+    store = open_store(4)
+    calls = [random_call(n, seed=n) for n in (1, 9, 1, 1)]
+    before = rchar()
+    own = rchar() - before
+    before = rchar()
+    for call in calls:
+        store.experts(3, *call)
+    assert rchar() - before - own == store.stats().total.bytes_read > 0
+
+
+def test_second_call_on_a_full_bank_reads_nothing(open_store):
+    store = open_store(E)
+    call = random_call(50)
+    first = store.experts(3, *call)
+    store.stats().reset()
+    assert same_bits(first, store.experts(3, *call))
+    assert store.stats().total.bytes_read == store.stats().total.misses == 0
+    assert store.stats().total.hit_rate == 1
+
+
+def test_complete_layer_is_not_waited_for(experts, open_store, monkeypatch):
+    store = open_store(E)
+    call, padded = random_call(40), random_call(3, padding=1)
+    store.preload([3])
+    total = store.stats().total
+    assert (total.reads, total.misses) == (E, 0)
+    store.experts(3, *call)
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("the device was waited for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", forbidden)
+        patch.setattr(streamed.np, "array", forbidden)
+        lazy = [store.experts(3, *c) for c in (call, padded)]
+        with pytest.raises(AssertionError, match="waited"):
+            store.experts(5, *call)
+    for y, c in zip(lazy, (call, padded), strict=True):
+        assert same_bits(y, experts.resident().experts(3, *c))
+
+
+def test_one_wait_for_each_call_of_a_partial_layer(open_store, monkeypatch):
+    store = open_store(E - 1)
+    call = random_call(1)
+    store.experts(3, *call)
+    waits = []
+    real = np.array
+    monkeypatch.setattr(streamed.np, "array", lambda *a: (waits.append(a), real(*a))[1])
+    monkeypatch.setattr(mx, "eval", lambda *a: waits.append(a))
+    store.experts(3, *call)
+    assert len(waits) == 1
+
+
+def test_the_cpu_takes_rows_before_it_casts(open_store):
+    seen = []
+    real = streamed.expert_ffn
+
+    def ffn(x, slots, bank, *, ascending):
+        seen.append((bank.slots, bank.up.scales.dtype))
+        return real(x, slots, bank, ascending=ascending)
+
+    open_store(E - 1, ffn=ffn).experts(3, *random_call(1))
+    assert seen == [(K, mx.float32)]
+
+
+def test_rows_are_taken_in_bounded_groups(experts, open_store):
+    store = open_store(E)
+    block = experts.layouts[3].nbytes
+    store._form = streamed.Form(take_bytes=2 * block)
+    call = random_call(40)
+    assert same_bits(store.experts(3, *call), experts.resident().experts(3, *call))
+
+
+def test_events_in_their_order(open_store):
+    events = []
+    store = open_store(4, events=events.append)
+
+    def ask(*rows):
+        del events[:]
+        ids = mx.array(rows, mx.uint32)
+        store.experts(3, mx.ones((len(rows), C)), ids, mx.full(ids.shape, 0.5))
+        chosen = events[0]
+        assert isinstance(chosen, Chosen)
+        assert chosen.ids.tolist() == [list(row) for row in rows]
+        assert (chosen.weights == 0.5).all()
+        return chosen.token, [(type(e), e.expert) for e in events[1:]]
+
+    def some(kind, *experts):
+        return [(kind, e) for e in experts]
+
+    reads = some(ReadStart, 1, 5) + some(ReadEnd, 1, 5)
+    assert ask([1, 5]) == (0, some(Miss, 1, 5) + reads)
+    found = some(Miss, 0) + some(Hit, 5) + some(ReadStart, 0) + some(ReadEnd, 0)
+    assert ask([0, 5]) == (1, found)
+    assert ask([1, E]) == (2, some(Hit, 1))
+    found = some(Hit, 1) + some(Miss, 2, 6)
+    found += some(Evict, 0) + some(ReadStart, 2, 6) + some(ReadEnd, 2, 6)
+    assert ask([1, 2], [2, 6]) == (3, found)
+    token, found = ask([0, 1, 2], [3, 4, 6])
+    assert token == 5
+    assert [e for kind, e in found if kind in (Hit, Miss)] == [0, 1, 2, 3, 4, 6]
+    started = [e for kind, e in found if kind is ReadStart]
+    assert started == sorted(started) == [e for kind, e in found if kind is Miss]
+    assert started == [e for kind, e in found if kind is ReadEnd]
+
+
+def test_read_events_carry_slot_bytes_and_seconds(open_store, experts):
+    events = []
+    store = open_store(E, events=events.append)
+    store.experts(3, *random_call(1))
+    ends = [e for e in events if isinstance(e, ReadEnd)]
+    assert {e.expert: e.slot for e in ends} == store.residents(3)
+    assert all(e.nbytes == experts.layouts[3].nbytes and e.seconds > 0 for e in ends)
+    stats = store.stats().layers[3]
+    assert stats.read_seconds == pytest.approx(sum(e.seconds for e in ends))
+    assert stats.stall_seconds > 0
+    assert stats.compute_seconds > 0
+
+
+def test_the_policy_sees_the_last_use_in_order(open_store):
+    from mlx_moeflux.experts.policy import LRU, Clock
+
+    class Listening(LRU):
+        seen = ()
+
+        def touch(self, layer, expert, clock, uses):
+            self.seen = (*self.seen, (layer, expert, clock, uses))
+            super().touch(layer, expert, clock, uses)
+
+    policy = Listening()
+    store = open_store(E, eviction=policy)
+    ids = mx.array([[1, 4], [0, 4], [1, E]], mx.uint32)
+    for _ in range(2):
+        store.experts(5, mx.ones((3, C)), ids, mx.ones((3, 2)))
+    first = [(5, 0, Clock(1, 5, 0), 1), (5, 4, Clock(1, 5, 1), 2), (5, 1, Clock(2, 5, 0), 2)]
+    again = [(5, e, Clock(c.token + 3, 5, c.order), u) for _, e, c, u in first]
+    assert list(policy.seen) == first + again
+
+
+def test_a_sweep_keeps_hits_and_recent_experts(open_store):
+    """All experts are needed: those that were resident are not read again, and afterwards the
+    last token's are still there."""
+    many = 3 * READ_AHEAD
+    experts = random_experts(num_experts=many)
+    slots = many - 4
+    table = streamed.StreamedStore  # the plan works on any table
+    del table
+    from mlx_moeflux.experts.slots import SlotTable
+
+    class State:
+        def __init__(self):
+            self.table = SlotTable(slots, experts.num_experts)
+
+    state = State()
+    for expert in range(slots):
+        state.table.put(expert, state.table.take())
+    plan = Plan(state, range(many))
+    assert plan.room() == 2 * READ_AHEAD
+    assert plan.protected == set(range(slots - 2 * READ_AHEAD))
+
+
+def test_resize_keeps_the_most_recent(experts, open_store):
+    store = open_store(E)
+    for row in ([0, 1, 2], [3, 4, 5], [1, 2, 6]):
+        store.experts(3, mx.ones((1, C)), mx.array([row], mx.uint32), mx.ones((1, 3)))
+    store.resize(3, 4)
+    assert set(store.residents(3)) == {1, 2, 5, 6}
+    assert store.slots == {3: 4, 5: E}
+    assert bank_is_right(store, experts)
+    store.stats().reset()
+    store.experts(3, mx.ones((1, C)), mx.array([[1, 5, 6]], mx.uint32), mx.ones((1, 3)))
+    assert store.stats().total.misses == 0
+    store.resize(3, 6)
+    assert set(store.residents(3)) == {1, 2, 5, 6}
+    assert bank_is_right(store, experts)
+    with pytest.raises(InputError, match="cannot have 8 slots; give 1 to 7"):
+        store.resize(3, E + 1)
+
+
+def test_preload_fills_free_slots(experts, open_store):
+    store = open_store(4)
+    store.experts(3, *random_call(1, k=1))
+    store.preload()
+    assert len(store.residents(3)) == len(store.residents(5)) == 4
+    assert store.stats().total.evictions == 0
+    assert bank_is_right(store, experts)
+    assert store.stats().total.reads == 8
+
+
+def test_only_padding(open_store):
+    store = open_store(K)
+    for n in (1, 30):
+        x = mx.full((n, C), float("nan"))
+        y = store.experts(3, x, mx.full((n, K), E, mx.uint32), mx.full((n, K), float("nan")))
+        assert not np.array(y).any()
+    assert store.stats().total.lookups == store.stats().total.reads == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([[0, 1, 2, 3]], MemoryBudgetError, "needs 4 experts but layer 3 has 3 slots"),
+        ([[0, 2, 1]], ShapeError, "ascend"),
+        ([[0, 1, E + 1]], ShapeError, "at most 7"),
+    ],
+)
+def test_wrong_ids_are_refused(open_store, ids, error, message):
+    store = open_store(K)
+    with pytest.raises(error, match=message):
+        store.experts(3, mx.ones((1, C)), mx.array(ids, mx.uint32), mx.ones((1, len(ids[0]))))
+    with pytest.raises(ShapeError, match=r"layer 4 has no routed experts; layers \(3, 5\)"):
+        store.experts(4, *random_call(1))
+
+
+def test_wrong_options_are_refused(open_store):
+    with pytest.raises(InputError, match="0 threads"):
+        open_store(K, threads=0)
+    with pytest.raises(InputError, match="layer 5 cannot have 0 slots"):
+        open_store({3: K})
+    with pytest.raises(InputError, match="no eviction"):
+        open_store(K, eviction="random")
+
+
+def test_slots_differ_by_layer_and_are_counted(experts, open_store):
+    store = open_store({3: K, 5: E}, reader="direct", threads=2)
+    sizes = [experts.layouts[layer].nbytes for layer in LAYERS]
+    assert store.nbytes == K * sizes[0] + E * sizes[1] + 2 * store.reader.staging_bytes
+    assert FOUR_BIT == tuple(experts.layouts[3].specs.values())
