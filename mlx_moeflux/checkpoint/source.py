@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
-from mlx_moeflux.checkpoint.packed import PackedExperts
+from mlx_moeflux.checkpoint.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef
 from mlx_moeflux.checkpoint.tensors import TensorIndex
@@ -79,10 +79,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
-    if (directory / "model_weights.json").exists():
-        return _open_moeflux(directory, config)
     blocks = {}
-    if (directory / "experts").is_dir():
+    if is_packed(directory):
         packed = PackedExperts.open(directory)
         blocks = {layer: packed.refs(layer) for layer in packed.layers}
     return Checkpoint(

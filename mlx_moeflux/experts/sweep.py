@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_moeflux.experts.compute import ExpertSum, Pairs
 from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.layer import StreamedLayer
+from mlx_moeflux.experts.slots import SlotTable
 
 # Blocks that a bank-full reads at most: enough to keep a disk busy, few enough that computing
 # begins early and that most residents can wait for their turn.
@@ -31,13 +32,13 @@ class Plan:
     if that leaves room to read, so that each block is read at most once and hits stay hits.
     """
 
-    def __init__(self, state: StreamedLayer, needed: Sequence[int]):
-        self._table = state.table
+    def __init__(self, table: SlotTable, needed: Sequence[int]):
+        self._table = table
         self._waiting = list(reversed(needed))
-        self._kept = {expert for expert in needed if expert in state.table}
+        self._kept = {expert for expert in needed if expert in table}
         self._busy: set[int] = set()
         by_turn = sorted(self._kept)
-        while by_turn and self.room() < min(state.table.slots, 2 * READ_AHEAD):
+        while by_turn and self.room() < min(table.slots, 2 * READ_AHEAD):
             self._kept.remove(by_turn.pop())
 
     @property
@@ -85,7 +86,7 @@ def sweep(
     Evaluates: the result ``[N, C]``, bank-full by bank-full, which is also the fence.
     """
     state.fence()
-    plan = Plan(state, needed)
+    plan = Plan(state.table, needed)
 
     def begin(limit: int) -> BankFull | None:
         full = plan.next(min(limit, READ_AHEAD))

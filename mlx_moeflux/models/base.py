@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.models.moe import SparseMoeBlock
@@ -27,6 +28,8 @@ class StreamingModel(nn.Module):
         super().__init__()
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
+        self.plan = None
+        self.identity = ""
         self._lock = threading.RLock()
         self._store = None
 
@@ -38,6 +41,21 @@ class StreamingModel(nn.Module):
     def store(self):
         """The :class:`~mlx_moeflux.experts.store.ExpertStore` that all layers ask."""
         return self._store
+
+    def set_context_limit(self, limit: int | None) -> None:
+        """Tokens that a sequence may have; None is the config's own limit.
+
+        Raises:
+            InputError: `limit` is not between 1 and ``max_position_embeddings``.
+        """
+        longest = self.config.max_position_embeddings
+        if limit is not None and not 1 <= limit <= longest:
+            raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
+        self.max_context = limit or longest
+
+    def trunk_bytes(self) -> int:
+        """Bytes of all parameters; ask before resident experts are added."""
+        return sum(array.nbytes for _, array in tree_flatten(self.parameters()))
 
     def set_store(self, store) -> None:
         """Give every MoE block the store that computes its experts."""

@@ -352,6 +352,17 @@ class Model(StreamingModel):
         """One empty state per layer."""
         return [RecurrentCache() if layer.is_linear else KVCache() for layer in self.layers]
 
+    def state_bytes(self, positions: int) -> int:
+        """Bytes of one sequence's state after `positions` tokens, in the model's dtype."""
+        config, size = self.config, self.model.norm.weight.itemsize
+        linear = sum(config.is_linear(i) for i in range(config.num_hidden_layers))
+        full = config.num_hidden_layers - linear
+        Hv, Dk = config.linear_num_value_heads, config.linear_key_head_dim
+        recurrent = 4 * Hv * config.linear_value_head_dim * Dk
+        convolution = size * (config.linear_conv_kernel_dim - 1) * config.conv_dim
+        kv = 2 * size * config.num_key_value_heads * config.head_dim
+        return linear * (recurrent + convolution) + full * kv * positions
+
     def __call__(
         self,
         tokens: mx.array,

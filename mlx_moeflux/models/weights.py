@@ -1,4 +1,4 @@
-"""Filling a model from a checkpoint: trunk parameters, and the specs of the experts.
+"""Filling a model from a checkpoint: trunk parameters, and experts that stay resident.
 
 Both sides must come out empty: a tensor that fills nothing and a parameter that nothing fills
 are errors that list the names.
@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS, MappedTensors
+from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef, mlx_dtype
 from mlx_moeflux.errors import CheckpointError, MoefluxError
@@ -151,57 +151,6 @@ def _words(spec: QuantSpec) -> str:
     return f"{spec.bits} bits, groups of {spec.group_size}"
 
 
-def expert_specs(
-    components: Mapping[str, ExpertRefs],
-    *,
-    layer: int,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    directory: Path,
-) -> dict[str, QuantSpec | None]:
-    """How each projection of a layer's experts is stored; None is unquantised.
-
-    Raises:
-        CheckpointError: A component is missing or too much, or a shape or count does not fit.
-    """
-    specs: dict[str, QuantSpec | None] = {}
-    widths = {"gate_proj": (intermediate_size, hidden_size), "up_proj": (intermediate_size, hidden_size),
-              "down_proj": (hidden_size, intermediate_size)}  # fmt: skip
-    for name, refs in components.items():
-        if len(refs) != num_experts:
-            raise CheckpointError(
-                f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', config.json "
-                f"says {num_experts}."
-            )
-    for projection in PROJECTIONS:
-        rows, width = widths[projection]
-        weight = components.get(f"{projection}.weight")
-        if weight is None:
-            raise CheckpointError(
-                f"{directory}: layer {layer} lacks '{projection}.weight' of its experts."
-            )
-        scales, biases = (components.get(f"{projection}.{p}") for p in ("scales", "biases"))
-        if (scales is None) != (biases is None):
-            raise CheckpointError(
-                f"{directory}: layer {layer} has only one of scales and biases of '{projection}'."
-            )
-        spec = None if scales is None else infer_spec(weight[0], scales[0], width)
-        expected = {"weight": (rows, width if spec is None else spec.words(width))}
-        if spec is not None:
-            expected |= dict.fromkeys(("scales", "biases"), (rows, spec.groups(width)))
-        for part, shape in expected.items():
-            ref = components[f"{projection}.{part}"][0]
-            if ref.shape != shape:
-                raise _wrong_shape(ref, ref.shape, shape)
-            if (part != "weight" or spec is None) and ref.dtype not in FLOATS:
-                raise CheckpointError(
-                    f"{ref.file}: '{ref.name}' is {ref.dtype}; expected one of {', '.join(FLOATS)}."
-                )
-        specs[projection] = spec
-    return specs
-
-
 def load_experts(
     components: Mapping[str, ExpertRefs], specs: Mapping[str, QuantSpec | None], dtype: mx.Dtype
 ) -> SwitchGLU:
@@ -229,13 +178,3 @@ def _stack(refs: ExpertRefs) -> mx.array:
     for e, ref in enumerate(refs):
         ref.read_into(raw[e].data)
     return mx.array(raw).view(mlx_dtype(first.dtype)).reshape(len(refs), *first.shape)
-
-
-__all__ = [
-    "COMPONENT_ORDER",
-    "default_dtype",
-    "expert_specs",
-    "fill_trunk",
-    "infer_spec",
-    "load_experts",
-]

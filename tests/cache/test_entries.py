@@ -60,7 +60,9 @@ def memory_of(array):
 
 def test_a_copy_keeps_its_rows_when_the_original_moves_on():
     cache, keys, values = filled(5)
-    state, other = cache.state, copy.deepcopy(cache)
+    mark, state, other = cache.mark(), cache.state, copy.deepcopy(cache)
+    copy.deepcopy(cache).trim(5)
+    cache.rollback(mark)
     cache.update_and_fetch(*rows(3))
     cache.trim(6)
     cache.update_and_fetch(*rows(2))
@@ -159,6 +161,11 @@ def test_recurrent_rollback_and_refused_trim():
     assert fresh.nbytes == 0
 
 
+def replace_first(cache, error):
+    cache[0] = KVCache()
+    raise error
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, GeneratorExit])
 def test_transaction_restores_every_entry_on_any_exception(error):
     cache = [filled(255)[0], recurrent(255), KVCache(), RecurrentCache()]
@@ -184,6 +191,11 @@ def test_transaction_restores_every_entry_on_any_exception(error):
     assert cache[0].offset == 258
     with pytest.raises(CacheError, match=r"entry 1 has seen \[255\]"):
         check_positions(cache)
+    cache[1].advance(3)
+    entries = list(cache)
+    with pytest.raises(error), transaction(cache):
+        replace_first(cache, error)
+    assert all(now is before for now, before in zip(cache, entries, strict=True))
     with transaction(None):
         pass
 

@@ -23,7 +23,7 @@ MIXED = (QuantSpec(3, 32), None, QuantSpec(8, 128))
 
 @dataclass
 class Experts:
-    """The same experts as references to files and as arrays. arrays: layer -> name -> ``[E, ...]``."""
+    """The same experts as references to files and as arrays, layer -> name -> ``[E, ...]``."""
 
     layouts: dict[int, BlockLayout]
     arrays: dict[int, dict[str, mx.array]]
@@ -42,9 +42,7 @@ class Experts:
         return ExpertBank.of(self.arrays[layer], self.layouts[layer].specs)
 
     def resident(self, **options) -> ResidentStore:
-        return ResidentStore(
-            self.bank, layers=LAYERS, num_experts=self.num_experts, **options
-        )
+        return ResidentStore(self.bank, layers=LAYERS, num_experts=self.num_experts, **options)
 
 
 def random_experts(specs=FOUR_BIT, *, num_experts=E, hidden=C, inner=F, seed=0) -> Experts:
@@ -145,3 +143,13 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     return (first.shape, first.dtype) == (second.shape, second.dtype) and (
         first.tobytes() == second.tobytes()
     )
+
+
+def bank_is_right(store, experts: Experts) -> bool:
+    """Every expert that a streamed store believes resident is there, byte for byte."""
+    for layer in LAYERS:
+        for expert, slot in store.residents(layer).items():
+            views = store._bank[layer].slot_views(slot)
+            if b"".join(views) != experts.block(layer, expert):
+                return False
+    return True

@@ -80,8 +80,7 @@ def test_of_reads_shapes_and_names_the_file(tmp_path):
     file = tmp_path / "x.bin"
     names = {c.name: c for c in _plain()}
     refs = {
-        n: StackedRefs(TensorRef(n, file, 0, "BF16", (7, *names[n].shape)))
-        for n in reversed(names)
+        n: StackedRefs(TensorRef(n, file, 0, "BF16", (7, *names[n].shape))) for n in reversed(names)
     }
     assert BlockLayout.of(refs) == BlockLayout(_plain())
     refs["gate_proj.bias"] = refs["gate_proj.weight"]

@@ -188,7 +188,7 @@ def test_experts_that_do_not_fit_together(tmp_path):
     with pytest.raises(CheckpointError, match="no routed experts"):
         ByteRanges({})
     few = {3: refs[3] | {"up_proj.scales": refs[3]["up_proj.scales"][:-1]}}
-    with pytest.raises(CheckpointError, match="6 experts in 'up_proj.scales', expected 7"):
+    with pytest.raises(CheckpointError, match=r"6 experts in 'up_proj\.scales', expected 7"):
         ByteRanges(few)
     odd = list(refs[3]["up_proj.scales"])
     odd[4] = TensorRef("odd", Path("odd.bin"), 0, "F32", odd[4].shape)

@@ -8,16 +8,16 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts import streamed
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.policy import LRU, Clock
 from mlx_moeflux.experts.readers import READERS, make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.sweep import READ_AHEAD, Plan
 from tests.experts.helpers import (
-    FOUR_BIT,
     LAYERS,
     MIXED,
     C,
     E,
     K,
+    bank_is_right,
     random_call,
     random_experts,
     same_bits,
@@ -26,27 +26,6 @@ from tests.experts.helpers import (
 
 SPECS = {f"{b}-bit": (QuantSpec(b),) * 3 for b in (2, 3, 4, 5, 6, 8)}
 SPECS |= {"bf16": (None,) * 3, "mixed": MIXED}
-
-
-@pytest.fixture
-def experts(tmp_path):
-    return write_experts(tmp_path, random_experts(), "packed")
-
-
-@pytest.fixture
-def open_store(experts):
-    """A function that opens a store over `experts`; all are closed at the end."""
-    stores = []
-
-    def open_store(slots=K, reader="pread", **options):
-        if isinstance(reader, str):
-            reader = make_reader(reader, experts.refs)
-        stores.append(StreamedStore(reader, slots, **options))
-        return stores[-1]
-
-    yield open_store
-    for store in stores:
-        store.close()
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -121,16 +100,6 @@ def test_lazy_output_survives_a_sweep_and_a_resize(experts, open_store):
     store.experts(3, *many)
     for y, call in ((a, one), (b, many), (c, one), (d, many), (e, one)):
         assert same_bits(y, resident.experts(3, *call))
-
-
-def bank_is_right(store, experts):
-    """Every expert that the store believes resident is there, byte for byte."""
-    for layer in LAYERS:
-        for expert, slot in store.residents(layer).items():
-            views = store._bank[layer].slot_views(slot)
-            if b"".join(views) != experts.block(layer, expert):
-                return False
-    return True
 
 
 @pytest.mark.parametrize("slots", [K, 5, E])
@@ -293,8 +262,6 @@ def test_read_events_carry_slot_bytes_and_seconds(open_store, experts):
 
 
 def test_the_policy_sees_the_last_use_in_order(open_store):
-    from mlx_moeflux.experts.policy import LRU, Clock
-
     class Listening(LRU):
         seen = ()
 
@@ -310,28 +277,6 @@ def test_the_policy_sees_the_last_use_in_order(open_store):
     first = [(5, 0, Clock(1, 5, 0), 1), (5, 4, Clock(1, 5, 1), 2), (5, 1, Clock(2, 5, 0), 2)]
     again = [(5, e, Clock(c.token + 3, 5, c.order), u) for _, e, c, u in first]
     assert list(policy.seen) == first + again
-
-
-def test_a_sweep_keeps_hits_and_recent_experts(open_store):
-    """All experts are needed: those that were resident are not read again, and afterwards the
-    last token's are still there."""
-    many = 3 * READ_AHEAD
-    experts = random_experts(num_experts=many)
-    slots = many - 4
-    table = streamed.StreamedStore  # the plan works on any table
-    del table
-    from mlx_moeflux.experts.slots import SlotTable
-
-    class State:
-        def __init__(self):
-            self.table = SlotTable(slots, experts.num_experts)
-
-    state = State()
-    for expert in range(slots):
-        state.table.put(expert, state.table.take())
-    plan = Plan(state, range(many))
-    assert plan.room() == 2 * READ_AHEAD
-    assert plan.protected == set(range(slots - 2 * READ_AHEAD))
 
 
 def test_resize_keeps_the_most_recent(experts, open_store):
@@ -400,4 +345,3 @@ def test_slots_differ_by_layer_and_are_counted(experts, open_store):
     store = open_store({3: K, 5: E}, reader="direct", threads=2)
     sizes = [experts.layouts[layer].nbytes for layer in LAYERS]
     assert store.nbytes == K * sizes[0] + E * sizes[1] + 2 * store.reader.staging_bytes
-    assert FOUR_BIT == tuple(experts.layouts[3].specs.values())

@@ -1,0 +1,259 @@
+"""From a path or a hub id to a model and its tokenizer: the one file that knows all the others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.hub import resolve
+from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
+from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
+from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
+from mlx_moeflux.experts.events import EventHook
+from mlx_moeflux.experts.policy import Eviction
+from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.kernels.choice import Kernels, choose_kernels
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.moe import Router, SoftmaxRouter, check_router
+from mlx_moeflux.models.weights import default_dtype, fill_trunk, load_experts
+from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
+
+BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
+KV_POSITIONS = 8192
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[StreamingModel, Tokenizer]:
+    """Load a checkpoint: a directory, or a Hugging Face id such as ``org/name``.
+
+    options: Those of :func:`load_model`. tokenizer_config: Overrides tokenizer_config.json.
+
+    Raises:
+        MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
+    """
+    directory = resolve(path_or_hub_id, revision=revision)
+    tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
+    return load_model(directory, **options), tokenizer
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    expert_memory: str | float | None = "auto",
+    expert_reader: str = "auto",
+    expert_threads: int = DEFAULT_THREADS,
+    experts_per_token: int | None = None,
+    max_context: int | None = None,
+    dtype: mx.Dtype | None = None,
+    router: Router | None = None,
+    store: ExpertStore | None = None,
+    reader: Reader | None = None,
+    eviction: str | Eviction = "lru",
+    kernels: Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    events: EventHook | None = None,
+    strict_config: bool = True,
+    verbose: bool = False,
+) -> StreamingModel:
+    """Load a checkpoint directory without its tokenizer; everything is evaluated.
+
+    Args:
+        expert_memory: Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of
+            all of them), a number, or ``auto``. Everything: the experts become parameters.
+        expert_reader: ``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.
+        expert_threads: Reads under way at once.
+        experts_per_token: Fewer than the model's own is faster and lossy; marked as such in the
+            statistics.
+        max_context: Tokens a sequence may have, at most the config's limit.
+        dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
+        router, store, reader, eviction, kernels: Replacements for the parts of the same name;
+            their protocols state shapes, and a wrong shape raises here.
+        events: Listener of the expert store.
+        strict_config: Refuse keys of config.json that nobody reads.
+        verbose: Print the plan, one line on stderr.
+
+    Raises:
+        MoefluxError: One of its kinds, in one sentence.
+    """
+    memory = measure_memory()
+    checkpoint = open_checkpoint(path)
+    kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
+    config = kind.Config.from_dict(
+        checkpoint.config, file=checkpoint.config_file, strict=strict_config
+    )
+    chosen = kernels if isinstance(kernels, Kernels) else choose_kernels(kernels)
+    own_k = config.num_experts_per_tok
+    if experts_per_token is not None and not 1 <= experts_per_token <= own_k:
+        raise InputError(
+            f"experts_per_token is {experts_per_token}; this model allows 1 to {own_k}."
+        )
+    if router is None:
+        k = experts_per_token or own_k
+        router = SoftmaxRouter(k, config.norm_topk_prob, chosen)
+    elif experts_per_token is not None:
+        raise InputError("give either a router or experts_per_token: a router has its own K.")
+    check_router(router, config.num_experts)
+    mapped = checkpoint.mapped(kind.NAME_RULES)
+    model = kind(config, router=router, kernels=chosen)
+    layouts = _check_experts(model, mapped, checkpoint)
+    dtype = dtype or default_dtype()
+    fill_trunk(
+        model,
+        mapped,
+        checkpoint.quantization.renamed(lambda p: kind.NAME_RULES.canonical(f"{p}.")[:-1]),
+        directory=checkpoint.directory,
+        dtype=dtype,
+    )
+    model.set_context_limit(max_context)
+    model.identity = checkpoint.identity()
+    if store is None:
+        store, model.plan = _make_store(
+            model,
+            mapped,
+            layouts,
+            budget="auto" if expert_memory is None else expert_memory,
+            memory=memory,
+            reader=reader or make_reader(expert_reader, mapped.experts),
+            given=reader is not None,
+            threads=expert_threads,
+            eviction=eviction,
+            events=events,
+            dtype=dtype,
+        )
+        if verbose:
+            print(model.plan, file=sys.stderr)  # noqa: T201
+    else:
+        _check_store(store, model, layouts, dtype)
+    model.set_store(store)
+    if router.num_experts_per_tok < own_k:
+        store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
+    return model
+
+
+def _check_experts(
+    model: StreamingModel, mapped: MappedTensors, checkpoint: Checkpoint
+) -> dict[int, BlockLayout]:
+    """The block layout of every MoE layer, held against the config."""
+    wanted, found = set(model.moe_blocks()), set(mapped.experts)
+    if wanted != found:
+        layer = min(wanted ^ found)
+        what = "are missing" if layer in wanted else "are there although it has no MoE block"
+        raise CheckpointError(
+            f"{checkpoint.directory}: the experts of layer {layer} {what}; config.json and the "
+            "weights are of different models, or a file was not fetched."
+        )
+    C, F = model.config.hidden_size, model.config.moe_intermediate_size
+    layouts = {}
+    for layer, components in mapped.experts.items():
+        layouts[layer] = layout = BlockLayout.of(components)
+        for name, refs in components.items():
+            if len(refs) != model.config.num_experts:
+                raise CheckpointError(
+                    f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', "
+                    f"config.json says {model.config.num_experts}."
+                )
+        if (layout.hidden, layout.intermediate) != (C, F):
+            raise CheckpointError(
+                f"{checkpoint.directory}: the experts of layer {layer} are {layout.hidden} wide "
+                f"and {layout.intermediate} inside, config.json says {C} and {F}."
+            )
+    return layouts
+
+
+def _make_store(
+    model: StreamingModel,
+    mapped: MappedTensors,
+    layouts: dict[int, BlockLayout],
+    *,
+    budget: str | float,
+    memory: Memory,
+    reader: Reader,
+    given: bool,
+    threads: int,
+    eviction: str | Eviction,
+    events: EventHook | None,
+    dtype: mx.Dtype,
+) -> tuple[ExpertStore, Plan]:
+    config = model.config
+    try:
+        if given:
+            check_reader(
+                reader,
+                layers=sorted(layouts),
+                num_experts=config.num_experts,
+                hidden=config.hidden_size,
+                intermediate=config.moe_intermediate_size,
+            )
+        plan = make_plan(
+            budget,
+            {layer: layout.nbytes for layer, layout in layouts.items()},
+            num_experts=config.num_experts,
+            experts_per_token=model._router.num_experts_per_tok,
+            trunk_bytes=model.trunk_bytes(),
+            kv_bytes=model.state_bytes(min(KV_POSITIONS, config.max_position_embeddings)),
+            memory=memory,
+            reader=reader.name,
+            staging_bytes=threads * getattr(reader, "staging_bytes", 0),
+        )
+        if plan.resident and not given:
+            reader.close()
+            return _resident(model, mapped, layouts, events, dtype), plan
+        return StreamedStore(
+            reader,
+            plan.slots,
+            eviction=eviction,
+            threads=threads,
+            events=events,
+            ffn=model._kernels.expert_ffn,
+        ), plan
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _resident(
+    model: StreamingModel,
+    mapped: MappedTensors,
+    layouts: dict[int, BlockLayout],
+    events: EventHook | None,
+    dtype: mx.Dtype,
+) -> ResidentStore:
+    blocks = model.moe_blocks()
+    for layer, block in blocks.items():
+        block.switch_mlp = load_experts(mapped.experts[layer], layouts[layer].specs, dtype)
+    return ResidentStore(
+        lambda layer: blocks[layer].switch_mlp.bank(),
+        layers=blocks,
+        num_experts=model.config.num_experts,
+        events=events,
+        ffn=model._kernels.expert_ffn,
+    )
+
+
+def _check_store(
+    store: ExpertStore, model: StreamingModel, layouts: dict[int, BlockLayout], dtype: mx.Dtype
+) -> None:
+    """Ask a given store once: its answer must be [N, C] float32."""
+    name, N, C = type(store).__name__, 3, model.config.hidden_size
+    router, layer = model._router, min(layouts)
+    if tuple(store.layers) != tuple(sorted(layouts)):
+        raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
+    ids, weights = router(mx.random.normal((N, model.config.num_experts), key=mx.random.key(0)))
+    y = store.experts(layer, mx.zeros((N, C), dtype), ids, weights)
+    if y.shape != (N, C) or y.dtype != mx.float32:
+        raise ShapeError(f"{name}.experts returns {y.dtype} {list(y.shape)}, not float32 {[N, C]}.")

@@ -1,0 +1,27 @@
+import pytest
+
+from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
+from tests.experts.helpers import K, random_experts, write_experts
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """Tiny 4-bit experts in a packed directory."""
+    return write_experts(tmp_path, random_experts(), "packed")
+
+
+@pytest.fixture
+def open_store(experts):
+    """A function that opens a store over `experts`; all are closed at the end."""
+    stores = []
+
+    def open_store(slots=K, reader="pread", **options):
+        if isinstance(reader, str):
+            reader = make_reader(reader, experts.refs)
+        stores.append(StreamedStore(reader, slots, **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()

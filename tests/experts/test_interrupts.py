@@ -1,0 +1,345 @@
+"""Oracle: after whatever went wrong the bank holds what it says and the next call is right."""
+
+import errno
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.errors import ExpertFileError, InputError, UnsupportedError
+from mlx_moeflux.experts import sweep as sweep_module
+from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.policy import LRU
+from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
+from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits
+
+# Calls that miss, hit, evict and sweep.
+CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
+
+
+class Wrapped:
+    """A reader that runs `before` ahead of every read, in the reading thread."""
+
+    name = "wrapped"
+
+    def __init__(self, reader, before):
+        self._reader, self._before = reader, before
+        self.layers, self.num_experts = reader.layers, reader.num_experts
+        self.layout, self.close = reader.layout, reader.close
+
+    def read(self, layer, expert, into):
+        result = self._before(layer, expert, into)
+        return self._reader.read(layer, expert, into) if result is None else result
+
+
+@pytest.fixture
+def wrapped(experts, open_store):
+    """A function that opens a store whose reader calls `before` first."""
+
+    def wrapped(before, slots=4, **options):
+        return open_store(slots, Wrapped(make_reader("pread", experts.refs), before), **options)
+
+    return wrapped
+
+
+def all_is_well(store, experts):
+    """The tables agree with each other and the bank, and every call is right."""
+    assert bank_is_right(store, experts)
+    for state in store._layers.values():
+        assert not state.unsettled
+        assert state.table.free + len(state.table) == state.table.slots
+    resident = experts.resident()
+    for call in CALLS:
+        assert same_bits(store.experts(3, *call), resident.experts(3, *call))
+    assert bank_is_right(store, experts)
+
+
+@pytest.mark.parametrize("call", [random_call(1), random_call(20)], ids=["decode", "sweep"])
+def test_io_error_leaves_the_store_usable(experts, open_store, monkeypatch, call):
+    store = open_store(4)
+    store.experts(3, *CALLS[0])
+    broken_at, count = [1], [0]
+    preadv = os.preadv
+
+    def sometimes(fd, views, offset):
+        count[0] += 1
+        if count[0] in broken_at:
+            views[0][:4] = b"half"
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, views, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", sometimes)
+        for broken_at in ([1], [2], [3], [1, 2, 3, 4]):
+            count[0] = 0
+            store.resize(3, K)
+            try:
+                store.experts(3, *call)
+            except ExpertFileError as error:
+                assert "Input/output error" in str(error)
+                assert "offset" in str(error)
+            else:
+                assert count[0] < min(broken_at)
+            assert bank_is_right(store, experts)
+    all_is_well(store, experts)
+
+
+def test_io_error_is_raised_and_other_blocks_are_kept(experts, wrapped):
+    def before(layer, expert, into):
+        if expert == 2 and broken:
+            into[0][:8] = b"\xff" * 8
+            raise OSError(errno.EIO, "Input/output error")
+
+    broken, store = True, wrapped(before)
+    call = (mx.ones((1, C)), mx.array([[1, 2, 6]], mx.uint32), mx.ones((1, K)))
+    with pytest.raises(ExpertFileError, match="expert 2 of layer 3 failed.*Input/output"):
+        store.experts(3, *call)
+    assert set(store.residents(3)) == {1, 6}
+    broken = False
+    store.stats().reset()
+    assert same_bits(store.experts(3, *call), experts.resident().experts(3, *call))
+    assert store.stats().total.misses == store.stats().total.reads == 1
+    all_is_well(store, experts)
+
+
+def test_a_reader_that_gives_too_little(wrapped, experts):
+    short = [True]
+    store = wrapped(lambda layer, expert, into: 17 if short[0] else None)
+    with pytest.raises(ExpertFileError, match="'wrapped' gave 17 bytes of expert . of layer 3"):
+        store.experts(3, *CALLS[0])
+    short[0] = False
+    all_is_well(store, experts)
+
+
+def test_a_bug_in_a_reader_is_not_hidden(wrapped, experts):
+    def before(layer, expert, into):
+        if bug:
+            raise KeyError("a bug")
+
+    bug, store = True, wrapped(before)
+    with pytest.raises(KeyError, match="a bug"):
+        store.experts(3, *CALLS[0])
+    bug = False
+    all_is_well(store, experts)
+
+
+@pytest.mark.parametrize("kind", [Chosen, Hit, Miss, Evict, ReadStart, ReadEnd])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_interrupted_at_any_event(experts, open_store, kind, overlap):
+    armed = [0]
+
+    def listener(event):
+        if isinstance(event, kind) and armed[0]:
+            armed[0] -= 1
+            if not armed[0]:
+                raise KeyboardInterrupt
+
+    store = open_store(4, events=listener, overlap=overlap)
+    interrupted = 0
+    for nth in (1, 2, 3):
+        for call in CALLS:
+            armed[0] = nth
+            try:
+                store.experts(3, *call)
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert bank_is_right(store, experts)
+            armed[0] = 0
+    assert interrupted > 2
+    all_is_well(store, experts)
+
+
+def test_interrupted_at_every_line(experts, monkeypatch):
+    """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
+    monkeypatch.setattr(sweep_module, "READ_AHEAD", 2)
+    package = os.path.dirname(sweep_module.__file__)
+    countdown = 0
+
+    def tracer(frame, event, argument):
+        nonlocal countdown
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        if event == "line":
+            countdown -= 1
+            if countdown == 0:
+                raise KeyboardInterrupt
+        return tracer
+
+    call, other = random_call(4, seed=3), random_call(1, seed=8)
+    right = [experts.resident().experts(3, *c) for c in (call, other)]
+    lines, finished = 0, False
+    with StreamedStore(make_reader("pread", experts.refs), K, threads=2) as store:
+        while not finished:
+            lines += 7
+            countdown = lines
+            sys.settrace(tracer)
+            try:
+                store.experts(3, *call)
+                finished = True
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            assert same_bits(store.experts(3, *other), right[1])
+            assert bank_is_right(store, experts)
+            assert same_bits(store.experts(3, *call), right[0])
+        all_is_well(store, experts)
+    assert lines > 300
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+def test_interrupted_by_real_signals(experts, wrapped):
+    """Slow reads, signals at random moments, some while the interrupt is being handled."""
+    chance = random.Random(5)
+    store = wrapped(lambda *_: time.sleep(chance.random() * 2e-3), threads=3)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    alarm = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for i in range(150):
+            try:
+                delay = chance.random() * 4e-3 + 1e-5
+                signal.setitimer(signal.ITIMER_REAL, delay, 1e-3)
+                try:
+                    store.experts(3, *CALLS[i % len(CALLS)])
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert bank_is_right(store, experts)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        signal.signal(signal.SIGINT, previous)
+    assert interrupted > 10
+    all_is_well(store, experts)
+
+
+def test_no_read_is_under_way_after_an_interrupt(wrapped):
+    under_way, most = [0], [0]
+
+    def before(layer, expert, into):
+        under_way[0] += 1
+        most[0] = max(most)
+        time.sleep(0.01)
+        under_way[0] -= 1
+
+    def listener(event):
+        if isinstance(event, ReadStart) and event.expert == 6:
+            raise KeyboardInterrupt
+
+    store = wrapped(before, slots=E, threads=2)
+    state = store._layers[3]
+    state.unsettled = True
+    state.start(store._pool, range(6), [state.table.take() for _ in range(6)], None)
+    time.sleep(0.002)
+    assert under_way[0] > 0
+    state.settle()
+    assert under_way[0] == 0
+    assert len(store.residents(3)) == 0
+    assert state.table.free == E
+
+
+def test_a_policy_that_breaks_its_contract_harms_nothing(experts, open_store):
+    class Wild(LRU):
+        wild = False
+
+        def choose(self, layer, count, *, resident, protected):
+            if self.wild:
+                return list(resident)[:count]
+            return super().choose(layer, count, resident=resident, protected=protected)
+
+    policy = Wild()
+    store = open_store(K, eviction=policy)
+    first = (mx.ones((1, C)), mx.array([[0, 1, 2]], mx.uint32), mx.ones((1, K)))
+    second = (mx.ones((1, C)), mx.array([[0, 1, 3]], mx.uint32), mx.ones((1, K)))
+    store.experts(3, *first)
+    policy.wild = True
+    with pytest.raises(InputError, match="lru chose"):
+        store.experts(3, *second)
+    policy.wild = False
+    all_is_well(store, experts)
+
+
+def test_threads_wait_for_each_other(experts, open_store):
+    store, resident = open_store(4), experts.resident()
+    expected = [resident.experts(3, *call) for call in CALLS]
+    mx.eval(expected)
+    wrong, errors = [], []
+
+    def work(seed):
+        order = list(range(len(CALLS))) * 4
+        random.Random(seed).shuffle(order)
+        for i in order:
+            try:
+                y = store.experts(3, *CALLS[i])
+                with store._lock:
+                    mx.eval(y)
+            except UnsupportedError as error:
+                errors.append(error)
+                continue
+            if not same_bits(y, expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all("another thread" in str(error) for error in errors)
+    all_is_well(store, experts)
+
+
+def test_a_lazy_result_of_another_thread_is_named(open_store):
+    store = open_store(K)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(store.experts(3, *CALLS[0])))
+    thread.start()
+    thread.join()
+    with pytest.raises(UnsupportedError, match=r"another thread.*layer 3; evaluate it with mx\.ev"):
+        for call in CALLS:
+            store.experts(3, *call)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_open_and_close_leak_nothing(experts):
+    def cycle():
+        with StreamedStore(make_reader("direct", experts.refs), 4) as store:
+            for call in CALLS:
+                store.experts(3, *call)
+        del store
+        gc.collect()
+
+    cycle()
+    mx.clear_cache()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    memory = mx.get_active_memory()
+    for _ in range(20):
+        cycle()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() == threads
+    assert mx.get_active_memory() <= memory
+
+
+def test_a_closed_store_says_so(open_store):
+    store = open_store(K)
+    y = store.experts(3, *CALLS[0])
+    store.close()
+    store.close()
+    for use in (lambda: store.experts(3, *CALLS[0]), store.preload, lambda: store.resize(3, 4)):
+        with pytest.raises(InputError, match="closed"):
+            use()
+    assert y.shape == (1, C)
+    mx.eval(y)

@@ -1,0 +1,95 @@
+"""Oracle: the resident store; and, for the plan, a set that plays the bank."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_moeflux.experts import sweep as sweep_module
+from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.experts.slots import SlotTable
+from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.experts.sweep import READ_AHEAD, Plan
+from tests.experts.helpers import (
+    FOUR_BIT,
+    bank_is_right,
+    random_call,
+    random_experts,
+    same_bits,
+    write_experts,
+)
+
+MANY = 23
+
+
+@pytest.mark.parametrize("n", [63, 64, 65, 500])
+@pytest.mark.parametrize("slots", [4, 9, MANY - 1])
+def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, monkeypatch, slots, n):
+    """Bank-fulls of at most three reads, so that residents wait and reads run ahead."""
+    monkeypatch.setattr(sweep_module, "READ_AHEAD", 3)
+    experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")
+    resident = experts.resident()
+    with StreamedStore(make_reader("pread", experts.refs), slots) as store:
+        for seed in range(2):
+            before = set(store.residents(3))
+            store.stats().reset()
+            call = random_call(n, k=4, num_experts=MANY, seed=seed, padding=5)
+            assert same_bits(store.experts(3, *call), resident.experts(3, *call))
+            stats = store.stats().layers[3]
+            assert stats.reads == stats.misses <= stats.lookups == MANY
+            # Of the residents, only those that made room for reading ahead are read again.
+            assert stats.hits >= len(before) - min(slots, 2 * 3)
+            assert bank_is_right(store, experts)
+
+
+def test_after_a_sweep_the_last_token_finds_its_experts(tmp_path):
+    experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")
+    with StreamedStore(make_reader("pread", experts.refs), 12) as store:
+        x, ids, weights = random_call(60, k=4, num_experts=MANY)
+        store.experts(3, x, ids, weights)
+        # The read-ahead of the highest experts may have taken the slots of the lowest.
+        last = np.array(ids)[-2:]
+        assert len(set(store.residents(3)) & set(last.ravel().tolist())) > 0
+
+
+@given(
+    slots=st.integers(1, 2 * READ_AHEAD + 8),
+    resident=st.sets(st.integers(0, 99)),
+    needed=st.sets(st.integers(0, 99), min_size=1),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_plan_never_overfills_the_bank(slots, resident, needed):
+    """Plays a whole sweep: at no time are there more protected experts than slots, every needed
+    expert comes once and ascending, and what was resident and kept is not read."""
+    table = SlotTable(slots, 100)
+    for expert in sorted(resident)[:slots]:
+        table.put(expert, table.take())
+    plan = Plan(table, sorted(needed))
+    kept = set(plan.protected)
+    assert plan.room() >= min(slots, 2 * READ_AHEAD, slots)
+    seen, read = [], []
+
+    def begin(limit):
+        full = plan.next(limit)
+        if full is None:
+            return None
+        assert full.experts
+        assert len(plan.protected) <= slots
+        for expert in full.missing:
+            if not table.free:
+                table.remove(max(set(table.slot_of) - plan.protected))
+            table.put(expert, table.take())
+        read.extend(full.missing)
+        return full
+
+    current = begin(max(1, plan.room() // 2))
+    while current is not None:
+        assert all(e in table for e in current.experts)
+        following = begin(plan.room())
+        assert all(e in table for e in current.experts)
+        seen.extend(current.experts)
+        plan.done(current)
+        current = following or begin(max(1, plan.room() // 2))
+    assert seen == sorted(needed)
+    assert len(read) == len(set(read))
+    assert not kept & set(read)
