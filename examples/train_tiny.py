@@ -266,7 +266,7 @@ def train(model: Model, store: DenseExperts, files: list[np.ndarray], args) -> N
         if (i + 1) % args.report == 0 or i + 1 == preset.steps:
             seconds = (time.perf_counter() - began) / (i + 1 - start)
             print(
-                f"step {i + 1}/{preset.steps}  loss {np.mean(seen[-args.report:]):.4f}  "
+                f"step {i + 1}/{preset.steps}  loss {np.mean(seen[-args.report :]):.4f}  "
                 f"gradient {norm.item():.2f}  {seconds:.3f} s/step",
                 flush=True,
             )

@@ -72,9 +72,7 @@ class LayerFile:
     @classmethod
     def plan(cls, layer: int, components: Iterable[ComponentLike]) -> LayerFile:
         """The file for a layer to be written; ExpertFileError if the components are not usable."""
-        entries = [
-            {"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in components
-        ]
+        entries = [{"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in components]
         name = f"layer_{layer:02d}.bin"
         parsed = _components(entries, Path(name), f"layer {layer}")
         block = sum(component.nbytes for component in parsed)

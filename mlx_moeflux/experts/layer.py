@@ -98,10 +98,13 @@ class StreamedLayer:
     ) -> list[int]:
         """Take `count` slots, evicting whom the policy chooses outside `protected`.
 
-        The caller has seen to it that there are enough, and fences.
+        The caller has seen to it that there are enough. A slot becomes free only here and in
+        :meth:`resize`, so this is where the fence stands.
         """
-        self.unsettled = True
         short = count - self.table.free
+        if short > 0:
+            self.fence()
+        self.unsettled = True
         if short > 0:
             victims = choose_victims(
                 self._policy,

@@ -138,8 +138,9 @@ class StreamedStore:
             for layer in self.layers if layers is None else layers:
                 state = self._state(layer)
                 absent = missing_of(state.table, range(self.num_experts))[: state.table.free]
+                if not absent:
+                    continue
                 try:
-                    state.fence()
                     slots = state.make_room(len(absent), (), self.events)
                     state.start(self._pool, absent, slots, self.events)
                     state.finish(self.events)
@@ -250,7 +251,6 @@ class StreamedStore:
         missing = missing_of(state.table, needed)
         state.look_up(needed, missing, self.events)
         if missing:
-            state.fence()
             slots = state.make_room(len(missing), frozenset(needed), self.events)
             state.start(self._pool, missing, slots, self.events)
         bank, slot_of = state.bank.experts, state.table.slots_by_expert

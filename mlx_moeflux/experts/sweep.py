@@ -83,9 +83,9 @@ def sweep(
 ) -> mx.array:
     """Compute `pairs`, whose distinct experts `needed` (ascending) exceed the slots.
 
-    Evaluates: the result ``[N, C]``, bank-full by bank-full, which is also the fence.
+    Evaluates: the result ``[N, C]``, bank-full by bank-full, so that the slots of one may be
+    read into once it is done.
     """
-    state.fence()
     plan = Plan(state.table, needed)
 
     def begin(limit: int) -> BankFull | None:

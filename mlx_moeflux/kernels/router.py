@@ -10,9 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def softmax_top_k(
-    logits: mx.array, *, k: int, normalise: bool = True
-) -> tuple[mx.array, mx.array]:
+def softmax_top_k(logits: mx.array, *, k: int, normalise: bool = True) -> tuple[mx.array, mx.array]:
     """logits ``[N, E]`` -> ids ``[N, K]`` uint32 ascending, weights ``[N, K]`` float32.
 
     Source: transformers `Qwen3_5MoeTopKRouter`; the softmax is over all experts in float32.

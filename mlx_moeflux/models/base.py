@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.record import record
 
@@ -30,7 +31,7 @@ class StreamingModel(nn.Module):
         self.max_context: int | None = None
         self.plan = None
         self.identity = ""
-        self._lock = threading.RLock()
+        self._step_lock = threading.RLock()
         self._store = None
 
     @property
@@ -38,9 +39,19 @@ class StreamingModel(nn.Module):
         return self.model.layers
 
     @property
+    def kernels(self) -> Kernels:
+        """The implementation of every operation."""
+        return self._kernels
+
+    @property
     def store(self):
         """The :class:`~mlx_moeflux.experts.store.ExpertStore` that all layers ask."""
         return self._store
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by a generator for each step: a second thread's step waits."""
+        return self._step_lock
 
     def set_context_limit(self, limit: int | None) -> None:
         """Tokens that a sequence may have; None is the config's own limit.

@@ -138,9 +138,7 @@ class SparseMoeBlock(nn.Module):
         self._router, self._kernels = router, kernels
         self._store = None
 
-    def __call__(
-        self, x: mx.array, residual: mx.array, mask: mx.array | None = None
-    ) -> mx.array:
+    def __call__(self, x: mx.array, residual: mx.array, mask: mx.array | None = None) -> mx.array:
         B, T, C = x.shape
         tokens = x.reshape(B * T, C)  # [N, C]
         logits = self.gate(tokens)  # [N, E]

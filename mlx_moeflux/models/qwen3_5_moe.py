@@ -299,9 +299,7 @@ class DecoderLayer(nn.Module):
             kernels=kernels,
         )
 
-    def __call__(
-        self, x: mx.array, cache: KVCache | RecurrentCache, *, chunk: int
-    ) -> mx.array:
+    def __call__(self, x: mx.array, cache: KVCache | RecurrentCache, *, chunk: int) -> mx.array:
         """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer takes `chunk` tokens at a time, so that its
         scratch is bounded; the MoE block takes all, so that every expert is read once."""
         mixer = self.linear_attn if self.is_linear else self.self_attn
@@ -336,7 +334,9 @@ class Model(StreamingModel):
 
     Config = Config
 
-    def __init__(self, config: Config, *, router: Router | None = None, kernels: Kernels | None = None):
+    def __init__(
+        self, config: Config, *, router: Router | None = None, kernels: Kernels | None = None
+    ):
         super().__init__()
         kernels = kernels or Kernels()
         self.config, self.model_type = config, "qwen3_5_moe"
@@ -429,8 +429,13 @@ class Model(StreamingModel):
         convolutions = [n for n in trunk if n.endswith("linear_attn.conv1d.weight")]
         if not any(trunk[n].shape[-1] != 1 and len(trunk[n].shape) == 3 for n in convolutions):
             return {n: _as_taps for n in convolutions if len(trunk[n].shape) == 2}
-        norms = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight",
-                 "self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        norms = (
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+            "model.norm.weight",
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+        )
         return dict.fromkeys(convolutions, _transposed) | {
             n: _plus_one for n in trunk if n.endswith(norms)
         }

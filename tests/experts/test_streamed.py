@@ -66,6 +66,16 @@ def test_a_row_does_not_depend_on_its_call(open_store):
     assert same_bits(together, mx.concatenate(alone))
 
 
+def test_signs_of_zeros_agree(experts, open_store):
+    """Sums of nothing but -0.0, where adding a 0.0 on the way would show."""
+    store, resident = open_store(K), experts.resident()
+    for n in (1, 30):
+        x, ids, weights = random_call(n, padding=n // 30)
+        expected = resident.experts(3, 0 * x, ids, -weights)
+        assert np.signbit(np.array(expected)).all()
+        assert same_bits(store.experts(3, 0 * x, ids, -weights), expected)
+
+
 def test_float16_and_bfloat16_activations(experts, open_store):
     store, resident = open_store(4), experts.resident()
     x, ids, weights = random_call(30)

@@ -1,0 +1,49 @@
+"""Mixture-of-Experts language models larger than memory, on MLX: experts stream from SSD."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mlx_moeflux._version import __version__
+
+if TYPE_CHECKING:
+    from mlx_moeflux.convert import convert
+    from mlx_moeflux.generation import GenerationResponse, generate, stream_generate
+    from mlx_moeflux.loading import load, load_model
+
+# Public name -> module; imported when first used, so that importing the package loads no MLX.
+_PUBLIC = {
+    "GenerationResponse": "generation",
+    "convert": "convert",
+    "generate": "generation",
+    "load": "loading",
+    "load_model": "loading",
+    "stream_generate": "generation",
+}
+
+__all__ = [
+    "GenerationResponse",
+    "__version__",
+    "convert",
+    "generate",
+    "load",
+    "load_model",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mlx_moeflux.backend import require_mlx
+
+    require_mlx()
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    # The submodule `convert` would otherwise hide the function of the same name.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

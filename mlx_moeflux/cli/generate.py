@@ -1,0 +1,220 @@
+"""``mlx_moeflux generate``: text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_moeflux.errors import InputError, UnsupportedError
+
+DEFAULT_PROMPT = "def binary_search(items, target):\n"
+
+# Flags of mlx-lm that mean nothing here, and why.
+REFUSED = {
+    "--adapter-path": "adapters are not applied to streamed experts",
+    "--draft-model": "a draft multiplies the experts that each step reads",
+    "--num-draft-tokens": "there is no draft model",
+    "--image": "images are not read",
+    "--quantize-activations": "activations stay in the compute dtype",
+    "--max-kv-size": "the state of the recurrent layers cannot be rotated",
+    "--kv-bits": "the key-value cache is not quantised yet",
+    "--kv-group-size": "the key-value cache is not quantised yet",
+    "--quantized-kv-start": "the key-value cache is not quantised yet",
+    "--prompt-cache-file": "prompt caches are not stored yet",
+    "--trust-remote-code": "no code from a checkpoint ever runs",
+}
+
+
+class Refuse(argparse.Action):
+    """A flag that is known and refused in one line."""
+
+    def __init__(self, option_strings, dest, **_):
+        super().__init__(option_strings, dest, nargs="*", help=argparse.SUPPRESS)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        raise UnsupportedError(
+            f"{option_string} does not apply: {REFUSED[self.option_strings[0]]}."
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--prompt", "-p", help="text, or - for standard input")
+    add("--max-tokens", "-m", type=int, default=100, help="default %(default)s; -1: no limit")
+    add("--system-prompt", help="system message, where there is a chat template")
+    add("--prefill-response", help="beginning of the reply, where there is a chat template")
+    add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
+    add("--use-default-chat-template", action="store_true", help="refuse to run without a template")
+    add("--chat-template-config", default="{}", help="JSON object of template variables")
+    add("--extra-eos-token", nargs="*", default=[], help="more tokens that end the reply")
+    add("--stop", action="append", default=[], help="text that ends the reply; may be repeated")
+    add("--temp", type=float, default=0.0, help="default %(default)s: greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    add("--min-tokens-to-keep", type=int, default=1)
+    add("--top-k", type=int, default=0)
+    add("--xtc-probability", type=float, default=0.0)
+    add("--xtc-threshold", type=float, default=0.1)
+    add("--repetition-penalty", type=float)
+    add("--presence-penalty", type=float)
+    add("--frequency-penalty", type=float)
+    add("--seed", type=int)
+    add("--verbose", type=_boolean, default=True, help="print speeds at the end")
+    add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
+    add_expert_arguments(parser)
+    for flag in REFUSED:
+        add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=Refuse)
+
+
+def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs a model understands."""
+    add = parser.add_argument
+    add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
+    add(
+        "--expert-threads", type=int, default=8, help="reads under way at once, default %(default)s"
+    )
+    add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
+    add("--max-context", type=int, help="tokens that a sequence may have")
+    add("--stats", action="store_true", help="print what the experts cost, layer by layer")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux import generation, loading
+
+    model, tokenizer = loading.load(
+        args.model or loading.BUNDLED_MODEL,
+        expert_memory=args.expert_memory,
+        expert_threads=args.expert_threads,
+        expert_reader=args.expert_reader,
+        experts_per_token=args.experts_per_token,
+        max_context=args.max_context,
+        verbose=True,
+    )
+    with model:
+        prompt, options = _prompt(args, tokenizer)
+        last = None
+        with _PrefillBar() as bar:
+            stream = generation.stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=args.max_tokens,
+                stop=args.stop,
+                stop_ids=_extra_ends(args.extra_eos_token, tokenizer),
+                template_options=options,
+                seed=args.seed,
+                prefill_step_size=args.prefill_step_size,
+                prompt_progress_callback=bar.update,
+                **_sampling(args),
+            )
+            if isinstance(prompt, str) and args.prompt is None:
+                print(prompt, end="")
+            for last in stream:
+                print(last.text, end="", flush=True)
+        print(flush=True)
+        if args.stats:
+            print(stats_table(last.experts, model), file=sys.stderr)
+        if args.verbose:
+            print(generation.summary(last), file=sys.stderr)
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability")
+    names += ("xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {name: getattr(args, name) for name in names}
+
+
+def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """The prompt as text or messages, and the template's variables."""
+    text = DEFAULT_PROMPT if args.prompt is None else args.prompt
+    if text == "-":
+        text = sys.stdin.read()
+    text = text.replace("\\n", "\n") if args.prompt not in (None, "-") else text
+    try:
+        options = json.loads(args.chat_template_config)
+    except json.JSONDecodeError as error:
+        raise InputError(f"--chat-template-config is not JSON ({error}).") from None
+    if not isinstance(options, dict):
+        raise InputError("--chat-template-config must be a JSON object.")
+    if tokenizer.chat_template is None or args.ignore_chat_template:
+        if args.use_default_chat_template and not args.ignore_chat_template:
+            raise InputError("this tokenizer has no chat template to use.")
+        for flag in ("system_prompt", "prefill_response"):
+            if getattr(args, flag):
+                name = f"--{flag.replace('_', '-')}"
+                raise InputError(f"{name} needs a chat template; there is none or it is ignored.")
+        return text, options
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    if args.prefill_response:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+        options["continue_final_message"] = True
+    return messages, options
+
+
+def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    if None in ids:
+        raise InputError(f"--extra-eos-token {tokens[ids.index(None)]!r} is not in the vocabulary.")
+    return ids
+
+
+def stats_table(experts: Any, model: Any) -> str:
+    """What the experts cost, a line for each layer, and the active kernels."""
+    columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
+    columns += ("read_seconds", "stall_seconds", "compute_seconds")
+    lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
+    rows = [*experts.layers.items(), ("total", experts.total)]
+    for name, layer in rows:
+        cells = (getattr(layer, column) for column in columns)
+        lines.append(
+            f"{name!s:5} "
+            + " ".join(f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
+        )
+    kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
+    return "\n".join([*lines, f"kernels: {kernels}", *(f"lossy: {what}" for what in experts.lossy)])
+
+
+class _PrefillBar:
+    """A progress bar on a terminal's stderr, gone once the prompt is read."""
+
+    def __init__(self):
+        self._bar = None
+
+    def __enter__(self) -> _PrefillBar:
+        return self
+
+    def update(self, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="tok", desc="prompt", leave=False, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+    def __exit__(self, *exception) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "t", "f"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1", "t")
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.generate``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("generate")
