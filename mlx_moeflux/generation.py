@@ -223,7 +223,7 @@ def _stream(
         )
 
     try:
-        for token, logprobs in steps:
+        for token, logprobs in steps:  # noqa: B007
             if not count:
                 prompt_seconds = time.perf_counter() - began
             count += 1

@@ -25,7 +25,8 @@ class BytePairs:
 
         try:
             self.backend = Backend.from_file(str(file))
-        except Exception as error:  # noqa: BLE001: the library raises bare Exception
+        # The library raises nothing more special.
+        except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -137,12 +138,12 @@ class Tokenizer:
         ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
 
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         if isinstance(ids, int):
             return self._backend.token_of(ids)
         return [self._backend.token_of(int(i)) for i in ids]
 
-    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
             return self._backend.id_of(tokens)
         return [self._backend.id_of(token) for token in tokens]

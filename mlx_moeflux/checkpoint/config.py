@@ -19,13 +19,33 @@ T = TypeVar("T")
 
 # Written by transformers' save_pretrained or by mlx-lm's convert, for bookkeeping or training.
 BOOKKEEPING = frozenset(
-    """
-    _name_or_path architectures transformers_version torch_dtype dtype model_type use_cache
-    id2label label2id problem_type output_attentions output_hidden_states return_dict
-    is_encoder_decoder chunk_size_feed_forward initializer_range attention_dropout
-    bos_token_id eos_token_id pad_token_id sep_token_id output_router_logits
-    router_aux_loss_coef quantization quantization_config
-    """.split()
+    [
+        "_name_or_path",
+        "architectures",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "model_type",
+        "use_cache",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "is_encoder_decoder",
+        "chunk_size_feed_forward",
+        "initializer_range",
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "quantization",
+        "quantization_config",
+    ]
 )
 
 

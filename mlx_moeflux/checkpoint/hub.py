@@ -1,4 +1,4 @@
-"""From what a user names to a local directory: a path as it is, a hub id through huggingface_hub."""
+"""From what a user names to a local directory: a path, or a hub id through huggingface_hub."""
 
 from __future__ import annotations
 

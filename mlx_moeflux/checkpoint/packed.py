@@ -5,22 +5,20 @@ See ``packed_format.py`` for the format and ``packed_writer.py`` for how files c
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_moeflux.checkpoint.files import read_exact, read_json_object, unreadable
+from mlx_moeflux.checkpoint.files import read_json_object, unreadable
 from mlx_moeflux.checkpoint.packed_format import (
     ALIGNMENT,
     EXPERTS_DIRECTORY,
-    HASH_BYTES,
     INDEX_NAME,
     PROGRESS_NAME,
     LayerFile,
     PackedIndex,
 )
-from mlx_moeflux.checkpoint.packed_writer import LayerWriter, PackedWriter
+from mlx_moeflux.checkpoint.packed_writer import LayerWriter, PackedWriter, hash_file
 from mlx_moeflux.checkpoint.refs import ExpertRefs, StridedRefs
 from mlx_moeflux.errors import ExpertFileError
 
@@ -107,10 +105,16 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
     packed = PackedExperts.open(directory)
     total = sum(e.stride for e in packed.index.layers.values()) * packed.num_experts
     done, wrong = 0, []
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
     for layer, entry in packed.index.layers.items():
-        file, size = packed.file(layer), entry.stride * packed.num_experts
-        digest = hash_file(file, size, lambda count: report(count))
-        if hasher.hexdigest() != entry.blake2b:
+        file = packed.file(layer)
+        if hash_file(file, entry.stride * packed.num_experts, report) != entry.blake2b:
             wrong.append(str(file))
     if wrong:
         raise ExpertFileError(

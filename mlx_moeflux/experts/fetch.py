@@ -1,15 +1,62 @@
-"""A batch of reads on the thread pool, which can be waited for, and stopped, at any moment."""
+"""Reads on threads, which can be waited for, and abandoned, at any moment.
+
+An interrupt (Ctrl-C) is raised in the calling thread between any two instructions, also inside
+the locks of `threading` and `concurrent.futures`, which then stay locked for ever. So nothing
+here takes a lock in the calling thread: threads and caller share queues, lists and flags whose
+single operations cannot be interrupted.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.readers import Reader
+
+# An interrupt may swallow a wake-up; the caller looks again after this long.
+_LOOK_AGAIN_SECONDS = 0.05
+
+
+class ReadThreads:
+    """A fixed number of threads that run jobs. They end with :meth:`close` or with this object."""
+
+    def __init__(self, count: int):
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._jobs,), name=f"moeflux-read-{i}", daemon=True
+            )
+            for i in range(count)
+        ]
+        self._end = weakref.finalize(self, _end, self._jobs, count)
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job`, which does not raise, on a thread."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Wait for the jobs and end the threads."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # or the last job's bank would live until the next one comes
+
+
+def _end(jobs: SimpleQueue[Callable[[], None] | None], count: int) -> None:
+    for _ in range(count):
+        jobs.put(None)
 
 
 class Target(NamedTuple):
@@ -30,31 +77,30 @@ class Arrival(NamedTuple):
 
 
 class Fetch:
-    """Reads the blocks of one layer into their slots.
-
-    A thread counts itself in before it touches a slot and out after it, so that :meth:`drain`
-    can promise that no thread writes any more, whatever became of the caller meanwhile.
-    """
+    """Reads the blocks of one layer into their slots."""
 
     def __init__(self, reader: Reader, layer: int, targets: Sequence[Target]):
-        self.targets = targets
+        self._targets = targets
         self._reader, self._layer = reader, layer
         self._expected = reader.layout(layer).nbytes
-        self._condition = threading.Condition()
-        self._active = 0
-        self._cancelled = False
-        self._arrived: dict[int, Arrival] = {}
-        self._futures: list[Future[None]] = []
+        self._abandoned = False
+        # Indices of targets. A thread appends to `begun`, then looks at `abandoned`; the caller
+        # sets `abandoned`, then looks at `begun`: one of them sees the other.
+        self._begun: list[int] = []
+        self._ended: list[int] = []
+        self._results: dict[int, Arrival | BaseException] = {}
+        self._wake: SimpleQueue[None] = SimpleQueue()
 
-    def start(self, pool: Executor) -> None:
-        """Hand every read to the pool."""
-        for target in self.targets:
-            self._futures.append(pool.submit(self._run, target))
+    def start(self, threads: ReadThreads) -> None:
+        """Hand every read to the threads."""
+        for i in range(len(self._targets)):
+            threads.submit(lambda i=i: self._run(i))
 
     def wait(self) -> BaseException | None:
         """Wait for all reads; the error of the first target that failed, if any did."""
-        errors = [future.exception() for future in self._futures]
-        return next(filter(None, errors), None)
+        self._wait_for(self._targets)
+        results = (self._results[i] for i in range(len(self._targets)))
+        return next((r for r in results if isinstance(r, BaseException)), None)
 
     def drain(self) -> None:
         """Let no further read begin and wait until none is under way.
@@ -64,9 +110,8 @@ class Fetch:
         interrupt = None
         while True:
             try:
-                with self._condition:
-                    self._cancelled = True
-                    self._condition.wait_for(lambda: not self._active)
+                self._abandoned = True
+                self._wait_for(self._begun)
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -75,19 +120,27 @@ class Fetch:
 
     def arrivals(self) -> list[Arrival]:
         """What was read completely, in the order of the targets."""
-        return [self._arrived[t.slot] for t in self.targets if t.slot in self._arrived]
+        results = (self._results.get(i) for i in range(len(self._targets)))
+        return [result for result in results if isinstance(result, Arrival)]
 
-    def _run(self, target: Target) -> None:
-        with self._condition:
-            if self._cancelled:
-                return
-            self._active += 1
-        try:
-            self._arrived[target.slot] = self._read(target)
-        finally:
-            with self._condition:
-                self._active -= 1
-                self._condition.notify_all()
+    def _wait_for(self, expected: Sequence[object]) -> None:
+        """Wait until as many have ended as there are in `expected`, which may still grow."""
+        while len(self._ended) < len(expected):
+            try:
+                self._wake.get(timeout=_LOOK_AGAIN_SECONDS)
+            except Empty:
+                continue
+
+    def _run(self, i: int) -> None:
+        """One read, in a thread."""
+        self._begun.append(i)
+        if not self._abandoned:
+            with _Carried() as carried:
+                self._results[i] = self._read(self._targets[i])
+            if carried.error is not None:
+                self._results[i] = carried.error
+        self._ended.append(i)
+        self._wake.put(None)
 
     def _read(self, target: Target) -> Arrival:
         start = perf_counter()
@@ -103,3 +156,16 @@ class Fetch:
                 f"of layer {self._layer}, which has {self._expected}."
             )
         return Arrival(target.expert, target.slot, nbytes, perf_counter() - start)
+
+
+class _Carried:
+    """Catches whatever its block raises, for another thread to raise."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> _Carried:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return True

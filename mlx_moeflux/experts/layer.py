@@ -8,7 +8,6 @@ table before its slot is written, enters it after its block has arrived, and unt
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from concurrent.futures import Executor
 from time import perf_counter
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ import numpy as np
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import EventHook, Evict, Hit, Miss, ReadEnd, ReadStart
-from mlx_moeflux.experts.fetch import Fetch, Target
+from mlx_moeflux.experts.fetch import Fetch, ReadThreads, Target
 from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.slots import SlotTable
@@ -128,7 +127,7 @@ class StreamedLayer:
 
     def start(
         self,
-        pool: Executor,
+        threads: ReadThreads,
         experts: Sequence[int],
         slots: Sequence[int],
         events: EventHook | None,
@@ -144,7 +143,7 @@ class StreamedLayer:
                 events(ReadStart(self.layer, target.expert, target.slot))
         # Known to the layer before the first read begins, so that settle() can find it.
         self._fetch = Fetch(self._reader, self.layer, targets)
-        self._fetch.start(pool)
+        self._fetch.start(threads)
 
     def finish(self, events: EventHook | None) -> None:
         """Wait for the reads that :meth:`start` began and enter what arrived.

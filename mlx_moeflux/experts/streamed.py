@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from mlx_moeflux.experts.compute import (
     from_whole_bank,
 )
 from mlx_moeflux.experts.events import Chosen, EventHook
+from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.policy import Clock, Eviction, make_eviction
 from mlx_moeflux.experts.readers import Reader
@@ -84,7 +84,7 @@ class StreamedStore:
             )
             for layer in self.layers
         }
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="moeflux-read")
+        self._threads = ReadThreads(threads)
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +142,7 @@ class StreamedStore:
                     continue
                 try:
                     slots = state.make_room(len(absent), (), self.events)
-                    state.start(self._pool, absent, slots, self.events)
+                    state.start(self._threads, absent, slots, self.events)
                     state.finish(self.events)
                     state.settled()
                 finally:
@@ -163,7 +163,7 @@ class StreamedStore:
             self._closed = True
             for state in self._layers.values():
                 state.close()
-            self._pool.shutdown(wait=True)
+            self._threads.close()
             self.reader.close()
             self._layers.clear()
             self._bank.close()
@@ -212,7 +212,7 @@ class StreamedStore:
         needed = self._touch(state, pairs)
         if len(needed) > state.table.slots:
             total = ExpertSum(x, weights, self._form)
-            return sweep(state, pairs, needed, total, pool=self._pool, events=self.events)
+            return sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
         return self._at_once(state, pairs, needed, x, weights)
 
     def _check_ids(self, layer: int, ids: np.ndarray) -> None:
@@ -252,7 +252,7 @@ class StreamedStore:
         state.look_up(needed, missing, self.events)
         if missing:
             slots = state.make_room(len(missing), frozenset(needed), self.events)
-            state.start(self._pool, missing, slots, self.events)
+            state.start(self._threads, missing, slots, self.events)
         bank, slot_of = state.bank.experts, state.table.slots_by_expert
         few = len(pairs) == weights.size and self._form.takes_few(len(pairs), x.shape[0], bank)
         early = None

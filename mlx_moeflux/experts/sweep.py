@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.experts.compute import ExpertSum, Pairs
 from mlx_moeflux.experts.events import EventHook
+from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer
 from mlx_moeflux.experts.slots import SlotTable
 
@@ -78,7 +78,7 @@ def sweep(
     needed: Sequence[int],
     total: ExpertSum,
     *,
-    pool: Executor,
+    threads: ReadThreads,
     events: EventHook | None,
 ) -> mx.array:
     """Compute `pairs`, whose distinct experts `needed` (ascending) exceed the slots.
@@ -93,7 +93,7 @@ def sweep(
         if full is not None:
             state.look_up(full.experts, full.missing, events)
             slots = state.make_room(len(full.missing), plan.protected, events)
-            state.start(pool, full.missing, slots, events)
+            state.start(threads, full.missing, slots, events)
         return full
 
     current = begin(max(1, plan.room() // 2))

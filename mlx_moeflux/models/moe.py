@@ -7,7 +7,7 @@ store and are no parameters at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
@@ -38,7 +38,7 @@ class SoftmaxRouter:
 
     num_experts_per_tok: int
     norm_topk_prob: bool = True
-    kernels: Kernels = Kernels()
+    kernels: Kernels = field(default_factory=Kernels)
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         return self.kernels.softmax_top_k(

@@ -64,11 +64,22 @@ class Config:
     # Read by nobody at inference: multi-token prediction, training, images, and position
     # sections that coincide for text.
     INERT: ClassVar[frozenset[str]] = frozenset(
-        """
-        vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
-        mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers
-        decoder_sparse_step intermediate_size rope_scaling rope_parameters language_model_only
-        """.split()
+        [
+            "vision_config",
+            "image_token_id",
+            "video_token_id",
+            "vision_start_token_id",
+            "vision_end_token_id",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "mamba_ssm_dtype",
+            "mlp_only_layers",
+            "decoder_sparse_step",
+            "intermediate_size",
+            "rope_scaling",
+            "rope_parameters",
+            "language_model_only",
+        ]
     )
 
     @classmethod

@@ -20,6 +20,8 @@ from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits
 
+ROUNDS = 150
+
 # Calls that miss, hit, evict and sweep.
 CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
 
@@ -188,52 +190,56 @@ def test_interrupted_at_every_line(experts, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 def test_interrupted_by_real_signals(experts, wrapped):
-    """Slow reads, signals at random moments, some while the interrupt is being handled."""
-    chance = random.Random(5)
+    """Slow reads and two signals a call, the second often while the first is being handled."""
+    left, interrupted, chance = 0, 0, random.Random(5)
+
+    def handler(number, frame):
+        nonlocal left
+        if left:
+            left -= 1
+            raise KeyboardInterrupt
+
     store = wrapped(lambda *_: time.sleep(chance.random() * 2e-3), threads=3)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    alarm = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupted = 0
+    previous = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 0.7e-3)
     try:
-        for i in range(150):
+        for i in range(ROUNDS):
+            call = CALLS[i % len(CALLS)]
+            time.sleep(chance.random() * 1e-3)
             try:
-                delay = chance.random() * 4e-3 + 1e-5
-                signal.setitimer(signal.ITIMER_REAL, delay, 1e-3)
                 try:
-                    store.experts(3, *CALLS[i % len(CALLS)])
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    left = 2
+                    store.experts(3, *call)
+                    left = 0
+                except KeyboardInterrupt:
+                    interrupted += 1
             except KeyboardInterrupt:
                 interrupted += 1
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+            left = 0
             assert bank_is_right(store, experts)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, alarm)
-        signal.signal(signal.SIGINT, previous)
-    assert interrupted > 10
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > ROUNDS / 10
     all_is_well(store, experts)
 
 
 def test_no_read_is_under_way_after_an_interrupt(wrapped):
-    under_way = [0]
+    under_way = set()
 
     def before(layer, expert, into):
-        under_way[0] += 1
-        time.sleep(0.01)
-        under_way[0] -= 1
+        under_way.add(expert)
+        time.sleep(0.01 * (expert + 1))
+        under_way.discard(expert)
 
     store = wrapped(before, slots=E, threads=2)
     state = store._layers[3]
     state.unsettled = True
-    state.start(store._pool, range(6), [state.table.take() for _ in range(6)], None)
+    state.start(store._threads, range(6), [state.table.take() for _ in range(6)], None)
     time.sleep(0.002)
-    assert under_way[0] > 0
+    assert under_way
     state.settle()
-    assert under_way[0] == 0
+    assert not under_way
     assert len(store.residents(3)) == 0
     assert state.table.free == E
 

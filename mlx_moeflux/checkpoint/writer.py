@@ -1,0 +1,172 @@
+"""Writing safetensors bit by bit: any tensor in any order, nothing held whole, all or nothing.
+
+The headers follow from names, dtypes and shapes alone, so every byte's place is known before the
+first is written. Files carry a temporary name until :meth:`SafetensorsWriter.finish`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.refs import ITEMSIZE
+from mlx_moeflux.checkpoint.tensors import INDEX_NAME, SINGLE_NAME
+from mlx_moeflux.errors import CheckpointError
+
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to be written: safetensors dtype code and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class SafetensorsWriter:
+    """Writes ``model.safetensors``, or shards with an index above `shard_bytes`.
+
+    Use as a context manager: leaving it by an exception removes what was written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        metadata: Mapping[str, str],
+        shard_bytes: int = SHARD_BYTES,
+    ):
+        self.directory, self.total_bytes = directory, sum(t.nbytes for t in tensors.values())
+        self._metadata = dict(metadata)
+        self._place: dict[str, tuple[int, int, int]] = {}  # name -> shard, offset, bytes
+        shards = _split(tensors, shard_bytes)
+        self._names = [SINGLE_NAME]
+        if len(shards) > 1:
+            self._names = [
+                f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+            ]
+        self._shards, self._fds = shards, []
+
+    def __enter__(self) -> SafetensorsWriter:
+        try:
+            for number, shard in enumerate(self._shards):
+                self._fds.append(
+                    os.open(self._temporary(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+                )
+                self._start(number, shard)
+        except OSError as error:
+            self._discard()
+            raise self._failed(error) from error
+        return self
+
+    def __exit__(self, kind, value, trace) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._discard()
+
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes at `offset` inside a tensor.
+
+        Raises:
+            CheckpointError: The disk is full or failed.
+        """
+        number, start, size = self._place[name]
+        view = memoryview(data).cast("B")
+        assert offset + view.nbytes <= size, name
+        try:
+            _pwrite(self._fds[number], view, start + offset)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def finish(self) -> None:
+        """Make everything durable under its final name, the index last."""
+        try:
+            for number, fd in enumerate(self._fds):
+                os.fsync(fd)
+                os.close(fd)
+                os.replace(self._temporary(number), self.directory / self._names[number])
+            self._fds = []
+        except OSError as error:
+            self._discard()
+            raise self._failed(error) from error
+        if len(self._shards) > 1:
+            where = {n: self._names[place[0]] for n, place in self._place.items()}
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": where}
+            write_json(self.directory / INDEX_NAME, index)
+
+    def _start(self, number: int, shard: Mapping[str, Tensor]) -> None:
+        entries, position = {"__metadata__": self._metadata}, 0
+        for name, tensor in shard.items():
+            end = position + tensor.nbytes
+            entries[name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        _pwrite(self._fds[number], memoryview(len(header).to_bytes(8, "little") + header), 0)
+        os.ftruncate(self._fds[number], 8 + len(header) + position)
+        for name, tensor in shard.items():
+            start = 8 + len(header) + entries[name]["data_offsets"][0]
+            self._place[name] = (number, start, tensor.nbytes)
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / f"{self._names[number]}.tmp"
+
+    def _discard(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+        for number in range(len(self._shards)):
+            self._temporary(number).unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        why = error.strerror or str(error)
+        if error.errno == errno.ENOSPC:
+            why = f"the disk is full, {self.total_bytes} bytes are needed; make room and try again"
+        return CheckpointError(f"Writing {self.directory / self._names[0]} failed: {why}.")
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write JSON so that readers see all of it or what was there before.
+
+    Raises:
+        CheckpointError: The disk is full or failed.
+    """
+    try:
+        write_atomically(file, (json.dumps(value, indent=2) + "\n").encode())
+    except OSError as error:
+        raise CheckpointError(f"Writing {file} failed: {error.strerror or error}.") from error
+
+
+def _pwrite(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done : done + (1 << 30)], offset + done)
+
+
+def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards

@@ -1,0 +1,71 @@
+"""``mlx_moeflux convert``: mlx-lm's flags, and where the experts go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mlx_moeflux.cli.generate import Refuse
+from mlx_moeflux.errors import UnsupportedError
+
+REFUSED = {
+    "--upload-repo": "upload with 'hf upload'",
+    "--trust-remote-code": "no code from a checkpoint ever runs",
+    "--quant-predicate": "mixed-bit recipes are not offered yet",
+}
+
+
+class _Refuse(Refuse):
+    def __call__(self, parser, namespace, values, option_string=None):
+        raise UnsupportedError(f"{option_string} does not apply: {REFUSED[option_string]}.")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", "--hf-path", required=True, help="directory or Hugging Face id")
+    add("--mlx-path", "--out", default="mlx_model", help="directory to write, default %(default)s")
+    add("--layout", choices=["packed", "safetensors"], default="packed", help="default %(default)s")
+    add("-q", "--quantize", action="store_true", help="quantise float weights")
+    add("--q-bits", type=int, default=4, help="default %(default)s")
+    add("--q-group-size", type=int, default=64, help="default %(default)s")
+    add("--q-mode", default="affine", help="default %(default)s")
+    add("-d", "--dequantize", action="store_true", help="make quantised weights floats")
+    add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the floats")
+    add("--verify", action="store_true", help="read back what was written and compare hashes")
+    for flag in REFUSED:
+        add(flag, action=_Refuse)
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mlx_moeflux.convert import convert
+
+    with tqdm(unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        out = convert(
+            args.model,
+            args.mlx_path,
+            layout=args.layout,
+            quantize=args.quantize,
+            q_bits=args.q_bits,
+            q_group_size=args.q_group_size,
+            q_mode=args.q_mode,
+            dequantize=args.dequantize,
+            dtype=args.dtype,
+            verify_written=args.verify,
+            progress=update,
+        )
+    print(f"wrote {out}", file=sys.stderr)
+    return 0
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.convert``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("convert")

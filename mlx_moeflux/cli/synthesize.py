@@ -1,0 +1,54 @@
+"""``mlx_moeflux synthesize``: random weights in a published shape."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--like", required=True, help="published shape, such as qwen3.5-35b-a3b or qwen3.5-tiny")
+    add("--out", required=True, help="directory to write")
+    add("--layers", type=int, help="instead of the shape's")
+    add("--experts", type=int, help="instead of the shape's")
+    add("--bits", type=int, default=4, help="default %(default)s")
+    add("--skew", type=float, default=2.0, help="how unevenly experts are asked for; 0: evenly")
+    add("--seed", type=int, default=0)
+    add(
+        "--measure", type=int, default=256, metavar="N", help="tokens to measure the skew on; 0: no"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mlx_moeflux.synthesize import measure_skew, synthesize
+
+    with tqdm(unit="B", unit_scale=True, desc="write", disable=not sys.stderr.isatty()) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        out = synthesize(
+            args.like,
+            args.out,
+            layers=args.layers,
+            experts=args.experts,
+            bits=args.bits,
+            skew=args.skew,
+            seed=args.seed,
+            progress=update,
+        )
+    print(f"wrote {out}", file=sys.stderr)
+    if args.measure:
+        print(f"skew on {measure_skew(out, tokens=args.measure, seed=args.seed)}")
+    return 0
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.synthesize``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("synthesize")

@@ -1,0 +1,358 @@
+"""Checkpoints of random weights in a published shape and layout, at any scale.
+
+For benchmarks and tests of what no one wants to download. Routing is skewed on purpose: the
+router's rows lean along one direction that all embeddings share, each by its own strength, so
+that some experts are asked for more often than others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.models.qwen3_5_moe import Config, Model
+
+CHUNK_BYTES = 16 << 20
+ROUTER_BITS = 8
+
+_QWEN = Config(
+    vocab_size=248320,
+    hidden_size=2048,
+    num_hidden_layers=40,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    num_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    max_position_embeddings=262144,
+)
+
+# Published shapes, from the models' config.json (transformers' defaults for the first).
+SHAPES: dict[str, Config] = {
+    "qwen3.5-35b-a3b": _QWEN,
+    "qwen3.5-397b-a17b": replace(
+        _QWEN,
+        hidden_size=4096,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        linear_num_value_heads=64,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+        num_experts=512,
+        num_experts_per_tok=10,
+    ),
+    # A few megabytes of the same structure, for tests and examples.
+    "qwen3.5-tiny": replace(
+        _QWEN,
+        vocab_size=1024,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
+}
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How unevenly experts are asked for, measured on random tokens.
+
+    distinct: Mean number of distinct experts a layer is asked for. hit_rate: Of an LRU cache of
+    half the experts. shuffled: The same on the same choices in random order.
+    """
+
+    tokens: int
+    distinct: float
+    hit_rate: float
+    shuffled: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens: {self.distinct:.1f} distinct experts a layer, hit rate at half "
+            f"budget {100 * self.hit_rate:.1f} % (shuffled {100 * self.shuffled:.1f} %)"
+        )
+
+
+def synthesize(
+    like: str,
+    out: str | Path,
+    *,
+    layers: int | None = None,
+    experts: int | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    skew: float = 2.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint of random weights in mlx-lm's published layout.
+
+    Args:
+        like: One of :data:`SHAPES`. layers, experts: Fewer (or more) than the shape has.
+        bits, group_size: Of the weights; the router has 8 bits, as published.
+        skew: Strength of the common direction; 0 routes evenly.
+
+    Memory: a few chunks of 16 MiB.
+
+    Raises:
+        InputError: The shape is unknown, or `out` is not empty.
+    """
+    if like not in SHAPES:
+        raise InputError(f"no shape is called '{like}'; there are {', '.join(SHAPES)}.")
+    config = SHAPES[like]
+    config = replace(
+        config,
+        num_hidden_layers=layers or config.num_hidden_layers,
+        num_experts=experts or config.num_experts,
+    )
+    if config.num_experts < config.num_experts_per_tok:
+        raise InputError(
+            f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "
+            "token takes."
+        )
+    if skew < 0:
+        raise InputError(f"skew is {skew}; it must not be negative.")
+    spec, out = QuantSpec(bits, group_size), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is not an empty directory; give another.")
+    out.mkdir(parents=True, exist_ok=True)
+    weights = list(_weights(config, spec))
+    tensors = {f"language_model.{w.name}": w.tensor for w in weights}
+    random = np.random.default_rng(seed)
+    with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
+        done = 0
+        for weight in weights:
+            position = 0
+            for data in weight.chunks(random, skew):
+                writer.write(f"language_model.{weight.name}", position, data)
+                position += len(data)
+                done += len(data)
+                if progress is not None:
+                    progress(done, writer.total_bytes)
+    overrides = {
+        f"language_model.{w.name.removesuffix('.weight')}": QuantSpec(
+            ROUTER_BITS, group_size
+        ).to_config()
+        for w in weights
+        if w.bits == ROUTER_BITS != bits and w.part == "weight"
+    }
+    block = spec.to_config() | overrides
+    write_json(out / "config.json", _config_json(config, block))
+    _write_tokenizer(out, config.vocab_size)
+    return out
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One tensor: `part` of a weight of `bits` (None: float), `width` elements a row."""
+
+    name: str
+    part: str
+    tensor: Tensor
+    bits: int | None
+    width: int
+
+    def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
+        """Random bytes that mean weights of standard deviation width^-1/2."""
+        if self.name.endswith("mlp.gate.biases") and skew:
+            yield self._router_biases(random, skew)
+            return
+        if self.part == "weight" and self.bits is not None:
+            for size in _sizes(self.tensor.nbytes):
+                yield random.bytes(size)
+            return
+        for size in _sizes(self.tensor.nbytes):
+            count = size // (4 if self.tensor.dtype == "F32" else 2)
+            yield self._floats(random, count)
+
+    def _floats(self, random: np.random.Generator, count: int) -> bytes:
+        if self.bits is not None:
+            # q is uniform on [0, 2^bits - 1]: scale (q - middle) has this deviation.
+            levels = (1 << self.bits) - 1
+            scale = self.width**-0.5 / (levels / 12**0.5)
+            values = np.full(count, scale if self.part == "scales" else -scale * levels / 2)
+            values *= 1 + 0.05 * random.standard_normal(count)
+            if self.part == "biases":
+                values = np.full(count, -scale * levels / 2)
+                if self.name.startswith("model.embed_tokens"):
+                    # The common direction: the mean of every token's embedding.
+                    values += self.width**-0.5
+        elif self.name.endswith("norm.weight"):
+            values = 1 + 0.1 * random.standard_normal(count)
+        elif self.name.endswith("A_log"):
+            values = np.log(random.uniform(1, 16, count))
+        elif self.name.endswith("dt_bias"):
+            values = random.uniform(-4, -1, count)
+        else:
+            values = 0.3 * random.standard_normal(count)
+        return _encoded(values.astype(np.float32), self.tensor.dtype)
+
+    def _router_biases(self, random: np.random.Generator, skew: float) -> bytes:
+        """Affine biases of the router: a constant shift of a row is a weight on the mean of the
+        hidden state, which all embeddings share, so it is that expert's popularity."""
+        rows, groups = self.tensor.shape
+        levels = (1 << self.bits) - 1
+        scale = self.width**-0.5 / (levels / 12**0.5)
+        popularity = skew * random.standard_normal((rows, 1)) / self.width
+        values = -scale * levels / 2 + np.broadcast_to(popularity, (rows, groups))
+        return _encoded(values.astype(np.float32).reshape(-1), self.tensor.dtype)
+
+
+def _sizes(total: int) -> Iterator[int]:
+    for start in range(0, total, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, total - start)
+
+
+def _encoded(values: np.ndarray, dtype: str) -> bytes:
+    if dtype == "F32":
+        return values.tobytes()
+    bits = values.view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (rounded >> 16).astype(np.uint16).tobytes()
+
+
+def _weights(config: Config, spec: QuantSpec) -> Iterator[_Weight]:
+    """Every tensor of the checkpoint, in the model's order."""
+    model = Model(config)
+    for name, array in tree_flatten(model.parameters()):
+        shape = tuple(array.shape)
+        quantised = len(shape) == 2 and shape[-1] % spec.group_size == 0
+        if not quantised:
+            dtype = "F32" if name.endswith("A_log") else "BF16"
+            yield _Weight(name, "weight", Tensor(dtype, shape), None, shape[-1])
+            continue
+        routes = name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
+        yield from _quantised(name.removesuffix(".weight"), one, (), *shape)
+    E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    for layer in range(config.num_hidden_layers):
+        for projection, rows, width in (
+            ("gate_proj", F, C),
+            ("up_proj", F, C),
+            ("down_proj", C, F),
+        ):
+            base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+            yield from _quantised(base, spec, (E,), rows, width)
+
+
+def _quantised(
+    base: str, spec: QuantSpec, lead: tuple[int, ...], rows: int, width: int
+) -> Iterator[_Weight]:
+    packed = Tensor("U32", (*lead, rows, spec.words(width)))
+    groups = Tensor("BF16", (*lead, rows, spec.groups(width)))
+    for part, tensor in (("weight", packed), ("scales", groups), ("biases", groups)):
+        yield _Weight(f"{base}.{part}", part, tensor, spec.bits, width)
+
+
+def _config_json(config: Config, quantization: dict) -> dict:
+    text = asdict(config)
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta"),
+        "partial_rotary_factor": text.pop("partial_rotary_factor"),
+    }
+    text["layer_types"] = [
+        "linear_attention" if config.is_linear(i) else "full_attention"
+        for i in range(config.num_hidden_layers)
+    ]
+    text["model_type"] = "qwen3_5_moe_text"
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "eos_token_id": config.vocab_size - 1,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "text_config": text,
+        "quantization": quantization,
+        "quantization_config": quantization,
+    }
+
+
+def _write_tokenizer(out: Path, vocabulary: int) -> None:
+    """A word-level tokenizer of the words t0, t1, ...: the ids mean nothing."""
+    words = {f"t{i}": i for i in range(min(vocabulary, 4096))}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+    }
+    write_atomically(out / "tokenizer.json", json.dumps(tokenizer).encode())
+    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> Skew:
+    """Run random tokens through a checkpoint, streamed at the smallest budget that works, and
+    see what its router chose."""
+    import mlx.core as mx
+
+    from mlx_moeflux.experts.events import Chosen
+    from mlx_moeflux.loading import load_model
+
+    chosen: dict[int, list[np.ndarray]] = {}
+
+    def listen(event: object) -> None:
+        if isinstance(event, Chosen):
+            chosen.setdefault(event.layer, []).append(event.ids)
+
+    with load_model(directory, expert_memory="auto", events=listen) as model:
+        random = np.random.default_rng(seed)
+        ids = random.integers(0, model.config.vocab_size, (1, tokens))
+        mx.eval(model(mx.array(ids), last_only=True))
+        slots = max(model.config.num_experts // 2, model.config.num_experts_per_tok)
+    traces = [np.concatenate(parts) for parts in chosen.values()]
+    shuffled = [random.permutation(trace.reshape(-1)).reshape(trace.shape) for trace in traces]
+    return Skew(
+        tokens=tokens,
+        distinct=float(np.mean([len(np.unique(trace)) for trace in traces])),
+        hit_rate=float(np.mean([lru_hit_rate(trace, slots) for trace in traces])),
+        shuffled=float(np.mean([lru_hit_rate(trace, slots) for trace in shuffled])),
+    )
+
+
+def lru_hit_rate(trace: np.ndarray, slots: int) -> float:
+    """Hits of an LRU cache of `slots` experts over ``trace [tokens, K]``, by look-ups."""
+    order: dict[int, None] = {}
+    hits = 0
+    for expert in trace.reshape(-1).tolist():
+        if expert in order:
+            hits += 1
+            del order[expert]
+        elif len(order) >= slots:
+            del order[next(iter(order))]
+        order[expert] = None
+    return hits / max(1, trace.size)
