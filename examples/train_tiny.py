@@ -50,16 +50,20 @@ class Preset:
     batch: int
     length: int
     files: int | None
+    held_out: int | None
 
 
 PRESETS = {
-    "bundled": Preset(6, 256, 32, 4096, 4000, 32, 1024, None),
-    "smoke": Preset(3, 64, 8, 512, 12, 4, 64, 40),
+    "bundled": Preset(6, 256, 32, 4096, 4000, 32, 1024, None, None),
+    "smoke": Preset(3, 64, 8, 512, 12, 4, 64, 12, 4000),
 }
 
 
-def corpus(limit: int | None) -> tuple[list[str], list[str]]:
-    """The standard library's sources: training and held-out files (every 25th by hash of name)."""
+def corpus(limit: int | None, characters: int | None) -> tuple[list[str], list[str]]:
+    """The standard library's sources: training and held-out files (every 25th by hash of name).
+
+    limit: Files to look at. characters: Of each held-out file that count.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     train, held_out = [], []
     for path in sorted(root.rglob("*.py"))[:limit]:
@@ -72,7 +76,7 @@ def corpus(limit: int | None) -> tuple[list[str], list[str]]:
             continue
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
         (held_out if number % 25 == 0 else train).append(text)
-    return train, held_out or train[:1]
+    return train, [text[:characters] for text in held_out or train[:1]]
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
@@ -382,7 +386,7 @@ def main() -> None:
         args.preset = replace(args.preset, steps=args.steps)
     mx.random.seed(args.seed)
 
-    train_texts, held_texts = corpus(args.preset.files)
+    train_texts, held_texts = corpus(args.preset.files, args.preset.held_out)
     tokenizer = train_tokenizer(train_texts, args.preset.vocabulary)
     train_files, held_files = encode(tokenizer, train_texts), encode(tokenizer, held_texts)
     raw = "".join(held_texts).encode()

@@ -357,27 +357,28 @@ class _Job:
 
     def _write_packed(self, out: Path, identity: str, report: Callable[[int], None]) -> None:
         E = self.config.num_experts
-        with PackedWriter(out, num_experts=E, source_identity=identity) as writer:
-            for layer, recipes in self.experts.items():
-                outputs = {p: recipe.outputs() for p, recipe in recipes.items()}
-                components = [
-                    _Named(f"{p}.{part}", t.dtype, t.shape)
-                    for p in PROJECTIONS
-                    for part, t in outputs[p].items()
-                ]
-                assert [c.name for c in components] == [
-                    n for n in COMPONENT_ORDER if n in {c.name for c in components}
-                ]
-                if writer.done(layer):
-                    report(E * sum(Tensor(c.dtype, c.shape).nbytes for c in components))
-                    continue
-                with writer.layer(layer, components) as blob:
-                    for e in range(E):
-                        for p in PROJECTIONS:
-                            for part, position, data in self._expert_recipe(layer, p, e).chunks():
-                                row = Tensor(*_row(outputs[p][part])).nbytes
-                                blob.write(e, f"{p}.{part}", position // row, data)
-                                report(len(data))
+        writer = PackedWriter(out, num_experts=E, source_identity=identity)
+        for layer, recipes in self.experts.items():
+            outputs = {p: recipe.outputs() for p, recipe in recipes.items()}
+            components = [
+                _Named(f"{p}.{part}", t.dtype, t.shape)
+                for p in PROJECTIONS
+                for part, t in outputs[p].items()
+            ]
+            assert [c.name for c in components] == [
+                n for n in COMPONENT_ORDER if n in {c.name for c in components}
+            ]
+            if writer.done(layer):
+                report(E * sum(Tensor(c.dtype, c.shape).nbytes for c in components))
+                continue
+            with writer.layer(layer, components) as blob:
+                for e in range(E):
+                    for p in PROJECTIONS:
+                        for part, position, data in self._expert_recipe(layer, p, e).chunks():
+                            row = Tensor(*_row(outputs[p][part])).nbytes
+                            blob.write(e, f"{p}.{part}", position // row, data)
+                            report(len(data))
+        writer.finish()
 
     def _config(self, prefix: str) -> dict[str, Any]:
         config = {

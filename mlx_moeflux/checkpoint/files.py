@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
@@ -12,6 +14,8 @@ from mlx_moeflux.errors import CheckpointError, MoefluxError
 _MAX_READ = 1 << 30
 
 TEMPORARY_SUFFIX = ".tmp"
+HASH_BYTES = 32
+_HASH_CHUNK = 1 << 22
 
 
 def read_exact(
@@ -79,6 +83,31 @@ def inside_path(
         f"{source} names the file {name!r}, which is not a path inside {directory}; only plain"
         " relative paths are followed."
     )
+
+
+def hash_file(
+    file: Path,
+    *,
+    size: int,
+    error: type[MoefluxError],
+    report: Callable[[int], None] | None = None,
+) -> str:
+    """BLAKE2b (hex, 32 bytes) of the first ``size`` bytes; ``report`` gets each chunk's size."""
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except OSError as cause:
+        raise unreadable(file, cause, error=error) from cause
+    try:
+        hasher, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(min(size, _HASH_CHUNK))
+        for offset in range(0, size, _HASH_CHUNK):
+            chunk = memoryview(buffer)[: size - offset]
+            read_exact(fd, chunk, offset=offset, file=file, error=error)
+            hasher.update(chunk)
+            if report is not None:
+                report(len(chunk))
+    finally:
+        os.close(fd)
+    return hasher.hexdigest()
 
 
 def write_atomically(file: Path, content: bytes) -> None:

@@ -1,119 +1,196 @@
-"""From what a user names to a local directory: a path, or a hub id through huggingface_hub."""
+"""From what the user typed to a directory: a path, or a download from the Hugging Face Hub.
+
+Only what a model is made of is downloaded: weights in safetensors, JSON, tokenizer and chat
+template. No code, no pickles. Downloads go to the library's cache and resume by themselves.
+"""
 
 from __future__ import annotations
 
-import fnmatch
+import glob
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, UnsupportedError
+from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, MoefluxError, UnsupportedError
 
-# What a checkpoint needs: weights, JSON, tokenizer and template. No code, no other formats.
-NEEDED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt")
-# Above this the free disk is checked first.
-LARGE_BYTES = 10_000_000_000
-_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
-
-def needed_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that a model needs; nothing in hidden or other folders."""
-    return [
-        name
-        for name in names
-        if "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in NEEDED)
-    ]
+# Matched against names without a folder: what lies in folders is for other programs.
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# The same weights once more, in the form that Mistral's own programs read.
+_UNWANTED = ("consolidated*.safetensors",)
+# Expert blobs, of this package and of moeflux; no other .bin is one.
+_BLOBS = re.compile(
+    r"experts/(layer_\d{2,}\.bin|index\.json)"
+    r"|packed_experts(_2bit)?/layer_\d{2,}\.bin|model_weights\.bin"
+)
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_MAX_REASON = 200
 
 
 def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """A local directory: the given one, or the downloaded snapshot of ``org/name``.
+    """The directory of a checkpoint: an existing one, or a hub repository's, downloaded.
 
-    A download resumes where it stopped. Prints what will be fetched, one line on stderr.
-
-    Raises:
-        CheckpointError: There is neither such a directory nor such a repository.
-        MemoryBudgetError: The disk has no room for it.
-        UnsupportedError: The hub cannot be reached.
+    ``revision`` is a branch, tag or commit of the repository. Without a connection the copy in
+    the cache is taken. Raises CheckpointError if there is no such directory or repository or if
+    it is gated, UnsupportedError if the hub cannot be reached or the repository holds no
+    safetensors, MemoryBudgetError if the disk is too small.
     """
     path = Path(path_or_repo_id).expanduser()
     if path.is_dir():
         return path
-    name = str(path_or_repo_id)
+    name = os.fspath(path_or_repo_id)
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
     if not _REPO_ID.fullmatch(name):
         raise CheckpointError(
-            f"{name} is neither a directory nor a Hugging Face id of the form org/name."
+            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
         )
     return _download(name, revision)
 
 
+def needed_files(names: Iterable[str]) -> list[str]:
+    """Which files of a repository a model is made of, in the order given."""
+    return [
+        name
+        for name in names
+        if _BLOBS.fullmatch(name)
+        or (
+            "/" not in name
+            and not name.startswith(".")
+            and any(fnmatchcase(name, pattern) for pattern in _WANTED)
+            and not any(fnmatchcase(name, pattern) for pattern in _UNWANTED)
+        )
+    ]
+
+
 def _download(repo_id: str, revision: str | None) -> Path:
     import huggingface_hub
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
+    # The library's network errors are OSErrors or, by version, those of its HTTP client.
+    failures = (OSError, errors.HTTPError, errors.HFValidationError)
     try:
-        if constants.HF_HUB_OFFLINE:
-            return _cached(huggingface_hub, repo_id, revision)
         info = huggingface_hub.HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
-        wanted = needed_files(sizes)
-        total = sum(sizes[name] for name in wanted)
-        print(  # noqa: T201
-            f"fetching {repo_id}: {len(wanted)} files, {total / 1e9:.2f} GB in all "
-            "(what is there already is kept)",
-            file=sys.stderr,
-        )
-        _check_disk(repo_id, total, Path(constants.HF_HUB_CACHE))
+    except failures as cause:
+        if not _is_offline(cause):
+            raise _translated(cause, repo_id, revision) from cause
+        return _cached(repo_id, revision, cause)
+    files = _plan(repo_id, info)
+    try:
         return Path(
             huggingface_hub.snapshot_download(
-                repo_id, revision=info.sha or revision, allow_patterns=wanted
+                repo_id, revision=info.sha, allow_patterns=[glob.escape(name) for name in files]
             )
         )
-    except GatedRepoError:
-        raise CheckpointError(
-            f"{repo_id} is gated: accept its terms on the hub and log in with 'hf auth login'."
-        ) from None
-    except RepositoryNotFoundError:
-        raise CheckpointError(
-            f"the hub has no model {repo_id} that this account may see; check the name."
-        ) from None
-    except RevisionNotFoundError:
-        raise CheckpointError(f"{repo_id} has no revision '{revision}'.") from None
-    except LocalEntryNotFoundError:
-        raise UnsupportedError(
-            f"{repo_id} is not complete in the local cache and the hub cannot be reached; go "
-            "online once or pass a directory."
-        ) from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnsupportedError(
-            f"{repo_id} cannot be fetched ({first}); go online or pass a directory."
-        ) from error
+    except failures as cause:
+        raise _translated(cause, repo_id, revision) from cause
 
 
-def _cached(huggingface_hub, repo_id: str, revision: str | None) -> Path:
-    return Path(
-        huggingface_hub.snapshot_download(repo_id, revision=revision, local_files_only=True)
+def _plan(repo_id: str, info: ModelInfo) -> list[str]:
+    """The files to have; says on stderr what has to come, and checks that the disk holds it."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    files = needed_files(sizes)
+    if not any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise UnsupportedError(
+            f"{repo_id} holds no .safetensors weights; choose a repository that does."
+        )
+    missing = [
+        name
+        for name in files
+        if not isinstance(try_to_load_from_cache(repo_id, name, revision=info.sha), str)
+    ]
+    if not missing:
+        return files
+    needed = sum(sizes[name] for name in missing)
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(_existing(cache)).free
+    sys.stderr.write(
+        f"{repo_id}: {len(missing)} of {len(files)} files to download, {_gb(needed)}, to {cache}"
+        f" ({_gb(free)} free)\n"
+    )
+    if needed > free:
+        raise MemoryBudgetError(
+            f"Downloading {repo_id} needs {_gb(needed)}, but {cache} has {_gb(free)} free; make"
+            " room or set HF_HUB_CACHE to another disk."
+        )
+    return files
+
+
+def _cached(repo_id: str, revision: str | None, offline: Exception) -> Path:
+    """The copy in the cache; opening it says if files are missing from it."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        # No pattern: the library would miss the files that were left out on purpose.
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo_id, revision=revision, local_files_only=True, allow_patterns=[]
+            )
+        )
+    except (OSError, errors.HFValidationError):
+        raise UnsupportedError(
+            f"{repo_id} is not in the cache and the Hugging Face Hub cannot be reached"
+            f" ({_reason(offline)}); connect, unset HF_HUB_OFFLINE, or pass a local directory."
+        ) from offline
+
+
+def _is_offline(cause: Exception) -> bool:
+    """Whether no answer came at all, as opposed to one that says no."""
+    from huggingface_hub import errors
+
+    refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+    if isinstance(cause, (*refused, errors.HFValidationError)):
+        return False
+    response = getattr(cause, "response", None) if isinstance(cause, errors.HTTPError) else None
+    return response is None or response.status_code >= 500
+
+
+def _translated(cause: Exception, repo_id: str, revision: str | None) -> MoefluxError:
+    """One sentence for what the hub answered; the order matters, gated is a kind of not found."""
+    from huggingface_hub import errors
+
+    if isinstance(cause, errors.GatedRepoError):
+        return CheckpointError(
+            f"{repo_id} is gated; accept its terms at https://huggingface.co/{repo_id} and log in"
+            " with `hf auth login`."
+        )
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return CheckpointError(
+            f"{repo_id} is neither a local directory nor a repository on the Hugging Face Hub that"
+            " you may read; check the name, or log in with `hf auth login` if it is private."
+        )
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return CheckpointError(
+            f"{repo_id} has no revision {revision!r}; pass one of its branches, tags or commits."
+        )
+    if isinstance(cause, errors.HFValidationError):
+        return CheckpointError(f"{repo_id!r} is not a hub id ({_reason(cause)}); check the name.")
+    return UnsupportedError(
+        f"Downloading {repo_id} failed ({_reason(cause)}); run the same command again, which goes"
+        " on where it stopped."
     )
 
 
-def _check_disk(repo_id: str, total: int, cache: Path) -> None:
-    if total <= LARGE_BYTES:
-        return
-    existing = next(p for p in (cache, *cache.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if total > free:
-        raise MemoryBudgetError(
-            f"{repo_id} needs {total / 1e9:.1f} GB and {existing} has {free / 1e9:.1f} GB free; "
-            "make room or set HF_HOME to a larger disk."
-        )
+def _reason(cause: Exception) -> str:
+    """The library's message in one line of bounded length, without its closing stop."""
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text.rstrip(".") if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -113,8 +113,9 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
             progress(done, total)
 
     for layer, entry in packed.index.layers.items():
-        file = packed.file(layer)
-        if hash_file(file, entry.stride * packed.num_experts, report) != entry.blake2b:
+        file, size = packed.file(layer), entry.stride * packed.num_experts
+        digest = hash_file(file, size=size, error=ExpertFileError, report=report)
+        if digest != entry.blake2b:
             wrong.append(str(file))
     if wrong:
         raise ExpertFileError(

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
-from mlx_moeflux.checkpoint.files import inside_path
+from mlx_moeflux.checkpoint.files import HASH_BYTES, inside_path
 from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
 from mlx_moeflux.checkpoint.refs import ITEMSIZE
 from mlx_moeflux.errors import ExpertFileError
@@ -26,7 +26,6 @@ ALIGNMENT = 16384
 EXPERTS_DIRECTORY = "experts"
 INDEX_NAME = "index.json"
 PROGRESS_NAME = ".progress.json"
-HASH_BYTES = 32
 
 
 class ComponentLike(Protocol):
@@ -137,7 +136,7 @@ class PackedIndex:
             raise _damaged(file, f"source is {source!r}")
         parsed = {}
         for key, entry in layers.items():
-            if not (key.isascii() and key.isdigit() and str(int(key)) == key):
+            if len(key) > 9 or not (key.isascii() and key.isdigit() and str(int(key)) == key):
                 raise _damaged(file, f"{key!r} is not a layer id")
             parsed[int(key)] = _layer(entry, file, f"layer {key}", num_experts)
         names = [layer.file for layer in parsed.values()]

@@ -1,194 +1,337 @@
-"""Writing the packed directory: layer by layer, each file whole or absent, the index last.
+"""Writing the packed directory so that a crash at any moment loses at most one layer.
 
-A layer grows under a temporary name; its hash is taken from the finished file. What is finished
-is noted in ``experts/.progress.json``, so that a killed conversion goes on with the next layer.
+A layer is written to ``layer_NN.bin.tmp``, hashed, synced and renamed; only then is it listed in
+``.progress.json``, which a later run with the same source reads to skip it. ``index.json``, which
+makes the directory a checkpoint, comes last and takes the place of the progress file.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+import re
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
 
-from mlx_moeflux.checkpoint.files import read_exact, read_json_object, write_atomically
+from mlx_moeflux.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    hash_file,
+    read_json_object,
+    sync_directory,
+    write_atomically,
+)
 from mlx_moeflux.checkpoint.packed_format import (
     EXPERTS_DIRECTORY,
-    HASH_BYTES,
     INDEX_NAME,
     PROGRESS_NAME,
     ComponentLike,
     LayerFile,
+    PackedComponent,
     PackedIndex,
 )
 from mlx_moeflux.errors import ExpertFileError
 
-_HASH_CHUNK = 8 << 20
+_OURS = re.compile(
+    r"(layer_\d{2,}\.bin|index\.json|\.progress\.json)" + re.escape(TEMPORARY_SUFFIX)
+)
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-
-def hash_file(file: Path, size: int, report: Callable[[int], None] = lambda count: None) -> str:
-    """blake2b of the first `size` bytes of a file, hex; `report` is told of each chunk's bytes."""
-    hasher = hashlib.blake2b(digest_size=HASH_BYTES)
-    buffer = memoryview(bytearray(min(_HASH_CHUNK, size)))
-    with open(file, "rb", buffering=0) as handle:
-        for start in range(0, size, _HASH_CHUNK):
-            part = buffer[: min(_HASH_CHUNK, size - start)]
-            read_exact(handle.fileno(), part, offset=start, file=file, error=ExpertFileError)
-            hasher.update(part)
-            report(part.nbytes)
-    return hasher.hexdigest()
-
-
-class LayerWriter:
-    """One layer file under way; made by :meth:`PackedWriter.layer`."""
-
-    def __init__(self, file: Path, entry: LayerFile, num_experts: int):
-        self._temporary, self._file = file.with_name(f"{file.name}.tmp"), file
-        self._by_name = {component.name: component for component in entry.components}
-        self.entry, self.num_experts, self._written = entry, num_experts, 0
-        self._fd = os.open(self._temporary, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
-        os.ftruncate(self._fd, entry.stride * num_experts)
-
-    def write(self, expert: int, component: str, row: int, data: bytes | memoryview) -> None:
-        """Put whole rows of a component at `row` of axis 0.
-
-        Raises:
-            ExpertFileError: The disk is full or failed.
-        """
-        part, view = self._by_name[component], memoryview(data).cast("B")
-        offset = row * part.row_bytes
-        assert 0 <= expert < self.num_experts, expert
-        assert offset + view.nbytes <= part.nbytes, component
-        position = expert * self.entry.stride + part.offset + offset
-        self._written += view.nbytes
-        while view.nbytes:
-            count = os.pwrite(self._fd, view[: 1 << 30], position)
-            view, position = view[count:], position + count
-
-    def _finish(self) -> LayerFile:
-        expected = self.entry.block_bytes * self.num_experts
-        if self._written != expected:
-            raise ExpertFileError(
-                f"{self._file} was given {self._written} of {expected} bytes; every component of "
-                "every expert must be written once."
-            )
-        os.fsync(self._fd)
-        self._close()
-        digest = hash_file(self._temporary, self.entry.stride * self.num_experts)
-        os.replace(self._temporary, self._file)
-        return replace(self.entry, blake2b=digest)
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _discard(self) -> None:
-        self._close()
-        self._temporary.unlink(missing_ok=True)
+Buffer = Any
+"""Anything whose memory a C-contiguous ``memoryview`` can show: bytes, bytearray, numpy, mlx."""
 
 
 class PackedWriter:
-    """Writes ``experts/``; as a context manager, leaving it normally writes the index.
+    """Writes ``experts/`` of one checkpoint directory, layer by layer, in any order of layers.
 
-    directory: The checkpoint directory; made if absent. source_identity: What is written; an
-    unfinished directory of the same source goes on, of another is refused.
-
-    Raises:
-        ExpertFileError: The directory holds something else, or the disk is full or failed.
+    ``source_identity`` names what is converted and how (a hash): layers that an interrupted run
+    with the same identity finished count as :meth:`done`, those of another identity are removed.
+    Raises ExpertFileError if the directory already holds the finished experts of another source.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], num_experts: int, source_identity: str):
-        self.directory = Path(directory) / EXPERTS_DIRECTORY
+    def __init__(
+        self, directory: str | os.PathLike[str], num_experts: int, source_identity: str
+    ) -> None:
+        if num_experts < 1:
+            raise ExpertFileError(f"{directory} cannot get {num_experts} experts a layer.")
+        self.directory = Path(directory)
+        self.experts = self.directory / EXPERTS_DIRECTORY
         self.num_experts, self.source = num_experts, source_identity
-        self._finished: dict[int, LayerFile] = {}
-
-    def __enter__(self) -> PackedWriter:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        progress, index = self.directory / PROGRESS_NAME, self.directory / INDEX_NAME
-        for file in (progress, index):
-            if file.exists():
-                found = PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
-                if (found.source, found.num_experts) != (self.source, self.num_experts):
-                    raise ExpertFileError(
-                        f"{self.directory} holds the experts of another conversion; remove it or "
-                        "choose another directory."
-                    )
-                self._finished = dict(found.layers)
-                break
-        for leftover in self.directory.glob("*.tmp"):
-            leftover.unlink()
-        self._finished = {
-            layer: entry for layer, entry in self._finished.items() if self._is_whole(entry)
-        }
-        return self
-
-    def __exit__(self, kind, value, trace) -> None:
-        if kind is None:
-            self._save(INDEX_NAME)
-            (self.directory / PROGRESS_NAME).unlink(missing_ok=True)
+        self._layers: dict[int, LayerFile] = {}
+        try:
+            self.experts.mkdir(parents=True, exist_ok=True)
+            for file in list(self.experts.iterdir()):
+                if _OURS.fullmatch(file.name):
+                    file.unlink()
+            self._resume()
+        except OSError as cause:
+            raise ExpertFileError(
+                f"{self.experts} cannot be prepared: {cause.strerror or cause}; choose a"
+                " directory that can be written."
+            ) from cause
 
     def done(self, layer: int) -> bool:
-        """Whether this layer's file is finished, perhaps by an earlier run."""
-        return layer in self._finished
-
-    def layer(self, layer: int, components: Iterable[ComponentLike]) -> _LayerContext:
-        """``with writer.layer(3, components) as out: out.write(...)``."""
-        return _LayerContext(self, layer, LayerFile.plan(layer, components))
-
-    def _is_whole(self, entry: LayerFile) -> bool:
-        file = self.directory / entry.file
+        """Whether a finished file of this layer, from the same source, is there to be kept."""
+        entry = self._layers.get(layer)
+        if entry is None:
+            return False
+        file = self.experts / entry.file
         return file.is_file() and file.stat().st_size == entry.stride * self.num_experts
 
-    def _save(self, name: str) -> None:
-        index = PackedIndex(self.num_experts, self._finished, self.source)
-        text = json.dumps(index.to_json(), indent=1) + "\n"
-        write_atomically(self.directory / name, text.encode())
+    def layer(self, layer: int, components: Iterable[ComponentLike]) -> LayerWriter:
+        """A context manager that writes one layer; its file appears when the block ends well.
 
-    def _note(self, layer: int, entry: LayerFile) -> None:
-        self._finished[layer] = entry
-        self._save(PROGRESS_NAME)
+        ``components`` are those of one expert in block order, such as ``BlockLayout.components``.
+        """
+        return LayerWriter(self, layer, LayerFile.plan(layer, components))
+
+    def finish(self, layers: Iterable[int] | None = None) -> None:
+        """Write ``index.json``: the directory is a checkpoint from then on.
+
+        ``layers`` are all that must be done (default: those that are); ExpertFileError if one
+        is not. Calling it again changes nothing.
+        """
+        wanted = sorted(self._layers if layers is None else layers)
+        missing = [layer for layer in wanted if not self.done(layer)]
+        if missing or not wanted:
+            raise ExpertFileError(
+                f"{self.experts} cannot be finished: layer {missing[0]} is not written."
+                if missing
+                else f"{self.experts} cannot be finished: no layer is written."
+            )
+        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted})
+        try:
+            (self.experts / PROGRESS_NAME).unlink(missing_ok=True)
+            sync_directory(self.experts)
+        except OSError as cause:
+            raise_write_error(self.experts / PROGRESS_NAME, cause, needed=0)
+
+    def _resume(self) -> None:
+        """Take over what an earlier run finished, or clear away what it left."""
+        foreign = (
+            f"{self.experts} already holds the experts of another checkpoint or quantisation;"
+            " delete it or choose another directory."
+        )
+        try:
+            index = self._read(INDEX_NAME)
+        except ExpertFileError as cause:
+            raise ExpertFileError(foreign) from cause
+        if index is not None:
+            if (index.source, index.num_experts) != (self.source, self.num_experts):
+                raise ExpertFileError(foreign)
+            self._layers = dict(index.layers)
+            return
+        try:
+            progress = self._read(PROGRESS_NAME)
+        except ExpertFileError:
+            (self.experts / PROGRESS_NAME).unlink()
+            return
+        if progress is None:
+            return
+        if (progress.source, progress.num_experts) == (self.source, self.num_experts):
+            self._layers = dict(progress.layers)
+            return
+        for entry in progress.layers.values():
+            (self.experts / entry.file).unlink(missing_ok=True)
+        (self.experts / PROGRESS_NAME).unlink()
+
+    def _read(self, name: str) -> PackedIndex | None:
+        file = self.experts / name
+        if not file.exists():
+            return None
+        return PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+
+    def _add(self, layer: int, entry: LayerFile) -> None:
+        self._layers[layer] = entry
+        self._write(PROGRESS_NAME, self._layers)
+
+    def _write(self, name: str, layers: dict[int, LayerFile]) -> None:
+        index = PackedIndex(self.num_experts, layers, self.source)
+        content = json.dumps(index.to_json(), indent=1).encode() + b"\n"
+        try:
+            write_atomically(self.experts / name, content)
+        except OSError as cause:
+            raise_write_error(self.experts / name, cause, needed=len(content))
 
 
-class _LayerContext:
-    """Opens a layer file, and finishes or discards it."""
+class LayerWriter:
+    """Writes the blocks of one layer at their places, in any order and from any thread.
 
-    def __init__(self, writer: PackedWriter, layer: int, entry: LayerFile):
-        self._writer, self._layer, self._entry = writer, layer, entry
+    A context manager: leaving it after an error removes the temporary file, leaving it well checks
+    that every row of every expert was written, and gives the file its name.
+    """
+
+    def __init__(self, writer: PackedWriter, layer: int, plan: LayerFile) -> None:
+        self.layer, self.plan = layer, plan
+        self._writer = writer
+        self._target = writer.experts / plan.file
+        self._file = self._target.with_name(plan.file + TEMPORARY_SUFFIX)
+        self._components = {component.name: component for component in plan.components}
+        self._fd = -1
+        # One byte for every row of every expert: tells a hole from a finished file exactly.
+        self._written = {
+            component.name: bytearray(writer.num_experts * component.shape[0])
+            for component in plan.components
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.plan.stride * self._writer.num_experts
+
+    def write_expert(self, expert: int, parts: Sequence[Buffer]) -> None:
+        """Write a whole block: one buffer for each component, in block order."""
+        if len(parts) != len(self.plan.components):
+            raise ExpertFileError(
+                f"Layer {self.layer} has {len(self.plan.components)} components, but"
+                f" {len(parts)} buffers were given for expert {expert}."
+            )
+        views = [_bytes_of(part) for part in parts]
+        for component, view in zip(self.plan.components, views, strict=True):
+            if view.nbytes != component.nbytes:
+                raise self._wrong_size(component, expert, 0, view.nbytes)
+        self._check_expert(expert)
+        self._write_at(expert * self.plan.stride, views)
+        for component in self.plan.components:
+            self._mark(component, expert, 0, component.shape[0])
+
+    def write(self, expert: int, component: str, row_start: int, data: Buffer) -> None:
+        """Write rows of one component of one expert, from ``row_start`` on: whole rows only."""
+        self._check_expert(expert)
+        if component not in self._components:
+            raise ExpertFileError(
+                f"Layer {self.layer} has no component {component!r}; it has"
+                f" {', '.join(self._components)}."
+            )
+        part, view = self._components[component], _bytes_of(data)
+        rows, rest = divmod(view.nbytes, part.row_bytes)
+        if rest or row_start < 0 or row_start + rows > part.shape[0]:
+            raise self._wrong_size(part, expert, row_start, view.nbytes)
+        start = expert * self.plan.stride + part.offset + row_start * part.row_bytes
+        self._write_at(start, [view])
+        self._mark(part, expert, row_start, rows)
 
     def __enter__(self) -> LayerWriter:
-        with _told(self._entry, self._writer):
-            file = self._writer.directory / self._entry.file
-            self._out = LayerWriter(file, self._entry, self._writer.num_experts)
-        return self._out
-
-    def __exit__(self, kind, value, trace) -> None:
         try:
-            with _told(self._entry, self._writer):
-                if isinstance(value, OSError):
-                    raise value
-                if kind is None:
-                    self._writer._note(self._layer, self._out._finish())
+            self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            _reserve(self._fd, self.nbytes)
+        except BaseException as cause:
+            self._abandon()
+            if isinstance(cause, OSError):
+                raise_write_error(self._file, cause, needed=self.nbytes)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._commit()
         finally:
-            self._out._discard()
+            self._abandon()
+
+    def _commit(self) -> None:
+        for component in self.plan.components:
+            hole = self._written[component.name].find(0)
+            if hole >= 0:
+                expert, row = divmod(hole, component.shape[0])
+                raise ExpertFileError(
+                    f"Layer {self.layer} is not complete: row {row} of {component.name} of expert"
+                    f" {expert} was not written."
+                )
+        try:
+            os.fsync(self._fd)
+            digest = hash_file(self._file, size=self.nbytes, error=ExpertFileError)
+            os.replace(self._file, self._target)
+            sync_directory(self._target.parent)
+        except OSError as cause:
+            raise_write_error(self._file, cause, needed=self.nbytes)
+        self._writer._add(self.layer, replace(self.plan, blake2b=digest))
+
+    def _abandon(self) -> None:
+        """Close, and remove the temporary file where it still has that name."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._file.unlink(missing_ok=True)
+
+    def _write_at(self, offset: int, views: list[memoryview]) -> None:
+        views = [view for view in views if view.nbytes]
+        while views:
+            try:
+                count = os.pwritev(self._fd, views, offset)
+            except OSError as cause:
+                raise_write_error(self._file, cause, needed=self.nbytes, offset=offset)
+            offset += count
+            while views and count >= views[0].nbytes:
+                count -= views.pop(0).nbytes
+            if count:
+                views[0] = views[0][count:]
+
+    def _check_expert(self, expert: int) -> None:
+        if self._fd < 0:
+            raise ExpertFileError(f"Layer {self.layer} is closed; write inside its with block.")
+        if not 0 <= expert < self._writer.num_experts:
+            raise ExpertFileError(
+                f"Layer {self.layer} has {self._writer.num_experts} experts: there is no {expert}."
+            )
+
+    def _mark(self, component: PackedComponent, expert: int, row: int, rows: int) -> None:
+        start = expert * component.shape[0] + row
+        self._written[component.name][start : start + rows] = b"\1" * rows
+
+    def _wrong_size(
+        self, component: PackedComponent, expert: int, row: int, nbytes: int
+    ) -> ExpertFileError:
+        return ExpertFileError(
+            f"{nbytes} bytes at row {row} of {component.name} of expert {expert} do not fit:"
+            f" {component.dtype} {list(component.shape)} has rows of {component.row_bytes} bytes."
+        )
 
 
-class _told:
-    """Turns an OSError of writing a layer into one sentence."""
+def raise_write_error(
+    file: Path, cause: OSError, *, needed: int, offset: int | None = None
+) -> NoReturn:
+    """Turn a failed write into one sentence; a full disk says what was needed and what is free."""
+    place = str(file) if offset is None else f"{file} at offset {offset}"
+    reason = cause.strerror or str(cause)
+    if cause.errno in _DISK_FULL:
+        try:
+            free = f"{shutil.disk_usage(file.parent).free} are free"
+        except OSError:
+            free = "free space is unknown"
+        raise ExpertFileError(
+            f"Writing {place} failed: {reason}; the file needs {needed} bytes and {free}: make"
+            " room, then run the same command again, which keeps the finished layers."
+        ) from cause
+    raise ExpertFileError(
+        f"Writing {place} failed: {reason}; finished layers are kept, run the same command again."
+    ) from cause
 
-    def __init__(self, entry: LayerFile, writer: PackedWriter):
-        self._file, self._bytes = writer.directory / entry.file, entry.stride * writer.num_experts
 
-    def __enter__(self) -> None:
-        return None
+def _reserve(fd: int, size: int) -> None:
+    """Make the file ``size`` bytes long, on reserved space where the system can do that.
 
-    def __exit__(self, kind, value, trace) -> None:
-        if not isinstance(value, OSError):
-            return
-        why = value.strerror or str(value)
-        if value.errno == errno.ENOSPC:
-            why = f"the disk is full, {self._bytes} bytes are needed; make room and go on"
-        raise ExpertFileError(f"Writing {self._file} failed: {why}.") from value
+    A full disk then shows before the work, and chunks written out of order lie together.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:
+        os.ftruncate(fd, size)
+    except OSError as cause:
+        if cause.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def _bytes_of(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")

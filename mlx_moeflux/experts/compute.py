@@ -19,20 +19,22 @@ from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, exper
 
 # Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
 FEW_PAIRS = 64
-# Bounds what one step of a long call allocates besides its result.
-SCRATCH_BYTES = 128 << 20
+# Bounds what one step of a long call allocates besides its result. A GPU wants more rows an
+# expert than a CPU, which gains nothing from them.
+SCRATCH_BYTES = {"cpu": 64 << 20, "gpu": 256 << 20}
 # Bounds the copy of chosen experts that the CPU computes with.
-TAKE_BYTES = 96 << 20
+TAKE_BYTES = 64 << 20
 
 ExpertFFN = Callable[..., mx.array]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How pairs are computed: the operation `ffn` and the bytes of scratch."""
+    """How pairs are computed: the operation `ffn` and the bytes of scratch (None: what suits the
+    device)."""
 
     ffn: ExpertFFN = expert_ffn
-    scratch_bytes: int = SCRATCH_BYTES
+    scratch_bytes: int | None = None
     take_bytes: int = TAKE_BYTES
 
     def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool) -> mx.array:
@@ -59,7 +61,8 @@ class Form:
     def pairs_at_once(self, bank: ExpertBank) -> int:
         """Pairs whose inputs, inner values and outputs fit in the scratch."""
         F, C = bank.gate.weight.shape[1], bank.down.weight.shape[1]
-        return max(1, self.scratch_bytes // (4 * (3 * C + 3 * F)))
+        scratch = self.scratch_bytes or SCRATCH_BYTES["cpu" if on_cpu() else "gpu"]
+        return max(1, scratch // (4 * (3 * C + 3 * F)))
 
 
 def on_cpu() -> bool:

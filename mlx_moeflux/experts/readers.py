@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -87,6 +88,7 @@ class FileReader:
         self.ranges = ByteRanges(experts)
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
         self._fds: list[int] = []
+        self._close_files = weakref.finalize(self, _close_all, self._fds)
         try:
             for file in self.ranges.files:
                 self._fds.append(os.open(file, self._flags))
@@ -114,9 +116,7 @@ class FileReader:
 
     def close(self) -> None:
         """See :meth:`Reader.close`."""
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
+        self._close_files()
 
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
         raise NotImplementedError
@@ -367,6 +367,11 @@ def check_reader(
                 f"{label} has experts of hidden width {found[0]} and inner width {found[1]} in "
                 f"layer {layer}, the model has {hidden} and {intermediate}."
             )
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _round_up(n: int) -> int:

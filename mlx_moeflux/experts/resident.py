@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, ShapeError
-from mlx_moeflux.experts.compute import SCRATCH_BYTES, ExpertFFN, Form, from_whole_bank
+from mlx_moeflux.experts.compute import ExpertFFN, Form, from_whole_bank
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
@@ -22,7 +22,8 @@ class ResidentStore:
         training replaces parameter arrays.
     events: Listener that is told what the router chose.
     ffn: The operation that computes the pairs. scratch_bytes: What one step of a long call may
-        allocate besides its result.
+        allocate besides its result; None is
+        what suits the device.
 
     Evaluates: nothing, unless there is a listener. Gradients flow to x, weights and the arrays
     of the banks.
@@ -36,7 +37,7 @@ class ResidentStore:
         num_experts: int,
         events: EventHook | None = None,
         ffn: ExpertFFN = expert_ffn,
-        scratch_bytes: int = SCRATCH_BYTES,
+        scratch_bytes: int | None = None,
     ):
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
         self.events = events

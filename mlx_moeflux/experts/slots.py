@@ -30,6 +30,7 @@ class SlotTable:
 
     @property
     def slots(self) -> int:
+        """How many slots there are."""
         return len(self.expert_of)
 
     @property

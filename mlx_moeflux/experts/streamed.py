@@ -13,7 +13,6 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
-    SCRATCH_BYTES,
     ExpertFFN,
     ExpertSum,
     Form,
@@ -42,7 +41,8 @@ class StreamedStore:
     eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. threads: Reads under way
     at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode
     step's hits while its misses are read. ffn: The operation that computes the pairs.
-    scratch_bytes: What one step of a long call may allocate besides its result.
+    scratch_bytes: What one step of a long call may allocate besides its result, None for what
+    suits the device.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -64,7 +64,7 @@ class StreamedStore:
         events: EventHook | None = None,
         overlap: bool = False,
         ffn: ExpertFFN = expert_ffn,
-        scratch_bytes: int = SCRATCH_BYTES,
+        scratch_bytes: int | None = None,
     ):
         if threads < 1:
             raise InputError(f"{threads} threads cannot read experts; give at least 1.")

@@ -1,8 +1,23 @@
+"""Exactness holds bit for bit on the CPU, where every test but those marked ``gpu`` runs."""
+
+import mlx.core as mx
 import pytest
 
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import K, random_experts, write_experts
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """The GPU for tests that ask for it, else the CPU."""
+    before = mx.default_device()
+    if request.node.get_closest_marker("gpu") is None:
+        mx.set_default_device(mx.cpu)
+    elif before == mx.cpu:
+        pytest.skip("MLX drives no GPU here")
+    yield
+    mx.set_default_device(before)
 
 
 @pytest.fixture

@@ -1,0 +1,180 @@
+"""Oracle: sums done by hand, and the properties that a distribution must have."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_moeflux.errors import InputError, MemoryBudgetError
+from mlx_moeflux.experts import budget
+from mlx_moeflux.experts.budget import (
+    Memory,
+    format_bytes,
+    make_plan,
+    measure_memory,
+    parse_budget,
+    slots_for_budget,
+    smallest_budget,
+)
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2GB", 2 * GB),
+        ("2GiB", 2 << 30),
+        ("512MB", 512 * 10**6),
+        ("512 mib", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        (".5 kB", 500),
+        ("3TB", 3 * 10**12),
+        ("50%", 500),
+        ("12.5 %", 125),
+        ("100%", 1000),
+        ("150%", 1500),
+        ("4096", 4096),
+        ("4096B", 4096),
+        (4096, 4096),
+        (1.5e9, 1_500_000_000),
+        ("auto", None),
+        (" AUTO ", None),
+    ],
+)
+def test_parse(text, count):
+    assert parse_budget(text, 1000) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GB", "2 apples", "-1GB", "0", "0%", "1e9", "2GBs", "nan", 0, -5, float("nan"), True],
+)
+def test_what_is_no_amount(text):
+    with pytest.raises(InputError, match="give one such as 2GB, 512MiB, 50% or auto"):
+        parse_budget(text, 1000)
+
+
+def test_format():
+    counts = (0, 999, 1770, 1_769_472, 2 * GB, 202.5e9, 3e12)
+    written = ["0 B", "999 B", "1.77 kB", "1.77 MB", "2 GB", "202 GB", "3 TB"]
+    assert [format_bytes(c) for c in counts] == written
+
+
+def test_slots_by_hand():
+    blocks = {3: 100, 4: 100, 5: 250}
+    options = {"num_experts": 8, "experts_per_token": 2}
+    assert smallest_budget(blocks, 2, 70) == 970
+    assert slots_for_budget(970, blocks, staging_bytes=70, **options) == {3: 2, 4: 2, 5: 2}
+    assert slots_for_budget(1000, blocks, **options) == {3: 3, 4: 2, 5: 2}
+    assert slots_for_budget(1250, blocks, **options) == {3: 3, 4: 3, 5: 2}
+    assert slots_for_budget(1251 + 99, blocks, **options) == {3: 3, 4: 3, 5: 3}
+    assert slots_for_budget(10**9, blocks, **options) == {3: 8, 4: 8, 5: 8}
+    with pytest.raises(
+        MemoryBudgetError, match=r"969 bytes .* 2 experts in each of 3 .* works is 970 bytes"
+    ):
+        slots_for_budget(969, blocks, staging_bytes=70, **options)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    num_experts=st.integers(1, 9),
+    extra=st.integers(0, 2000),
+    staging=st.integers(0, 40),
+    data=st.data(),
+)
+def test_slots_fill_the_budget_evenly(sizes, num_experts, extra, staging, data):
+    k = data.draw(st.integers(1, num_experts))
+    blocks = dict(enumerate(sizes, start=3))
+    asked = smallest_budget(blocks, k, staging) + extra
+    slots = slots_for_budget(
+        asked, blocks, num_experts=num_experts, experts_per_token=k, staging_bytes=staging
+    )
+    spent = sum(slots[layer] * blocks[layer] for layer in blocks) + staging
+    counts = list(slots.values())
+    assert spent <= asked
+    assert min(counts) >= k
+    assert max(counts) <= min(num_experts, min(counts) + 1)
+    unfilled = [blocks[layer] for layer in blocks if slots[layer] == min(counts) < num_experts]
+    assert all(spent + size > asked for size in unfilled)
+
+
+def plan(asked="auto", free=40 * GB, trunk=2 * GB, kv=GB // 2, block=2 * 10**6, **changes):
+    memory = Memory("cpu", free, free * 6 // 10, "0.6 of the available memory")
+    options = {"num_experts": 256, "experts_per_token": 8, "staging_bytes": 0} | changes
+    blocks = dict.fromkeys(range(40), block)
+    return make_plan(asked, blocks, trunk_bytes=trunk, kv_bytes=kv, memory=memory, **options)
+
+
+def test_auto_is_resident_exactly_while_everything_fits():
+    """Experts 20.48 GB, trunk 2, state 0.5, reserve 1: 23.98 GB of 0.6 x 40 = 24."""
+    fits = plan()
+    assert fits.resident
+    assert set(fits.slots.values()) == {256}
+    assert fits.budget_bytes == fits.expert_bytes == 20_480_000_000
+    assert plan(trunk=2_020_000_000).resident
+    assert not plan(trunk=2_020_000_001).resident
+    assert str(fits) == (
+        "experts resident, trunk 2 GB, experts 20.5 GB, budget 20.5 GB (256 slots a layer), "
+        "free memory 40 GB: 24 GB in all fit in 0.6 of the available memory, 24 GB"
+    )
+
+
+def test_auto_takes_half_of_what_is_left():
+    """0.6 x 30 = 18 less 3.5 leaves 14.5: 7.25 GB are 90 blocks of 2 MB in each of 40 layers."""
+    half = plan(free=30 * GB)
+    assert not half.resident
+    assert half.budget_bytes == 7_250_000_000
+    assert [half.slots[layer] for layer in (0, 24, 25, 39)] == [91, 91, 90, 90]
+    assert str(half) == (
+        "experts streamed, trunk 2 GB, experts 20.5 GB, budget 7.25 GB (90-91 slots a layer), "
+        "free memory 30 GB, reader pread: 24 GB in all exceed 0.6 of the available memory, "
+        "18 GB; half of what is left"
+    )
+
+
+def test_auto_with_too_little_takes_the_least():
+    least = plan(free=4 * GB, staging_bytes=1000)
+    assert least.budget_bytes == 40 * 8 * 2 * 10**6 + 1000
+    assert set(least.slots.values()) == {8}
+    assert least.why.endswith("the smallest budget that works")
+
+
+def test_an_asked_budget_is_taken():
+    asked = plan("25%")
+    assert asked.budget_bytes == 5_120_000_000
+    assert set(asked.slots.values()) == {64}
+    assert asked.why == "25% was asked for"
+    assert plan("100%", free=GB).resident
+    assert plan(64 * 40 * 2 * 10**6).slots == asked.slots
+    with pytest.raises(MemoryBudgetError, match=r"works is 640000000 bytes \(640 MB\)"):
+        plan("639MB")
+
+
+def test_measured_memory_is_plausible():
+    memory = measure_memory()
+    assert memory.backend == ("cpu" if mx.default_device() == mx.cpu else memory.backend)
+    assert 0 < memory.usable_bytes <= memory.free_bytes < 1 << 48
+
+
+def test_a_container_limit_counts(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    5000 kB\n",
+        "/sys/fs/cgroup/memory.max": "4000000\n",
+        "/sys/fs/cgroup/memory.current": "1000000\n",
+    }
+
+    def read_text(path, **_):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert budget._available_bytes() == 3_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert budget._available_bytes() == 5_120_000
+    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "2500000\n"
+    files["/sys/fs/cgroup/memory/memory.usage_in_bytes"] = "500000\n"
+    assert budget._available_bytes() == 2_000_000

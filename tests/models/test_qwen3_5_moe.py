@@ -1,0 +1,259 @@
+"""Oracles: transformers' own Qwen3.5-MoE (stored logits of tiny random twins), mlx-lm's on the
+same quantised checkpoint, and equalities that need no outside oracle."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
+LIMIT = 1e-5  # of the largest logit
+
+
+def relative_error(actual: mx.array, expected: mx.array) -> float:
+    actual, expected = np.array(actual), np.array(expected)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    assert np.isfinite(expected).all()
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def smallest_memory(directory: Path) -> str:
+    """A budget of K + 1 experts a layer where that is fewer than all."""
+    config = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config", config)
+    k, e = config["num_experts_per_tok"], config["num_experts"]
+    return f"{100 * min(k + 1, e) / e + 0.01:.2f}%"
+
+
+@pytest.mark.parametrize("memory", ["resident", "streamed"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, memory):
+    golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
+    tokens, logits = golden["tokens"], golden["logits"]
+    budget = "auto" if memory == "resident" else smallest_memory(GOLDEN / case)
+    with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
+        assert relative_error(model(tokens), logits) <= LIMIT
+        T = tokens.shape[1]
+        for cuts in ([0, 1, 2, 9, 16, T], list(range(T + 1))):
+            cache = model.make_cache()
+            parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
+            assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT
+        last = model(tokens, last_only=True)
+        assert relative_error(last, logits[:, -1:]) <= LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_left_padding_is_that_of_transformers(case):
+    golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
+    with load_model(GOLDEN / case, dtype=mx.float32) as model:
+        singles = [model.make_cache() for _ in golden["left_padding"].tolist()]
+        merged = [type(row[0]).merge(list(row)) for row in zip(*singles, strict=True)]
+        for entry in merged:
+            entry.prepare(left_padding=golden["left_padding"].tolist())
+        logits = model(golden["padded_tokens"], merged)
+        for b, padding in enumerate(golden["left_padding"].tolist()):
+            expected = golden["padded_logits"][b, padding:]
+            assert relative_error(logits[b, padding:], expected) <= LIMIT
+
+
+def test_mlx_lm_agrees_on_the_quantised_checkpoint():
+    from mlx_lm.utils import load_model as mlx_lm_load
+
+    theirs, _ = mlx_lm_load(BUNDLED_MODEL)
+    theirs.set_dtype(mx.float32)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 4096, (2, 37)))
+    with load_model(BUNDLED_MODEL, expert_memory="30%") as model:
+        assert relative_error(model(tokens), theirs(tokens)) <= 1e-4
+
+
+def test_prefill_chunks_inside_a_layer_do_not_change_the_result():
+    tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
+    with load_model(BUNDLED_MODEL, expert_memory="30%") as model:
+        whole = model(tokens)
+        model.prefill_chunk = 16
+        assert relative_error(model(tokens), whole) <= LIMIT
+
+
+def test_record_returns_what_flows_between_the_parts():
+    tokens = mx.array([[5, 6, 7, 8, 9]])
+    with load_model(BUNDLED_MODEL) as model:
+        plain = model(tokens)
+        with model.record(layers=[1, 2]) as kept:
+            assert mx.array_equal(model(tokens), plain)
+        assert set(kept) == {1, 2}
+        assert mx.array_equal(kept[1]["output"], kept[2]["input"])
+        ids, weights = kept[2]["ids"], kept[2]["weights"]
+        assert ids.shape == weights.shape == (5, 4)
+        assert mx.allclose(weights.sum(axis=-1), mx.ones(5)).item()
+        top = np.sort(np.argsort(-np.array(kept[2]["router_logits"]), axis=-1)[:, :4], axis=-1)
+        assert (np.array(ids) == top).all()
+        routed = model.store.experts(2, kept[2]["h_post"][0], ids, weights)
+        shared = mx.sigmoid(kept[2]["gate_score"]) * kept[2]["shared_out"]
+        total = kept[2]["h_mid"][0] + routed + shared
+        assert relative_error(total, kept[2]["output"][0]) <= 1e-6
+        alone = model.run_layer(2, kept[2]["input"])
+        assert relative_error(alone, kept[2]["output"]) <= 1e-6
+        with pytest.raises(InputError, match="'hmid'"), model.record(names=["hmid"]):
+            pass
+        with pytest.raises(InputError, match="layer 9"), model.record(layers=[9]):
+            pass
+        assert all(getattr(layer, "_recorder", None) is None for layer in model.layers)
+
+
+def test_gradients_reach_every_parameter():
+    model = load_model(GOLDEN / "text_top3", dtype=mx.float32)
+    model.train()
+    tokens = mx.array(np.random.default_rng(2).integers(0, 97, (2, 40)))
+
+    def loss(batch):
+        logits = model(batch[:, :-1])
+        return nn.losses.cross_entropy(logits, batch[:, 1:], reduction="mean")
+
+    _, gradients = nn.value_and_grad(model, loss)(tokens)
+    gradients = dict(tree_flatten(gradients))
+    mx.eval(gradients)
+    parameters = dict(tree_flatten(model.trainable_parameters()))
+    assert gradients.keys() == parameters.keys()
+    for name, gradient in gradients.items():
+        assert mx.isfinite(gradient).all().item(), name
+        assert mx.abs(gradient).max().item() > 0, name
+
+
+SMOOTH = [
+    "model.layers.0.linear_attn.A_log",
+    "model.layers.0.linear_attn.conv1d.weight",
+    "model.layers.0.linear_attn.norm.weight",
+    "model.layers.0.mlp.switch_mlp.down_proj.weight",
+    "model.layers.3.self_attn.q_norm.weight",
+    "model.layers.3.self_attn.v_proj.weight",
+]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_gradients_are_finite_differences(name):
+    # A fixed router: the loss has no jumps where a token changes its experts.
+    model = load_model(GOLDEN / "text_top3", dtype=mx.float32, router=Fixed())
+    model.train()
+    tokens = mx.array(np.random.default_rng(2).integers(0, 97, (2, 40)))
+
+    def loss(parameters):
+        model.update(tree_unflatten(list(parameters.items())))
+        logits = model(tokens[:, :-1])
+        return nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="mean")
+
+    value = dict(tree_flatten(model.parameters()))[name]
+    gradient = mx.grad(loss)({name: value})[name]
+    # Along the gradient the difference stands out of float32's rounding.
+    direction = gradient / mx.linalg.norm(gradient)
+    expected = (gradient * direction).sum().item()
+    step = 0.001 / expected
+    sides = [loss({name: value + sign * step * direction}).item() for sign in (1, -1)]
+    assert abs((sides[0] - sides[1]) / (2 * step) - expected) <= 0.02 * expected
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 32, 64])
+@pytest.mark.parametrize("T", [1, 31, 77])
+def test_delta_rule_forms_agree_with_float64_loops(T, chunk):
+    B, Hk, Hv, Dk, Dv = 2, 2, 6, 40, 24
+    rng = np.random.default_rng(T)
+    q, k = rng.standard_normal((2, B, T, Hk, Dk))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v, state = rng.standard_normal((B, T, Hv, Dv)), rng.standard_normal((B, Hv, Dv, Dk))
+    log_decay = -np.exp(rng.standard_normal((B, T, Hv)) * 3 - 2)
+    log_decay[:, T // 2] = -np.inf
+    log_decay[:, T // 3, 0] = -300.0
+    beta = 1 / (1 + np.exp(-rng.standard_normal((B, T, Hv))))
+    mask = rng.random((B, T)) > 0.2
+    y, S = np.zeros((B, T, Hv, Dv)), state.copy()
+    for b in range(B):
+        for t in range(T):
+            for h in range(Hv):
+                kk, qq = k[b, t, h // 3], q[b, t, h // 3]
+                if mask[b, t]:
+                    S[b, h] *= np.exp(log_decay[b, t, h])
+                    S[b, h] += np.outer(beta[b, t, h] * (v[b, t, h] - S[b, h] @ kk), kk)
+                y[b, t, h] = S[b, h] @ qq
+    arrays = {"log_decay": log_decay, "beta": beta, "state": state}
+    arrays = {n: mx.array(a.astype(np.float32)) for n, a in arrays.items()}
+    q, k, v = (mx.array(a.astype(np.float32)) for a in (q, k, v))
+    forms = [gated_delta_recurrent(q, k, v, mask=mx.array(mask), **arrays)]
+    forms.append(gated_delta_chunked(q, k, v, mask=mx.array(mask), chunk=chunk, **arrays))
+    for actual, new_state in forms:
+        real = np.broadcast_to(mask[..., None, None], y.shape)
+        assert relative_error(mx.array(np.where(real, np.array(actual), 0)), mx.array(
+            np.where(real, y, 0).astype(np.float32))) <= 2e-6  # fmt: skip
+        assert relative_error(new_state, mx.array(S.astype(np.float32))) <= 2e-6
+
+
+class Fixed:
+    """A router that always takes experts 1 and 3."""
+
+    num_experts_per_tok = 2
+
+    def __call__(self, logits):
+        N = logits.shape[0]
+        ids = mx.broadcast_to(mx.array([1, 3], mx.uint32), (N, 2))
+        return ids, mx.full((N, 2), 0.5, mx.float32)
+
+
+def test_components_can_be_swapped():
+    tokens = mx.array([[5, 6, 7]])
+    with load_model(BUNDLED_MODEL, router=Fixed(), expert_memory="30%") as model:
+        mx.eval(model(tokens))
+        residents = {tuple(sorted(model.store.residents(layer))) for layer in range(6)}
+        assert residents == {(1, 3)}
+    calls = []
+
+    def spy(q, k, v, *, scale, mask):
+        calls.append(q.shape)
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+
+    with load_model(BUNDLED_MODEL, kernels={"sdpa": spy, "gated_delta": "recurrent"}) as model:
+        calls.clear()
+        mx.eval(model(tokens))
+        assert len(calls) == 2
+        assert model.kernels.names()["gated_delta"] == "recurrent"
+        store = model.store
+        with load_model(BUNDLED_MODEL, store=store) as other:
+            assert other.store is store
+    with load_model(BUNDLED_MODEL, experts_per_token=2) as model:
+        assert model.store.stats().lossy == ["experts_per_token 2 of 4"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "match"),
+    [
+        (mx.uint32, mx.bfloat16, "weights"),
+        (mx.int64, mx.float32, "ids"),
+    ],
+)
+def test_a_router_of_wrong_types_is_refused_at_load(ids, weights, match):
+    class Wrong(Fixed):
+        def __call__(self, logits):
+            chosen, given = super().__call__(logits)
+            return chosen.astype(ids), given.astype(weights)
+
+    with pytest.raises(ShapeError, match=match):
+        load_model(BUNDLED_MODEL, router=Wrong())
+
+
+def test_a_kernel_of_wrong_shape_or_name_is_refused_at_load():
+    with pytest.raises(ShapeError, match="sdpa"):
+        load_model(BUNDLED_MODEL, kernels={"sdpa": lambda q, k, v, **_: q[..., :1]})
+    with pytest.raises(InputError, match="sdpaa"):
+        load_model(BUNDLED_MODEL, kernels={"sdpaa": "reference"})
+    with pytest.raises(InputError, match="has no form 'fast'"):
+        load_model(BUNDLED_MODEL, kernels={"sdpa": "fast"})

@@ -1,0 +1,86 @@
+"""Oracle: the examples' own output, run as a user runs them."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_writes_python():
+    out = run("examples/generate.py")
+    assert "class Stack:" not in out  # the prompt is not repeated
+    assert "def " in out
+    assert "streamed" in out
+    assert re.search(r"hit rate \d+\.\d %", out)
+
+
+def test_swap_router_trades_reads_for_text():
+    rows = [line.split() for line in run("examples/swap_router.py").splitlines()[1:]]
+    hits = [float(row[1]) for row in rows]
+    bits = [float(row[4]) for row in rows]
+    assert len(rows) == 4
+    assert all(math.isfinite(b) for b in bits)
+    assert hits[-1] > hits[0]
+    assert bits[-1] > bits[0]
+
+
+def test_train_tiny_learns_saves_goes_on_and_loads(tmp_path):
+    from mlx_moeflux import generate, load
+
+    out = tmp_path / "tiny"
+    command = ["examples/train_tiny.py", "--preset", "smoke", "--out", str(out), "--report", "2"]
+    first = run(*command, "--checkpoint-every", "6", "--minutes", "0.001")
+    assert "stopped after" in first
+    second = run(*command)
+    assert "going on at step" in second
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", first + second)]
+    assert losses[-1] < losses[0]
+    bits = re.search(r"bits per byte: (\d+\.\d+) before rounding, (\d+\.\d+) as stored", second)
+    assert 0 < float(bits[1]) < 8
+    assert float(bits[2]) < 1.02 * float(bits[1])
+    model, tokenizer = load(out, expert_memory="50%")
+    with model:
+        assert isinstance(generate(model, tokenizer, "import ", max_tokens=3), str)
+
+
+def test_train_tiny_swaps_the_router(tmp_path):
+    out = run(
+        "examples/train_tiny.py", "--preset", "smoke", "--steps", "2", "--router", "sigmoid",
+        "--out", str(tmp_path / "other"),
+    )  # fmt: skip
+    assert "held-out bits per byte" in out
+
+
+@pytest.mark.slow
+def test_bigger_than_memory_holds_less_than_its_checkpoint():
+    pytest.importorskip("mlx_lm")
+    out = run("examples/bigger_than_memory.py")
+    size, limit = map(
+        float, re.search(r"checkpoint (\S+) GB, limit of our process (\S+)", out).groups()
+    )
+    ours, theirs = map(float, re.findall(r"peak (\S+) GB", out))
+    assert limit < size
+    assert ours < limit
+    assert ours < theirs
