@@ -74,7 +74,7 @@ def inside_path(
 
     The check is of the text: a hub cache's files are links that lead outside on purpose.
     """
-    if isinstance(name, str) and name and "\0" not in name:
+    if isinstance(name, str) and name and "\0" not in name and _is_unicode(name):
         posix, windows = PurePosixPath(name), PureWindowsPath(name)
         parts = {*posix.parts, *windows.parts}
         if not posix.is_absolute() and not windows.anchor and parts and ".." not in parts:
@@ -142,6 +142,11 @@ def unreadable(
 ) -> MoefluxError:
     """The one-sentence error for a file that could not be opened or read."""
     return error(f"{file} cannot be read: {cause.strerror or cause}.")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can spell and no file can be named."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -42,11 +42,11 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
     it is gated, UnsupportedError if the hub cannot be reached or the repository holds no
     safetensors, MemoryBudgetError if the disk is too small.
     """
-    path = Path(path_or_repo_id).expanduser()
-    if path.is_dir():
-        return path
     name = os.fspath(path_or_repo_id)
-    if path.exists():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Path(path)
+    if os.path.exists(path):
         raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
     if not _REPO_ID.fullmatch(name):
         raise CheckpointError(

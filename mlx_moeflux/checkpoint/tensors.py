@@ -137,7 +137,7 @@ def _read_weight_map(directory: Path) -> dict[str, str] | None:
         )
     clean = {name: inside_path(directory, shard, source=file) for name, shard in weight_map.items()}
     for shard in sorted(set(clean.values())):
-        if not (directory / shard).is_file():
+        if not os.path.isfile(directory / shard):
             raise CheckpointError(
                 f"Shard {directory / shard} is missing, but {INDEX_NAME} names it; download it."
             )
@@ -145,7 +145,7 @@ def _read_weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def _find_shards(directory: Path) -> set[str]:
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     # A name with a leading dot is an archive tool's or a file system's, not a shard.
     names = {p.name for p in directory.glob("*.safetensors") if not p.name.startswith(".")}

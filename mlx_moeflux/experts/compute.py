@@ -65,6 +65,11 @@ class Form:
         return max(1, scratch // (4 * (3 * C + 3 * F)))
 
 
+def compute_scratch_bytes() -> int:
+    """What computing experts may allocate at once, besides results."""
+    return SCRATCH_BYTES["cpu"] + TAKE_BYTES if on_cpu() else SCRATCH_BYTES["gpu"]
+
+
 def on_cpu() -> bool:
     """Whether operations run on the CPU by default."""
     return mx.default_device() == mx.cpu

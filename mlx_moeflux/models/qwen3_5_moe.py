@@ -19,6 +19,7 @@ from mlx_moeflux.checkpoint.config import divides, parse_config, positive
 from mlx_moeflux.checkpoint.names import Drop, Experts, NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import ConfigError, InputError, UnsupportedError
+from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
@@ -373,6 +374,19 @@ class Model(StreamingModel):
         convolution = size * (config.linear_conv_kernel_dim - 1) * config.conv_dim
         kv = 2 * size * config.num_key_value_heads * config.head_dim
         return linear * (recurrent + convolution) + full * kv * positions
+
+    def activation_bytes(self, tokens: int, seen: int = 0) -> int:
+        """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
+
+        Residual stream, the widest mixer for one chunk (attention scores included, which stock
+        MLX writes out on the CPU), and the scratch of the experts.
+        """
+        config, chunk = self.config, min(tokens, self.prefill_chunk)
+        residual = 10 * tokens * config.hidden_size
+        linear = chunk * (6 * config.conv_dim + 8 * config.value_dim)
+        heads = config.num_attention_heads
+        full = chunk * heads * (8 * config.head_dim + 3 * (tokens + seen))
+        return 4 * (residual + max(linear, full)) + compute_scratch_bytes()
 
     def __call__(
         self,

@@ -139,7 +139,7 @@ def test_shards_that_are_links_out_of_the_directory_are_followed(tmp_path, write
 
 @pytest.mark.parametrize("path", [
     "../model.safetensors", "/etc/passwd", "a/../../b", "..", ".", "", "C:\\b", "a\\..\\..\\b",
-    "x\0y", 3, None,
+    "x\0y", "\ud800", 3, None,
 ])  # fmt: skip
 def test_an_index_that_leads_outside_is_refused(path, tmp_path):
     write_index(tmp_path, {"a": path})
@@ -277,6 +277,36 @@ def test_every_truncation_and_every_extension_is_noticed(tmp_path):
             TensorIndex.open(tmp_path)
     file.write_bytes(whole + b"\0")
     with pytest.raises(CheckpointError, match="oversized"):
+        TensorIndex.open(tmp_path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_file_with_any_bytes_changed_opens_or_is_refused_in_one_sentence(data):
+    header = json.dumps({"a": entry(0, 4, "F32", [1]), "b": entry(4, 10, "U8", [2, 3])}).encode()
+    content = bytearray(len(header).to_bytes(8, "little") + header + bytes(10))
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(content)))
+        count = data.draw(st.integers(0, 4))
+        content[start : start + count] = data.draw(st.binary(max_size=4) | st.sampled_from(
+            [b"-", b"9", b"9" * 40, b".5", b"1e9", b"null", b"{", b"[", b'"', b"\\ud800"]
+        ))  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "model.safetensors").write_bytes(content)
+        try:
+            index = TensorIndex.open(folder)
+        except CheckpointError as error:
+            one_sentence(str(error), "model.safetensors")
+            return
+        assert index.header_bytes + sum(ref.nbytes for ref in index.values()) == len(content)
+        for ref in index.values():
+            assert ref.load().shape == ref.shape
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" * 3000])
+def test_a_shard_name_that_no_file_can_have_is_missing(name, tmp_path):
+    write_index(tmp_path, {"a": name})
+    with pytest.raises(CheckpointError, match="is missing"):
         TensorIndex.open(tmp_path)
 
 

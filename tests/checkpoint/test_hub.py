@@ -1,0 +1,257 @@
+"""Paths and hub ids; the oracle is a fake hub that records what was asked of it. No network."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from huggingface_hub.hf_api import ModelInfo
+
+from mlx_moeflux.checkpoint.hub import needed_files, resolve
+from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, UnsupportedError
+
+FILES = {
+    "model-00001-of-00002.safetensors": 5_000_000_000,
+    "model-00002-of-00002.safetensors": 4_000_000_000,
+    "model.safetensors.index.json": 90_000,
+    "config.json": 1_000,
+    "generation_config.json": 200,
+    "tokenizer.json": 20_000_000,
+    "tokenizer_config.json": 9_000,
+    "tokenizer.model": 500_000,
+    "merges.txt": 1_600_000,
+    "chat_template.jinja": 4_000,
+    "README.md": 7_000,
+    "LICENSE": 11_000,
+    ".gitattributes": 1_500,
+    "modeling_custom.py": 60_000,
+    "pytorch_model.bin": 9_000_000_000,
+    "model.pt": 9_000_000_000,
+    "model-Q4_K_M.gguf": 5_000_000_000,
+    "assets/benchmark.png": 300_000,
+    "onnx/model.safetensors": 9_000_000_000,
+    "consolidated.safetensors": 9_000_000_000,
+    "original/params.json": 100,
+}
+NEEDED = list(FILES)[:10]
+
+
+def http_error(kind, status=404):
+    """An error as the library raises it, for whichever HTTP client it uses."""
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind("the hub\nsays so.", response=response)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub with one repository; set its attributes to make it fail."""
+    state = SimpleNamespace(
+        files=dict(FILES), cached=set(), asked=[], info_error=None, download_error=None,
+        in_cache=None, snapshot=tmp_path / "snapshot", free=10**15,
+    )  # fmt: skip
+    state.snapshot.mkdir()
+
+    class Api:
+        def model_info(self, repo_id, *, revision=None, files_metadata=False):
+            if state.info_error:
+                raise state.info_error
+            assert files_metadata, "sizes are only sent when asked for"
+            siblings = [{"rfilename": n, "size": size} for n, size in state.files.items()]
+            return ModelInfo(id=repo_id, sha="c0ffee", siblings=siblings)
+
+    def snapshot_download(repo_id, **options):
+        state.asked.append((repo_id, options))
+        if options.get("local_files_only"):
+            if state.in_cache is None:
+                raise errors.LocalEntryNotFoundError("not there")
+            return str(state.in_cache)
+        if state.download_error:
+            raise state.download_error
+        return str(state.snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache",
+        lambda repo_id, name, revision: "/cache" if name in state.cached else None,
+    )  # fmt: skip
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=state.free))
+    return state
+
+
+def one_sentence(message, *parts):
+    assert "\n" not in message
+    assert message.endswith(".")
+    for part in parts:
+        assert part in message, (part, message)
+
+
+def test_an_existing_directory_is_itself_even_if_it_looks_like_an_id(hub, tmp_path, monkeypatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("org/name") == Path("org/name")
+    assert resolve(tmp_path / "org") == tmp_path / "org"
+    assert resolve("~/org") == tmp_path / "org"
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("name", [
+    "missing", "./org/name", "/org/name", "org/name/more", "../name", "org/", "/name", "", "a b/c",
+    "org/../x", "x" * 5000, "a\0b", "https://huggingface.co/org/name", "órg/name", ".org/name",
+])  # fmt: skip
+def test_what_is_neither_a_directory_nor_an_id_is_refused_without_a_request(name, hub, tmp_path):
+    hub.info_error = AssertionError("no request may be made")
+    with pytest.raises(CheckpointError) as caught:
+        resolve(name)
+    one_sentence(str(caught.value), repr(name), "neither a directory nor a hub id")
+
+
+def test_a_file_is_refused(hub, tmp_path):
+    (tmp_path / "model.safetensors").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file; pass the directory"):
+        resolve(tmp_path / "model.safetensors")
+
+
+def test_only_needed_files_are_asked_for_at_the_revision_that_was_planned(hub):
+    assert resolve("org/name", revision="main") == hub.snapshot
+    assert hub.asked == [("org/name", {"revision": "c0ffee", "allow_patterns": NEEDED})]
+
+
+def test_needed_files_are_weights_json_and_tokenizer():
+    assert needed_files(FILES) == NEEDED
+    ours = ["experts/layer_03.bin", "experts/layer_117.bin", "experts/index.json"]
+    theirs = [
+        "model_weights.bin",
+        "packed_experts/layer_00.bin",
+        "packed_experts_2bit/layer_00.bin",
+    ]
+    other = ["experts/pickle.bin", "layer_03.bin", "training_args.bin", "experts/layer_03.bin.tmp",
+             "x/experts/layer_03.bin", "experts/.progress.json", "qwen.tiktoken.py"]  # fmt: skip
+    assert needed_files([*ours, *theirs, *other]) == [*ours, *theirs]
+
+
+def test_names_are_no_patterns(hub):
+    hub.files = {"model[1].safetensors": 1, "config.json": 1}
+    resolve("org/name")
+    patterns = hub.asked[0][1]["allow_patterns"]
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        ["model[1].safetensors", "model1.safetensors"], allow_patterns=patterns
+    )
+    assert list(chosen) == ["model[1].safetensors"]
+
+
+def test_the_plan_is_one_line_on_stderr_with_the_sizes(hub, capsys):
+    hub.cached = {"model-00001-of-00002.safetensors"}
+    hub.free = 50_000_000_000
+    resolve("org/name")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    for part in ("org/name: 9 of 10 files to download, 4.0 GB, to ", "(50.0 GB free)"):
+        assert part in err
+
+
+def test_nothing_is_said_when_everything_is_in_the_cache(hub, capsys):
+    hub.cached, hub.free = set(NEEDED), 0
+    assert resolve("org/name") == hub.snapshot
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cached", [[], NEEDED[:1]])
+@pytest.mark.parametrize(("spare", "fits"), [(-1, False), (-(10**9), False), (0, True)])
+def test_the_disk_must_hold_what_is_still_missing(cached, spare, fits, hub):
+    missing = sum(FILES[name] for name in NEEDED if name not in cached)
+    hub.cached, hub.free = set(cached), missing + spare
+    if fits:
+        assert resolve("org/name") == hub.snapshot
+        return
+    with pytest.raises(MemoryBudgetError) as caught:
+        resolve("org/name")
+    free = f"has {hub.free / 1e9:.1f} GB free"
+    one_sentence(str(caught.value), f"needs {missing / 1e9:.1f} GB", free, "HF_HUB_CACHE")
+    assert hub.asked == []
+
+
+def test_a_repository_without_safetensors_is_refused(hub):
+    hub.files = {"config.json": 1, "model-Q4_K_M.gguf": 2, "pytorch_model.bin": 3}
+    with pytest.raises(UnsupportedError, match=r"org/name holds no \.safetensors"):
+        resolve("org/name")
+    assert hub.asked == []
+
+
+REFUSALS = {
+    "gated": (lambda: http_error(errors.GatedRepoError, 403), CheckpointError, "is gated"),
+    "not found": (
+        lambda: http_error(errors.RepositoryNotFoundError), CheckpointError, "neither a local dir"),
+    "revision": (
+        lambda: http_error(errors.RevisionNotFoundError), CheckpointError, "no revision 'v9'"),
+    "invalid": (lambda: errors.HFValidationError("bad\nid"), CheckpointError, "not a hub id"),
+    "refused": (
+        lambda: http_error(errors.HfHubHTTPError, 429), UnsupportedError, "failed (the hub says"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("when", ["info_error", "download_error"])
+def test_what_the_hub_refuses_is_one_sentence(case, when, hub):
+    make, kind, words = REFUSALS[case]
+    setattr(hub, when, make())
+    hub.in_cache = hub.snapshot
+    with pytest.raises(kind) as caught:
+        resolve("org/name", revision="v9")
+    one_sentence(str(caught.value), "org/name", words)
+    assert isinstance(caught.value.__cause__, (OSError, ValueError))
+
+
+def client_error():
+    """A connection error of the HTTP client itself, which need not be an OSError."""
+    kinds = {kind.__name__: kind for kind in errors.HTTPError.__subclasses__()}
+    return kinds["RequestError"]("no\nroute") if "RequestError" in kinds else ConnectionError("no")
+
+
+OFFLINE = {
+    "switched off": lambda: errors.OfflineModeIsEnabled("offline mode is on"),
+    "no connection": lambda: ConnectionError("no route"),
+    "http client": client_error,
+    "hub down": lambda: http_error(errors.HfHubHTTPError, 503),
+    "timeout": TimeoutError,
+}
+
+
+@pytest.mark.parametrize("case", OFFLINE)
+def test_offline_the_copy_in_the_cache_is_taken_or_one_sentence_says_so(case, hub):
+    hub.info_error = OFFLINE[case]()
+    with pytest.raises(UnsupportedError) as caught:
+        resolve("org/name", revision="v9")
+    one_sentence(str(caught.value), "org/name is not in the cache", "cannot be reached (", "HF_HUB")
+    hub.in_cache = hub.snapshot
+    assert resolve("org/name", revision="v9") == hub.snapshot
+    assert hub.asked[-1][1]["revision"] == "v9"
+    assert hub.asked[-1][1]["local_files_only"]
+
+
+def test_a_download_that_breaks_off_says_that_it_resumes(hub):
+    hub.download_error = OSError("x" * 1000)
+    with pytest.raises(UnsupportedError) as caught:
+        resolve("org/name")
+    one_sentence(str(caught.value), "Downloading org/name failed", "goes on where it stopped")
+    assert len(str(caught.value)) < 400
+
+
+def test_the_real_library_takes_an_incomplete_copy_from_its_cache_offline(monkeypatch, tmp_path):
+    """The library's own cache layout, with nothing faked: no request can be made offline."""
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (cache / "models--org--name" / "refs").mkdir()
+    (cache / "models--org--name" / "refs" / "main").write_text("c0ffee")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    assert resolve("org/name") == snapshot
+    with pytest.raises(UnsupportedError, match="other/name is not in the cache"):
+        resolve("other/name")
