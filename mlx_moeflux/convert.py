@@ -231,8 +231,13 @@ class _Job:
         )
 
     def identity(self) -> str:
+        """Of the source's files and the options: what an interrupted run must share to go on."""
         options = [self.layout, str(self.spec), self.dequantize, self.code]
-        text = json.dumps([self.checkpoint.identity(), options])
+        files = {ref.file for ref in self.checkpoint.tensors.values()}
+        files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
+        stats = {str(file.resolve()): file.stat() for file in sorted(files)}
+        found = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        text = json.dumps([self.checkpoint.identity(), options, found])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _trunk_recipes(self) -> dict[str, Recipe]:

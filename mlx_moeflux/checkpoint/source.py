@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.packed import PackedExperts, is_packed
-from mlx_moeflux.checkpoint.quantization import Quantization
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef
 from mlx_moeflux.checkpoint.tensors import TensorIndex
 from mlx_moeflux.errors import CheckpointError, ConfigError
@@ -79,6 +80,10 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
+    if not any(directory.glob("*.safetensors")):
+        found = MoefluxDirectory.find(directory)
+        if found is not None:
+            return _open_moeflux(found, config)
     blocks = {}
     if is_packed(directory):
         packed = PackedExperts.open(directory)
@@ -90,4 +95,30 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         tensors=TensorIndex.open(directory),
         quantization=Quantization.from_config(config),
         blocks=blocks,
+    )
+
+
+def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint:
+    trunk = MoefluxTrunk.open(found.weights)
+    text = config.get("text_config")
+    text = {**config, **(text if isinstance(text, dict) else {})}
+    sizes = {}
+    for key in ("hidden_size", "moe_intermediate_size", "num_experts"):
+        if type(text.get(key)) is not int or text[key] < 1:
+            raise ConfigError(f"{found.root / CONFIG_NAME}: '{key}' is {text.get(key)!r}; set it.")
+        sizes[key] = text[key]
+    experts = MoefluxExperts.open(
+        found.experts,
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["moe_intermediate_size"],
+        num_experts=sizes["num_experts"],
+        spec=QuantSpec(found.bits),
+    )
+    return Checkpoint(
+        directory=found.root,
+        form="moeflux",
+        config=config,
+        tensors=trunk,
+        quantization=trunk.quantization,
+        blocks={layer: experts.refs(layer) for layer in experts.layers},
     )
