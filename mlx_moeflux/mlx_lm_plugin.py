@@ -50,7 +50,6 @@ def register_cache_classes() -> None:
 
 def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]) -> Callable:
     from mlx_moeflux.loading import load_model as load_ours
-
     from mlx_moeflux.models import MODEL_TYPES
 
     def load_model(

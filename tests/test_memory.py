@@ -185,22 +185,24 @@ def test_four_gigabytes_of_experts_under_512_megabytes(tmp_path, monkeypatch):
     packed = convert(path, tmp_path / "packed")
     block = 442368
     files = sorted((packed / "experts").glob("*.bin"))
-    best, ours, stock = [], [], []
-    for i in range(5):
-        speeds = []
-        for threads in (1, 4, 8, 16):
+    # Each round measures every way once, so that the shared disk's drift meets all alike.
+    direct: dict[int, list[float]] = {threads: [] for threads in (1, 4, 8, 16)}
+    packed_speeds, stock_speeds = [], []
+    for i in range(7):
+        for threads, speeds in direct.items():
             evict_all(packed)
             speeds.append(direct_speed(files, block, threads, 400, i))
-        best.append(max(speeds))
         evict_all(packed)
-        ours.append(reader_speed(packed, 400, i))
+        packed_speeds.append(reader_speed(packed, 400, i))
         evict_all(path)
-        stock.append(reader_speed(path, 400, i))
+        stock_speeds.append(reader_speed(path, 400, i))
+    best = max(np.median(speeds) for speeds in direct.values())
+    ours, stock = np.median(packed_speeds), np.median(stock_speeds)
     print(  # noqa: T201
-        f"GB/s, medians of 5: best direct {np.median(best) / 1e9:.2f}, packed "
-        f"{np.median(ours) / 1e9:.2f}, stock {np.median(stock) / 1e9:.2f}; decode stall "
+        f"GB/s, medians of 7: best direct {best / 1e9:.2f}, packed {ours / 1e9:.2f}, stock "
+        f"{stock / 1e9:.2f}; decode stall "
         f"{measured['decode_stall']:.2f} s for {measured['decode_bytes'] / 1e9:.2f} GB"
     )
-    assert np.median(ours) >= 0.95 * np.median(best)
-    assert np.median(stock) >= 0.95 * np.median(best)
-    assert measured["decode_stall"] <= 1.15 * measured["decode_bytes"] / np.median(best)
+    assert ours >= 0.95 * best
+    assert stock >= 0.95 * best
+    assert measured["decode_stall"] <= 1.15 * measured["decode_bytes"] / best
