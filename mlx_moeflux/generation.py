@@ -108,9 +108,14 @@ def generate_step(
         token, logprobs = step(prompt[start:])
         mx.eval(token, [entry.state for entry in cache])
         report(total, total)
+    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
+    # and a pending reader would keep MLX from writing the key-value buffers in place.
+    ahead = mx.default_device() != mx.cpu
     count = 0
     while True:
         count += 1
+        if not ahead:
+            mx.eval(token)
         last = count == max_tokens
         if not last:
             with model.lock:

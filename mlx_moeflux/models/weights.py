@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors
+from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef, mlx_dtype
 from mlx_moeflux.errors import CheckpointError, MoefluxError
@@ -30,6 +30,31 @@ def default_dtype() -> mx.Dtype:
     return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
 
 
+def match_trunk(
+    model: StreamingModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
+) -> tuple[dict[str, TrunkTensor], dict[str, Transform]]:
+    """Quantise the modules of `model` as the checkpoint's are, and hold names and shapes against
+    each other; nothing is read. Returns parameter name -> tensor, and the transforms of some.
+
+    Raises:
+        CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
+    """
+    trunk = dict(mapped.trunk)
+    if getattr(model.config, "tie_word_embeddings", False):
+        # Some exporters write the tied head a second time.
+        trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
+    refs = {n: t.ref for n, t in trunk.items()}
+    _quantise_modules(model, refs, quantization, directory)
+    parameters = dict(tree_flatten(model.parameters()))
+    _check_names(model, trunk.keys(), parameters.keys(), directory)
+    transforms = model.transforms(refs)
+    for name, ref in refs.items():
+        expected = tuple(parameters[name].shape)
+        if name not in transforms and ref.shape != expected:
+            raise _wrong_shape(ref, ref.shape, expected)
+    return trunk, transforms
+
+
 def fill_trunk(
     model: StreamingModel,
     mapped: MappedTensors,
@@ -41,27 +66,16 @@ def fill_trunk(
     """Load every trunk tensor into `model`, in `dtype` where it is a float; evaluated.
 
     Raises:
-        CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
+        CheckpointError: As :func:`match_trunk`, or a tensor cannot be read.
     """
-    trunk = dict(mapped.trunk)
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    if tied:
-        # Some exporters write the tied head a second time.
-        trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
-    _quantise_modules(model, {n: t.ref for n, t in trunk.items()}, quantization, directory)
+    trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
     parameters = dict(tree_flatten(model.parameters()))
-    _check_names(model, trunk.keys(), parameters.keys(), directory)
-    transforms = model.transforms({n: t.ref for n, t in trunk.items()})
     for name, tensor in trunk.items():
-        expected = tuple(parameters[name].shape)
-        if name not in transforms and tensor.ref.shape != expected:
-            raise _wrong_shape(tensor.ref, tensor.ref.shape, expected)
-    for name, tensor in trunk.items():
-        array = tensor.load()
+        array, expected = tensor.load(), tuple(parameters[name].shape)
         if name in transforms:
             array = transforms[name](array)
-        if array.shape != tuple(parameters[name].shape):
-            raise _wrong_shape(tensor.ref, array.shape, tuple(parameters[name].shape))
+        if array.shape != expected:
+            raise _wrong_shape(tensor.ref, array.shape, expected)
         if tensor.ref.dtype in FLOATS:
             array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
         mx.eval(array)

@@ -1,0 +1,94 @@
+"""Oracle: the published layouts in tests/published/. Every tensor is taken, every parameter is
+filled, every shape fits, and the experts have the published bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_moeflux.checkpoint.names import map_tensors
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
+from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.errors import CheckpointError
+from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.weights import match_trunk
+
+PUBLISHED = Path(__file__).parents[1] / "published"
+# Routed experts in all, from moeflux's tables (4-bit) and 2 bytes a weight (bf16).
+EXPERT_BYTES = {
+    "qwen3.5-35b-a3b": 40 * 256 * 3 * 512 * 2048 * 2,
+    "qwen3.5-35b-a3b-4bit": 18_119_393_280,
+    "qwen3.5-397b-a17b": 60 * 512 * 3 * 1024 * 4096 * 2,
+    "qwen3.5-397b-a17b-4bit": 217_432_719_360,
+    "moeflux-35b-a3b": None,  # experts lie in files of their own
+}
+
+
+def expand(tensors: dict, kinds: list[str]) -> Iterator[TensorRef]:
+    for pattern, (kind, dtype, shape) in tensors.items():
+        layers = [i for i, own in enumerate(kinds) if kind == "all" or own.startswith(kind)]
+        for layer in layers if "{l}" in pattern else [0]:
+            name = pattern.replace("{l}", str(layer))
+            yield TensorRef(name, Path("published"), 0, dtype, tuple(shape))
+
+
+def opened(name: str):
+    data = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config = data["config"]
+    tensors = {
+        ref.name: ref for ref in expand(data["tensors"], config["text_config"]["layer_types"])
+    }
+    kind = model_class(config["model_type"])
+    model = kind(kind.Config.from_dict(config, file="config.json"))
+    quantization = Quantization.from_config(config).renamed(
+        lambda path: kind.NAME_RULES.canonical(f"{path}.")[:-1]
+    )
+    return model, tensors, quantization
+
+
+@pytest.mark.parametrize("name", EXPERT_BYTES)
+def test_both_sides_come_out_empty(name):
+    model, tensors, quantization = opened(name)
+    mapped = map_tensors(tensors, model.NAME_RULES)
+    match_trunk(model, mapped, quantization, directory=Path(name))
+    taken = len(mapped.trunk) + len(mapped.dropped)
+    if EXPERT_BYTES[name] is None:
+        assert not mapped.experts
+        assert taken == len(tensors)
+        return
+    assert all(d.startswith(("mtp.", "model.visual.", "vision_tower.")) for d in mapped.dropped)
+    assert mapped.dropped
+    layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
+    assert set(layouts) == set(range(len(model.layers)))
+    total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
+    assert total == EXPERT_BYTES[name]
+    assert all(layout.hidden == model.config.hidden_size for layout in layouts.values())
+
+
+@pytest.mark.parametrize("name", EXPERT_BYTES)
+def test_one_tensor_more_or_less_is_noticed(name):
+    model, tensors, quantization = opened(name)
+    tensors["model.layers.0.extra.weight"] = TensorRef("x", Path("x"), 0, "BF16", (4,))
+    mapped = map_tensors(tensors, model.NAME_RULES)
+    with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
+        match_trunk(model, mapped, quantization, directory=Path(name))
+    model, tensors, quantization = opened(name)
+    gone = next(n for n in tensors if n.endswith("layers.3.self_attn.k_norm.weight"))
+    del tensors[gone]
+    mapped = map_tensors(tensors, model.NAME_RULES)
+    with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
+        match_trunk(model, mapped, quantization, directory=Path(name))
+
+
+def test_the_router_has_its_own_bits():
+    model, tensors, quantization = opened("qwen3.5-35b-a3b-4bit")
+    mapped = map_tensors(tensors, model.NAME_RULES)
+    match_trunk(model, mapped, quantization, directory=Path("x"))
+    block = model.layers[5].mlp
+    assert (block.gate.bits, block.shared_expert_gate.bits) == (8, 8)
+    assert (block.shared_expert.up_proj.bits, model.lm_head.bits) == (4, 4)
+    assert quantization.spec("model.layers.5.mlp.gate") == QuantSpec(8)
