@@ -17,7 +17,7 @@ from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
-from mlx_moeflux.experts.policy import Eviction
+from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
@@ -26,7 +26,7 @@ from mlx_moeflux.kernels.choice import Kernels, choose_kernels
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, check_router
-from mlx_moeflux.models.weights import default_dtype, fill_trunk, load_experts
+from mlx_moeflux.models.weights import check_layers, default_dtype, fill_trunk, load_experts
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
@@ -90,7 +90,7 @@ def load_model(
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
-    memory = measure_memory()
+    memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
@@ -110,6 +110,7 @@ def load_model(
     check_router(router, config.num_experts)
     mapped = checkpoint.mapped(kind.NAME_RULES)
     model = kind(config, router=router, kernels=chosen)
+    check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
     dtype = dtype or default_dtype()
     fill_trunk(

@@ -87,19 +87,22 @@ Progress = Callable[[int, int], None]
 class Skew:
     """How unevenly experts are asked for, measured on random tokens.
 
-    distinct: Mean number of distinct experts a layer is asked for. hit_rate: Of an LRU cache of
-    half the experts. shuffled: The same on the same choices in random order.
+    distinct: Mean number of distinct experts that 32 tokens ask a layer for. hit_rate: Of an LRU
+    cache of half the experts. shuffled: The same with the tokens in random order. uniform: The
+    same on choices without any preference.
     """
 
     tokens: int
     distinct: float
     hit_rate: float
     shuffled: float
+    uniform: float
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens} tokens: {self.distinct:.1f} distinct experts a layer, hit rate at half "
-            f"budget {100 * self.hit_rate:.1f} % (shuffled {100 * self.shuffled:.1f} %)"
+            f"{self.tokens} tokens: {self.distinct:.1f} distinct experts in 32 tokens, hit rate at "
+            f"half budget {100 * self.hit_rate:.1f} % (shuffled {100 * self.shuffled:.1f} %, "
+            f"uniform {100 * self.uniform:.1f} %)"
         )
 
 
@@ -197,16 +200,16 @@ class _Weight:
 
     def _floats(self, random: np.random.Generator, count: int) -> bytes:
         if self.bits is not None:
-            # q is uniform on [0, 2^bits - 1]: scale (q - middle) has this deviation.
+            # q is uniform on [0, 2^bits - 1]: scale (q - middle) has this deviation. Embeddings
+            # are large, so that what all of them share is still there after many layers.
+            embeds = self.name.startswith("model.embed_tokens")
+            deviation = 1.0 if embeds else self.width**-0.5
             levels = (1 << self.bits) - 1
-            scale = self.width**-0.5 / (levels / 12**0.5)
-            values = np.full(count, scale if self.part == "scales" else -scale * levels / 2)
-            values *= 1 + 0.05 * random.standard_normal(count)
+            scale = deviation / (levels / 12**0.5)
             if self.part == "biases":
-                values = np.full(count, -scale * levels / 2)
-                if self.name.startswith("model.embed_tokens"):
-                    # The common direction: the mean of every token's embedding.
-                    values += self.width**-0.5
+                values = np.full(count, -scale * levels / 2 + (1.0 if embeds else 0.0))
+            else:
+                values = scale * (1 + 0.05 * random.standard_normal(count))
         elif self.name.endswith("norm.weight"):
             values = 1 + 0.1 * random.standard_normal(count)
         elif self.name.endswith("A_log"):
@@ -335,10 +338,13 @@ def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> 
         mx.eval(model(mx.array(ids), last_only=True))
         slots = max(model.config.num_experts // 2, model.config.num_experts_per_tok)
     traces = [np.concatenate(parts) for parts in chosen.values()]
-    shuffled = [random.permutation(trace.reshape(-1)).reshape(trace.shape) for trace in traces]
+    shuffled = [random.permutation(trace) for trace in traces]
+    experts, k = model.config.num_experts, traces[0].shape[1]
+    even = np.stack([random.permutation(experts)[:k] for _ in range(tokens)])
     return Skew(
         tokens=tokens,
-        distinct=float(np.mean([len(np.unique(trace)) for trace in traces])),
+        distinct=float(np.mean([len(np.unique(trace[:32])) for trace in traces])),
+        uniform=lru_hit_rate(even, slots),
         hit_rate=float(np.mean([lru_hit_rate(trace, slots) for trace in traces])),
         shuffled=float(np.mean([lru_hit_rate(trace, slots) for trace in shuffled])),
     )

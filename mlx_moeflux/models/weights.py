@@ -7,7 +7,7 @@ are errors that list the names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,7 +46,8 @@ def match_trunk(
     refs = {n: t.ref for n, t in trunk.items()}
     _quantise_modules(model, refs, quantization, directory)
     parameters = dict(tree_flatten(model.parameters()))
-    _check_names(model, trunk.keys(), parameters.keys(), directory)
+    check_layers(model, trunk, directory)
+    _check_names(trunk.keys(), parameters.keys(), directory)
     transforms = model.transforms(refs)
     for name, ref in refs.items():
         expected = tuple(parameters[name].shape)
@@ -98,7 +99,12 @@ def _wrong_shape(ref: TensorRef, shape, expected) -> CheckpointError:
     )
 
 
-def _check_names(model: StreamingModel, found, wanted, directory: Path) -> None:
+def check_layers(model: StreamingModel, found: Iterable[str], directory: Path) -> None:
+    """See that a checkpoint's names are of a model with as many layers.
+
+    Raises:
+        CheckpointError: They are not.
+    """
     layers = [int(m[1]) for n in found if (m := re.match(r"model\.layers\.(\d+)\.", n))]
     if not layers:
         raise CheckpointError(f"{directory}: no tensor is named 'model.layers.N...'.")
@@ -107,6 +113,9 @@ def _check_names(model: StreamingModel, found, wanted, directory: Path) -> None:
             f"{directory}: the weights have {max(layers) + 1} layers, config.json says "
             f"{len(model.layers)}; they are of different models."
         )
+
+
+def _check_names(found, wanted, directory: Path) -> None:
     for names, what in (
         (wanted - found, "lacks the tensors"),
         (found - wanted, "has tensors that the model does not know"),

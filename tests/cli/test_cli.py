@@ -1,0 +1,173 @@
+"""Oracle: what a user sees. Text on stdout, everything else on stderr, one line for an error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_moeflux import generate, load
+from mlx_moeflux.cli import COMMANDS, command_module, main
+from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
+from mlx_moeflux.loading import BUNDLED_MODEL
+
+ROOT = Path(__file__).parents[2]
+
+OPTIONS = {
+    "generate": """
+        --chat-template-config --expert-memory --expert-reader --expert-threads
+        --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
+        --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
+        --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
+        --system-prompt --temp --top-k --top-p --use-default-chat-template --verbose
+        --xtc-probability --xtc-threshold -m -p
+        --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
+        --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
+        --trust-remote-code -qa
+    """,
+    "convert": """
+        --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
+        --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
+    """,
+    "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
+}
+
+
+def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "mlx_moeflux", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_are_frozen(command):
+    parser = argparse.ArgumentParser(add_help=False)
+    command_module(command).add_arguments(parser)
+    found = {name for action in parser._actions for name in action.option_strings}
+    assert found == set(OPTIONS[command].split())
+
+
+def test_text_on_stdout_and_the_account_on_stderr():
+    done = run("generate", "-m", "12", "--expert-memory", "25%", "--stats")
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    with model:
+        text = generate(model, tokenizer, DEFAULT_PROMPT, max_tokens=12)
+    assert done.stdout == DEFAULT_PROMPT + text + "\n"
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("experts streamed, trunk ")
+    assert re.fullmatch(
+        r"prompt \d+ tokens, \d+\.\d tok/s; generation 12 tokens, \d+\.\d tok/s; "
+        r"peak memory \d\.\d{3} GB; hit rate \d+\.\d %; \d\.\d{3} GB read",
+        lines[-1],
+    )
+    table = [line.split() for line in lines[1:9]]
+    assert table[0][:4] == ["layer", "tokens", "lookups", "hits"]
+    assert [row[0] for row in table[1:]] == ["0", "1", "2", "3", "4", "5", "total"]
+    assert "kernels: " in done.stderr
+
+
+def test_prompt_from_standard_input_and_stop():
+    done = run("generate", "-p", "-", "-m", "30", "--stop", "\n", "--verbose", "F", stdin="import ")
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys):
+    assert main(["generate", flag, "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"error: {flag} does not apply: [^\n]+\.\n", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--model", "no/such/thing/x"], "no/such/thing/x"),
+        (["generate", "--expert-memory", "1kB"], "663552"),
+        (["generate", "--expert-memory", "much"], "much"),
+        (["generate", "--chat-template-config", "{"], "--chat-template-config"),
+        (["generate", "--system-prompt", "x"], "--system-prompt"),
+        (["generate", "--extra-eos-token", "nonesuch"], "nonesuch"),
+        (["generate", "-p", ""], "empty"),
+        (["generate", "--temp", "-1"], "temp"),
+        (["generate", "--max-context", "3"], "context of 3"),
+        (["convert", "--model", "no/such/thing/x"], "no/such/thing/x"),
+        (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
+        (["synthesize", "--like", "nothing", "--out", "x"], "nothing"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(arguments, words, capsys):
+    assert main(arguments) == 1
+    err = capsys.readouterr().err.strip().splitlines()
+    assert err[-1].startswith("error: ")
+    assert words in err[-1]
+    assert not any("Traceback" in line for line in err)
+
+
+def test_no_arguments_print_help_and_version_prints_the_device(capsys):
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert re.fullmatch(r"mlx_moeflux \d+\.\d+\.\d+ \(mlx [\d.]+, .+\)\n", capsys.readouterr().out)
+
+
+def test_convert_and_generate_from_it(tmp_path):
+    out = tmp_path / "packed"
+    done = run("convert", "--model", str(BUNDLED_MODEL), "--out", str(out), "--verify")
+    assert done.returncode == 0, done.stderr
+    plain = run("generate", "-m", "5", "--verbose", "F")
+    packed = run("generate", "-m", "5", "--verbose", "F", "--model", str(out))
+    assert packed.stdout == plain.stdout != ""
+
+
+def test_without_a_back_end_one_line_names_the_extras(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: not found')")
+    done = run("generate", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: MLX has no back end")
+    assert len(done.stderr.strip().splitlines()) == 1
+    for extra in ("cpu", "cuda12", "cuda13"):
+        assert extra in done.stderr
+    code = (
+        "import mlx_moeflux\ntry: mlx_moeflux.load\nexcept Exception as e: print(type(e).__name__)"
+    )
+    library = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert library.stdout == "UnsupportedError\n"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m mlx_moeflux generate -m 40 2>&1 >/dev/full | cat; "
+        f"{sys.executable} -m mlx_moeflux generate -m 40 --verbose F | head -c 3",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("def")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,150 @@
+"""Oracle: decoding everything at once, mlx-lm's wrapper, and the sandbox's promise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.tokenizer import load_tokenizer
+
+TEXT = "naïve façade — 日本語のテキスト 🙂👩‍👩‍👧 def f(x):\n\treturn x\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(BUNDLED_MODEL)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path / name)
+    return tmp_path
+
+
+def test_text_survives(tokenizer):
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4095), max_size=40))
+def test_pieces_are_the_whole_and_no_character_is_shown_half(ids):
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add(i) for i in ids]
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=30))
+def test_every_text_streams_without_replacement_characters(text):
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    detokenizer = tokenizer.detokenizer()
+    ids = tokenizer.encode(text)
+    assert "".join([*(detokenizer.add(i) for i in ids), detokenizer.finish()]) == text
+
+
+def test_what_mlx_lms_wrapper_asks(tokenizer):
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    wrapper = TokenizerWrapper(tokenizer)
+    assert wrapper.encode(TEXT) == tokenizer.encode(TEXT)
+    assert wrapper.eos_token_ids == {tokenizer.eos_token_id}
+    detokenizer = wrapper.detokenizer
+    detokenizer.reset()
+    for i in tokenizer.encode(TEXT):
+        detokenizer.add_token(i)
+    detokenizer.finalize()
+    assert detokenizer.text == TEXT
+    ids = tokenizer.convert_tokens_to_ids(["def", "nonesuch"])
+    assert ids[1] is None
+    assert tokenizer.convert_ids_to_tokens(ids[:1]) == ["def"]
+    assert tokenizer.get_vocab()["def"] == ids[0]
+    assert tokenizer.vocab_size == 4096
+
+
+def test_every_spelling_of_the_end(directory):
+    own = load_tokenizer(directory).eos_token_id
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_tokenizer(directory).eos_token_ids == {own, 7, 9}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>", "special": True}})
+    )
+    assert load_tokenizer(directory).eos_token == "<|endoftext|>"
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="eos_token"):
+        load_tokenizer(directory)
+
+
+def test_templates(directory):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% if thinking %}?{% endif %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(directory)
+    messages = [{"role": "user", "content": "hé"}]
+    text = tokenizer.apply_chat_template(messages, tools=[{"a": "é"}], tokenize=False, thinking=1)
+    assert text == '<user>hé[{"a": "é"}]?<bot>'
+    assert tokenizer.apply_chat_template(messages) == tokenizer.encode("<user>hé<bot>")
+    messages.append({"role": "bot", "content": "Well"})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert text == "<user>hé<bot>Well"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no such role') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages | nonesuch }}",
+        "{% for %}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+    ],
+)
+def test_templates_that_are_refused(tokenizer, template):
+    with pytest.raises(InputError, match="chat template"):
+        tokenizer.apply_chat_template([{"role": "u", "content": ""}], chat_template=template)
+
+
+def test_no_template_and_no_tokenizer(tokenizer, tmp_path):
+    with pytest.raises(InputError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentencepiece(tmp_path):
+    import sentencepiece
+
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), 4)) for _ in range(60)]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(" ".join(random.choice(words, 8)) for _ in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60, minloglevel=2
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    text = " ".join(words[:5])
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add(i) for i in ids]
+    assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
