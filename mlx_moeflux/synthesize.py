@@ -1,8 +1,8 @@
 """Checkpoints of random weights in a published shape and layout, at any scale.
 
-For benchmarks and tests of what no one wants to download. Routing is skewed on purpose: the
-router's rows lean along one direction that all embeddings share, each by its own strength, so
-that some experts are asked for more often than others.
+For benchmarks and tests of what no one wants to download. Routing is skewed on purpose: all
+embeddings share a direction (their mean), and the router's random rows lean along it more or less,
+so that some experts are asked for more often than others.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def synthesize(
     experts: int | None = None,
     bits: int = 4,
     group_size: int = 64,
-    skew: float = 2.0,
+    skew: float = 1.0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Path:
@@ -123,7 +123,7 @@ def synthesize(
     Args:
         like: One of :data:`SHAPES`. layers, experts: Fewer (or more) than the shape has.
         bits, group_size: Of the weights; the router has 8 bits, as published.
-        skew: Strength of the common direction; 0 routes evenly.
+        skew: Mean of the embeddings by their deviation; 0 routes evenly.
 
     Memory: a few chunks of 16 MiB.
 
@@ -187,18 +187,15 @@ class _Weight:
 
     def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
         """Random bytes that mean weights of standard deviation width^-1/2."""
-        if self.name.endswith("mlp.gate.biases") and skew:
-            yield self._router_biases(random, skew)
-            return
         if self.part == "weight" and self.bits is not None:
             for size in _sizes(self.tensor.nbytes):
                 yield random.bytes(size)
             return
         for size in _sizes(self.tensor.nbytes):
             count = size // (4 if self.tensor.dtype == "F32" else 2)
-            yield self._floats(random, count)
+            yield self._floats(random, count, skew)
 
-    def _floats(self, random: np.random.Generator, count: int) -> bytes:
+    def _floats(self, random: np.random.Generator, count: int, skew: float) -> bytes:
         if self.bits is not None:
             # q is uniform on [0, 2^bits - 1]: scale (q - middle) has this deviation. Embeddings
             # are large, so that what all of them share is still there after many layers.
@@ -207,7 +204,7 @@ class _Weight:
             levels = (1 << self.bits) - 1
             scale = deviation / (levels / 12**0.5)
             if self.part == "biases":
-                values = np.full(count, -scale * levels / 2 + (1.0 if embeds else 0.0))
+                values = np.full(count, -scale * levels / 2 + (skew if embeds else 0.0))
             else:
                 values = scale * (1 + 0.05 * random.standard_normal(count))
         elif self.name.endswith("norm.weight"):
@@ -219,16 +216,6 @@ class _Weight:
         else:
             values = 0.3 * random.standard_normal(count)
         return _encoded(values.astype(np.float32), self.tensor.dtype)
-
-    def _router_biases(self, random: np.random.Generator, skew: float) -> bytes:
-        """Affine biases of the router: a constant shift of a row is a weight on the mean of the
-        hidden state, which all embeddings share, so it is that expert's popularity."""
-        rows, groups = self.tensor.shape
-        levels = (1 << self.bits) - 1
-        scale = self.width**-0.5 / (levels / 12**0.5)
-        popularity = skew * random.standard_normal((rows, 1)) / self.width
-        values = -scale * levels / 2 + np.broadcast_to(popularity, (rows, groups))
-        return _encoded(values.astype(np.float32).reshape(-1), self.tensor.dtype)
 
 
 def _sizes(total: int) -> Iterator[int]:

@@ -49,6 +49,7 @@ def test_skew_makes_some_experts_popular(tmp_path):
     assert skewed.hit_rate > skewed.uniform + 0.1
     assert skewed.hit_rate > even.hit_rate + 0.05
     assert skewed.distinct < even.distinct
+    assert abs(even.hit_rate - even.uniform) < 0.1
 
 
 def test_hit_rates_worked_by_hand():

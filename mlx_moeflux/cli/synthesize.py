@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="instead of the shape's")
     add("--experts", type=int, help="instead of the shape's")
     add("--bits", type=int, default=4, help="default %(default)s")
-    add("--skew", type=float, default=2.0, help="how unevenly experts are asked for; 0: evenly")
+    add("--skew", type=float, default=1.0, help="how unevenly experts are asked for; 0: evenly")
     add("--seed", type=int, default=0)
     add(
         "--measure", type=int, default=256, metavar="N", help="tokens to measure the skew on; 0: no"
