@@ -64,6 +64,7 @@ class Case:
     length: int
     rope: dict
     vision: bool = False
+    leniency: float = 1.0  # times the two minima above
     fused: bool = True  # experts.gate_up_proj / down_proj, else one tensor per expert
     dtype: torch.dtype = torch.bfloat16
     float32_parts: tuple[str, ...] = ()  # suffixes kept in float32 in a bfloat16 checkpoint
@@ -111,6 +112,8 @@ CASES = {
         rope={"rope_theta": 1e7, "partial_rotary_factor": 0.5},
         fused=False,
         float32_parts=("linear_attn.A_log", "linear_attn.norm.weight"),
+        # With one expert a token its weight is always 1: less shows, still ten times the limit.
+        leniency=0.1,
     ),
     "text_top_all": Case(
         _text(V=97, C=40, L=4, E=5, K=5, F=16, shared=24, Hq=4, Hkv=2, Dh=20)
@@ -358,7 +361,9 @@ def make(name: str, seed: int) -> dict:
             assert relative(padded_truth[b : b + 1, start:], alone) < 1e-12
     assert truth.dtype == torch.float64
     assert torch.isfinite(truth).all()
-    if margin < MIN_MARGIN or min(*sensitivity.values(), weakest[1]) < MIN_SENSITIVITY:
+    ratio = CASES[name].leniency
+    shown = min(*sensitivity.values(), weakest[1])
+    if margin < MIN_MARGIN * ratio or shown < MIN_SENSITIVITY * ratio:
         return make(name, seed + 1)
     golden = {
         "tokens": tokens.int(),
