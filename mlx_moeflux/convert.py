@@ -258,6 +258,9 @@ class _Job:
                 spec = infer_spec(source[0], source[1], modules[base].weight.shape[-1])
             target = self._target(base, ref, spec, modules.get(base) if leaf == "weight" else None)
             dtype = "F32" if self.kind.keeps_float32(name) else self._code(source)
+            if name in transforms and len(ref.shape) == 1 and self.layout == "packed":
+                # 1 + w does not fit the 8 bits of a bfloat16; mlx-lm's layout rounds it.
+                dtype = "F32"
             recipes[name] = Recipe(source, spec, target, dtype, transforms.get(name))
         return recipes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import mlx.core as mx
@@ -265,3 +267,33 @@ def test_closing_twice_and_using_after_close():
     model.close()
     with pytest.raises(InputError, match="closed"):
         generate(model, tokenizer, PROMPT, max_tokens=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_twenty_models_loaded_and_closed_leave_little_behind():
+    code = """
+import gc, os
+import mlx_moeflux
+from mlx_moeflux.loading import BUNDLED_MODEL
+
+def once():
+    model, tokenizer = mlx_moeflux.load(BUNDLED_MODEL, expert_memory="50%")
+    with model:
+        mlx_moeflux.generate(model, tokenizer, "import", max_tokens=3)
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+for _ in range(3):
+    once()
+gc.collect()
+before, files = resident(), len(os.listdir("/proc/self/fd"))
+for _ in range(20):
+    once()
+gc.collect()
+print(resident() - before, len(os.listdir("/proc/self/fd")) - files)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown, files = map(int, done.stdout.split())
+    assert grown < 50_000_000
+    assert files == 0

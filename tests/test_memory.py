@@ -98,7 +98,7 @@ def test_peak_memory_keeps_to_the_budget(tmp_path, monkeypatch):
     # The bound above would also hold for a small model that is wholly resident: what this one
     # needed beyond the interpreter and MLX must be far below its 64 MB of experts.
     grown = measured["hwm"] - measured["base"]
-    assert grown <= measured["trunk"] + measured["budget"] + 36_000_000
+    assert grown <= measured["trunk"] + measured["budget"] + 48_000_000
 
 
 def evict(path: Path) -> None:
