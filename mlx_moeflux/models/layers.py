@@ -17,8 +17,3 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def last_real(x: mx.array) -> mx.array:
-    """``[B, T, C]`` -> ``[B, 1, C]``: the last position."""
-    return x[:, -1:]
