@@ -11,7 +11,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +19,6 @@ from mlx_moeflux.cache import transaction
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
-from mlx_moeflux.stopping import StopText
 
 Prompt = str | Sequence[int] | mx.array | Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
@@ -70,19 +68,15 @@ def generate_step(
     prefill_step_size: Tokens a call. None: the whole prompt at once, so that every expert is read
     at most once; the model bounds its own scratch.
 
-    A step is prepared while the one before it is used. Whatever fails or is interrupted leaves
-    `prompt_cache` after the last token that was yielded; before the first one, as it was. At the
-    end it holds the prompt and every token that was yielded, the last one too.
+    A step is prepared while the one before it is used. A prefill that fails or is interrupted
+    leaves `prompt_cache` as it was; so does a step, and then the cache stands after the last
+    token that was yielded.
 
     Evaluates: one step ahead of the caller.
     """
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     sampler = sampler or make_sampler()
     tokens = prompt
-    report = prompt_progress_callback or (lambda done, total: None)
-    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
-    # and a pending reader would keep MLX from writing the key-value buffers in place.
-    ahead = mx.default_device() != mx.cpu
 
     def step(inputs: mx.array) -> tuple[mx.array, mx.array]:
         """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
@@ -92,65 +86,48 @@ def generate_step(
         logits = logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = sampler(logprobs)
-        # State that stays lazy could not be used from another thread.
-        kept = [] if prompt_cache is None else [entry.state for entry in cache]
-        mx.async_eval(token, logprobs, kept)
+        mx.async_eval(token, logprobs)
         return token, logprobs[0]
 
-    def settle(token: mx.array, count: int) -> tuple[int, tuple[mx.array, mx.array] | None]:
-        """The number of the count-th token, and the step that follows it."""
-        nonlocal tokens
+    with model.lock, transaction(cache):
+        total = prompt.shape[0]
+        size = prefill_step_size or total
+        report = prompt_progress_callback or (lambda done, total: None)
+        report(0, total)
+        start = 0
+        while total - start > size:
+            model(prompt[None, start : start + size], cache=cache, last_only=True)
+            mx.eval([entry.state for entry in cache])
+            mx.clear_cache()
+            start += size
+            report(start, total)
+        if max_tokens == 0:
+            model(prompt[None, start:], cache=cache, last_only=True)
+            mx.eval([entry.state for entry in cache])
+            return
+        token, logprobs = step(prompt[start:])
+        mx.eval(token, [entry.state for entry in cache])
+        report(total, total)
+    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
+    # and a pending reader would keep MLX from writing the key-value buffers in place.
+    ahead = mx.default_device() != mx.cpu
+    count = 0
+    while True:
+        count += 1
         if not ahead:
             mx.eval(token)
-        following = None
-        if count != max_tokens:
-            if logits_processors:
-                tokens = mx.concatenate([tokens, token.astype(tokens.dtype)])
-            following = step(token)
-        elif prompt_cache is not None:
-            model(token[None], cache=cache, last_only=True)
-            mx.eval([entry.state for entry in cache])
-        return token.item(), following
-
-    with model.lock, transaction(cache):
-        rest = _prefill(model, prompt, cache, size=prefill_step_size, report=report)
-        if max_tokens == 0:
-            model(rest[None], cache=cache, last_only=True)
-        else:
-            token, logprobs = step(rest)
-            mx.eval(token)
-        mx.eval([entry.state for entry in cache])
-        report(prompt.shape[0], prompt.shape[0])
-        if max_tokens == 0:
-            return
-        number, following = settle(token, 1)
-    count = 1
-    while True:
-        yield number, logprobs
-        if following is None:
+        last = count == max_tokens
+        if not last:
+            with model.lock:
+                if logits_processors:
+                    tokens = mx.concatenate([tokens, token.astype(tokens.dtype)])
+                following = step(token)
+        yield token.item(), logprobs
+        if last:
             return
         if count % CLEAR_EVERY == 0:
             mx.clear_cache()
-        count += 1
         token, logprobs = following
-        with model.lock, transaction(cache):
-            number, following = settle(token, count)
-
-
-def _prefill(
-    model: Any, prompt: mx.array, cache: list[Any], *, size: int | None, report: Progress
-) -> mx.array:
-    """Evaluate all of the prompt but its last `size` tokens or fewer, which are returned."""
-    total, start = prompt.shape[0], 0
-    size = size or total
-    report(0, total)
-    while total - start > size:
-        model(prompt[None, start : start + size], cache=cache, last_only=True)
-        mx.eval([entry.state for entry in cache])
-        mx.clear_cache()
-        start += size
-        report(start, total)
-    return prompt[start:]
 
 
 def stream_generate(
@@ -181,8 +158,6 @@ def stream_generate(
         tools, template_options: For the chat template.
         prompt_cache: Of ``model.make_cache()``; grows by the prompt and the reply.
 
-    There is a response for each token; the last also carries what was held back.
-
     Raises:
         InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
@@ -192,24 +167,22 @@ def stream_generate(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if any(not isinstance(text, str) or not text for text in stops):
         raise InputError("a stop string is empty or no string; leave it out.")
+    room = _room(model, prompt_cache, len(ids))
     if max_tokens < -1:
         raise InputError(
             f"max_tokens is {max_tokens}; give a number from 0 up, or -1 for no limit."
         )
-    if prefill_step_size is not None and prefill_step_size < 1:
-        raise InputError(f"prefill_step_size is {prefill_step_size}; it must be at least 1.")
-    room = _room(model, prompt_cache, len(ids), at_least=min(abs(max_tokens), 1))
     limit = room if max_tokens == -1 else min(max_tokens, room)
-    clock = _PromptClock(prompt_progress_callback)
+    if seed is not None:
+        mx.random.seed(seed)
+    ends = set(tokenizer.eos_token_ids) | set(stop_ids)
     return _stream(
+        model,
         tokenizer.detokenizer(),
-        set(tokenizer.eos_token_ids) | set(stop_ids),
+        ends,
         StopText(stops),
         store=model.store,
         prompt_tokens=len(ids),
-        limit=limit,
-        seed=seed,
-        clock=clock,
         steps=generate_step(
             mx.array(ids, mx.int32),
             model,
@@ -218,60 +191,35 @@ def stream_generate(
             logits_processors=processors,
             prompt_cache=prompt_cache,
             prefill_step_size=prefill_step_size,
-            prompt_progress_callback=clock.report,
+            prompt_progress_callback=prompt_progress_callback,
         ),
     )
 
 
-class _PromptClock:
-    """Seconds until the prompt was evaluated; the first step of decoding comes before its token."""
-
-    def __init__(self, report: Progress | None):
-        self._report, self._began, self.seconds = report, time.perf_counter(), 0.0
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def report(self, done: int, total: int) -> None:
-        if done == total:
-            self.seconds = time.perf_counter() - self._began
-        if self._report is not None:
-            self._report(done, total)
-
-    def since(self) -> float:
-        """Seconds since the prompt was evaluated."""
-        return time.perf_counter() - self._began - self.seconds
-
-
 def _stream(
+    model: Any,
     detokenizer: Any,
     ends: set[int],
     stop: StopText,
     *,
     store: Any,
     prompt_tokens: int,
-    limit: int,
-    seed: int | None,
-    clock: _PromptClock,
     steps: Iterator[tuple[int, mx.array]],
 ) -> Iterator[GenerationResponse]:
     before = store.stats().snapshot()
     mx.reset_peak_memory()
-    if seed is not None:
-        # Here, because every thread draws from a state of its own.
-        mx.random.seed(seed)
-    count, token, logprobs = 0, -1, None
-    clock.start()
+    began = time.perf_counter()
+    prompt_seconds, count, token, logprobs = 0.0, 0, -1, None
 
     def response(text: str, finish: str | None = None) -> GenerationResponse:
-        seconds = clock.since()
+        seconds = time.perf_counter() - began - prompt_seconds
         return GenerationResponse(
             text=text,
             token=token,
             logprobs=logprobs,
             from_draft=False,
             prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / clock.seconds if clock.seconds else 0.0,
+            prompt_tps=prompt_tokens / prompt_seconds if prompt_seconds else 0.0,
             generation_tokens=count,
             generation_tps=count / seconds if seconds else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
@@ -280,7 +228,9 @@ def _stream(
         )
 
     try:
-        for token, logprobs in steps:
+        for token, logprobs in steps:  # noqa: B007
+            if not count:
+                prompt_seconds = time.perf_counter() - began
             count += 1
             if token in ends:
                 yield response(stop.finish(detokenizer.finish()), "stop")
@@ -289,13 +239,9 @@ def _stream(
             if stop.found:
                 yield response(text, "stop")
                 return
-            if count < limit:
-                yield response(text)
-                continue
-            text += stop.finish(detokenizer.finish())
-            yield response(text, "stop" if stop.found else "length")
-            return
-        yield response("", "length")
+            yield response(text)
+        rest = stop.finish(detokenizer.finish())
+        yield response(rest, "stop" if stop.found else "length")
     finally:
         steps.close()
 
@@ -340,6 +286,41 @@ def summary(last: GenerationResponse) -> str:
     )
 
 
+class StopText:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self.found = tuple(stops), "", False
+
+    def add(self, text: str) -> str:
+        """What may be shown now; sets `found` once a stop string is complete."""
+        self._held += text
+        hits = [i for i in (self._held.find(stop) for stop in self._stops) if i >= 0]
+        if hits:
+            self.found = True
+            shown, self._held = self._held[: min(hits)], ""
+            return shown
+        held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        shown = self._held[: len(self._held) - held]
+        self._held = self._held[len(self._held) - held :]
+        return shown
+
+    def finish(self, text: str) -> str:
+        """The rest when no more comes."""
+        shown = self.add(text)
+        if self.found:
+            return shown
+        rest, self._held = self._held, ""
+        return shown + rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of `stop` that ends `text`."""
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )
+
+
 def prompt_ids(
     model: Any,
     tokenizer: Any,
@@ -363,20 +344,14 @@ def prompt_ids(
             )
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        reserved = {"conversation", "messages", "tokenize", "tools"} & set(options or {})
-        if reserved:
-            raise InputError(f"'{min(reserved)}' is no template option; it has its own place.")
         ids = tokenizer.apply_chat_template(prompt, tools=tools, **dict(options or {}))
     else:
-        try:
-            ids = [] if isinstance(prompt, (bytes, bytearray)) else [index(i) for i in prompt]
-            unfit = isinstance(prompt, (bytes, bytearray))
-        except TypeError:
-            unfit = True
-        if unfit:
+        ids = list(prompt) if isinstance(prompt, Iterable) else prompt
+        if not isinstance(ids, list) or any(not hasattr(i, "__index__") for i in ids):
             raise InputError(
                 f"the prompt is a {type(prompt).__name__}; expected text, ids, or messages."
             )
+        ids = [int(i) for i in ids]
     if not ids:
         raise InputError("the prompt is empty; give at least one token.")
     vocabulary = model.config.vocab_size
@@ -386,17 +361,16 @@ def prompt_ids(
     return ids
 
 
-def _room(model: Any, cache: list[Any] | None, prompt_tokens: int, *, at_least: int) -> int:
+def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
     """Tokens that may follow the prompt."""
     context = getattr(model, "max_context", None) or model.config.max_position_embeddings
     used = max((_position(entry) for entry in cache or ()), default=0)
-    room = context - used - prompt_tokens
-    if room < at_least:
+    if used + prompt_tokens > context:
         raise CacheError(
-            f"{used} tokens in the cache and a prompt of {prompt_tokens} leave no room in the "
-            f"context of {context}; shorten the prompt or raise max_context."
+            f"{used} tokens in the cache and a prompt of {prompt_tokens} exceed the context of "
+            f"{context}; shorten the prompt or raise max_context."
         )
-    return room
+    return context - used - prompt_tokens + 1
 
 
 def _position(entry: Any) -> int:

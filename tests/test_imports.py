@@ -20,7 +20,6 @@ RANK = {
     "loading": 2,
     "generation": 3,
     "sampling": 4,
-    "stopping": 4,
     "tokenizer": 4,
     "models": 4,
     "experts": 5,
