@@ -6,7 +6,6 @@ terms; :func:`generate` returns the string.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,18 +15,24 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
+from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.stats import ExpertStats
-from mlx_moeflux.sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
+from mlx_moeflux.prompt import Prompt, prompt_ids
+from mlx_moeflux.sampling import (
+    LogitsProcessor,
+    Sampler,
+    check_ids,
+    check_integer,
+    choose_sampling,
+    make_sampler,
+)
+from mlx_moeflux.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | mx.array | Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
 
 # MLX keeps freed buffers; as many steps between clearing them as mlx-lm takes.
 CLEAR_EVERY = 256
-
-_SAMPLER_OPTIONS = frozenset(inspect.signature(make_sampler).parameters)
-_PROCESSOR_OPTIONS = frozenset(inspect.signature(make_logits_processors).parameters)
 
 
 @dataclass
@@ -69,73 +74,112 @@ def generate_step(
     at most once; the model bounds its own scratch.
 
     A step is prepared while the one before it is used. A prefill that fails or is interrupted
-    leaves `prompt_cache` as it was; so does a step, and then the cache stands after the last
-    token that was yielded.
+    leaves `prompt_cache` as it was. Afterwards it stands behind the last token that was yielded,
+    whether the end was a limit, the caller or a failure.
 
     Evaluates: one step ahead of the caller.
     """
     cache = model.make_cache() if prompt_cache is None else prompt_cache
-    sampler = sampler or make_sampler()
-    tokens = prompt
-
-    def step(inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
-        logits = model(inputs[None], cache=cache, last_only=True)[:, -1]  # [1, V]
-        for processor in logits_processors:
-            logits = processor(tokens, logits)
-        logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        token = sampler(logprobs)
-        mx.async_eval(token, logprobs)
-        return token, logprobs[0]
-
+    loop = _Loop(model, cache, sampler or make_sampler(), list(logits_processors), prompt)
     with model.lock, transaction(cache):
-        total = prompt.shape[0]
-        size = prefill_step_size or total
-        report = prompt_progress_callback or (lambda done, total: None)
-        report(0, total)
-        start = 0
-        while total - start > size:
-            model(prompt[None, start : start + size], cache=cache, last_only=True)
-            mx.eval([entry.state for entry in cache])
-            mx.clear_cache()
-            start += size
-            report(start, total)
-        if max_tokens == 0:
-            model(prompt[None, start:], cache=cache, last_only=True)
-            mx.eval([entry.state for entry in cache])
-            return
-        token, logprobs = step(prompt[start:])
-        mx.eval(token, [entry.state for entry in cache])
-        report(total, total)
+        following = loop.prefill(
+            prefill_step_size or prompt.shape[0], prompt_progress_callback, stop=max_tokens == 0
+        )
     # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
     # and a pending reader would keep MLX from writing the key-value buffers in place.
     ahead = mx.default_device() != mx.cpu
     count = 0
-    while True:
+    while count != max_tokens:
         count += 1
+        token, logprobs = following
         if not ahead:
             mx.eval(token)
-        last = count == max_tokens
-        if not last:
-            with model.lock:
-                if logits_processors:
-                    tokens = mx.concatenate([tokens, token.astype(tokens.dtype)])
-                following = step(token)
-        yield token.item(), logprobs
-        if last:
-            return
+        # An interrupt may come while a result is awaited, when the cache has moved on already.
+        with model.lock, transaction(cache):
+            if count != max_tokens:
+                following = loop.step(token)
+            elif prompt_cache is not None:
+                loop.read(token)
+            value = token.item()
+        yield value, logprobs
         if count % CLEAR_EVERY == 0:
             mx.clear_cache()
-        token, logprobs = following
+
+
+class _Loop:
+    """A model, its cache and the tokens that went into it."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: list[Any],
+        sampler: Sampler,
+        processors: list[LogitsProcessor],
+        prompt: mx.array,
+    ):
+        self._model, self._cache = model, cache
+        self._sampler, self._processors = sampler, processors
+        self._prompt, self._tokens = prompt, None
+
+    def prefill(
+        self, size: int, progress: Progress | None, *, stop: bool
+    ) -> tuple[mx.array, mx.array] | None:
+        """Read the prompt, `size` tokens a call; the first step's result, or None with `stop`."""
+        prompt, report = self._prompt, progress or (lambda done, total: None)
+        start, total = 0, prompt.shape[0]
+        report(0, total)
+        while total - start > size:
+            self.read(prompt[start : start + size])
+            mx.clear_cache()
+            start += size
+            report(start, total)
+        if stop:
+            self.read(prompt[start:])
+            return None
+        first = self.step(prompt[start:])
+        mx.eval(first, [entry.state for entry in self._cache])
+        report(total, total)
+        return first
+
+    def read(self, inputs: mx.array) -> None:
+        """inputs ``[T]`` go into the cache, and nothing is left lazy.
+
+        The last layer's experts are computed too, which the cache does not need: the store waits
+        for whatever reads its bank, and another thread could not evaluate it later.
+        """
+        logits = self._model(inputs[None], cache=self._cache, last_only=True)
+        mx.eval(logits, [entry.state for entry in self._cache])
+
+    def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
+        """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
+        raw = self._model(inputs[None], cache=self._cache, last_only=True)[:, -1]  # [1, V]
+        try:
+            logits = raw
+            if self._processors:
+                seen = self._tokens
+                self._tokens = (
+                    self._prompt
+                    if seen is None
+                    else mx.concatenate([seen, inputs.astype(seen.dtype)])
+                )
+                for processor in self._processors:
+                    logits = processor(self._tokens, logits)
+            logits = logits.astype(mx.float32)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            token = self._sampler(logprobs)
+            mx.async_eval(token, logprobs)
+        except BaseException:
+            mx.eval(raw)  # as read() does, and why
+            raise
+        return token, logprobs[0]
 
 
 def stream_generate(
     model: Any,
     tokenizer: Any,
     prompt: Prompt,
-    *,
     max_tokens: int = 256,
+    *,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     stop: str | Sequence[str] = (),
@@ -154,35 +198,36 @@ def stream_generate(
         sampler, logits_processors: mlx-lm's callables; or instead plain options:
         options: Those of :func:`~mlx_moeflux.sampling.make_sampler` and
             :func:`~mlx_moeflux.sampling.make_logits_processors`, such as ``temp=0.7, top_p=0.9``.
+        max_tokens: Most tokens of the reply; -1 is what the context has room for.
         stop: Texts that end the reply and are not part of it. stop_ids: More ids that end it.
+        seed: Of the drawing thread's generator, set when the first token is asked for.
         tools, template_options: For the chat template.
-        prompt_cache: Of ``model.make_cache()``; grows by the prompt and the reply.
+        prompt_cache: Of ``model.make_cache()``; grows by the prompt and the tokens yielded.
 
     Raises:
         InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
-    sampler, processors = _choose_sampling(sampler, logits_processors, options)
+    _check_numbers(max_tokens, prefill_step_size, seed)
+    for name in ("logit_bias", "xtc_special_tokens"):
+        if options.get(name) is not None:
+            check_ids(name, options[name], model.config.vocab_size)
+    others = {
+        *inspect.signature(stream_generate).parameters,
+        *inspect.signature(generate).parameters,
+    }
+    sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if any(not isinstance(text, str) or not text for text in stops):
-        raise InputError("a stop string is empty or no string; leave it out.")
     room = _room(model, prompt_cache, len(ids))
-    if max_tokens < -1:
-        raise InputError(
-            f"max_tokens is {max_tokens}; give a number from 0 up, or -1 for no limit."
-        )
     limit = room if max_tokens == -1 else min(max_tokens, room)
-    if seed is not None:
-        mx.random.seed(seed)
-    ends = set(tokenizer.eos_token_ids) | set(stop_ids)
     return _stream(
-        model,
-        tokenizer.detokenizer(),
-        ends,
-        StopText(stops),
+        _detokenizer(tokenizer),
+        _end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
+        StopText(_stop_texts(stop)),
         store=model.store,
         prompt_tokens=len(ids),
+        limit=limit,
+        seed=seed,
         steps=generate_step(
             mx.array(ids, mx.int32),
             model,
@@ -197,15 +242,19 @@ def stream_generate(
 
 
 def _stream(
-    model: Any,
     detokenizer: Any,
     ends: set[int],
     stop: StopText,
     *,
     store: Any,
     prompt_tokens: int,
+    limit: int,
+    seed: int | None,
     steps: Iterator[tuple[int, mx.array]],
 ) -> Iterator[GenerationResponse]:
+    if seed is not None:
+        # Each thread has a random state of its own: here it is that of the drawing one.
+        mx.random.seed(seed % 2**64)
     before = store.stats().snapshot()
     mx.reset_peak_memory()
     began = time.perf_counter()
@@ -236,12 +285,13 @@ def _stream(
                 yield response(stop.finish(detokenizer.finish()), "stop")
                 return
             text = stop.add(detokenizer.add(token))
-            if stop.found:
-                yield response(text, "stop")
+            if not stop.found and count == limit:
+                text += stop.finish(detokenizer.finish())
+            if stop.found or count == limit:
+                yield response(text, "stop" if stop.found else "length")
                 return
             yield response(text)
-        rest = stop.finish(detokenizer.finish())
-        yield response(rest, "stop" if stop.found else "length")
+        yield response("", "length")
     finally:
         steps.close()
 
@@ -250,8 +300,8 @@ def generate(
     model: Any,
     tokenizer: Any,
     prompt: Prompt,
-    *,
     verbose: bool = False,
+    *,
     return_response: bool = False,
     **options: Any,
 ) -> str | GenerationResponse:
@@ -259,13 +309,14 @@ def generate(
 
     verbose: Print the text as it comes, and the speed. return_response: Return the last
     :class:`GenerationResponse` with the whole text and the expert statistics instead. options:
-    Those of :func:`stream_generate`.
+    Those of :func:`stream_generate`. A second call on the same model waits for the first.
     """
     parts, last = [], None
-    for last in stream_generate(model, tokenizer, prompt, **options):
-        parts.append(last.text)
-        if verbose:
-            print(last.text, end="", flush=True)  # noqa: T201
+    with model.lock:
+        for last in stream_generate(model, tokenizer, prompt, **options):
+            parts.append(last.text)
+            if verbose:
+                print(last.text, end="", flush=True)  # noqa: T201
     if verbose:
         print(f"\n{summary(last)}")  # noqa: T201
     text = "".join(parts)
@@ -286,83 +337,37 @@ def summary(last: GenerationResponse) -> str:
     )
 
 
-class StopText:
-    """Holds text back while it may be the beginning of a stop string."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops, self._held, self.found = tuple(stops), "", False
-
-    def add(self, text: str) -> str:
-        """What may be shown now; sets `found` once a stop string is complete."""
-        self._held += text
-        hits = [i for i in (self._held.find(stop) for stop in self._stops) if i >= 0]
-        if hits:
-            self.found = True
-            shown, self._held = self._held[: min(hits)], ""
-            return shown
-        held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        shown = self._held[: len(self._held) - held]
-        self._held = self._held[len(self._held) - held :]
-        return shown
-
-    def finish(self, text: str) -> str:
-        """The rest when no more comes."""
-        shown = self.add(text)
-        if self.found:
-            return shown
-        rest, self._held = self._held, ""
-        return shown + rest
+def _check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
+    check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
+    if prefill_step_size is not None:
+        check_integer("prefill_step_size", prefill_step_size, 1)
+    if seed is not None:
+        check_integer("seed", seed, 0)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that ends `text`."""
-    return next(
-        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
-    )
+def _stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Iterable):
+        raise InputError(f"stop is a {type(stop).__name__}; give texts.")
+    stops = tuple(stops)
+    if any(not isinstance(text, str) or not text for text in stops):
+        raise InputError("a stop string is empty or no string; leave it out.")
+    return stops
 
 
-def prompt_ids(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    *,
-    tools: Sequence[dict[str, Any]] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """A prompt of any accepted form as ids, checked against the vocabulary.
+def _detokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.detokenizer()
+    # transformers' and mlx-lm's tokenizers have the same two methods.
+    return PieceDetokenizer(tokenizer.decode, tokenizer.convert_ids_to_tokens)
 
-    Raises:
-        InputError: It is empty, of another type, or an id is out of range.
-    """
-    if isinstance(prompt, str):
-        framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        ids = tokenizer.encode(prompt, add_special_tokens=framed)
-    elif isinstance(prompt, mx.array):
-        if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
-            raise InputError(
-                f"the prompt is {prompt.dtype} {list(prompt.shape)}; expected ids [T]."
-            )
-        ids = prompt.tolist()
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        ids = tokenizer.apply_chat_template(prompt, tools=tools, **dict(options or {}))
-    else:
-        ids = list(prompt) if isinstance(prompt, Iterable) else prompt
-        if not isinstance(ids, list) or any(not hasattr(i, "__index__") for i in ids):
-            raise InputError(
-                f"the prompt is a {type(prompt).__name__}; expected text, ids, or messages."
-            )
-        ids = [int(i) for i in ids]
-    if not ids:
-        raise InputError("the prompt is empty; give at least one token.")
-    vocabulary = model.config.vocab_size
-    for i in ids:
-        if not 0 <= i < vocabulary:
-            raise InputError(f"token id {i} is out of range; the vocabulary has {vocabulary}.")
-    return ids
+
+def _end_ids(tokenizer: Any) -> set[int]:
+    return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
 
 
 def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
-    """Tokens that may follow the prompt."""
+    """Tokens that may follow the prompt; in a caller's cache the last one needs a place too."""
     context = getattr(model, "max_context", None) or model.config.max_position_embeddings
     used = max((_position(entry) for entry in cache or ()), default=0)
     if used + prompt_tokens > context:
@@ -370,39 +375,9 @@ def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
             f"{used} tokens in the cache and a prompt of {prompt_tokens} exceed the context of "
             f"{context}; shorten the prompt or raise max_context."
         )
-    return context - used - prompt_tokens + 1
+    return context - used - prompt_tokens + (cache is None)
 
 
 def _position(entry: Any) -> int:
     offset = entry.offset
     return int(offset.max().item()) if isinstance(offset, mx.array) else int(offset)
-
-
-def _choose_sampling(
-    sampler: Sampler | None,
-    processors: Sequence[LogitsProcessor] | None,
-    options: dict[str, Any],
-) -> tuple[Sampler, list[LogitsProcessor]]:
-    known = _SAMPLER_OPTIONS | _PROCESSOR_OPTIONS
-    for name in options:
-        if name not in known:
-            every = known | set(inspect.signature(stream_generate).parameters) - {"options"}
-            near = difflib.get_close_matches(name, every, n=1)
-            hint = (
-                f"; did you mean '{near[0]}'?"
-                if near
-                else f"; there are {', '.join(sorted(known))}."
-            )
-            raise InputError(f"nothing is called '{name}'{hint}")
-    ours = {k: v for k, v in options.items() if k in _SAMPLER_OPTIONS}
-    theirs = {k: v for k, v in options.items() if k in _PROCESSOR_OPTIONS}
-    for given, plain, what in (
-        (sampler, ours, "sampler"),
-        (processors, theirs, "logits_processors"),
-    ):
-        if given is not None and plain:
-            raise InputError(f"give either {what} or '{next(iter(plain))}', not both.")
-    return (
-        sampler or make_sampler(**ours),
-        list(processors) if processors is not None else make_logits_processors(**theirs),
-    )

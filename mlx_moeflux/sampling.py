@@ -1,13 +1,18 @@
 """From logits to the next token, on the device: samplers and logits processors.
 
-A sampler maps log-probabilities ``[B, V]`` to ids ``[B]``; a processor maps the tokens so far and
-logits ``[B, V]`` to logits. Names and semantics are mlx-lm's, so either package's callables work
-in the other.
+A sampler maps log-probabilities ``[B, V]`` to ids ``[B]``; a processor maps the tokens so far
+``[T]`` and logits ``[B, V]`` to logits. Names and semantics are mlx-lm's, so either package's
+callables work in the other. Nothing here waits for the device or changes its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,6 +20,9 @@ from mlx_moeflux.errors import InputError
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+# Temperatures below its inverse are as good as greedy, and 0 * inf would be NaN.
+MAX_SHARPNESS = 1e30
 
 
 def make_sampler(
@@ -24,24 +32,24 @@ def make_sampler(
     min_tokens_to_keep: int = 1,
     top_k: int = 0,
     xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.0,
-    xtc_special_tokens: Sequence[int] = (),
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
     """Greedy at temperature 0, else the filters in the order top-p, min-p, XTC, top-k and a draw.
 
     Raises:
-        InputError: A value is outside its range.
+        InputError: A value is of another type or outside its range.
     """
-    _within("temp", temp, 0.0, None)
-    _within("top_p", top_p, 0.0, 1.0)
-    _within("min_p", min_p, 0.0, 1.0)
-    _within("xtc_probability", xtc_probability, 0.0, 1.0)
-    _within("xtc_threshold", xtc_threshold, 0.0, 0.5)
-    if top_k < 0 or min_tokens_to_keep < 1:
-        raise InputError(
-            f"top_k is {top_k} and min_tokens_to_keep {min_tokens_to_keep}; they must be at least "
-            "0 and 1."
-        )
+    check_number("temp", temp, 0.0)
+    check_number("top_p", top_p, 0.0, 1.0)
+    check_number("min_p", min_p, 0.0, 1.0)
+    check_number("xtc_probability", xtc_probability, 0.0, 1.0)
+    check_number("xtc_threshold", xtc_threshold, 0.0, 0.5)
+    check_integer("top_k", top_k, 0)
+    check_integer("min_tokens_to_keep", min_tokens_to_keep, 1)
+    special = check_ids(
+        "xtc_special_tokens", () if xtc_special_tokens is None else xtc_special_tokens
+    )
     if temp == 0.0:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
     filters: list[Sampler] = []
@@ -50,7 +58,6 @@ def make_sampler(
     if min_p > 0.0:
         filters.append(lambda logprobs: keep_min_p(logprobs, min_p, min_tokens_to_keep))
     if xtc_probability > 0.0:
-        special = tuple(xtc_special_tokens)
         filters.append(
             lambda logprobs: exclude_top_choices(
                 logprobs, probability=xtc_probability, threshold=xtc_threshold, special=special
@@ -58,27 +65,29 @@ def make_sampler(
         )
     if top_k > 0:
         filters.append(lambda logprobs: keep_top_k(logprobs, top_k))
+    sharpness = min(1.0 / temp, MAX_SHARPNESS)
 
     def sample(logprobs: mx.array) -> mx.array:
         for one in filters:
             logprobs = one(logprobs)
-        return mx.random.categorical(logprobs * (1.0 / temp))
+        return mx.random.categorical(logprobs * sharpness)
 
     return sample
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Keep the smallest set of tokens whose probability reaches `top_p`; others get -inf."""
+    """Keep the smallest set of tokens with `top_p` of the probability; others get -inf."""
     order = mx.argsort(-logprobs, axis=-1)
-    probabilities = mx.exp(mx.take_along_axis(logprobs, order, axis=-1))
-    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    # A running sum of V small numbers: not in 8 bits of mantissa.
+    p = mx.softmax(mx.take_along_axis(logprobs, order, axis=-1).astype(mx.float32), axis=-1)
+    before = mx.cumsum(p, axis=-1) - p
     keep = mx.put_along_axis(mx.zeros(logprobs.shape, mx.bool_), order, before < top_p, axis=-1)
     return mx.where(keep, logprobs, -mx.inf)
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
     """Keep tokens at least `min_p` times as probable as the best one."""
-    limit = logprobs.max(axis=-1, keepdims=True) + mx.log(mx.array(min_p))
+    limit = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     keep = logprobs >= limit
     if min_tokens_to_keep > 1:
         keep = keep | (logprobs >= _kth_largest(logprobs, min_tokens_to_keep))
@@ -86,7 +95,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) ->
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """Keep the `top_k` most probable tokens, ties to the lower id."""
+    """Keep the `top_k` most probable tokens; all of them where there are no more."""
     V = logprobs.shape[-1]
     if top_k >= V:
         return logprobs
@@ -97,13 +106,16 @@ def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def exclude_top_choices(
     logprobs: mx.array, *, probability: float, threshold: float, special: Sequence[int] = ()
 ) -> mx.array:
-    """XTC: with `probability`, drop every token above `threshold` but the least probable of them;
-    `special` tokens are never dropped."""
-    p = mx.exp(logprobs)
-    above = p > threshold
-    weakest = mx.where(above, p, mx.inf).min(axis=-1, keepdims=True)
+    """XTC: with `probability`, drop every token above `threshold` but the least probable of them.
+
+    Probabilities are those among the tokens that earlier filters kept. `special` tokens are never
+    dropped.
+    """
+    p = mx.softmax(logprobs.astype(mx.float32), axis=-1)
+    weakest = mx.where(p > threshold, p, mx.inf).min(axis=-1, keepdims=True)
     drop = p > weakest
     if special:
+        check_ids("xtc_special_tokens", special, logprobs.shape[-1])
         drop[..., mx.array(list(special))] = False
     happens = mx.random.uniform(shape=(*logprobs.shape[:-1], 1)) < probability
     return mx.where(happens & drop, -mx.inf, logprobs)
@@ -120,54 +132,148 @@ def make_logits_processors(
 ) -> list[LogitsProcessor]:
     """Processors for what is not None, 0 or empty.
 
-    repetition_penalty divides positive and multiplies negative logits of tokens in the last
-    `repetition_context_size`; presence_penalty subtracts once for each such token;
-    frequency_penalty once for each occurrence.
+    logit_bias: Id -> what is added to its logit; -inf bans the token. repetition_penalty divides
+    positive and multiplies negative logits of tokens in the last `repetition_context_size`;
+    presence_penalty subtracts once for each such token; frequency_penalty once for each
+    occurrence.
 
     Raises:
-        InputError: The repetition penalty is negative.
+        InputError: A value is of another type or outside its range.
     """
     processors: list[LogitsProcessor] = []
     if logit_bias:
-        ids, values = mx.array(list(logit_bias.keys())), mx.array(list(logit_bias.values()))
-        processors.append(lambda _, logits: logits.at[:, ids].add(values.astype(logits.dtype)))
-    if repetition_penalty:
-        if repetition_penalty < 0:
-            raise InputError(
-                f"repetition_penalty is {repetition_penalty}; it must not be negative."
-            )
-
-        def repetition(tokens: mx.array, logits: mx.array) -> mx.array:
-            recent = tokens[-repetition_context_size:]
-            chosen = logits[:, recent]
-            scale = mx.where(chosen < 0, repetition_penalty, 1.0 / repetition_penalty)
-            logits[:, recent] = (chosen * scale).astype(logits.dtype)
-            return logits
-
-        processors.append(repetition)
-    if presence_penalty:
-
-        def presence(tokens: mx.array, logits: mx.array) -> mx.array:
-            recent = tokens[-presence_context_size:]
-            logits[:, recent] = logits[:, recent] - presence_penalty
-            return logits
-
-        processors.append(presence)
-    if frequency_penalty:
-
-        def frequency(tokens: mx.array, logits: mx.array) -> mx.array:
-            recent = tokens[-frequency_context_size:]
-            return logits.at[:, recent].subtract(mx.array(frequency_penalty, logits.dtype))
-
-        processors.append(frequency)
+        processors.append(_bias(logit_bias))
+    for penalty, size, name, low, make in (
+        (repetition_penalty, repetition_context_size, "repetition", 0.0, _repetition),
+        (presence_penalty, presence_context_size, "presence", -math.inf, _presence),
+        (frequency_penalty, frequency_context_size, "frequency", -math.inf, _frequency),
+    ):
+        check_integer(f"{name}_context_size", size, 1)
+        if penalty is not None:
+            check_number(f"{name}_penalty", penalty, low)
+            if penalty != 0:
+                processors.append(make(penalty, size))
     return processors
+
+
+def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
+    if not isinstance(logit_bias, Mapping):
+        raise InputError(f"logit_bias is a {type(logit_bias).__name__}; give a dict of id: bias.")
+    keys = check_ids("logit_bias", logit_bias)
+    for i, bias in logit_bias.items():
+        if bias != -math.inf:
+            check_number(f"logit_bias[{i}]", bias, -math.inf)
+    ids, values = mx.array(keys), mx.array([float(v) for v in logit_bias.values()])
+
+    def bias(tokens: mx.array, logits: mx.array) -> mx.array:
+        # A scatter does not check: out of range it would write elsewhere.
+        check_ids("logit_bias", keys, logits.shape[-1])
+        return logits.at[:, ids].add(values.astype(logits.dtype))
+
+    return bias
+
+
+def _repetition(penalty: float, size: int) -> LogitsProcessor:
+    def repetition(tokens: mx.array, logits: mx.array) -> mx.array:
+        recent = _recent(tokens, size, logits)
+        chosen = mx.take_along_axis(logits, recent, axis=-1)
+        scaled = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
+        return mx.put_along_axis(logits, recent, scaled, axis=-1)
+
+    return repetition
+
+
+def _presence(penalty: float, size: int) -> LogitsProcessor:
+    def presence(tokens: mx.array, logits: mx.array) -> mx.array:
+        recent = _recent(tokens, size, logits)
+        lowered = mx.take_along_axis(logits, recent, axis=-1) - penalty
+        return mx.put_along_axis(logits, recent, lowered, axis=-1)
+
+    return presence
+
+
+def _frequency(penalty: float, size: int) -> LogitsProcessor:
+    def frequency(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, tokens[-size:]].subtract(mx.array(penalty, logits.dtype))
+
+    return frequency
+
+
+def _recent(tokens: mx.array, size: int, logits: mx.array) -> mx.array:
+    """The last `size` tokens, once for each row of logits: ``[B, size]``."""
+    recent = tokens[-size:]
+    return mx.broadcast_to(recent, (logits.shape[0], recent.shape[0]))
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:
     return mx.sort(values, axis=-1)[..., -min(k, values.shape[-1]), None]
 
 
-def _within(name: str, value: float, low: float, high: float | None) -> None:
-    if not low <= value <= (float("inf") if high is None else high):
-        end = "up" if high is None else f"to {high}"
-        raise InputError(f"{name} is {value}; it must be from {low} {end}.")
+def choose_sampling(
+    sampler: Sampler | None,
+    processors: Sequence[LogitsProcessor] | None,
+    options: Mapping[str, Any],
+    *,
+    others: Iterable[str] = (),
+) -> tuple[Sampler, list[LogitsProcessor]]:
+    """The caller's callables, or those that plain options such as ``temp=0.7`` describe.
+
+    others: Further names, only to suggest one in place of a misspelt option.
+
+    Raises:
+        InputError: An option is unknown, out of range, or given beside a callable.
+    """
+    ours, theirs = (
+        {name: options[name] for name in inspect.signature(make).parameters if name in options}
+        for make in (make_sampler, make_logits_processors)
+    )
+    for name in options.keys() - ours.keys() - theirs.keys():
+        known = [
+            *inspect.signature(make_sampler).parameters,
+            *inspect.signature(make_logits_processors).parameters,
+        ]
+        near = difflib.get_close_matches(name, {*known, *others} - {"options"}, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(known))}."
+        raise InputError(f"nothing is called '{name}'; {hint}")
+    for given, plain, what in (
+        (sampler, ours, "sampler"),
+        (processors, theirs, "logits_processors"),
+    ):
+        if given is not None and plain:
+            raise InputError(f"give either {what} or '{next(iter(plain))}', not both.")
+    return (
+        sampler or make_sampler(**ours),
+        list(processors) if processors is not None else make_logits_processors(**theirs),
+    )
+
+
+def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Refuse with an InputError what is no finite number from `low` to `high`."""
+    if not isinstance(value, Real):
+        raise InputError(f"{name} is {value!r}; give a number.")
+    if not (low <= value <= high and math.isfinite(value)):
+        bounds = [f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf)
+        raise InputError(f"{name} is {value}; it must be {' and '.join(bounds) or 'finite'}.")
+
+
+def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
+    """Refuse with an InputError what is no integer from `low` up."""
+    if not isinstance(value, Integral):
+        raise InputError(f"{name} is {value!r}; give an integer{hint}.")
+    if value < low:
+        raise InputError(f"{name} is {value}; it must be at least {low}{hint}.")
+
+
+def check_ids(name: str, ids: Iterable[int], vocabulary: int | None = None) -> list[int]:
+    """`ids` as a list; an InputError where one is no id (of a vocabulary of that size)."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise InputError(f"{name} is {ids!r}; give token ids.")
+    found = list(ids)
+    for i in found:
+        if not isinstance(i, Integral) or i < 0:
+            raise InputError(f"{name} has {i!r}, which is no token id; ids count from 0.")
+        if vocabulary is not None and i >= vocabulary:
+            raise InputError(
+                f"{name} has token id {i}, which is out of range; the vocabulary has {vocabulary}."
+            )
+    return [int(i) for i in found]

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 
-REPLACEMENT = "\ufffd"
+# What a template may do wrong, apart from jinja2's own errors.
+_TEMPLATE_FAULTS = (
+    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
 
 
 class BytePairs:
@@ -22,12 +27,14 @@ class BytePairs:
 
     def __init__(self, file: Path):
         from tokenizers import Tokenizer as Backend
+        from tokenizers.decoders import ByteLevel
 
         try:
             self.backend = Backend.from_file(str(file))
         # The library raises nothing more special.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
+        self.byte_level = isinstance(self.backend.decoder, ByteLevel)
 
     def encode(self, text: str, special: bool) -> list[int]:
         return self.backend.encode(text, add_special_tokens=special).ids
@@ -52,6 +59,8 @@ class BytePairs:
 class SentencePieces:
     """tokenizer.model through the `sentencepiece` library."""
 
+    byte_level = False
+
     def __init__(self, file: Path):
         from sentencepiece import SentencePieceProcessor
 
@@ -65,14 +74,16 @@ class SentencePieces:
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         control = self.special_ids() if skip_special else ()
-        return self.backend.decode([int(i) for i in ids if i not in control])
+        # A model's vocabulary may be padded beyond the tokenizer's: such ids have no text.
+        size = self.backend.vocab_size()
+        return self.backend.decode([i for i in ids if i < size and i not in control])
 
     def id_of(self, token: str) -> int | None:
         i = self.backend.piece_to_id(token)
         return None if i == self.backend.unk_id() and token != self.token_of(i) else i
 
     def token_of(self, i: int) -> str | None:
-        return self.backend.id_to_piece(i) if 0 <= i < self.backend.vocab_size() else None
+        return self.backend.id_to_piece(i) if i < self.backend.vocab_size() else None
 
     def vocabulary(self) -> dict[str, int]:
         return {self.backend.id_to_piece(i): i for i in range(self.backend.vocab_size())}
@@ -94,10 +105,12 @@ class Tokenizer:
         config: dict[str, Any],
         eos_token_ids: set[int],
         chat_template: str | None,
+        tool_template: str | None = None,
         name_or_path: str = "",
     ):
         self._backend, self._config = backend, config
         self.chat_template, self.name_or_path = chat_template, name_or_path
+        self.tool_template = tool_template
         self.clean_up_tokenization_spaces = False
         self.bos_token = _text(config.get("bos_token"))
         self.eos_token = _text(config.get("eos_token"))
@@ -130,18 +143,30 @@ class Tokenizer:
         return self.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        """The ids of `text`, framed as the tokenizer's post-processor says."""
+        """The ids of `text`, framed as the tokenizer's post-processor says.
+
+        Raises:
+            InputError: `text` is no string, or has bytes that are not UTF-8 (half a surrogate).
+        """
+        if not isinstance(text, str):
+            raise InputError(f"the text to encode is a {type(text).__name__}; give a string.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the text is not valid UTF-8 at character {error.start}; remove or re-encode it."
+            ) from None
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of ids; incomplete UTF-8 shows as U+FFFD."""
-        ids = [ids] if isinstance(ids, int) else [int(i) for i in ids]
+        """The text of ids; incomplete UTF-8 shows as U+FFFD, an id without a token as nothing."""
+        ids = [_id(ids)] if isinstance(ids, Integral) else [_id(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
-        if isinstance(ids, int):
-            return self._backend.token_of(ids)
-        return [self._backend.token_of(int(i)) for i in ids]
+        if isinstance(ids, Integral):
+            return self._backend.token_of(_id(ids))
+        return [self._backend.token_of(_id(i)) for i in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         if isinstance(tokens, str):
@@ -158,32 +183,38 @@ class Tokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        return_dict: bool = False,
         **variables: Any,
     ) -> str | list[int]:
         """Messages to a prompt, as ids or (``tokenize=False``) text.
 
-        continue_final_message: The reply goes on from the last message instead of beginning.
+        chat_template: A template instead of the checkpoint's. continue_final_message: The reply
+        goes on from the last message instead of beginning. return_dict: Only False. variables:
+        For the template.
 
         Raises:
             InputError: There is no template, or it refuses the messages.
         """
-        template = chat_template or self.chat_template
+        if return_dict:
+            raise InputError("return_dict is not offered; the result is ids or text.")
+        template = chat_template or (tools and self.tool_template) or self.chat_template
         if template is None:
             raise InputError(
                 "this tokenizer has no chat template; pass the prompt as text or ids instead of "
                 "messages."
             )
-        text = _render(
-            template,
-            messages=list(conversation),
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
-            pad_token=self.pad_token or "",
-            **variables,
-        )
+        given = {
+            "messages": list(conversation),
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "bos_token": self.bos_token or "",
+            "eos_token": self.eos_token or "",
+            "pad_token": self.pad_token or "",
+        }
+        for name in given.keys() & variables.keys():
+            raise InputError(f"'{name}' is set by the tokenizer; rename the template variable.")
+        text = _render(template, **given, **variables)
         if continue_final_message:
             last = str(conversation[-1]["content"]).strip()
             if last not in text:
@@ -191,40 +222,11 @@ class Tokenizer:
             text = text[: text.rindex(last) + len(last)]
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> ByteDetokenizer | PieceDetokenizer:
         """A fresh streaming decoder."""
-        return Detokenizer(self)
-
-
-class Detokenizer:
-    """Ids one at a time to text: complete characters only, in linear time.
-
-    :meth:`add` returns what may be shown now; :meth:`finish` the rest. Together they are
-    ``tokenizer.decode(all ids)``.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._decode = tokenizer.decode
-        # Shown tokens stay as context: some decoders treat the first token of a text apart.
-        self._context: list[int] = []
-        self._pending: list[int] = []
-
-    def add(self, token: int) -> str:
-        self._pending.append(token)
-        return self._advance(final=False)
-
-    def finish(self) -> str:
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
-        if not self._pending:
-            return ""
-        before = self._decode(self._context)
-        text = self._decode(self._context + self._pending)
-        if text.endswith(REPLACEMENT) and not final:
-            return ""
-        self._context, self._pending = self._pending, []
-        return text[len(before) :]
+        if self._backend.byte_level:
+            return ByteDetokenizer(self._backend.token_of)
+        return PieceDetokenizer(self.decode, self._backend.token_of)
 
 
 def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
@@ -257,51 +259,106 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
             raw = read_json_object(directory / name, error=ConfigError)
             text = raw.get("text_config")
             for source in (raw, text if isinstance(text, dict) else {}):
-                found = source.get("eos_token_id")
-                eos |= set(found) if isinstance(found, list) else {found} - {None}
+                eos |= _end_ids(source.get("eos_token_id"), directory / name)
+    template, tool_template = _chat_templates(directory, config)
     return Tokenizer(
         backend,
         config=config,
         eos_token_ids=eos,
-        chat_template=_chat_template(directory, config),
+        chat_template=template,
+        tool_template=tool_template,
         name_or_path=str(directory),
     )
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    if (directory / "chat_template.jinja").exists():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    template = config.get("chat_template")
+def _end_ids(found: Any, file: Path) -> set[int]:
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise ConfigError(f"{file}: eos_token_id is {found!r}; expected an id or a list of ids.")
+    return set(ids)
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The template, and the one for requests with tools where that is another."""
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8"), None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8 ({error}); fetch it again.") from None
+    template, source = config.get("chat_template"), "tokenizer_config.json"
     if template is None and (directory / "chat_template.json").exists():
-        template = read_json_object(directory / "chat_template.json").get("chat_template")
+        source = "chat_template.json"
+        template = read_json_object(directory / source, error=ConfigError).get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default", next(iter(named.values()), None))
-    return template
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+        except (TypeError, KeyError):
+            named = {None: template}
+        template = named.get("default", next(iter(named.values()), None))
+        tool_template = named.get("tool_use")
+    else:
+        tool_template = None
+    for one in (template, tool_template):
+        if not isinstance(one, str | None):
+            raise ConfigError(
+                f"{directory / source}: chat_template is neither text nor a list of named texts."
+            )
+    return template, tool_template
 
 
 def _text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _render(template: str, **variables: Any) -> str:
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+def _id(token: Any) -> int:
+    if int(token) < 0:
+        raise InputError(f"token id {int(token)} is negative; ids count from 0.")
+    return int(token)
+
+
+def _environment() -> Any:
+    """jinja2's sandbox with what transformers offers to templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's words for training; here it is their text."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _render(template: str, **variables: Any) -> str:
+    from jinja2 import TemplateError
+
     try:
-        return environment.from_string(template).render(**variables)
-    except (TemplateError, TypeError) as error:
-        raise InputError(f"the chat template refuses these messages: {error}.") from error
+        return _environment().from_string(template).render(**variables)
+    except (TemplateError, *_TEMPLATE_FAULTS) as error:
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise InputError(f"the chat template refuses these messages: {reason}.") from error

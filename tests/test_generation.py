@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_moeflux import generate, load, stream_generate
-from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
-from mlx_moeflux.generation import StopText, generate_step
+from mlx_moeflux.errors import CacheError, ExpertFileError
+from mlx_moeflux.generation import generate_step
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 PROMPT = "import os\n\ndef main(argv):\n"
@@ -48,7 +51,8 @@ def test_stream_has_the_tokens_the_fields_and_the_account(pair, expected):
     model, tokenizer = pair
     responses = list(stream_generate(model, tokenizer, PROMPT, max_tokens=24))
     assert "".join(r.text for r in responses) == tokenizer.decode(expected)
-    assert [r.token for r in responses[:24]] == expected
+    assert [r.token for r in responses] == expected
+    assert [r.generation_tokens for r in responses] == list(range(1, 25))
     last = responses[-1]
     assert last.finish_reason == "length"
     assert all(r.finish_reason is None and r.experts is None for r in responses[:-1])
@@ -94,24 +98,6 @@ def test_prompts_of_every_form(pair, expected):
     assert text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "match"),
-    [
-        ("", "empty"),
-        ([], "empty"),
-        ([1, -1], "-1"),
-        ([1, 4096], "4096"),
-        ([0.5], "expected text"),
-        (7, "expected text"),
-        (mx.array([[1]]), r"\[1, 1\]"),
-        ([{"role": "user", "content": "x"}], "chat template"),
-    ],
-)
-def test_prompts_that_cannot_be(pair, prompt, match):
-    with pytest.raises(InputError, match=match):
-        generate(*pair, prompt)
-
-
 def test_the_context_is_checked_before_the_first_token(pair):
     model, tokenizer = pair
     model.max_context = 8
@@ -143,31 +129,48 @@ def test_limits_stop_ids_and_stop_texts(pair, expected):
     assert ended.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_stop_texts_in_pieces(seed):
-    random = np.random.default_rng(seed)
-    text = "".join(random.choice(list("ab"), 40))
-    stops = ["".join(random.choice(list("ab"), n)) for n in (3, 6)]
-    stop, shown, i = StopText(stops), "", 0
-    while i < len(text) and not stop.found:
-        n = int(random.integers(1, 4))
-        shown += stop.add(text[i : i + n])
-        i += n
-    if not stop.found:
-        shown += stop.finish("")
-    first = min((text.find(s) for s in stops if s in text), default=len(text))
-    assert shown == text[:first]
-
-
 def test_a_cache_goes_on_where_it_stood(pair):
     model, tokenizer = pair
     ids = tokenizer.encode(PROMPT)
     cache = model.make_cache()
     first = [t for t, _ in generate_step(mx.array(ids), model, max_tokens=5, prompt_cache=cache)]
-    assert cache[0].offset == len(ids) + 4
-    then = [first[-1], *tokenizer.encode("    pass\n")]
+    assert {entry.offset for entry in cache} == {len(ids) + 5}
+    then = tokenizer.encode("    pass\n")
     second = [t for t, _ in generate_step(mx.array(then), model, max_tokens=6, prompt_cache=cache)]
-    assert second == naive(model, ids + first[:-1] + then, 6)
+    assert second == naive(model, ids + first + then, 6)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_cache_ends_where_mlx_lm_leaves_it(pair, expected, stops):
+    model, tokenizer = pair
+    ours, theirs = model.make_cache(), model.make_cache()
+    wrapper = TokenizerWrapper(tokenizer)
+    if stops:
+        wrapper.eos_token_ids = {expected[5]}
+    options = {"stop_ids": [expected[5]]} if stops else {}
+    found = list(stream_generate(model, tokenizer, PROMPT, 9, prompt_cache=ours, **options))
+    other = list(mlx_lm.stream_generate(model, wrapper, PROMPT, max_tokens=9, prompt_cache=theirs))
+    assert [(r.token, r.finish_reason) for r in found] == [
+        (r.token, r.finish_reason) for r in other
+    ]
+    assert "".join(r.text for r in found) == "".join(r.text for r in other)
+    if not stops:  # mlx-lm looks for the end a step late
+        assert [e.offset for e in ours] == [e.offset for e in theirs]
+    assert {e.offset for e in ours} == {len(tokenizer.encode(PROMPT)) + len(found)}
+
+
+def test_a_cache_has_a_place_for_every_token(pair):
+    model, tokenizer = pair
+    model.max_context = 8
+    try:
+        cache = model.make_cache()
+        last = generate(
+            model, tokenizer, [1, 2, 3], max_tokens=-1, prompt_cache=cache, return_response=True
+        )
+        assert last.generation_tokens <= 5
+        assert {entry.offset for entry in cache} == {3 + last.generation_tokens}
+    finally:
+        model.max_context = 8192
 
 
 def states(cache) -> list[np.ndarray]:
@@ -227,46 +230,141 @@ def test_an_interrupted_call_leaves_the_cache_as_it_was(pair, calls, error):
     assert error.item() <= 1e-5
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ExpertFileError("EIO at offset 5")])
+@pytest.mark.parametrize("calls", [0, 7, 13, 20])
+def test_a_prompt_in_steps_that_fails_leaves_the_cache_as_it_was(pair, calls, error):
+    model, tokenizer = pair
+    ids = tokenizer.encode(PROMPT)
+    cache, store = model.make_cache(), model.store
+    mx.eval(model(mx.array([[5, 6, 7]]), cache, last_only=True))
+    before, seen = states(cache), []
+    model.set_store(Interrupting(store, calls, error))
+    try:
+        with pytest.raises(type(error)):
+            generate(
+                model,
+                tokenizer,
+                ids,
+                prompt_cache=cache,
+                prefill_step_size=2,
+                prompt_progress_callback=lambda done, total: seen.append(done),
+            )
+    finally:
+        model.set_store(store)
+    assert seen == list(range(0, 2 * (calls // 6) + 1, 2))
+    assert {entry.offset for entry in cache} == {3}
+    after = states(cache)
+    assert len(after) == len(before)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("calls", [2, 5])
+def test_an_interrupt_between_model_and_token_moves_nothing(pair, monkeypatch, calls, ahead):
+    """As Ctrl-C does while a token is awaited: the model's call itself has succeeded."""
+    model, tokenizer = pair
+    if ahead:
+        monkeypatch.setattr("mlx_moeflux.generation.mx.cpu", mx.gpu)
+    cache, drawn, yielded = model.make_cache(), [], []
+
+    def sampler(logprobs):
+        drawn.append(1)
+        if len(drawn) == calls:
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    stream = stream_generate(model, tokenizer, PROMPT, sampler=sampler, prompt_cache=cache)
+    with pytest.raises(KeyboardInterrupt):
+        yielded.extend(response.token for response in stream)
+    assert {e.offset for e in cache} == {len(tokenizer.encode(PROMPT)) + len(yielded)}
+    assert len(yielded) == calls - 2
+
+
 def test_threads_wait_for_each_other(pair, expected):
     model, tokenizer = pair
     results = {}
 
     def work(name: int) -> None:
-        results[name] = generate(model, tokenizer, PROMPT, max_tokens=24)
+        results[name] = generate(model, tokenizer, PROMPT, max_tokens=24, return_response=True)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert list(results.values()) == [tokenizer.decode(expected)] * 3
+    assert [r.text for r in results.values()] == [tokenizer.decode(expected)] * 3
+    # Each account is of its own call.
+    assert {r.experts.total.tokens for r in results.values()} == {
+        r.prompt_tokens + 23 for r in results.values()
+    }
 
 
-def test_sampling_is_mlx_lms_or_plain_but_not_both(pair):
+def no_more(*arguments):
+    raise ValueError("no more")
+
+
+def no_second_chunk(done: int, total: int) -> None:
+    if done == 4:
+        no_more()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 3, "cached": True},
+        {"logits_processors": [no_more]},
+        {"sampler": no_more},
+        {"prefill_step_size": 2, "prompt_progress_callback": no_second_chunk},
+    ],
+)
+@pytest.mark.parametrize("prompt", [PROMPT, [7]])
+def test_a_thread_that_ends_leaves_nothing_for_others_to_evaluate(pair, expected, options, prompt):
     model, tokenizer = pair
-    plain = {"temp": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3, "max_tokens": 12}
-    one = generate(model, tokenizer, PROMPT, **plain)
-    assert one == generate(model, tokenizer, PROMPT, **plain)
-    assert one != generate(model, tokenizer, PROMPT, **{**plain, "seed": 4})
-    with pytest.raises(InputError, match="sampler or 'temp'"):
-        generate(model, tokenizer, PROMPT, sampler=lambda x: mx.argmax(x, axis=-1), temp=0.5)
-    with pytest.raises(InputError, match="did you mean 'temp'"):
-        generate(model, tokenizer, PROMPT, tempp=0.5)
-    with pytest.raises(InputError, match="temp is -1"):
-        generate(model, tokenizer, PROMPT, temp=-1)
-    banned = mx.argmax(model(mx.array([tokenizer.encode(PROMPT)]))[0, -1]).item()
-    biased = generate(
-        model, tokenizer, PROMPT, max_tokens=1, logit_bias={banned: -100.0}, return_response=True
-    )
-    assert biased.token != banned
+    options = dict(options)
+    if options.pop("cached", False):
+        options["prompt_cache"] = model.make_cache()
+
+    def work() -> None:
+        with contextlib.suppress(ValueError):
+            generate(model, tokenizer, prompt, **options)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert generate(model, tokenizer, PROMPT, max_tokens=24) == tokenizer.decode(expected)
 
 
-def test_closing_twice_and_using_after_close():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
-    model.close()
-    model.close()
-    with pytest.raises(InputError, match="closed"):
-        generate(model, tokenizer, PROMPT, max_tokens=1)
+@pytest.mark.parametrize("size", [2, None])
+def test_processors_see_every_token_so_far(pair, expected, size):
+    tokenizer, seen = pair[1], []
+
+    def processor(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    generate(*pair, PROMPT, max_tokens=4, prefill_step_size=size, logits_processors=[processor])
+    ids = tokenizer.encode(PROMPT)
+    assert seen == [ids + expected[:n] for n in range(4)]
+
+
+def test_a_seed_holds_in_the_thread_that_draws(pair):
+    model, tokenizer = pair
+    options = {"temp": 1.0, "seed": 2**64 + 3, "max_tokens": 8}
+    here = generate(model, tokenizer, PROMPT, **options)
+    stream = stream_generate(model, tokenizer, PROMPT, **options)
+    mx.random.seed(99)
+    texts = []
+    thread = threading.Thread(target=lambda: texts.extend(r.text for r in stream))
+    thread.start()
+    thread.join()
+    assert "".join(texts) == here
+
+
+def test_mlx_lms_tokenizer_and_positions(pair, expected):
+    model, tokenizer = pair
+    responses = list(stream_generate(model, TokenizerWrapper(tokenizer), PROMPT, 24))
+    assert "".join(r.text for r in responses) == tokenizer.decode(expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -19,6 +19,8 @@ RANK = {
     "mlx_lm_plugin": 1,
     "loading": 2,
     "generation": 3,
+    "prompt": 4,
+    "detokenizer": 8,
     "sampling": 4,
     "tokenizer": 4,
     "models": 4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ def logprobs():
 
 
 def kept(array: mx.array) -> list[set[int]]:
-    return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in np.array(array)]
+    rows = np.array(array.astype(mx.float32))
+    return [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in rows]
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.999])
@@ -67,6 +70,64 @@ def test_xtc_drops_all_but_the_least_of_the_likely(logprobs):
         logprobs + 0, probability=1.0, threshold=0.05, special=[best]
     )
     assert best in kept(special)[0]
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.45])
+@pytest.mark.parametrize("first", [{"top_p": 0.6}, {"min_p": 0.3}])
+def test_xtc_counts_what_earlier_filters_left(logprobs, first, threshold):
+    if "top_p" in first:
+        left = sampling.keep_top_p(logprobs, **first)
+    else:
+        left = sampling.keep_min_p(logprobs, **first)
+    ours = sampling.exclude_top_choices(left, probability=1.0, threshold=threshold)
+    theirs = sample_utils.apply_xtc(left, 1.0, threshold, [])
+    assert kept(ours) == kept(theirs)
+    p = np.where(np.isfinite(np.array(left)), np.exp(np.array(left, dtype=np.float64)), 0)
+    for row, keep in zip(p / p.sum(-1, keepdims=True), kept(ours), strict=True):
+        above = np.flatnonzero(row > threshold)
+        dropped = set(above.tolist()) - (
+            {int(above[np.argmin(row[above])])} if len(above) else set()
+        )
+        assert keep == set(np.flatnonzero(row).tolist()) - dropped
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9])
+def test_top_p_counts_in_float32(top_p):
+    logits = mx.array(np.random.default_rng(2).standard_normal((1, 4096))).astype(mx.bfloat16)
+    narrow = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    found = sampling.keep_top_p(narrow, top_p)
+    assert found.dtype == mx.bfloat16
+    p = np.sort(np.exp(np.array(narrow.astype(mx.float32), dtype=np.float64)[0]))[::-1]
+    expected = int(np.searchsorted(np.cumsum(p / p.sum()), top_p)) + 1
+    assert abs(len(kept(found)[0]) - expected) <= 2
+
+
+def test_defaults_are_mlx_lms():
+    ours = {n: p.default for n, p in signature(sampling.make_sampler).parameters.items()}
+    theirs = {n: p.default for n, p in signature(sample_utils.make_sampler).parameters.items()}
+    # 0 and 1 both mean no top-p.
+    assert list(ours) == list(theirs)
+    assert ours | {"top_p": 0.0} == theirs
+    ours = {n: p.default for n, p in signature(sampling.make_logits_processors).parameters.items()}
+    theirs = signature(sample_utils.make_logits_processors).parameters.items()
+    assert ours == {n: p.default for n, p in theirs}
+
+
+def test_arguments_stay_as_they_are(logprobs):
+    before, tokens = np.array(logprobs), mx.array([3, 5, 3, 40])
+    processors = sampling.make_logits_processors({7: 1.0, 40: -np.inf}, 1.3, 3, 0.5, 3, 0.5, 3)
+    assert len(processors) == 4
+    for processor in processors:
+        assert not mx.array_equal(processor(tokens, logprobs), logprobs)
+    sampling.make_sampler(1.0, 0.9, 0.1, 2, 5, 1.0, 0.1, [1])(logprobs)
+    assert np.array_equal(np.array(logprobs), before)
+    assert np.array_equal(np.array(tokens), [3, 5, 3, 40])
+
+
+@pytest.mark.parametrize("temp", [1e-300, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy(logprobs, temp):
+    sampler = sampling.make_sampler(temp=temp, top_k=3)
+    assert sampler(logprobs).tolist() == np.argmax(np.array(logprobs), -1).tolist()
 
 
 def test_greedy_and_frequencies(logprobs):
@@ -123,10 +184,43 @@ def test_penalties_are_mlx_lms_and_numpys(options):
         {"min_tokens_to_keep": 0},
         {"xtc_probability": 2},
         {"xtc_threshold": 0.6},
+        {"temp": float("nan")},
+        {"temp": float("inf")},
+        {"temp": "hot"},
+        {"top_k": 2.5},
+        {"xtc_special_tokens": [-1]},
+        {"xtc_special_tokens": 5},
     ],
 )
 def test_values_out_of_range(options):
     with pytest.raises(InputError, match=next(iter(options))):
         sampling.make_sampler(**{"temp": 1.0, **options})
-    with pytest.raises(InputError, match="repetition_penalty"):
-        sampling.make_logits_processors(repetition_penalty=-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": -1},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": "x"},
+        {"frequency_penalty": float("inf")},
+        {"repetition_context_size": 0},
+        {"presence_context_size": -3},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": [3]},
+    ],
+)
+def test_penalties_out_of_range(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        sampling.make_logits_processors(**options)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(logprobs):
+    (bias,) = sampling.make_logits_processors({V: 1.0})
+    with pytest.raises(InputError, match=f"{V}, which is out of range"):
+        bias(mx.array([1]), logprobs)
+    sampler = sampling.make_sampler(1.0, xtc_probability=1.0, xtc_special_tokens=[V])
+    with pytest.raises(InputError, match=f"{V}, which is out of range"):
+        sampler(logprobs)

@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ignore-chat-template", action="store_true", help="take the prompt as it is")
     add("--use-default-chat-template", action="store_true", help="refuse to run without a template")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
-    add("--extra-eos-token", nargs="*", default=[], help="more tokens that end the reply")
+    add(
+        "--extra-eos-token",
+        nargs="*",
+        default=[],
+        help="tokens or ids that end the reply too",
+    )
     add("--stop", action="append", default=[], help="text that ends the reply; may be repeated")
     add("--temp", type=float, default=0.0, help="default %(default)s: greedy")
     add("--top-p", type=float, default=1.0)
@@ -110,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
                 seed=args.seed,
                 prefill_step_size=args.prefill_step_size,
                 prompt_progress_callback=bar.update,
-                **_sampling(args),
+                **_sampling(args, tokenizer),
             )
             if isinstance(prompt, str) and args.prompt is None:
                 print(prompt, end="")
@@ -124,18 +129,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+def _sampling(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability")
     names += ("xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    return {name: getattr(args, name) for name in names}
+    # As in mlx-lm: the end of a line or of the reply is never excluded.
+    kept = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
+    return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
     """The prompt as text or messages, and the template's variables."""
     text = DEFAULT_PROMPT if args.prompt is None else args.prompt
     if text == "-":
-        text = sys.stdin.read()
-    text = text.replace("\\n", "\n") if args.prompt not in (None, "-") else text
+        text = _standard_input()
+    elif args.prompt is not None:
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
     try:
         options = json.loads(args.chat_template_config)
     except json.JSONDecodeError as error:
@@ -159,8 +167,18 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, An
     return messages, options
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input is not {error.encoding} at byte {error.start}; re-encode the prompt."
+        ) from None
+
+
 def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    """Tokens by their text, or by id as mlx-lm takes them too."""
+    ids = [int(t) if t.isdecimal() else tokenizer.convert_tokens_to_ids(t) for t in tokens]
     if None in ids:
         raise InputError(f"--extra-eos-token {tokens[ids.index(None)]!r} is not in the vocabulary.")
     return ids

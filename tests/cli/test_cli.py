@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux import generate, load
+from mlx_moeflux import generate, generation, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +86,60 @@ def test_prompt_from_standard_input_and_stop():
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_extra_ends_by_token_and_by_id(capsys):
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    with model:
+        ids = [r.token for r in stream_generate(model, tokenizer, DEFAULT_PROMPT, 8)]
+    last = next(i for i in range(1, 8) if ids[i] not in ids[:i])
+    token = tokenizer.convert_ids_to_tokens(ids[last])
+    for end in (token, str(ids[last])):
+        assert main(["generate", "-m", "8", "--verbose", "F", "--extra-eos-token", end]) == 0
+        out = capsys.readouterr().out
+        assert out == DEFAULT_PROMPT + tokenizer.decode(ids[:last]) + "\n"
+
+
+def test_xtc_never_excludes_the_end_of_a_line(capsys, monkeypatch):
+    seen = {}
+    original = generation.stream_generate
+
+    def spy(*arguments, **options):
+        seen.update(options)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(generation, "stream_generate", spy)
+    assert main(["generate", "-p", "a\\n\\tb", "-m", "1"]) == 0
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    ends = tokenizer.encode("\n", add_special_tokens=False)
+    assert seen["xtc_special_tokens"] == [*ends, tokenizer.eos_token_id]
+
+
+def test_a_prompt_that_is_no_text_is_one_line():
+    for arguments, stdin in ((["-p", "-"], b"a\xff"), (["-p", b"a\xff"], b"")):
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_moeflux", "generate", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+            input=stdin,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert done.stdout == b""
+        assert re.fullmatch(
+            rb"error: [^\n]+ utf-8 [^\n]+\.", done.stderr.strip().splitlines()[-1], re.I
+        )
+        assert b"Traceback" not in done.stderr
+
+
+def test_ctrl_c_is_quiet(capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "stream_generate", interrupted)
+    assert main(["generate", "-p", "a"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", REFUSED)
 def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys):
     assert main(["generate", flag, "1"]) == 1
@@ -104,6 +159,8 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--extra-eos-token", "nonesuch"], "nonesuch"),
         (["generate", "-p", ""], "empty"),
         (["generate", "--temp", "-1"], "temp"),
+        (["generate", "--prefill-step-size", "-1"], "prefill_step_size"),
+        (["generate", "--max-tokens", "-2"], "max_tokens"),
         (["generate", "--max-context", "3"], "context of 3"),
         (["convert", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),

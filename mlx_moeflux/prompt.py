@@ -1,0 +1,70 @@
+"""A prompt of any accepted form as ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import InputError
+
+Prompt = str | Sequence[int] | mx.array | Sequence[Mapping[str, Any]]
+
+
+def prompt_ids(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """A prompt of any accepted form as ids, checked against the vocabulary.
+
+    Raises:
+        InputError: It is empty, of another type, or an id is out of range.
+    """
+    if isinstance(prompt, str):
+        framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        ids = tokenizer.encode(prompt, add_special_tokens=framed)
+    elif hasattr(prompt, "shape"):
+        ids = prompt.tolist()
+        if len(prompt.shape) != 1 or any(not isinstance(i, int) for i in ids):
+            raise InputError(
+                f"the prompt is {prompt.dtype} {list(prompt.shape)}; expected ids [T]."
+            )
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        ids = _template_ids(tokenizer, prompt, tools, {} if options is None else options)
+    else:
+        ids = list(prompt) if isinstance(prompt, Iterable) else prompt
+        if isinstance(prompt, bytes) or not _are_integers(ids):
+            raise InputError(
+                f"the prompt is a {type(prompt).__name__}; expected text, ids, or messages."
+            )
+        ids = [int(i) for i in ids]
+    if not ids:
+        raise InputError("the prompt is empty; give at least one token.")
+    vocabulary = model.config.vocab_size
+    for i in ids:
+        if not 0 <= i < vocabulary:
+            raise InputError(f"token id {i} is out of range; the vocabulary has {vocabulary}.")
+    return ids
+
+
+def _are_integers(ids: Any) -> bool:
+    return isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
+
+
+def _template_ids(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    options: Mapping[str, Any],
+) -> list[int]:
+    if not isinstance(options, Mapping):
+        raise InputError(f"template_options is a {type(options).__name__}; give a dict.")
+    for name in {"conversation", "tools", "tokenize", "return_dict"} & options.keys():
+        raise InputError(f"template_options cannot set '{name}'; remove it.")
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, **options)
