@@ -22,6 +22,8 @@ from mlx_moeflux.loading import open_checkpoint
 from mlx_moeflux.models import model_class
 from mlx_moeflux.synthesize import SHAPES, synthesize
 
+THREADS = (1, 4, 8, 16)  # of parallel direct readers
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, evicts pages")
 
 CHILD = """
@@ -70,10 +72,12 @@ def run(path: Path, memory: str, prompt: int, new: int) -> dict:
     return json.loads(done.stdout)
 
 
-def checkpoint(folder: Path, monkeypatch, *, layers: int, experts: int, width: int) -> Path:
+def checkpoint(
+    folder: Path, monkeypatch, *, layers: int, experts: int, hidden: int, width: int
+) -> Path:
     shape = replace(
         SHAPES["qwen3.5-tiny"],
-        hidden_size=width,
+        hidden_size=hidden,
         moe_intermediate_size=width,
         num_hidden_layers=layers,
         num_experts=experts,
@@ -90,7 +94,7 @@ def hold(measured: dict) -> None:
 
 
 def test_peak_memory_keeps_to_the_budget(tmp_path, monkeypatch):
-    path = checkpoint(tmp_path, monkeypatch, layers=4, experts=144, width=256)
+    path = checkpoint(tmp_path, monkeypatch, layers=4, experts=144, hidden=256, width=256)
     size = sum(f.stat().st_size for f in path.iterdir())
     assert size > 64_000_000
     measured = run(path, "8MB", 200, 5)
@@ -176,33 +180,44 @@ def reader_speed(path: Path, reads: int, seed: int) -> float:
 
 @pytest.mark.slow
 def test_four_gigabytes_of_experts_under_512_megabytes(tmp_path, monkeypatch):
-    path = checkpoint(tmp_path, monkeypatch, layers=18, experts=512, width=512)
+    path = checkpoint(tmp_path, monkeypatch, layers=18, experts=512, hidden=512, width=512)
     assert sum(f.stat().st_size for f in path.iterdir()) > 4_000_000_000
     evict_all(path)
     measured = run(path, "512MB", 2000, 50)
     hold(measured)
-    # The disk is shared and drifts: its speed is taken before and after, interleaved.
-    packed = convert(path, tmp_path / "packed")
-    block = 442368
-    files = sorted((packed / "experts").glob("*.bin"))
-    # Each round measures every way once, so that the shared disk's drift meets all alike.
-    direct: dict[int, list[float]] = {threads: [] for threads in (1, 4, 8, 16)}
-    packed_speeds, stock_speeds = [], []
-    for i in range(7):
-        for threads, speeds in direct.items():
-            evict_all(packed)
-            speeds.append(direct_speed(files, block, threads, 400, i))
-        evict_all(packed)
-        packed_speeds.append(reader_speed(packed, 400, i))
-        evict_all(path)
-        stock_speeds.append(reader_speed(path, 400, i))
-    best = max(np.median(speeds) for speeds in direct.values())
-    ours, stock = np.median(packed_speeds), np.median(stock_speeds)
+    block = 3 * 512 * 512 * 9 // 16
+    speeds: dict[int, list[float]] = {threads: [] for threads in THREADS}
+    for i in range(5):
+        for threads, seen in speeds.items():
+            evict_all(path)
+            seen.append(direct_speed(sorted(path.glob("*.safetensors")), block, threads, 400, i))
+    best = max(np.median(seen) for seen in speeds.values())
     print(  # noqa: T201
-        f"GB/s, medians of 7: best direct {best / 1e9:.2f}, packed {ours / 1e9:.2f}, stock "
-        f"{stock / 1e9:.2f}; decode stall "
-        f"{measured['decode_stall']:.2f} s for {measured['decode_bytes'] / 1e9:.2f} GB"
+        f"best direct {best / 1e9:.2f} GB/s; decode stall {measured['decode_stall']:.2f} s for "
+        f"{measured['decode_bytes'] / 1e9:.2f} GB"
     )
-    assert ours >= 0.95 * best
-    assert stock >= 0.95 * best
     assert measured["decode_stall"] <= 1.15 * measured["decode_bytes"] / best
+
+
+@pytest.mark.slow
+def test_cold_reads_are_as_fast_as_the_disk(tmp_path, monkeypatch):
+    """Experts of the 35B's size, packed and stock, against direct reads of one block each."""
+    path = checkpoint(tmp_path, monkeypatch, layers=5, experts=256, hidden=2048, width=512)
+    packed = convert(path, tmp_path / "packed")
+    files, block = sorted((packed / "experts").glob("*.bin")), 3 * 2048 * 512 * 9 // 16
+    direct: dict[int, list[float]] = {threads: [] for threads in THREADS}
+    ours: dict[Path, list[float]] = {packed: [], path: []}
+    # Each round measures every way once, so that a shared disk's drift meets all alike.
+    for i in range(7):
+        for threads, seen in direct.items():
+            evict_all(packed)
+            seen.append(direct_speed(files, block, threads, 200, i))
+        for folder, seen in ours.items():
+            evict_all(folder)
+            seen.append(reader_speed(folder, 200, i))
+    best = max(np.median(seen) for seen in direct.values())
+    print(  # noqa: T201
+        f"GB/s, medians of 7: best direct {best / 1e9:.2f}, packed "
+        f"{np.median(ours[packed]) / 1e9:.2f}, stock {np.median(ours[path]) / 1e9:.2f}"
+    )
+    assert min(np.median(seen) for seen in ours.values()) >= 0.95 * best
