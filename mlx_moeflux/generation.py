@@ -149,6 +149,7 @@ class _Loop:
         """
         logits = self._model(inputs[None], cache=self._cache, last_only=True)
         mx.eval(logits, [entry.state for entry in self._cache])
+        self._model.hand_over()
 
     def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
         """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
@@ -168,6 +169,7 @@ class _Loop:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             token = self._sampler(logprobs)
             mx.async_eval(token, logprobs)
+            self._model.hand_over()
         except BaseException:
             mx.eval(raw)  # as read() does, and why
             raise

@@ -17,6 +17,7 @@ from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.errors import CacheError, ExpertFileError
 from mlx_moeflux.generation import generate_step
 from mlx_moeflux.loading import BUNDLED_MODEL
+from tests.experts.helpers import banks
 
 PROMPT = "import os\n\ndef main(argv):\n"
 
@@ -281,8 +282,8 @@ def test_an_interrupt_between_model_and_token_moves_nothing(pair, monkeypatch, c
 
 
 def test_threads_wait_for_each_other(pair, expected):
-    model, tokenizer = pair
-    results = {}
+    (model, tokenizer), results = pair, {}
+    before = banks(model)
 
     def work(name: int) -> None:
         results[name] = generate(model, tokenizer, PROMPT, max_tokens=24, return_response=True)
@@ -294,9 +295,8 @@ def test_threads_wait_for_each_other(pair, expected):
         thread.join()
     assert [r.text for r in results.values()] == [tokenizer.decode(expected)] * 3
     # Each account is of its own call.
-    assert {r.experts.total.tokens for r in results.values()} == {
-        r.prompt_tokens + 23 for r in results.values()
-    }
+    assert all(r.experts.total.tokens == r.prompt_tokens + 23 for r in results.values())
+    assert banks(model) == before
 
 
 def no_more(*arguments):
@@ -321,7 +321,7 @@ def no_second_chunk(done: int, total: int) -> None:
 @pytest.mark.parametrize("prompt", [PROMPT, [7]])
 def test_a_thread_that_ends_leaves_nothing_for_others_to_evaluate(pair, expected, options, prompt):
     model, tokenizer = pair
-    options = dict(options)
+    options, before = dict(options), banks(model)
     if options.pop("cached", False):
         options["prompt_cache"] = model.make_cache()
 
@@ -333,6 +333,7 @@ def test_a_thread_that_ends_leaves_nothing_for_others_to_evaluate(pair, expected
     thread.start()
     thread.join()
     assert generate(model, tokenizer, PROMPT, max_tokens=24) == tokenizer.decode(expected)
+    assert banks(model) == before
 
 
 @pytest.mark.parametrize("size", [2, None])
@@ -373,6 +374,7 @@ def test_twenty_models_loaded_and_closed_leave_little_behind():
 import gc, os
 import mlx_moeflux
 from mlx_moeflux.loading import BUNDLED_MODEL
+from tests.experts.helpers import banks
 
 def once():
     model, tokenizer = mlx_moeflux.load(BUNDLED_MODEL, expert_memory="50%")

@@ -9,6 +9,7 @@ MLX waits for an array's producer, not for its readers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,19 +18,40 @@ from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 
 
+class _Slots(NamedTuple):
+    """One allocation: what MLX reads, what readers write."""
+
+    count: int
+    arrays: dict[str, mx.array]
+    experts: ExpertBank | None
+    views: list[tuple[memoryview, int]]
+
+
 class LayerBank:
     """The slots of one layer.
-
-    arrays: component name -> ``[slots, ...]``, dense and evaluated. experts: the same as an
-    :class:`~mlx_moeflux.kernels.expert_ffn.ExpertBank`. Both are replaced by :meth:`resize`.
 
     Evaluates: its new arrays.
     """
 
     def __init__(self, layout: BlockLayout, slots: int):
         assert slots > 0, "a bank without slots"
-        self.layout, self.slots = layout, slots
-        self._allocate()
+        self.layout = layout
+        self._slots = self._allocate(slots)
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self._slots.count
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """Component name -> ``[slots, ...]``, dense and evaluated; others after :meth:`resize`."""
+        return self._slots.arrays
+
+    @property
+    def experts(self) -> ExpertBank | None:
+        """The arrays as the kernels take them; None once closed."""
+        return self._slots.experts
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +60,7 @@ class LayerBank:
 
     def slot_views(self, slot: int) -> list[memoryview]:
         """The writable bytes of one slot, one view per component in block order."""
-        return [view[slot * n : (slot + 1) * n] for view, n in self._views]
+        return [view[slot * n : (slot + 1) * n] for view, n in self._slots.views]
 
     def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
         """Change the number of slots.
@@ -50,28 +72,29 @@ class LayerBank:
         """
         if moves is None:
             moves = {slot: slot for slot in range(min(slots, self.slots))}
-        old, self.slots = self._views, slots
-        self._allocate()
-        for (source, n), (target, _) in zip(old, self._views, strict=True):
+        new = self._allocate(slots)
+        for (source, n), (target, _) in zip(self._slots.views, new.views, strict=True):
             for a, b in moves.items():
                 target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
+        # One assignment: an interruption leaves all of the old or all of the new.
+        self._slots = new
 
     def close(self) -> None:
         """Let go of arrays and views; lazy work that still reads them keeps them alive."""
-        self.arrays, self.experts, self._views = {}, None, []
+        self._slots = _Slots(self.slots, {}, None, [])
 
-    def _allocate(self) -> None:
+    def _allocate(self, slots: int) -> _Slots:
         components = self.layout.components
-        arrays = [mx.zeros((self.slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
+        arrays = [mx.zeros((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
         mx.eval(arrays)
         # Taken once and before any kernel reads the arrays: on CUDA the first host access moves
         # an array to managed memory.
-        self._views = [
+        views = [
             (memoryview(array).cast("B"), c.nbytes)
             for array, c in zip(arrays, components, strict=True)
         ]
-        self.arrays = {c.name: array for c, array in zip(components, arrays, strict=True)}
-        self.experts = ExpertBank.of(self.arrays, self.layout.specs)
+        named = {c.name: array for c, array in zip(components, arrays, strict=True)}
+        return _Slots(slots, named, ExpertBank.of(named, self.layout.specs), views)
 
 
 class Bank:

@@ -7,13 +7,14 @@ table before its slot is written, enters it after its block has arrived, and unt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Iterable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import EventHook, Evict, Hit, Miss, ReadEnd, ReadStart
 from mlx_moeflux.experts.fetch import Fetch, ReadThreads, Target
@@ -24,6 +25,31 @@ from mlx_moeflux.experts.stats import ExpertStats, LayerStats
 
 # More outputs than this are not remembered, but evaluated: by then they long have been.
 MAX_UNEVALUATED = 8
+
+
+class Reading(NamedTuple):
+    """A result that reads a bank; maker: whose streams it is on, None for anyone's to wait for."""
+
+    maker: threading.Thread | None
+    output: mx.array
+
+    def ended(self) -> bool:
+        """Wait until `output` is evaluated; False if this thread cannot do that, or must not.
+
+        MLX waits for work that ``async_eval`` began, wherever that was, but does not see that
+        another thread is inside ``eval``.
+        """
+        here = self.maker is None or self.maker is threading.current_thread()
+        if not here and self.maker.is_alive():
+            return False
+        try:
+            mx.eval(self.output)
+        except RuntimeError as error:
+            # The streams of a thread are its own, and end with it.
+            if "in current thread" not in str(error):
+                raise
+            return False
+        return True
 
 
 class StreamedLayer:
@@ -38,7 +64,7 @@ class StreamedLayer:
         self.unsettled = False
         self._reader, self._policy, self._all_stats = reader, policy, stats
         self._fetch: Fetch | None = None
-        self._readers_of_bank: list[mx.array] = []
+        self._readers_of_bank: list[Reading] = []
         self._device_table: mx.array | None = None
 
     @property
@@ -57,28 +83,36 @@ class StreamedLayer:
 
     def remember(self, output: mx.array) -> None:
         """`output`, perhaps not evaluated, reads the bank: no slot changes before it is."""
-        if len(self._readers_of_bank) >= MAX_UNEVALUATED:
+        # While reads are under way the bank cannot be left; the end of the call remembers again.
+        if len(self._readers_of_bank) >= MAX_UNEVALUATED and self._fetch is None:
             self.fence()
-        self._readers_of_bank.append(output)
+        self._readers_of_bank.append(Reading(threading.current_thread(), output))
 
     def fence(self) -> None:
-        """Evaluate everything that reads the bank.
+        """See to it that nothing unevaluated reads the bank.
 
-        Raises:
-            UnsupportedError: Some of it was built in another thread and never evaluated there.
+        What this thread cannot evaluate, or what another thread may be evaluating at this moment,
+        keeps the arrays that it was given, and the layer goes on in a copy of them. Such a result
+        stays right, whenever it is evaluated, and one whose thread has ended blocks nobody; until
+        it is dropped it keeps one bank of this layer more in memory.
         """
-        if not self._readers_of_bank:
-            return
-        try:
-            mx.eval(self._readers_of_bank)
-        except RuntimeError as error:
-            if "in current thread" not in str(error):
-                raise
-            raise UnsupportedError(
-                f"a lazy result of another thread still reads the experts of layer {self.layer}; "
-                "evaluate it with mx.eval in the thread that made it."
-            ) from error
+        assert self._fetch is None, "the bank changes while it is read into"
+        if not all(reading.ended() for reading in self._readers_of_bank):
+            self.bank.resize(self.bank.slots)
         self._readers_of_bank.clear()
+
+    def own_outputs(self) -> list[mx.array]:
+        """What this thread built on the bank and may not have evaluated."""
+        here = threading.current_thread()
+        return [reading.output for reading in self._readers_of_bank if reading.maker is here]
+
+    def hand_over(self) -> None:
+        """The evaluation of :meth:`own_outputs` has begun: any thread may wait for it."""
+        here = threading.current_thread()
+        self._readers_of_bank = [
+            reading._replace(maker=None) if reading.maker is here else reading
+            for reading in self._readers_of_bank
+        ]
 
     def look_up(
         self, needed: Iterable[int], missing: Container[int], events: EventHook | None
@@ -97,11 +131,11 @@ class StreamedLayer:
     ) -> list[int]:
         """Take `count` slots, evicting whom the policy chooses outside `protected`.
 
-        The caller has seen to it that there are enough. A slot becomes free only here and in
-        :meth:`resize`, so this is where the fence stands.
+        The caller has seen to it that there are enough. No slot is written that was not taken
+        here, so this is where the fence stands.
         """
         short = count - self.table.free
-        if short > 0:
+        if count:
             self.fence()
         self.unsettled = True
         if short > 0:
@@ -195,7 +229,12 @@ class StreamedLayer:
             ):
                 self.evict(expert, events)
         self.unsettled, self._device_table = True, None
-        self.bank.resize(slots, self.table.resize(slots))
+        try:
+            self.bank.resize(slots, self.table.resize(slots))
+        except BaseException:
+            # Bank and table may disagree: who was where is not known any more.
+            self.table = SlotTable(self.bank.slots, self.table.num_experts)
+            raise
         # What reads the old arrays keeps them; nobody writes to them any more.
         self._readers_of_bank.clear()
         self.unsettled = False

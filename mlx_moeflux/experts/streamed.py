@@ -149,6 +149,18 @@ class StreamedStore:
                     if state.unsettled:
                         state.settle()
 
+    def hand_over(self) -> None:
+        """Begin to evaluate what this thread built, so that the others need not keep away from it.
+
+        Without it another thread's next call leaves the banks that this one's results read, and
+        goes on in copies of them. Generation does it after each step.
+        """
+        with self._lock:
+            states = self._layers.values()
+            mx.async_eval([output for state in states for output in state.own_outputs()])
+            for state in states:
+                state.hand_over()
+
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:

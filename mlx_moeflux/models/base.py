@@ -53,6 +53,12 @@ class StreamingModel(nn.Module):
         """Held by a generator for each step: a second thread's step waits."""
         return self._step_lock
 
+    def hand_over(self) -> None:
+        """Let other threads wait for what this one began to evaluate; see the store's method."""
+        hand_over = getattr(self._store, "hand_over", None)
+        if hand_over is not None:
+            hand_over()
+
     def set_context_limit(self, limit: int | None) -> None:
         """Tokens that a sequence may have; None is the config's own limit.
 
