@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_moeflux"
 RANK = {
     "cli": 0,
     "convert": 1,
+    "conversion": 2,
     "synthesize": 1,
     "mlx_lm_plugin": 1,
     "loading": 2,

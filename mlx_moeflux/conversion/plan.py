@@ -1,0 +1,170 @@
+"""What a conversion makes of every weight, and the config.json that says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, MappedTensors
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.checkpoint.source import Checkpoint
+from mlx_moeflux.conversion.recipe import CODES, Recipe
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.weights import FLOATS, infer_spec
+
+LAYOUTS = ("packed", "safetensors")
+
+
+class Conversion:
+    """All recipes of a conversion, under the names of the model.
+
+    trunk: Parameter's name -> recipe. experts: MoE layer id -> projection -> recipe of expert 0,
+    which says what all of them become. prefix: Before every name of the output. total_bytes: Of
+    all tensors of the output.
+
+    Raises:
+        ConfigError, UnsupportedError, CheckpointError: The checkpoint is not one we know.
+        InputError: It is quantised already.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        layout: str,
+        spec: QuantSpec | None,
+        dequantize: bool,
+        dtype: str | None,
+        strict: bool,
+    ):
+        kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
+        self.config = kind.Config.from_dict(
+            checkpoint.config, file=checkpoint.config_file, strict=strict
+        )
+        self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
+        self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
+        self.mapped: MappedTensors = checkpoint.mapped(kind.NAME_RULES)
+        self.prefix = "" if layout == "packed" else "language_model."
+        self.trunk = self._trunk_recipes()
+        self.experts = {
+            layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
+            for layer in self.mapped.experts
+        }
+        self.total_bytes = sum(
+            t.nbytes for recipe in self.trunk.values() for t in recipe.outputs().values()
+        ) + sum(
+            t.nbytes * self.config.num_experts
+            for recipes in self.experts.values()
+            for recipe in recipes.values()
+            for t in recipe.outputs().values()
+        )
+
+    def identity(self) -> str:
+        """Of the source's files and the options: what an interrupted run must share to go on."""
+        options = [self.layout, str(self.spec), self.dequantize, self.code]
+        files = {ref.file for ref in self.checkpoint.tensors.values()}
+        files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
+        stats = {str(file.resolve()): file.stat() for file in sorted(files)}
+        found = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        text = json.dumps([self.checkpoint.identity(), options, found])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def expert_recipe(self, layer: int, projection: str, expert: int) -> Recipe:
+        """How one projection of one expert is converted."""
+        components = self.mapped.experts[layer]
+        source = tuple(
+            components[f"{projection}.{part}"][expert]
+            for part in PARTS
+            if f"{projection}.{part}" in components
+        )
+        spec, width = None, self._expert_width(projection)
+        if len(source) == len(PARTS):
+            spec = infer_spec(source[0], source[1], width)
+            self._refuse_twice(source[0])
+            target = None if self.dequantize else spec
+        else:
+            target = self.spec
+        return Recipe(source, spec, target, self._code(source))
+
+    def config_json(self) -> dict[str, Any]:
+        """The output's config.json: the checkpoint's, with the bits of the output."""
+        config = {
+            k: v
+            for k, v in self.checkpoint.config.items()
+            if k not in ("quantization", "quantization_config")
+        }
+        specs: dict[str, QuantSpec | None] = {}
+        for name, recipe in self.trunk.items():
+            if len(recipe.outputs()) > 1:
+                specs[f"{self.prefix}{name.removesuffix('.weight')}"] = recipe.target
+        for layer, recipes in self.experts.items():
+            for projection, recipe in recipes.items():
+                path = f"{self.prefix}model.layers.{layer}.mlp.switch_mlp.{projection}"
+                specs[path] = recipe.target
+        kinds = [spec for spec in specs.values() if spec is not None]
+        if kinds:
+            default = max(set(kinds), key=kinds.count)
+            block = default.to_config() | {
+                path: False if spec is None else spec.to_config()
+                for path, spec in specs.items()
+                if spec != default
+            }
+            config |= {"quantization": block, "quantization_config": block}
+        return config
+
+    def _trunk_recipes(self) -> dict[str, Recipe]:
+        """Module path + '.weight' (or a bare parameter's name) -> recipe."""
+        trunk = {n: t.ref for n, t in self.mapped.trunk.items()}
+        if self.config.tie_word_embeddings:
+            trunk = {n: r for n, r in trunk.items() if not n.startswith("lm_head.")}
+        transforms = self.kind.transforms(trunk)
+        modules = dict(self.kind(self.config).named_modules())
+        recipes: dict[str, Recipe] = {}
+        for name, ref in trunk.items():
+            base, _, leaf = name.rpartition(".")
+            if leaf in ("scales", "biases") and f"{base}.weight" in trunk:
+                continue
+            source, spec = (ref,), None
+            if f"{base}.scales" in trunk and leaf == "weight":
+                source = tuple(trunk[f"{base}.{part}"] for part in PARTS)
+                spec = infer_spec(source[0], source[1], modules[base].weight.shape[-1])
+            target = self._target(base, ref, spec, modules.get(base) if leaf == "weight" else None)
+            dtype = "F32" if self.kind.keeps_float32(name) else self._code(source)
+            if name in transforms and len(ref.shape) == 1 and self.layout == "packed":
+                # 1 + w does not fit the 8 bits of a bfloat16; mlx-lm's layout rounds it.
+                dtype = "F32"
+            recipes[name] = Recipe(source, spec, target, dtype, transforms.get(name))
+        return recipes
+
+    def _target(
+        self, base: str, ref: TensorRef, spec: QuantSpec | None, module: nn.Module | None
+    ) -> QuantSpec | None:
+        if spec is not None:
+            self._refuse_twice(ref)
+            return None if self.dequantize else spec
+        if self.spec is None or not hasattr(module, "to_quantized"):
+            return None
+        if ref.shape[-1] % self.spec.group_size:
+            return None
+        if base.endswith((".mlp.gate", "shared_expert_gate")):
+            return QuantSpec(max(8, self.spec.bits), self.spec.group_size)
+        return self.spec
+
+    def _refuse_twice(self, ref: TensorRef) -> None:
+        if self.spec is not None:
+            raise InputError(
+                f"{ref.file}: '{ref.name}' is quantised already; convert with dequantize first."
+            )
+
+    def _code(self, source: tuple[TensorRef, ...]) -> str:
+        stored = source[-1].dtype
+        return self.code if self.code and stored in FLOATS else stored
+
+    def _expert_width(self, projection: str) -> int:
+        down = projection == "down_proj"
+        return self.config.moe_intermediate_size if down else self.config.hidden_size
