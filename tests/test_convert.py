@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.packed import verify
 from mlx_moeflux.checkpoint.tensors import TensorIndex
+from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor
 from mlx_moeflux.convert import convert
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
 from mlx_moeflux.models import model_class
 from mlx_moeflux.synthesize import synthesize
@@ -95,6 +98,48 @@ def test_dtype_is_that_of_the_floats(tmp_path):
         with pytest.raises(InputError):
             convert(GOLDEN / "text_top3", tmp_path / "no", **options)
     assert not (tmp_path / "no").exists()
+
+
+def test_a_flipped_bit_of_the_trunk_is_found(tmp_path):
+    out = convert(GOLDEN / "text_top3", tmp_path / "out")
+    file, index_file = out / "model.safetensors", out / "experts" / "index.json"
+    index, content = json.loads(index_file.read_text()), file.read_bytes()
+    assert index["trunk"] == [
+        {
+            "file": file.name,
+            "bytes": len(content),
+            "blake2b": hashlib.blake2b(content, digest_size=32).hexdigest(),
+        }
+    ]
+    verify(out)
+    # The lowest bit of a number: structure, and that it is finite, stay as they are.
+    ref = TensorIndex.open(out)["model.norm.weight"]
+    flipped = bytearray(content)
+    flipped[ref.offset] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors differs from what was written"):
+        verify(out)
+    file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=rf"must have {len(content)}"):
+        verify(out)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors with the trunk is missing"):
+        verify(out)
+    # An index of before the trunk was hashed opens, and its experts are verified.
+    file.write_bytes(flipped)
+    del index["trunk"]
+    index_file.write_text(json.dumps(index))
+    verify(out)
+    assert mx.isfinite(logits(out)).all().item()
+
+
+def test_the_trunk_is_hashed_shard_by_shard(tmp_path):
+    tensors = {name: Tensor("F32", (3, 5)) for name in "abc"}
+    with SafetensorsWriter(tmp_path, tensors, metadata={}, shard_bytes=100) as writer:
+        for name in tensors:
+            writer.write(name, 0, bytes(60))
+    assert len(writer.files) == 4
+    assert sorted(writer.files) == sorted(f.name for f in tmp_path.iterdir())
 
 
 @pytest.mark.slow

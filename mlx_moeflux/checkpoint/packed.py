@@ -20,7 +20,7 @@ from mlx_moeflux.checkpoint.packed_format import (
 )
 from mlx_moeflux.checkpoint.packed_writer import LayerWriter, PackedWriter, hash_file
 from mlx_moeflux.checkpoint.refs import ExpertRefs, StridedRefs
-from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
 
 __all__ = ["ALIGNMENT", "LayerWriter", "PackedExperts", "PackedWriter", "is_packed", "verify"]
 
@@ -56,7 +56,8 @@ class PackedExperts:
         if not index.layers:
             raise ExpertFileError(f"{file} lists no layers; convert the checkpoint again.")
         for layer, entry in index.layers.items():
-            _check_size(experts / entry.file, layer, entry.stride * index.num_experts)
+            size = entry.stride * index.num_experts
+            _check_size(experts / entry.file, f"the experts of layer {layer}", size)
         return cls(directory, index)
 
     @property
@@ -101,10 +102,18 @@ class PackedExperts:
 
 
 def verify(directory: str | os.PathLike[str], progress: Progress | None = None) -> None:
-    """Hash every layer file; ExpertFileError names those that are not what was written."""
+    """Hash every file; the error names those that are not what was written.
+
+    Raises ExpertFileError for layer files, CheckpointError for files of the trunk, which an index
+    of before they were hashed does not list.
+    """
     packed = PackedExperts.open(directory)
-    total = sum(e.stride for e in packed.index.layers.values()) * packed.num_experts
-    done, wrong = 0, []
+    index, E = packed.index, packed.num_experts
+    layers = [(packed.file(i), e.stride * E, e.blake2b) for i, e in index.layers.items()]
+    trunk = [(packed.directory / t.file, t.nbytes, t.blake2b) for t in index.trunk]
+    for file, size, _ in trunk:
+        _check_size(file, "the trunk", size, error=CheckpointError)
+    total, done = sum(size for _, size, _ in layers + trunk), 0
 
     def report(count: int) -> None:
         nonlocal done
@@ -112,16 +121,17 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
         if progress is not None:
             progress(done, total)
 
-    for layer, entry in packed.index.layers.items():
-        file, size = packed.file(layer), entry.stride * packed.num_experts
-        digest = hash_file(file, size=size, error=ExpertFileError, report=report)
-        if digest != entry.blake2b:
-            wrong.append(str(file))
-    if wrong:
-        raise ExpertFileError(
-            f"{', '.join(wrong)} differ{'s' if len(wrong) == 1 else ''} from what was written:"
-            " the blake2b hash is another; convert the checkpoint again."
-        )
+    for files, error in ((layers, ExpertFileError), (trunk, CheckpointError)):
+        wrong = [
+            str(file)
+            for file, size, digest in files
+            if hash_file(file, size=size, error=error, report=report) != digest
+        ]
+        if wrong:
+            raise error(
+                f"{', '.join(wrong)} differ{'s' if len(wrong) == 1 else ''} from what was written:"
+                " the blake2b hash is another; convert the checkpoint again."
+            )
 
 
 def _why_no_index(experts: Path) -> str:
@@ -133,17 +143,17 @@ def _why_no_index(experts: Path) -> str:
     return f"{experts / INDEX_NAME} is missing; convert the checkpoint again."
 
 
-def _check_size(file: Path, layer: int, expected: int) -> None:
+def _check_size(
+    file: Path, content: str, expected: int, *, error: type[MoefluxError] = ExpertFileError
+) -> None:
     try:
         size = file.stat().st_size
     except FileNotFoundError as cause:
-        raise ExpertFileError(
-            f"{file} with the experts of layer {layer} is missing; convert the checkpoint again."
-        ) from cause
+        raise error(f"{file} with {content} is missing; convert the checkpoint again.") from cause
     except OSError as cause:
-        raise unreadable(file, cause, error=ExpertFileError) from cause
+        raise unreadable(file, cause, error=error) from cause
     if size != expected or not file.is_file():
-        raise ExpertFileError(
-            f"{file} with the experts of layer {layer} has {size} bytes, but must have {expected};"
+        raise error(
+            f"{file} with {content} has {size} bytes, but must have {expected};"
             " convert the checkpoint again."
         )

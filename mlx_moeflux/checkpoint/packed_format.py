@@ -1,4 +1,4 @@
-"""The packed directory's index: what ``experts/index.json`` says of each layer file.
+"""The packed directory's index: what ``experts/index.json`` says of every file.
 
 ``experts/layer_NN.bin`` holds E blocks at a fixed stride, a multiple of 16 KiB. A block is the
 components of one expert, one after the other in :data:`COMPONENT_ORDER`; their offsets follow
@@ -96,15 +96,33 @@ class LayerFile:
 
 
 @dataclass(frozen=True, slots=True)
+class TrunkFile:
+    """One file of the trunk: its name in the checkpoint's directory, bytes and hash (hex)."""
+
+    file: str
+    nbytes: int
+    blake2b: str
+
+    def to_json(self) -> dict[str, object]:
+        """The file's entry of the index."""
+        return {"file": self.file, "bytes": self.nbytes, "blake2b": self.blake2b}
+
+
+@dataclass(frozen=True, slots=True)
 class PackedIndex:
-    """The content of an index: experts a layer, files by layer id, and what they were made of."""
+    """The content of an index: experts a layer, files by layer id, and what they were made of.
+
+    trunk: Its files; empty in an index of before they were hashed.
+    """
 
     num_experts: int
     layers: Mapping[int, LayerFile]
     source: str = ""
+    trunk: tuple[TrunkFile, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """The object that :meth:`from_json` reads."""
+        trunk = {"trunk": [entry.to_json() for entry in self.trunk]} if self.trunk else {}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -114,6 +132,7 @@ class PackedIndex:
                 str(layer): self.layers[layer].to_json(self.num_experts)
                 for layer in sorted(self.layers)
             },
+            **trunk,
         }
 
     @classmethod
@@ -142,7 +161,25 @@ class PackedIndex:
         names = [layer.file for layer in parsed.values()]
         if len(set(names)) != len(names):
             raise _damaged(file, "two layers share one file")
-        return cls(num_experts, dict(sorted(parsed.items())), source)
+        return cls(num_experts, dict(sorted(parsed.items())), source, _trunk(value, file))
+
+
+def _trunk(value: Mapping, file: Path) -> tuple[TrunkFile, ...]:
+    entries, result = value.get("trunk", []), []
+    if not isinstance(entries, list):
+        raise _damaged(file, f"trunk is {entries!r}")
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise _damaged(file, f"trunk has {entry!r}")
+        directory = file.parent.parent
+        name = inside_path(directory, entry.get("file"), source=file, error=ExpertFileError)
+        size, digest = entry.get("bytes"), entry.get("blake2b")
+        if not _is_positive(size):
+            raise _damaged(file, f"{name} has bytes {size!r}")
+        if not isinstance(digest, str) or not _is_hash(digest):
+            raise _damaged(file, f"{name} has blake2b {digest!r}")
+        result.append(TrunkFile(name, size, digest))
+    return tuple(result)
 
 
 def _layer(entry: object, file: Path, place: str, num_experts: int) -> LayerFile:

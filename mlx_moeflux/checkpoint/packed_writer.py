@@ -23,6 +23,7 @@ from mlx_moeflux.checkpoint.files import (
     hash_file,
     read_json_object,
     sync_directory,
+    unreadable,
     write_atomically,
 )
 from mlx_moeflux.checkpoint.packed_format import (
@@ -33,8 +34,9 @@ from mlx_moeflux.checkpoint.packed_format import (
     LayerFile,
     PackedComponent,
     PackedIndex,
+    TrunkFile,
 )
-from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError
 
 _OURS = re.compile(
     r"(layer_\d{2,}\.bin|index\.json|\.progress\.json)" + re.escape(TEMPORARY_SUFFIX)
@@ -89,11 +91,12 @@ class PackedWriter:
         """
         return LayerWriter(self, layer, LayerFile.plan(layer, components))
 
-    def finish(self, layers: Iterable[int] | None = None) -> None:
+    def finish(self, layers: Iterable[int] | None = None, *, trunk: Iterable[str] = ()) -> None:
         """Write ``index.json``: the directory is a checkpoint from then on.
 
         ``layers`` are all that must be done (default: those that are); ExpertFileError if one
-        is not. Calling it again changes nothing.
+        is not. ``trunk`` are the names of the finished files of the trunk in the directory, to be
+        hashed. Calling it again changes nothing.
         """
         wanted = sorted(self._layers if layers is None else layers)
         missing = [layer for layer in wanted if not self.done(layer)]
@@ -103,7 +106,8 @@ class PackedWriter:
                 if missing
                 else f"{self.experts} cannot be finished: no layer is written."
             )
-        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted})
+        files = tuple(_hashed(self.directory, name) for name in trunk)
+        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, files)
         try:
             (self.experts / PROGRESS_NAME).unlink(missing_ok=True)
             sync_directory(self.experts)
@@ -149,8 +153,10 @@ class PackedWriter:
         self._layers[layer] = entry
         self._write(PROGRESS_NAME, self._layers)
 
-    def _write(self, name: str, layers: dict[int, LayerFile]) -> None:
-        index = PackedIndex(self.num_experts, layers, self.source)
+    def _write(
+        self, name: str, layers: dict[int, LayerFile], trunk: tuple[TrunkFile, ...] = ()
+    ) -> None:
+        index = PackedIndex(self.num_experts, layers, self.source, trunk)
         content = json.dumps(index.to_json(), indent=1).encode() + b"\n"
         try:
             write_atomically(self.experts / name, content)
@@ -315,6 +321,15 @@ def raise_write_error(
     raise ExpertFileError(
         f"Writing {place} failed: {reason}; finished layers are kept, run the same command again."
     ) from cause
+
+
+def _hashed(directory: Path, name: str) -> TrunkFile:
+    file = directory / name
+    try:
+        size = file.stat().st_size
+    except OSError as cause:
+        raise unreadable(file, cause) from cause
+    return TrunkFile(name, size, hash_file(file, size=size, error=CheckpointError))
 
 
 def _reserve(fd: int, size: int) -> None:

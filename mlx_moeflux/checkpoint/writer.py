@@ -59,6 +59,11 @@ class SafetensorsWriter:
             ]
         self._shards, self._fds = shards, []
 
+    @property
+    def files(self) -> list[str]:
+        """Names of all files that are there in the end."""
+        return self._names + [INDEX_NAME] * (len(self._names) > 1)
+
     def __enter__(self) -> SafetensorsWriter:
         try:
             for number, shard in enumerate(self._shards):

@@ -40,8 +40,10 @@ def write(conversion: Conversion, out: Path, identity: str, report: Report) -> N
         CheckpointError, ExpertFileError: The disk is full or failed.
     """
     if conversion.layout == "packed":
-        _write_experts(conversion, out, identity, report)
-    _write_tensors(conversion, out, report)
+        experts = _write_experts(conversion, out, identity, report)
+        experts.finish(trunk=_write_tensors(conversion, out, report))
+    else:
+        _write_tensors(conversion, out, report)
     source = conversion.checkpoint.directory
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -49,8 +51,10 @@ def write(conversion: Conversion, out: Path, identity: str, report: Report) -> N
     write_json(out / CONFIG_NAME, conversion.config_json())
 
 
-def _write_experts(conversion: Conversion, out: Path, identity: str, report: Report) -> None:
-    """One blob a layer."""
+def _write_experts(
+    conversion: Conversion, out: Path, identity: str, report: Report
+) -> PackedWriter:
+    """One blob a layer; the writer still has to be finished."""
     E = conversion.config.num_experts
     writer = PackedWriter(out, num_experts=E, source_identity=identity)
     for layer, recipes in conversion.experts.items():
@@ -72,11 +76,11 @@ def _write_experts(conversion: Conversion, out: Path, identity: str, report: Rep
                     for part, position, data in conversion.expert_recipe(layer, p, e).chunks():
                         blob.write(e, f"{p}.{part}", position // _row_bytes(outputs[p][part]), data)
                         report(len(data))
-    writer.finish()
+    return writer
 
 
-def _write_tensors(conversion: Conversion, out: Path, report: Report) -> None:
-    """The trunk as safetensors, and the experts too unless they are packed."""
+def _write_tensors(conversion: Conversion, out: Path, report: Report) -> list[str]:
+    """The trunk as safetensors, and the experts too unless they are packed; the files' names."""
     tensors, pieces = _trunk_pieces(conversion)
     if conversion.layout != "packed":
         more, expert_pieces = _expert_pieces(conversion)
@@ -87,6 +91,7 @@ def _write_tensors(conversion: Conversion, out: Path, report: Report) -> None:
             for part, position, data in piece.recipe.chunks():
                 writer.write(piece.names[part], piece.offsets.get(part, 0) + position, data)
                 report(len(data))
+    return writer.files
 
 
 @dataclass(frozen=True)

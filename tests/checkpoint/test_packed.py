@@ -359,6 +359,11 @@ WRONG = {
     "component dtype": (change_component(dtype="F4"), "gate_proj.weight of layer 3 has dtype 'F4'"),
     "component shape": (change_component(shape=[3, -1]), "has shape [3, -1]"),
     "component shape empty": (change_component(shape=[]), "has shape []"),
+    "trunk": (lambda index: index.update(trunk={}), "trunk is {}"),
+    "trunk entry": (lambda index: index.update(trunk=["a"]), "trunk has 'a'"),
+    "trunk path": (lambda index: index.update(trunk=[{"file": "../a"}]), "'../a', which is not a"),
+    "trunk bytes": (lambda index: index.update(trunk=[{"file": "a", "bytes": 0}]), "a has bytes 0"),
+    "trunk hash": (lambda index: index.update(trunk=[{"file": "a", "bytes": 1}]), "blake2b None"),
     "component larger": (change_component(shape=[7, 3000]), "but its block takes"),
 }
 
