@@ -6,9 +6,7 @@ name before it is complete. A killed conversion goes on where it stopped (packed
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +17,11 @@ from mlx_moeflux.checkpoint.packed import verify
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
-from mlx_moeflux.checkpoint.writer import write_json
+from mlx_moeflux.conversion.claim import claim
 from mlx_moeflux.conversion.plan import LAYOUTS, Conversion
 from mlx_moeflux.conversion.recipe import CHUNK_ELEMENTS, CODES
 from mlx_moeflux.conversion.write import write
-from mlx_moeflux.errors import CheckpointError, InputError, MemoryBudgetError
+from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.models.weights import FLOATS
 
 Progress = Callable[[int, int], None]
@@ -82,8 +80,6 @@ def convert(
         strict=strict_config,
     )
     identity = conversion.identity()
-    _claim(out, identity)
-    _check_disk(out, conversion.total_bytes)
     done = 0
 
     def report(count: int) -> None:
@@ -92,52 +88,11 @@ def convert(
         if progress is not None:
             progress(done, conversion.total_bytes)
 
-    write(conversion, out, identity, report)
-    _marker(out).unlink(missing_ok=True)
+    with claim(out, identity, needed=conversion.total_bytes):
+        write(conversion, out, identity, report)
     if verify_written:
         _verify(out, layout)
     return out
-
-
-def _marker(out: Path) -> Path:
-    return out / ".conversion.json"
-
-
-def _claim(out: Path, identity: str) -> None:
-    """Take `out` for this conversion; an interrupted one of the same kind goes on."""
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file; give a directory.")
-    marker = _marker(out)
-    if out.exists() and any(out.iterdir()):
-        try:
-            before = json.loads(marker.read_text())["identity"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise InputError(
-                f"{out} is not empty and holds no unfinished conversion; give another directory."
-            ) from None
-        if before != identity:
-            raise InputError(
-                f"{out} holds an unfinished conversion of another checkpoint or with other "
-                "options; remove it first."
-            )
-        for leftover in out.glob("*.tmp"):
-            leftover.unlink()
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(marker, {"identity": identity})
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}.") from error
-
-
-def _check_disk(out: Path, needed: int) -> None:
-    present = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
-    free = shutil.disk_usage(out).free
-    if needed > free + present:
-        raise MemoryBudgetError(
-            f"{out} needs {needed} bytes ({needed / 1e9:.2f} GB) and has {free} free "
-            f"({free / 1e9:.2f} GB); make room or choose another disk."
-        )
 
 
 def _verify(out: Path, layout: str) -> None:

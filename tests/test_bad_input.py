@@ -4,6 +4,7 @@ line names the file, the key or the limit; nothing is half-written."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -181,6 +182,49 @@ def test_a_directory_that_holds_something_is_not_touched(tmp_path):
     refused(InputError, lambda: convert(BUNDLED_MODEL, tmp_path), "not empty")
     refused(InputError, lambda: convert(BUNDLED_MODEL, BUNDLED_MODEL), "itself")
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_two_conversions_into_one_directory(tmp_path):
+    """The second, of another process, is refused; the lock goes with the first, even killed."""
+    out = tmp_path / "out"
+    code = (
+        "import sys, os\nreal = os.pwrite\n"
+        "os.pwrite = lambda *a: (print('go', flush=True), sys.stdin.readline(), real(*a))[2]\n"
+        "from mlx_moeflux.convert import convert\n"
+        f"convert({str(BUNDLED_MODEL)!r}, {str(out)!r}, layout='safetensors')\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with child:
+        assert child.stdout.readline() == b"go\n"
+        before = {f.name: f.stat().st_size for f in out.iterdir()}
+        again = [sys.executable, "-m", "mlx_moeflux", "convert", "--layout", "safetensors"]
+        again += ["--model", str(BUNDLED_MODEL), "--out", str(out)]
+        second = subprocess.run(again, capture_output=True, text=True, check=False)
+        assert (second.returncode, second.stdout) == (1, "")
+        assert second.stderr.count("\n") == 1
+        assert f"{out} is being written by another conversion" in second.stderr
+        assert {f.name: f.stat().st_size for f in out.iterdir()} == before
+        child.kill()
+    convert(BUNDLED_MODEL, out, layout="safetensors")
+    assert not [f.name for f in out.iterdir() if f.name.startswith(".") or f.suffix == ".tmp"]
+    refused(InputError, lambda: convert(BUNDLED_MODEL, out, layout="safetensors"), "not empty")
+    assert not (out / ".conversion.lock").exists()
+
+
+def test_a_lock_that_its_owner_removed_is_not_taken(tmp_path, monkeypatch):
+    """Between opening the file and locking it: the next owner may lock the next file."""
+    out, lock = tmp_path / "out", fcntl.flock
+
+    def late(fd, flags):
+        (out / ".conversion.lock").unlink()
+        lock(fd, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    refused(InputError, lambda: convert(BUNDLED_MODEL, out), "another conversion")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "")))
+    convert(BUNDLED_MODEL, out)
 
 
 def kill_and_resume(tmp_path: Path, delay: float) -> None:
