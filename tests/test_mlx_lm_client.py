@@ -123,6 +123,11 @@ def test_stream_generate(twin, loaded, chunk):
         assert replies[-1].prompt_tokens == len(prompt)
 
 
+def test_quantised_keys_and_values_are_refused_rather_than_ignored(twin, loaded):
+    with pytest.raises(UnsupportedError, match="quantised yet; leave kv_bits out"):
+        list(mlx_lm.stream_generate(*loaded, twin.prompts[0], max_tokens=2, kv_bits=4))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_batch_generate(twin, loaded, schedule):
     model, tokenizer = loaded

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache.clock import Mark, SequenceClock, as_ints
-from mlx_moeflux.errors import CacheError
+from mlx_moeflux.errors import CacheError, UnsupportedError
 
 
 class AttentionCache(SequenceClock):
@@ -36,6 +36,11 @@ class AttentionCache(SequenceClock):
     def capacity(self) -> int:
         """Rows allocated for each sequence."""
         return 0 if self.keys is None else self.keys.shape[2]
+
+    @classmethod
+    def rows_for(cls, columns: int) -> int:
+        """Rows that a cache of so many columns allocates: the buffers grow in steps."""
+        return -(-columns // cls.step) * cls.step
 
     # Appending and reading.
 
@@ -70,7 +75,7 @@ class AttentionCache(SequenceClock):
         needed = self.columns + keys.shape[2]
         if needed <= self.capacity:
             return
-        rows = -(-needed // self.step) * self.step
+        rows = self.rows_for(needed)
         # Both at once: an interrupt between the two would leave buffers of different capacity.
         self.keys, self.values = (
             _resized(self.keys, keys, rows, self.columns),
@@ -155,6 +160,15 @@ class AttentionCache(SequenceClock):
         other._marks = weakref.WeakSet()
         return other
 
+    @property
+    def to_quantized(self) -> None:
+        """Refuses what mlx-lm's generators would do with ``kv_bits``.
+
+        They look for this name before the first token and call it thousands of tokens later: a
+        property refuses at once.
+        """
+        raise UnsupportedError("Keys and values cannot be quantised yet; leave kv_bits out.")
+
     # Batches.
 
     @classmethod
@@ -171,7 +185,7 @@ class AttentionCache(SequenceClock):
     def _join(self, parts: list[AttentionCache]) -> None:
         self._rearranged()
         self._join_counts(parts)
-        rows = -(-self.columns // self.step) * self.step
+        rows = self.rows_for(self.columns)
         sizes = [(part.columns, part.batch_size) for part in parts]
         self.keys = _aligned([part.keys for part in parts], sizes, self.columns, rows)
         self.values = _aligned([part.values for part in parts], sizes, self.columns, rows)

@@ -365,7 +365,8 @@ class Model(StreamingModel):
         return [RecurrentCache() if layer.is_linear else KVCache() for layer in self.layers]
 
     def state_bytes(self, positions: int) -> int:
-        """Bytes of one sequence's state after `positions` tokens, in the model's dtype."""
+        """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
+        rows that the key-value buffers have in reserve."""
         config, size = self.config, self.model.norm.weight.itemsize
         linear = sum(config.is_linear(i) for i in range(config.num_hidden_layers))
         full = config.num_hidden_layers - linear
@@ -373,7 +374,7 @@ class Model(StreamingModel):
         recurrent = 4 * Hv * config.linear_value_head_dim * Dk
         convolution = size * (config.linear_conv_kernel_dim - 1) * config.conv_dim
         kv = 2 * size * config.num_key_value_heads * config.head_dim
-        return linear * (recurrent + convolution) + full * kv * positions
+        return linear * (recurrent + convolution) + full * kv * KVCache.rows_for(positions)
 
     def activation_bytes(self, tokens: int, seen: int = 0) -> int:
         """An upper bound of what a call on `tokens` tokens after `seen` others allocates.

@@ -69,6 +69,17 @@ def test_left_padding_is_that_of_transformers(case):
             assert relative_error(logits[b, padding:], expected) <= LIMIT
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_planned_state_is_what_the_cache_takes(dtype):
+    """Of chunks that end before, at and behind the steps in which the buffers grow."""
+    with load_model(GOLDEN / "text_top3", dtype=dtype) as model:
+        cache, seen = model.make_cache(), 0
+        for T in (1, 30, 224, 1, 1, 255, 1, 100):
+            mx.eval(model(mx.zeros((1, T), mx.int32), cache, last_only=True))
+            seen += T
+            assert sum(entry.nbytes for entry in cache) == model.state_bytes(seen), seen
+
+
 def test_mlx_lm_agrees_on_the_quantised_checkpoint():
     from mlx_lm.utils import load_model as mlx_lm_load
 
