@@ -22,7 +22,7 @@ from mlx_moeflux.checkpoint.files import unreadable
 from mlx_moeflux.checkpoint.refs import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, InputError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.block import BlockLayout
-from mlx_moeflux.experts.sources import ByteRanges, Run
+from mlx_moeflux.experts.sources import ByteRanges, Run, copy_into, window
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
 DIRECT_ALIGNMENT = 4096
@@ -54,25 +54,6 @@ class Reader(Protocol):
     def close(self) -> None:
         """Free files and memory; called once, when no read is under way."""
         ...
-
-
-def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """The parts of consecutive byte views that hold bytes [start, stop) of their concatenation."""
-    parts, position = [], 0
-    for view in views:
-        begin, end = max(start - position, 0), min(stop - position, view.nbytes)
-        if begin < end:
-            parts.append(view if (begin, end) == (0, view.nbytes) else view[begin:end])
-        position += view.nbytes
-    return parts
-
-
-def copy_into(views: Sequence[memoryview], source: np.ndarray) -> None:
-    """Fill consecutive byte views from a uint8 array of their total size, without the GIL."""
-    position = 0
-    for view in views:
-        np.copyto(np.frombuffer(view, np.uint8), source[position : position + view.nbytes])
-        position += view.nbytes
 
 
 class FileReader:

@@ -7,177 +7,21 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache, RecurrentCache, transaction
-from mlx_moeflux.checkpoint.config import divides, parse_config, positive
 from mlx_moeflux.checkpoint.names import Drop, Experts, NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
-from mlx_moeflux.errors import ConfigError, InputError, UnsupportedError
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.qwen3_5_moe_config import Config
 from mlx_moeflux.models.record import note
-
-LINEAR, FULL = "linear_attention", "full_attention"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The keys of config.json that this architecture uses.
-
-    Source of the defaults: transformers' `Qwen3_5MoeTextConfig`.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int
-    moe_intermediate_size: int
-    shared_expert_intermediate_size: int
-    num_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    rope_theta: float
-    partial_rotary_factor: float
-    max_position_embeddings: int
-    layer_types: tuple[str, ...] = ()
-    full_attention_interval: int = 4
-    tie_word_embeddings: bool = False
-    norm_topk_prob: bool = True
-    attention_bias: bool = False
-    attn_output_gate: bool = True
-    hidden_act: str = "silu"
-
-    # Read by nobody at inference: multi-token prediction, training, images, and position
-    # sections that coincide for text.
-    INERT: ClassVar[frozenset[str]] = frozenset(
-        [
-            "vision_config",
-            "image_token_id",
-            "video_token_id",
-            "vision_start_token_id",
-            "vision_end_token_id",
-            "mtp_num_hidden_layers",
-            "mtp_use_dedicated_embeddings",
-            "mamba_ssm_dtype",
-            "mlp_only_layers",
-            "decoder_sparse_step",
-            "intermediate_size",
-            "rope_scaling",
-            "rope_parameters",
-            "language_model_only",
-        ]
-    )
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
-        """Read config.json, plain or wrapped in ``text_config``.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        text = dict(config)
-        if isinstance(config.get("text_config"), dict):
-            text = {k: v for k, v in config.items() if k not in ("text_config", "model_type")}
-            text |= config["text_config"]
-            if "tie_word_embeddings" in config:
-                text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        text |= rope_keys(text, file)
-        parsed = parse_config(cls, text, file=file, inert=cls.INERT, strict=strict)
-        parsed._check(file, text)
-        return parsed
-
-    def _check(self, file: Path | str, raw: dict[str, Any]) -> None:
-        for name, value, only in (
-            ("hidden_act", self.hidden_act, "silu"),
-            ("attention_bias", self.attention_bias, False),
-            ("attn_output_gate", self.attn_output_gate, True),
-            ("mlp_only_layers", raw.get("mlp_only_layers") or [], []),
-            ("decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1),
-        ):
-            if value != only:
-                raise UnsupportedError(f"{file}: '{name}' is {value!r}; only {only!r} is computed.")
-        sizes = [n for n, kind in self.__annotations__.items() if kind in ("int", "float")]
-        positive(self, file, *sizes)
-        divides(self, file, "num_key_value_heads", "num_attention_heads")
-        divides(self, file, "linear_num_key_heads", "linear_num_value_heads")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than "
-                f"'num_experts' {self.num_experts}."
-            )
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"{file}: 'layer_types' names {len(self.layer_types)} layers, "
-                f"'num_hidden_layers' is {self.num_hidden_layers}."
-            )
-        unknown = set(self.layer_types) - {LINEAR, FULL}
-        if unknown:
-            raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
-
-    def is_linear(self, layer: int) -> bool:
-        """Whether `layer` is a gated delta net (else gated attention)."""
-        if self.layer_types:
-            return self.layer_types[layer] == LINEAR
-        return (layer + 1) % self.full_attention_interval != 0
-
-    @property
-    def rotary_dims(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def key_dim(self) -> int:
-        return self.linear_num_key_heads * self.linear_key_head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        return 2 * self.key_dim + self.value_dim
-
-
-def rope_keys(config: dict[str, Any], file: Path | str) -> dict[str, float]:
-    """``rope_theta`` and ``partial_rotary_factor`` from either spelling.
-
-    transformers 5 writes ``rope_parameters``; older files ``rope_theta``, ``rope_scaling`` and
-    a ``partial_rotary_factor`` beside them (absent: 0.25).
-    """
-    found: dict[str, float] = {}
-    for source in (config.get("rope_scaling"), config.get("rope_parameters")):
-        if not isinstance(source, dict):
-            continue
-        kind = source.get("rope_type", source.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedError(f"{file}: rope type {kind!r} is not computed; only 'default'.")
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if source.get(key) is not None:
-                found[key] = source[key]
-    for key in ("rope_theta", "partial_rotary_factor"):
-        flat = config.get(key)
-        if flat is not None and found.setdefault(key, flat) != flat:
-            raise ConfigError(
-                f"{file}: '{key}' is {flat} at the top and {found[key]} in the rope parameters; "
-                "keep one."
-            )
-    found.setdefault("partial_rotary_factor", 0.25)
-    return found
 
 
 class Convolution(nn.Module):

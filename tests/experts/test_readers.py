@@ -17,8 +17,8 @@ from mlx_moeflux.errors import (
     UnsupportedError,
 )
 from mlx_moeflux.experts import readers
-from mlx_moeflux.experts.readers import READERS, check_reader, make_reader, window
-from mlx_moeflux.experts.sources import ByteRanges
+from mlx_moeflux.experts.readers import READERS, check_reader, make_reader
+from mlx_moeflux.experts.sources import ByteRanges, window
 from tests.experts.helpers import FORMS, LAYERS, MIXED, C, E, F, random_experts, write_experts
 
 FILE_READERS = [name for name in READERS if name != "memory"]
