@@ -1,0 +1,206 @@
+"""Kernels written once in Metal's language and launched on whatever GPU MLX drives.
+
+A :class:`MetalKernel` owns a kernel: its name, the file with its functions, the body that calls
+them, and one lazily built launcher for each back end. Checks of shapes and dtypes belong to the
+functions that launch; this class only makes sure that MLX can take the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import source
+
+# MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
+# take `device` pointers do not compile.
+LEAST_INPUT = 8
+
+KERNELS: dict[str, MetalKernel] = {}
+
+Launcher = Callable[..., "list[mx.array]"]
+
+
+class Backend(Protocol):
+    """Where kernels run: the two GPU back ends below, or a test's."""
+
+    name: str
+    pads_inputs: bool
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        """A callable with the keywords of the object that ``mx.fast.metal_kernel`` returns."""
+        ...
+
+
+class MetalBackend:
+    """Apple GPUs."""
+
+    name, pads_inputs = "metal", True
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        header, body = kernel.metal_text()
+        return mx.fast.metal_kernel(
+            name=f"moeflux_{kernel.name}",
+            input_names=list(kernel.inputs),
+            output_names=list(kernel.outputs),
+            source=body,
+            header=header,
+        )
+
+
+class CudaBackend:
+    """NVIDIA GPUs: the same text behind a dialect of CUDA."""
+
+    name, pads_inputs = "cuda", False
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        header, body = kernel.cuda_text()
+        return mx.fast.cuda_kernel(
+            name=f"moeflux_{kernel.name}",
+            input_names=list(kernel.inputs),
+            output_names=list(kernel.outputs),
+            source=body,
+            header=header,
+        )
+
+
+class NoBackend:
+    """No GPU: every launch is refused."""
+
+    name, pads_inputs = "cpu", False
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        raise UnsupportedError(
+            f"kernel '{kernel.name}' needs a GPU and MLX drives none here; take the reference "
+            "(MOEFLUX_KERNELS=reference)."
+        )
+
+
+@functools.cache
+def _detected() -> Backend:
+    if mx.metal.is_available():
+        return MetalBackend()
+    if mx.cuda.is_available():
+        return CudaBackend()
+    return NoBackend()
+
+
+class _Active:
+    """The back end in use; tests put another one here."""
+
+    backend: Backend | None = None
+
+
+def backend() -> Backend:
+    """The back end that launches go to."""
+    if _Active.backend is None:
+        _Active.backend = _detected()
+    return _Active.backend
+
+
+def set_backend(new: Backend | None) -> Backend | None:
+    """Launch on `new` from now on (None: on what MLX has); returns what was set before."""
+    before, _Active.backend = _Active.backend, new
+    return before
+
+
+class MetalKernel:
+    """One kernel: source, launch and name.
+
+    Args:
+        name: Unique; the profiler shows it.
+        file: Its functions, beside this module; those of ``common.metal`` are known too.
+        inputs, outputs: Names of its arrays in the body.
+        body: ``threadgroup`` arrays and one call. It must use at least one thread attribute.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def __init__(
+        self, name: str, *, file: str, inputs: Sequence[str], outputs: Sequence[str], body: str
+    ):
+        if name in KERNELS:
+            raise ValueError(f"two kernels are called '{name}'")
+        KERNELS[name] = self
+        self.name, self.file, self.body = name, file, body
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._shaped = frozenset(n for n in inputs if f"{n}_shape" in body)
+        self._bound: Backend | None = None
+        self._launch: Launcher | None = None
+
+    def __repr__(self) -> str:
+        return f"MetalKernel({self.name!r}, file={self.file!r})"
+
+    def metal_text(self) -> tuple[str, str]:
+        """header, body as Metal's compiler gets them."""
+        return source.metal_text(self.file, self.body)
+
+    def cuda_text(self) -> tuple[str, str]:
+        """header, body as CUDA's compiler gets them."""
+        return source.cuda_text(self.file, self.body)
+
+    def __call__(
+        self,
+        *inputs: mx.array,
+        template: Mapping[str, mx.Dtype | int | bool] | None = None,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Launch. `grid` counts threads and is divisible by `threadgroup`.
+
+        Inputs are made row-contiguous by MLX; the outputs are new, nothing else is written.
+
+        Raises:
+            UnsupportedError: MLX drives no GPU.
+            ShapeError: `grid` is not divisible, or an input is too small for Metal and the body
+                reads its shape.
+        """
+        active = _Active.backend
+        if active is None or active is not self._bound:
+            active = self._bind()
+        x, y, z = threadgroup
+        if grid[0] % x or grid[1] % y or grid[2] % z:
+            raise ShapeError(
+                f"kernel '{self.name}': grid {grid} is not divisible by threadgroup {threadgroup}."
+            )
+        if active.pads_inputs:
+            for array in inputs:
+                if array.size < LEAST_INPUT:
+                    inputs = self._padded(inputs)
+                    break
+        return self._launch(
+            inputs=inputs,
+            template=None if template is None else list(template.items()),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+        )
+
+    def _bind(self) -> Backend:
+        active = backend()
+        if active is not self._bound:
+            self._launch = active.build(self)
+            self._bound = active
+        return active
+
+    def _padded(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Inputs of fewer than 8 elements become flat ones of 8."""
+        padded = []
+        for name, array in zip(self.inputs, inputs, strict=True):
+            if array.size < LEAST_INPUT:
+                if name in self._shaped:
+                    raise ShapeError(
+                        f"kernel '{self.name}': '{name}' has {array.size} elements; Metal needs "
+                        f"{LEAST_INPUT} where the kernel reads its shape."
+                    )
+                array = mx.pad(array.reshape(-1), (0, LEAST_INPUT - array.size))
+            padded.append(array)
+        return padded
