@@ -134,7 +134,7 @@ inline tile_a<T> to_a(const thread tile_c& left, const thread tile_c& right) {
   return a;
 }
 
-// Over the 8 columns of x's row: x is an element c[i], and so is the result.
+// Over the 4 lanes that hold a row of a tile: row_sum(c[0] + c[1]) is the sum of its 8 columns.
 inline float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
 #ifdef MOEFLUX_CUDA

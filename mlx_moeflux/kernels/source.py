@@ -48,7 +48,9 @@ ATTRIBUTES = {
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _TOKEN = re.compile(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*")
 _TEMPLATE = re.compile(r"^template\s*<")
-_AGGREGATE = re.compile(r"(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^;{]*?\)\s*)?(\w+)")
+_AGGREGATE = re.compile(
+    r"(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^;{]*?\)\s*)?(\w+)"
+)
 _ARRAY = re.compile(r"(^|[;{}\n])(\s*)threadgroup\s+((?:[\w:]+(?:<[^;>]*>)?\s+)+)(\w+\s*\[)")
 _ADDRESS_SPACE = re.compile(r"\b(?:device|threadgroup|thread|constant)\b(?!\s*\()\s*")
 
@@ -223,9 +225,9 @@ def cuda_text(file: str, body: str) -> tuple[str, str]:
 
 
 def without_address_spaces(text: str) -> str:
-    """Metal -> CUDA: arrays declared ``threadgroup`` are shared, tables ``constant``; pointers
-    carry no address space."""
-    text = _ARRAY.sub(r"\1\2__shared__ \3\4", text)
+    """Metal -> CUDA: arrays declared ``threadgroup`` are shared and aligned for wide loads, tables
+    ``constant``; pointers carry no address space."""
+    text = _ARRAY.sub(r"\1\2__shared__ alignas(16) \3\4", text)
     if text.startswith("constant "):
         text = f"__constant__ {text.removeprefix('constant ')}"
     return _ADDRESS_SPACE.sub("", text)

@@ -17,7 +17,6 @@ typedef emu_uint3 uint3;
 #define thread
 #define threadgroup
 #define METAL_FUNC inline
-#define EMU_UNCHECKED __attribute__((no_sanitize("thread"), always_inline)) inline
 
 // ---- Small floats: stored in 16 bits, computed in float, rounded to nearest even
 
@@ -74,14 +73,27 @@ typedef half float16_t;
 
 #define EMU_SAME_TYPE(T, OP) \
   inline T operator OP(T a, T b) { return T((float)a OP(float) b); }
+#define EMU_MIXED(T, OP) \
+  inline float operator OP(T a, float b) { return (float)a OP b; } \
+  inline float operator OP(float a, T b) { return a OP(float) b; }
 #define EMU_SMALL(T) \
   EMU_SAME_TYPE(T, +) EMU_SAME_TYPE(T, -) EMU_SAME_TYPE(T, *) EMU_SAME_TYPE(T, /) \
   inline T operator-(T a) { return T(-(float)a); } \
   inline T& operator+=(T& a, T b) { return a = a + b; } \
   inline T& operator-=(T& a, T b) { return a = a - b; } \
-  inline T& operator*=(T& a, T b) { return a = a * b; }
+  inline T& operator*=(T& a, T b) { return a = a * b; } \
+  EMU_MIXED(T, +) EMU_MIXED(T, -) EMU_MIXED(T, *) EMU_MIXED(T, /)
 EMU_SMALL(half)
 EMU_SMALL(bfloat)
+
+template <typename T>
+constexpr int emu_is_real = 0;
+template <>
+constexpr int emu_is_real<float> = 1;
+template <>
+constexpr int emu_is_real<half> = 1;
+template <>
+constexpr int emu_is_real<bfloat> = 1;
 
 template <typename To, typename From>
 inline To as_type(From x) {
@@ -103,12 +115,10 @@ inline void simdgroup_barrier(int flags, int site = __builtin_LINE()) {
   emu_simdgroup_barrier(flags, site);
 }
 
-inline uint emu_lane() { return emu_now->index & 31; }
-
 template <typename T>
 struct emu_lanes {
   const unsigned char* slots;
-  EMU_UNCHECKED T operator[](uint lane) const {
+  T operator[](uint lane) const {
     T x;
     __builtin_memcpy(&x, slots + 16 * (lane & 31), sizeof(T));
     return x;
@@ -199,33 +209,30 @@ inline T simd_prefix_exclusive_sum(T x, EMU_SITE) {
 
 // ---- Matrices of 8 x 8: a lane holds two neighbours of a row
 
-inline int emu_row(uint lane) { return ((lane >> 2) & 4) + ((lane >> 1) & 3); }
-inline int emu_col(uint lane) { return ((lane >> 1) & 4) + ((lane & 1) << 1); }
-inline uint emu_holder(int row, int col) {
-  return (row & 4) << 2 | (col & 4) << 1 | (row & 3) << 1 | ((col >> 1) & 1);
-}
-
 struct simdgroup_float8x8 {
   float e[2];
   float* thread_elements() { return e; }
 };
-struct emu_pair {
-  float a[2], b[2];
-};
 inline void simdgroup_multiply_accumulate(
     simdgroup_float8x8& d, simdgroup_float8x8 a, simdgroup_float8x8 b, simdgroup_float8x8 c,
     EMU_SITE) {
-  auto all = emu_share(emu_pair{{a.e[0], a.e[1]}, {b.e[0], b.e[1]}}, site);
-  int row = emu_row(emu_lane()), col = emu_col(emu_lane());
-  for (int k = 0; k < 8; ++k) {
-    float left = all[emu_holder(row, k)].a[k & 1];
-    emu_pair right = all[emu_holder(k, col)];
-    c.e[0] += left * right.b[0];
-    c.e[1] += left * right.b[1];
-  }
+  emu_multiply_accumulate(c.e, a.e, b.e, site);
   d = c;
 }
 
+// GCC may split a pack into its elements: its alignment is checked here.
+template <typename T, int N>
+struct pack;
+template <int N, typename T>
+inline pack<T, N> load_pack(const T* p) {
+  emu_check_pack(p, N * sizeof(T));
+  return *(const pack<T, N>*)p;
+}
+template <typename T, int N>
+inline void store_pack(T* p, pack<T, N> values) {
+  emu_check_pack(p, N * sizeof(T));
+  *(pack<T, N>*)p = values;
+}
 template <typename P>
 inline void check_rows(P p, int ld) {
   emu_check_rows(p, (long)ld * (long)sizeof(*p));

@@ -1,0 +1,18 @@
+"""Where the tests of kernels run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.harness import emulated, require_gpu
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """Runs the test emulated, and with ``-m gpu`` on the GPU."""
+    if request.param == "gpu":
+        require_gpu()
+        yield "gpu"
+    else:
+        with emulated():
+            yield "emulator"

@@ -1,0 +1,380 @@
+"""Metal kernels on the CPU: the text that MLX generates for Metal, compiled by GCC and run.
+
+Every thread is a fibre. Memory accesses are checked one by one: bounds, alignment, writes into
+inputs, and order: two threads may touch the same element only with a barrier between them.
+Outputs are poisoned before the launch, and each of their elements must be written. Each launch
+runs under several schedules, whose results must be the same bits.
+
+What it cannot show: Apple's compiler, registers, speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.kernels import source
+from mlx_moeflux.kernels.metal import Launcher, MetalKernel
+
+HERE = Path(__file__).parent
+COMPILER = "g++"
+FLAGS = (
+    "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions -fsanitize=thread "
+    "-fno-tree-loop-distribute-patterns --param=tsan-instrument-func-entry-exit=0 "
+    "-Wall -Wno-unused -Wno-sign-compare -Wno-parentheses -Wno-maybe-uninitialized -Werror"
+).split()
+SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
+OWN = frozenset(
+    {"check_rows", "load_pack", "store_pack"}
+)  # of common.metal, but defined in language.h
+ORDER = {"forward": 0, "reverse": 1, "random": 2}
+
+C_TYPES = {
+    mx.bool_: "bool", mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t",
+    mx.uint64: "uint64_t", mx.int8: "int8_t", mx.int16: "int16_t", mx.int32: "int32_t",
+    mx.int64: "int64_t", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float",
+}  # fmt: skip
+
+# Metal's attributes -> what the runtime knows of the running thread.
+ATTRIBUTES = {
+    "thread_position_in_grid": "now->in_grid",
+    "thread_position_in_threadgroup": "now->in_group",
+    "threadgroup_position_in_grid": "now->group",
+    "threadgroups_per_grid": "now->groups",
+    "threads_per_threadgroup": "now->threads",
+    "threads_per_grid": "now->grid",
+    "thread_index_in_threadgroup": "now->index",
+    "thread_index_in_simdgroup": "now->index & 31u",
+    "simdgroup_index_in_threadgroup": "now->index >> 5",
+}
+
+_SIGNATURE = re.compile(r"\[\[kernel\]\] void (\w+)\(\n(.*?)\) \{\n", re.S)
+_DECLARATOR = r"\w+\s*(?:\[[^\];]*\]\s*)+"
+_ARRAY = re.compile(
+    r"(^|[;{}\n])(\s*)threadgroup\s+(?:alignas\(\w+\)\s+)?([\w:]+(?:<[^;>]*>)?)\s+"
+    rf"({_DECLARATOR}(?:,\s*{_DECLARATOR})*);"
+)
+_ODD_ARRAY = re.compile(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*[;\[=,]")
+
+
+class EmulatorError(AssertionError):
+    """A kernel did what it must not: one sentence with its name and the place."""
+
+
+def missing() -> str | None:
+    """Why the emulator cannot run here, or None."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return "the emulator needs Linux on x86-64 or AArch64"
+    if shutil.which(COMPILER) is None:
+        return f"the emulator needs {COMPILER}"
+    return None
+
+
+class Emulator:
+    """A back end for :func:`mlx_moeflux.kernels.metal.set_backend`.
+
+    Args:
+        schedules: Order of threads and threadgroups, and a seed.
+        partly_written: Outputs whose elements need not all be written.
+        rewrite: Changes header and body before they are compiled, for mutations.
+        name: The back end that forms shall think they run on.
+    """
+
+    pads_inputs = True
+
+    def __init__(
+        self,
+        *,
+        schedules: Sequence[tuple[str, int]] = SCHEDULES,
+        partly_written: Collection[str] = (),
+        rewrite: Callable[[MetalKernel, str, str], tuple[str, str]] | None = None,
+        name: str = "metal",
+    ):
+        self.name, self.schedules, self.rewrite = name, tuple(schedules), rewrite
+        self.partly_written = frozenset(partly_written)
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        header, body = kernel.metal_text()
+        if self.rewrite is not None:
+            header, body = self.rewrite(kernel, header, body)
+        call = mx.fast.metal_kernel(
+            name=f"moeflux_{kernel.name}",
+            input_names=list(kernel.inputs),
+            output_names=list(kernel.outputs),
+            source=body,
+            header=header,
+        )
+        return functools.partial(self._launch, kernel, call, header, {})
+
+    def _launch(
+        self, kernel, call, header, variants, *,
+        inputs, template, grid, threadgroup, output_shapes, output_dtypes,
+    ):  # fmt: skip
+        template = list(template or ())
+        key = (tuple(template), *((a.ndim == 0, a.size < 8, a.dtype) for a in inputs),
+               tuple(output_dtypes))  # fmt: skip
+        if key not in variants:
+            text = generated_text(
+                call, header, inputs, template=template, grid=grid, threadgroup=threadgroup,
+                output_shapes=output_shapes, output_dtypes=output_dtypes,
+            )  # fmt: skip
+            text = text.replace(header, merged_overloads(header), 1)
+            variants[key] = Program.of(text, template, kernel)
+        program, arrays = variants[key], [_to_numpy(a) for a in inputs]
+        first = None
+        for order, seed in self.schedules:
+            outputs = [_poisoned(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+            program.run(
+                arrays, outputs, grid=grid, threadgroup=threadgroup, order=order, seed=seed,
+                partly_written=self.partly_written,
+            )  # fmt: skip
+            if first is None:
+                first = outputs
+            for name, a, b in zip(kernel.outputs, first, outputs, strict=True):
+                if a.tobytes() != b.tobytes():
+                    raise EmulatorError(
+                        f"kernel '{kernel.name}': '{name}' depends on the order of threads "
+                        f"({self.schedules[0][0]} against {order} {seed})"
+                    )
+        return [_to_mlx(a, d) for a, d in zip(first, output_dtypes, strict=True)]
+
+
+def generated_text(call, header: str, inputs: Sequence[mx.array], **options) -> str:
+    """What MLX would hand to Metal's compiler, but for MLX's own prelude.
+
+    Tracing for export is the only way to generate it without a Metal device.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "kernel.mlxfn")
+        mx.export_function(path, lambda *arrays: call(inputs=list(arrays), **options), *inputs)
+        written = Path(path).read_bytes()
+    begin = header or ("template <" if options["template"] else "[[kernel]]")
+    start = written.index(begin.encode("ascii"))
+    length = int.from_bytes(written[start - 8 : start], "little")
+    return written[start : start + length].decode("ascii")
+
+
+def merged_overloads(header: str) -> str:
+    """`header` without definitions that differ from another in nothing but address spaces, and
+    without those that the emulator has itself."""
+    kept = {}
+    for chunk in source.split(header):
+        if source.definition(chunk).name not in OWN:
+            kept.setdefault(source.without_address_spaces(chunk), chunk)
+    return "".join(f"{chunk}\n" for chunk in kept.values())
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of the generated kernel: a buffer of the given C type, or an attribute."""
+
+    name: str
+    type: str
+    buffer: bool
+    output: bool
+
+
+class Program:
+    """One compiled variant of a kernel."""
+
+    def __init__(self, kernel: MetalKernel, library: Path, arguments: Sequence[Argument]):
+        self.kernel = kernel
+        self.buffers = [a for a in arguments if a.buffer]
+        self._launch = ctypes.CDLL(str(library)).emu_launch
+
+    @classmethod
+    def of(cls, text: str, template, kernel: MetalKernel) -> Program:
+        cpp, arguments = to_cpp(text, template, kernel)
+        return cls(kernel, compiled(cpp, kernel.name), arguments)
+
+    def run(self, inputs, outputs, *, grid, threadgroup, order, seed, partly_written):
+        """Fill `outputs`.
+
+        Raises:
+            EmulatorError: The kernel broke a rule, or left an element unwritten.
+        """
+        arrays = dict(zip(self.kernel.inputs, inputs, strict=True))
+        arrays |= dict(zip(self.kernel.outputs, outputs, strict=True))
+        for array, name in zip(inputs, self.kernel.inputs, strict=True):
+            arrays[f"{name}_shape"] = np.array(array.shape, dtype=np.int32)
+        buffers, kept = (_Buffer * len(self.buffers))(), []
+        for entry, argument in zip(buffers, self.buffers, strict=True):
+            array = arrays[argument.name]
+            kept.append(array)
+            entry.name, entry.data = argument.name.encode(), array.ctypes.data
+            entry.bytes, entry.item, entry.output = array.nbytes, array.itemsize, argument.output
+        message = ctypes.create_string_buffer(1000)
+        three = ctypes.c_uint * 3
+        status = self._launch(
+            buffers, len(buffers), three(*grid), three(*threadgroup), ORDER[order], seed,
+            message, len(message),
+        )  # fmt: skip
+        name = f"kernel '{self.kernel.name}'"
+        if status:
+            raise EmulatorError(f"{name}: {message.value.decode()}, schedule {order} {seed}")
+        for entry, argument in zip(buffers, self.buffers, strict=True):
+            if argument.output and entry.unwritten >= 0 and argument.name not in partly_written:
+                at = np.unravel_index(entry.unwritten, arrays[argument.name].shape)
+                raise EmulatorError(
+                    f"{name}: '{argument.name}'{[int(i) for i in at]} is never written"
+                )
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("item", ctypes.c_int32),
+        ("output", ctypes.c_int32),
+        ("unwritten", ctypes.c_int64),
+    )
+
+
+def to_cpp(text: str, template, kernel: MetalKernel) -> tuple[str, list[Argument]]:
+    """Generated text -> a C++ file that defines ``emu_kernel``, and the kernel's parameters."""
+    text = text.partition("\ntemplate [[host_name")[0]
+    signature = _SIGNATURE.search(text)
+    arguments = [_argument(line, kernel) for line in signature[2].splitlines()]
+    name = signature[1]
+    head = signature[0].replace("[[kernel]] void", "__attribute__((noinline)) void")
+    text = text.replace(signature[0], re.sub(r" \[\[[^\]]*\]\]\]?", "", head))
+    text = _ARRAY.sub(_arrays, text)
+    if odd := _ODD_ARRAY.search(text):
+        raise EmulatorError(
+            f"kernel '{kernel.name}': write '{odd[0]}' as 'threadgroup TYPE name[SIZE];'"
+        )
+    values = ", ".join(_template_value(value) for _, value in template)
+    passed, buffer = [], 0
+    for argument in arguments:
+        if argument.buffer:
+            passed.append(f"({argument.type}*)buffers[{buffer}]")
+            buffer += 1
+        else:
+            passed.append(ATTRIBUTES[argument.name])
+    call = f"{name}{f'<{values}>' if values else ''}({', '.join(passed)})"
+    return (
+        f'#include "{HERE}/language.h"\n#line 1 "{kernel.file}"\n{text}\n'
+        '__attribute__((no_sanitize("thread"))) '
+        f"void emu_kernel(void** buffers, const emu_thread* now) {{\n  {call};\n}}\n"
+    ), arguments
+
+
+def _argument(line: str, kernel: MetalKernel) -> Argument:
+    line = line.strip().rstrip(",")
+    attribute = re.fullmatch(r"uint3? (\w+) \[\[\1\]\]", line)
+    if attribute:
+        return Argument(attribute[1], "uint", False, False)
+    buffer = re.fullmatch(
+        r"(?:const )?(?:device|constant) (\w+)\* (\w+) \[\[buffer\(\d+\)\]\]", line
+    )
+    if not buffer:
+        raise EmulatorError(f"kernel '{kernel.name}': unknown parameter '{line}'")
+    return Argument(buffer[2], buffer[1], True, buffer[2] in kernel.outputs)
+
+
+def _arrays(match: re.Match[str]) -> str:
+    before, space, kind, names = match.groups()
+    made = []
+    for declarator in re.findall(_DECLARATOR, names):
+        name, bracket, sizes = declarator.partition("[")
+        name = name.strip()
+        made.append(
+            f"using emu_{name} = {kind}{bracket}{sizes}; emu_{name}& {name} = *(emu_{name}*)"
+            f'emu_threadgroup_array("{name}", sizeof(emu_{name}), sizeof({kind}), '
+            f"emu_is_real<{kind}>, __LINE__);"
+        )
+    return before + space + " ".join(made)
+
+
+def _template_value(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int) else C_TYPES[value]
+
+
+@functools.cache
+def cache_directory() -> Path:
+    root = os.environ.get("MOEFLUX_EMULATOR_CACHE")
+    path = Path(root) if root else Path(tempfile.gettempdir()) / f"moeflux-emulator-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def _fixed() -> str:
+    """What every library depends on besides its kernel's text."""
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True)
+    files = [(HERE / name).read_text() for name in ("language.h", "runtime.h", "runtime.cpp")]
+    return "\n".join([version.stdout, *FLAGS, *files])
+
+
+def compiled(cpp: str, name: str) -> Path:
+    """The shared library of a C++ file, from the cache if it is there.
+
+    Raises:
+        EmulatorError: It does not compile.
+    """
+    digest = hashlib.blake2b((_fixed() + cpp).encode(), digest_size=10).hexdigest()
+    library = cache_directory() / f"{name}-{digest}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
+            file, made = Path(directory) / f"{name}.cpp", Path(directory) / "made.so"
+            file.write_text(cpp)
+            _compile([*FLAGS, "-c", str(file), "-o", f"{made}.o"], name)
+            objects = [f"{made}.o", str(runtime())]
+            _compile(["-shared", *objects, "-o", str(made)], name)
+            made.replace(library)
+    return library
+
+
+def runtime() -> Path:
+    """The runtime's object file."""
+    digest = hashlib.blake2b(_fixed().encode(), digest_size=10).hexdigest()
+    made = cache_directory() / f"runtime-{digest}.o"
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
+            new = Path(directory) / "runtime.o"
+            flags = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror"]
+            _compile([*flags, "-c", str(HERE / "runtime.cpp"), "-o", str(new)], "runtime")
+            new.replace(made)
+    return made
+
+
+def _compile(arguments: list[str], name: str) -> None:
+    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulatorError(f"'{name}' does not compile:\n{done.stderr[:4000]}")
+
+
+def _to_numpy(array: mx.array) -> np.ndarray:
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array, order="C")
+
+
+def _to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if dtype == mx.bfloat16 else made
+
+
+def _poisoned(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
+    """NaN in floats, 0xCD in other bytes."""
+    empty = _to_numpy(mx.zeros(tuple(shape), dtype))
+    fill = 0xFF if mx.issubdtype(dtype, mx.floating) else 0xCD
+    empty.view(np.uint8).reshape(-1)[:] = fill if empty.size else 0
+    return empty

@@ -1,0 +1,107 @@
+"""Running one test of a kernel in two places: emulated on the CPU, and on a real GPU.
+
+A test module says ``pytestmark = pytest.mark.usefixtures("device")`` (or a test takes the fixture
+`device`, "emulator" or "gpu") and calls the functions of the package that launch kernels. The
+emulated half runs everywhere, the other with ``-m gpu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.kernels.metal import KERNELS, MetalKernel, set_backend
+from tests.kernels.emulator import Emulator, missing
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@functools.cache
+def _shared_emulator(name: str) -> Emulator:
+    return Emulator(name=name)
+
+
+@contextlib.contextmanager
+def emulated(*, name: str = "metal", **options: Any) -> Iterator[None]:
+    """Launch every kernel on the CPU; options are those of
+    :class:`~tests.kernels.emulator.Emulator`."""
+    require_emulator()
+    # Compiled variants live as long as their emulator: the plain one is kept.
+    before = set_backend(Emulator(name=name, **options) if options else _shared_emulator(name))
+    try:
+        yield
+    finally:
+        set_backend(before)
+
+
+def require_emulator() -> None:
+    """Skip, or fail with MOEFLUX_REQUIRE_EMULATOR=1, where the emulator cannot run."""
+    _require(missing(), "MOEFLUX_REQUIRE_EMULATOR")
+
+
+def require_gpu() -> None:
+    """Skip, or fail with MOEFLUX_REQUIRE_GPU=1, where MLX drives no GPU."""
+    there = mx.metal.is_available() or mx.cuda.is_available()
+    _require(None if there else "MLX drives no GPU here", "MOEFLUX_REQUIRE_GPU")
+
+
+def _require(reason: str | None, variable: str) -> None:
+    if reason is None:
+        return
+    if os.environ.get(variable) == "1":
+        pytest.fail(f"{reason}, and {variable}=1")
+    pytest.skip(reason)
+
+
+def scratch_kernel(name: str, **options: Any) -> MetalKernel:
+    """A kernel of a test: not registered with those of the package."""
+    options.setdefault("file", "common.metal")
+    kernel = MetalKernel(f"scratch_{name}", **options)
+    del KERNELS[kernel.name]
+    return kernel
+
+
+def float64(array: mx.array | np.ndarray) -> np.ndarray:
+    """Exactly, whatever the dtype."""
+    if isinstance(array, mx.array):
+        array = np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
+    return array.astype(np.float64)
+
+
+def error(actual: mx.array, truth: mx.array | np.ndarray) -> float:
+    """Largest difference; infinite if shapes differ or a value is not finite."""
+    a, b = float64(actual), float64(truth)
+    if a.shape != b.shape or not np.isfinite(a).all():
+        return float("inf")
+    return float(np.abs(a - b).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small call of a kernel for the mutation test: what it must return.
+
+    call: Launches and returns arrays; expected: the arrays wanted; limit: for their error.
+    partly_written: Names of outputs that need not be filled.
+    """
+
+    name: str
+    call: Callable[[], Sequence[mx.array]]
+    expected: Callable[[], Sequence[mx.array | np.ndarray]]
+    limit: float
+    partly_written: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise AssertionError unless the call returns what is expected."""
+        actual, expected = list(self.call()), list(self.expected())
+        assert len(actual) == len(expected), f"{self.name}: {len(actual)} arrays"
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            off = error(a, b)
+            assert off <= self.limit, f"{self.name}: array {i} is off by {off:.3g}"

@@ -1,0 +1,332 @@
+"""Oracle: numpy, and faults planted on purpose: each must be found and named."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.kernels.emulator import EmulatorError
+from tests.kernels.harness import DTYPES, emulated, error, float64, scratch_kernel
+
+RNG = np.random.default_rng(0)
+IDS = [str(d).removeprefix("mlx.core.") for d in DTYPES]
+
+
+def launch(kernel, *inputs, threads=64, groups=1, shape=(64,), dtype=mx.float32, **template):
+    return kernel(
+        *inputs,
+        template=template or None,
+        grid=(threads * groups, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape] * len(kernel.outputs),
+        output_dtypes=[dtype] * len(kernel.outputs),
+    )
+
+
+def one(name, body, *, outputs=("y",)):
+    return scratch_kernel(name, inputs=("x",), outputs=outputs, body=body)
+
+
+REVERSE = one(
+    "reverse",
+    """
+    threadgroup float s[64];
+    uint i = thread_index_in_threadgroup, g = threadgroup_position_in_grid.x * 64;
+    s[i] = x[g + i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    y[g + i] = s[63 - i];
+    """,
+)
+
+
+@pytest.mark.usefixtures("device")
+def test_threads_exchange_values_through_threadgroup_memory():
+    x = mx.random.normal((192,))
+    (y,) = launch(REVERSE, x, groups=3, shape=(192,))
+    assert (y == x.reshape(3, 64)[:, ::-1].reshape(-1)).all()
+
+
+SIMD = one(
+    "simd",
+    """
+    uint i = thread_position_in_grid.x, lane = thread_index_in_simdgroup;
+    float v = x[i];
+    total[i] = simd_sum(v);
+    most[i] = simd_max(v);
+    least[i] = simd_min(v);
+    crossed[i] = simd_shuffle_xor(v, 5);
+    rotated[i] = simd_shuffle(v, (lane + 3) & 31);
+    up[i] = simd_shuffle_up(v, 2);
+    down[i] = simd_shuffle_down(v, 2);
+    first[i] = simd_broadcast(v, 7);
+    some[i] = simd_any(v > 2.0f) ? 1.0f : 0.0f;
+    every[i] = simd_all(v > -2.0f) ? 1.0f : 0.0f;
+    running[i] = simd_prefix_inclusive_sum(v);
+    below[i] = simd_prefix_exclusive_sum(v);
+    """,
+    outputs=(
+        "total", "most", "least", "crossed", "rotated", "up", "down", "first", "some", "every",
+        "running", "below",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("device")
+def test_simdgroup_operations():
+    x = mx.array(RNG.integers(-3, 4, (2, 32)).astype(np.float32))
+    x[1] = mx.clip(x[1], -1, 1)
+    got = dict(zip(SIMD.outputs, launch(SIMD, x.reshape(-1)), strict=True))
+    a, lane = np.array(x), np.arange(32)
+    spread = np.ones((1, 32))
+    wanted = {
+        "total": a.sum(1, keepdims=True) * spread,
+        "most": a.max(1, keepdims=True) * spread,
+        "least": a.min(1, keepdims=True) * spread,
+        "crossed": a[:, lane ^ 5],
+        "rotated": a[:, (lane + 3) % 32],
+        "first": a[:, 7:8] * spread,
+        "some": (a > 2).any(1, keepdims=True) * spread,
+        "every": (a > -2).all(1, keepdims=True) * spread,
+        "running": a.cumsum(1),
+        "below": a.cumsum(1) - a,
+    }
+    for name, value in wanted.items():
+        assert error(got[name].reshape(2, 32), value) == 0, name
+    # The first two and the last two have no neighbour there.
+    assert error(got["up"].reshape(2, 32)[:, 2:], a[:, :-2]) == 0
+    assert error(got["down"].reshape(2, 32)[:, :-2], a[:, 2:]) == 0
+
+
+TILES = scratch_kernel(
+    "tiles",
+    inputs=("a", "b"),
+    outputs=("plain", "turned", "device_memory", "squared", "sums", "most"),
+    body="""
+    threadgroup T sa[16 * 40], sat[32 * 24], sb[32 * 24], sbt[16 * 40];
+    uint lane = thread_index_in_simdgroup;
+    for (uint i = lane; i < 512; i += 32) {
+      sa[i / 32 * 40 + i % 32] = a[i];
+      sat[i % 32 * 24 + i / 32] = a[i];
+      sb[i / 16 * 24 + i % 16] = b[i];
+      sbt[i % 16 * 40 + i / 16] = b[i];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int n = 0; n < 16; n += 8) {
+      tile_a<T> left;
+      tile_b<T> right;
+      tile_c c, ct, cd;
+      fill(c, 0.0f);
+      fill(ct, 0.0f);
+      fill(cd, 0.0f);
+      for (int k = 0; k < 32; k += 16) {
+        load_a(left, sa + k, 40, lane);
+        load_b(right, sb + k * 24 + n, 24, lane);
+        mma(c, left, right);
+        load_a_t(left, sat + k * 24, 24, lane);
+        load_b_t(right, sbt + n * 40 + k, 40, lane);
+        mma(ct, left, right);
+        load_a(left, a + k, 32, lane);
+        load_b(right, b + k * 16 + n, 16, lane);
+        mma(cd, left, right);
+      }
+      store(c, plain + n, 16, lane);
+      store(ct, turned + n, 16, lane);
+      store(cd, device_memory + n, 16, lane);
+      for (int i = 0; i < c.size(); ++i) {
+        sums[c.row(i, lane) * 16 + n + c.col(i, lane)] = row_sum(c[i]);
+        most[c.row(i, lane) * 16 + n + c.col(i, lane)] = row_max(c[i]);
+      }
+    }
+    tile_c low, high, c;
+    fill(low, 0.0f);
+    fill(high, 0.0f);
+    for (int k = 0; k < 32; k += 16) {
+      tile_a<T> left;
+      tile_b<T> right;
+      load_a(left, a + k, 32, lane);
+      load_b_t(right, a + k, 32, lane);
+      mma(low, left, right);
+      load_b_t(right, a + 8 * 32 + k, 32, lane);
+      mma(high, left, right);
+    }
+    tile_a<T> both = to_a<T>(low, high);
+    for (int n = 0; n < 16; n += 8) {
+      tile_b<T> right;
+      load_b(right, b + n, 16, lane);
+      fill(c, 0.0f);
+      mma(c, both, right);
+      store(c, squared + n, 16, lane);
+    }
+    """,
+)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+def test_tiles_multiply_like_matrices(dtype):
+    a, b = (mx.array(RNG.normal(size=s)).astype(dtype) for s in ((16, 32), (32, 16)))
+    got = launch(TILES, a, b, threads=32, shape=(16, 16), T=dtype)
+    got = dict(zip(TILES.outputs, got, strict=True))
+    product = float64(a) @ float64(b)
+    limit = 32 * 2**-20 if dtype == mx.float32 else 2e-5
+    for name in ("plain", "turned", "device_memory"):
+        assert error(got[name], product) <= limit, name
+    plain = float64(got["plain"]).reshape(16, 2, 8)
+    for name, wanted in (("sums", plain.sum(-1)), ("most", plain.max(-1))):
+        # row_sum and row_max join pairs of columns: what a lane holds, its neighbours have too.
+        halves = float64(got[name]).reshape(16, 2, 4, 2)
+        joined = halves.sum(-1) if name == "sums" else halves.max(-1)
+        assert np.abs(joined - wanted[..., None]).max() <= 1e-4, name
+    inner = float64(a) @ float64(a).T
+    if dtype != mx.float32:
+        inner = float64(mx.array(inner.astype(np.float32)).astype(dtype))
+    wanted = inner @ float64(b)[:16]
+    # An inner product that rounds the other way moves a result by its last place.
+    limit = {mx.float32: 1e-3, mx.float16: 0.1, mx.bfloat16: 0.8}[dtype]
+    assert error(got["squared"], wanted) <= limit
+
+
+PACKS = one(
+    "packs",
+    """
+    uint i = thread_position_in_grid.x;
+    pack<T, 4> p = load_pack<4>(x + 4 * i);
+    for (int j = 0; j < 4; ++j) p.at[j] = T(float(p.at[j]) * 2.0f);
+    store_pack(y + 4 * i, p);
+    """,
+)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+def test_packs_move_neighbours(dtype):
+    x = mx.random.normal((128,)).astype(dtype)
+    (y,) = launch(PACKS, x, threads=32, shape=(128,), dtype=dtype, T=dtype)
+    assert (y == x * 2).all()
+
+
+SMALL = scratch_kernel(
+    "small",
+    inputs=("x", "number"),
+    outputs=("y",),
+    body="uint i = thread_position_in_grid.x; y[i] = x[i % 3] + number[0];",
+)
+
+
+@pytest.mark.usefixtures("device")
+def test_small_inputs_are_padded():
+    (y,) = launch(SMALL, mx.array([1.0, 2.0, 3.0]), mx.array(10.0), threads=32, shape=(32,))
+    assert y[:6].tolist() == [11, 12, 13, 11, 12, 13]
+
+
+def test_small_floats_round_like_numpy():
+    """All halves and bfloats, and floats halfway between two."""
+    body = "uint i = thread_position_in_grid.x; y[i] = T(x[i]);"
+    kernel = one("round", body)
+    x = RNG.integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)
+    halves = np.arange(0, 65536, 13, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halves = halves[np.isfinite(halves)]
+    x = np.concatenate([x[np.isfinite(x)], halves, (halves[:-1] + halves[1:]) / 2])
+    x = mx.array(np.concatenate([x, np.zeros(-len(x) % 64, dtype=np.float32)]))
+    with emulated():
+        for dtype in (mx.float16, mx.bfloat16):
+            groups, shape = x.size // 64, (x.size,)
+            (y,) = launch(kernel, x, groups=groups, shape=shape, dtype=dtype, T=dtype)
+            assert (y.view(mx.uint16) == x.astype(dtype).view(mx.uint16)).all()
+
+
+S = "threadgroup float s[64]; uint i = thread_index_in_threadgroup; "
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup); "
+FAULTS = {
+    "write past an output": ("uint i = thread_position_in_grid.x; y[i + 1] = x[i];",
+                             r"writes 'y'\[64\], which has 64 elements"),
+    "write before an output": ("uint i = thread_position_in_grid.x; y[int(i) - 1] = x[i];",
+                               r"writes 'y'\[-1\]"),
+    "read past an input": ("uint i = thread_position_in_grid.x; y[i] = x[i + 1];",
+                           r"reads 'x'\[64\]"),
+    "shape of an axis that is not there": (
+        "uint i = thread_position_in_grid.x; y[i] = x[i] + x_shape[1];", r"reads 'x_shape'\[1\]"),
+    "pack past an input": ("uint i = thread_position_in_grid.x; y[i] = load_pack<4>(x + i - i % 4"
+                           " + 4).at[0];", r"reads 'x'\[64\]"),
+    "pack at an odd place": ("uint i = thread_position_in_grid.x; y[i] = i < 32 ? "
+                             "load_pack<4>(x + i).at[0] : 0.0f;", "no multiple of its size"),
+    "write into an input": ("uint i = thread_position_in_grid.x; ((device float*)x)[i] = y[i] = 1;",
+                            "is an input"),
+    "past a threadgroup array": (S + "s[i + 1] = 1; y[i] = 0;", r"writes 's'\[64\]"),
+    "output left out": ("uint i = thread_position_in_grid.x; if (i != 5) y[i] = x[i];",
+                        r"'y'\[5\] is never written"),
+    "one output by two threads": ("uint i = thread_position_in_grid.x; y[i / 2] = y[i] = x[i];",
+                                  "no barrier lies between"),
+    "one output by two threadgroups": ("y[thread_index_in_threadgroup] = 1;",
+                                       "another threadgroup"),
+    "no barrier before reading": (S + "s[i] = x[i]; y[i] = s[63 - i];", "no barrier lies between"),
+    "no barrier before writing": (
+        S + "s[i] = x[i]; " + BARRIER + "float v = s[63 - i]; s[i] = v; y[i] = v;",
+        "no barrier lies between"),
+    "a simdgroup barrier for two simdgroups": (
+        S + "s[i] = x[i]; simdgroup_barrier(mem_flags::mem_threadgroup); y[i] = s[63 - i];",
+        "no barrier lies between"),
+    "a barrier of other memory": (
+        S + "s[i] = x[i]; threadgroup_barrier(mem_flags::mem_device); y[i] = s[63 - i];",
+        "no barrier lies between"),
+    "a barrier that some miss": (S + "if (i < 32) { " + BARRIER + "} y[i] = x[i];",
+                                 "threads that do not come"),
+    "barriers at different places": (S + "if (i < 32) { " + BARRIER + "\n} else {\n" + BARRIER +
+                                     "\n} y[i] = x[i];", "different places"),
+    "a simdgroup operation that some miss": (
+        S + "if (i & 1) { y[i] = simd_sum(x[i]); } else { y[i] = 0; }", "threads that do not come"),
+    "rows of a tile at odd places": (
+        S + "s[i] = x[i]; tile_a<float> a; load_a(a, s + 1, 4, i & 31); y[i] = a[0];",
+        "multiples of 16"),
+    "too much threadgroup memory": ("threadgroup float s[8193]; uint i = "
+                                    "thread_index_in_threadgroup; s[i] = 1; y[i] = x[i];",
+                                    "Metal has 32768"),
+    "memory read before it is written": (S + "if (i == 0) s[0] = 1; " + BARRIER + "y[i] = s[i];",
+                                         None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault):
+    body, message = FAULTS[fault]
+    kernel = one(re.sub(r"\W+", "_", fault), body)
+    groups = 2 if fault.endswith("threadgroups") else 1
+    with emulated():
+        if message is None:
+            (y,) = launch(kernel, mx.random.normal((64,)))
+            assert np.isnan(np.array(y)[1:]).all()
+            return
+        with pytest.raises(EmulatorError, match=message) as caught:
+            launch(kernel, mx.random.normal((64,)), groups=groups)
+    assert kernel.name in str(caught.value)
+
+
+def test_order_of_threads_shows():
+    """Two threadgroups that add to one place would: here a schedule-dependent value."""
+    kernel = one(
+        "order",
+        """
+        threadgroup float s[64];
+        uint i = thread_index_in_threadgroup;
+        s[i] = x[i];
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        y[i] = s[i ^ 1];
+        """,
+    )
+    x = mx.random.normal((64,))
+    with emulated(schedules=[("forward", 0), ("reverse", 0), *(("random", s) for s in range(4))]):
+        (y,) = launch(kernel, x)
+    assert (y == x.reshape(32, 2)[:, ::-1].reshape(-1)).all()
+
+
+def test_partly_written_outputs_may_be_declared():
+    body = "uint i = thread_position_in_grid.x; if (i < 60) { y[i] = x[i]; }"
+    kernel = one("partly", body)
+    x = mx.random.normal((64,))
+    with emulated(partly_written=["y"]):
+        (y,) = launch(kernel, x)
+    assert (y[:60] == x[:60]).all()
+    assert mx.isnan(y[60:]).all()
