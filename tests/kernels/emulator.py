@@ -32,11 +32,11 @@ from mlx_moeflux.kernels.metal import Launcher, MetalKernel
 
 HERE = Path(__file__).parent
 COMPILER = "g++"
-FLAGS = (
-    "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions -fsanitize=thread "
-    "-fno-tree-loop-distribute-patterns --param=tsan-instrument-func-entry-exit=0 "
-    "-Wall -Wno-unused -Wno-sign-compare -Wno-parentheses -Wno-maybe-uninitialized -Werror"
-).split()
+FLAGS = """
+    -std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions
+    -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -fno-tree-loop-distribute-patterns
+    -Wall -Wno-unused -Wno-sign-compare -Wno-parentheses -Wno-maybe-uninitialized -Werror
+""".split()  # noqa: SIM905
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 OWN = frozenset(
     {"check_rows", "load_pack", "store_pack"}
