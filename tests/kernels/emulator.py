@@ -16,12 +16,12 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,25 +29,21 @@ import numpy as np
 
 from mlx_moeflux.kernels import source
 from mlx_moeflux.kernels.metal import Launcher, MetalKernel
+from tests.kernels.variant import Argument, EmulatorError, Variant, generated_text
 
 HERE = Path(__file__).parent
 COMPILER = "g++"
-FLAGS = """
-    -std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions
-    -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 -fno-tree-loop-distribute-patterns
-    -Wall -Wno-unused -Wno-sign-compare -Wno-parentheses -Wno-maybe-uninitialized -Werror
-""".split()  # noqa: SIM905
+FLAGS = shlex.split(
+    "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions "
+    "-fsanitize=thread --param=tsan-instrument-func-entry-exit=0 "
+    "-fno-tree-loop-distribute-patterns -Wall -Wno-unused -Wno-unknown-pragmas -Wno-sign-compare "
+    "-Wno-parentheses -Wno-maybe-uninitialized -Werror"
+)
 SCHEDULES = (("forward", 0), ("reverse", 0), ("random", 1))
 OWN = frozenset(
     {"check_rows", "load_pack", "store_pack"}
 )  # of common.metal, but defined in language.h
 ORDER = {"forward": 0, "reverse": 1, "random": 2}
-
-C_TYPES = {
-    mx.bool_: "bool", mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t",
-    mx.uint64: "uint64_t", mx.int8: "int8_t", mx.int16: "int16_t", mx.int32: "int32_t",
-    mx.int64: "int64_t", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float",
-}  # fmt: skip
 
 # Metal's attributes -> what the runtime knows of the running thread.
 ATTRIBUTES = {
@@ -62,17 +58,12 @@ ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": "now->index >> 5",
 }
 
-_SIGNATURE = re.compile(r"\[\[kernel\]\] void (\w+)\(\n(.*?)\) \{\n", re.S)
 _DECLARATOR = r"\w+\s*(?:\[[^\];]*\]\s*)+"
 _ARRAY = re.compile(
     r"(^|[;{}\n])(\s*)threadgroup\s+(?:alignas\(\w+\)\s+)?([\w:]+(?:<[^;>]*>)?)\s+"
     rf"({_DECLARATOR}(?:,\s*{_DECLARATOR})*);"
 )
 _ODD_ARRAY = re.compile(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*[;\[=,]")
-
-
-class EmulatorError(AssertionError):
-    """A kernel did what it must not: one sentence with its name and the place."""
 
 
 def missing() -> str | None:
@@ -91,10 +82,12 @@ class Emulator:
         schedules: Order of threads and threadgroups, and a seed.
         partly_written: Outputs whose elements need not all be written.
         rewrite: Changes header and body before they are compiled, for mutations.
+        inspect: Called with each new :class:`Variant` before it is compiled.
         name: The back end that forms shall think they run on.
     """
 
     pads_inputs = True
+    FIRST = SCHEDULES[:1]
 
     def __init__(
         self,
@@ -102,8 +95,10 @@ class Emulator:
         schedules: Sequence[tuple[str, int]] = SCHEDULES,
         partly_written: Collection[str] = (),
         rewrite: Callable[[MetalKernel, str, str], tuple[str, str]] | None = None,
+        inspect: Callable[[Variant], None] | None = None,
         name: str = "metal",
     ):
+        self.inspect = inspect
         self.name, self.schedules, self.rewrite = name, tuple(schedules), rewrite
         self.partly_written = frozenset(partly_written)
 
@@ -132,8 +127,11 @@ class Emulator:
                 call, header, inputs, template=template, grid=grid, threadgroup=threadgroup,
                 output_shapes=output_shapes, output_dtypes=output_dtypes,
             )  # fmt: skip
-            text = text.replace(header, merged_overloads(header), 1)
-            variants[key] = Program.of(text, template, kernel)
+            dtypes = tuple(a.dtype for a in inputs), tuple(output_dtypes)
+            variant = Variant(kernel, header, text.removeprefix(header), tuple(template), *dtypes)
+            if self.inspect is not None:
+                self.inspect(variant)
+            variants[key] = Program.of(variant)
         program, arrays = variants[key], [_to_numpy(a) for a in inputs]
         first = None
         for order, seed in self.schedules:
@@ -153,41 +151,6 @@ class Emulator:
         return [_to_mlx(a, d) for a, d in zip(first, output_dtypes, strict=True)]
 
 
-def generated_text(call, header: str, inputs: Sequence[mx.array], **options) -> str:
-    """What MLX would hand to Metal's compiler, but for MLX's own prelude.
-
-    Tracing for export is the only way to generate it without a Metal device.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "kernel.mlxfn")
-        mx.export_function(path, lambda *arrays: call(inputs=list(arrays), **options), *inputs)
-        written = Path(path).read_bytes()
-    begin = header or ("template <" if options["template"] else "[[kernel]]")
-    start = written.index(begin.encode("ascii"))
-    length = int.from_bytes(written[start - 8 : start], "little")
-    return written[start : start + length].decode("ascii")
-
-
-def merged_overloads(header: str) -> str:
-    """`header` without definitions that differ from another in nothing but address spaces, and
-    without those that the emulator has itself."""
-    kept = {}
-    for chunk in source.split(header):
-        if source.definition(chunk).name not in OWN:
-            kept.setdefault(source.without_address_spaces(chunk), chunk)
-    return "".join(f"{chunk}\n" for chunk in kept.values())
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One parameter of the generated kernel: a buffer of the given C type, or an attribute."""
-
-    name: str
-    type: str
-    buffer: bool
-    output: bool
-
-
 class Program:
     """One compiled variant of a kernel."""
 
@@ -197,9 +160,10 @@ class Program:
         self._launch = ctypes.CDLL(str(library)).emu_launch
 
     @classmethod
-    def of(cls, text: str, template, kernel: MetalKernel) -> Program:
-        cpp, arguments = to_cpp(text, template, kernel)
-        return cls(kernel, compiled(cpp, kernel.name), arguments)
+    def of(cls, variant: Variant) -> Program:
+        return cls(
+            variant.kernel, compiled(to_cpp(variant), variant.kernel.name), variant.arguments
+        )
 
     def run(self, inputs, outputs, *, grid, threadgroup, order, seed, partly_written):
         """Fill `outputs`.
@@ -245,46 +209,45 @@ class _Buffer(ctypes.Structure):
     )
 
 
-def to_cpp(text: str, template, kernel: MetalKernel) -> tuple[str, list[Argument]]:
-    """Generated text -> a C++ file that defines ``emu_kernel``, and the kernel's parameters."""
-    text = text.partition("\ntemplate [[host_name")[0]
-    signature = _SIGNATURE.search(text)
-    arguments = [_argument(line, kernel) for line in signature[2].splitlines()]
-    name = signature[1]
-    head = signature[0].replace("[[kernel]] void", "__attribute__((noinline)) void")
-    text = text.replace(signature[0], re.sub(r" \[\[[^\]]*\]\]\]?", "", head))
-    text = _ARRAY.sub(_arrays, text)
-    if odd := _ODD_ARRAY.search(text):
+def merged_overloads(header: str) -> str:
+    """`header` without definitions that differ from another in nothing but address spaces, and
+    without those that the emulator has itself."""
+    kept = {}
+    for chunk in source.split(header):
+        if source.definition(chunk).name not in OWN:
+            kept.setdefault(source.without_address_spaces(chunk), chunk)
+    return "".join(f"{chunk}\n" for chunk in kept.values())
+
+
+def to_cpp(variant: Variant) -> str:
+    """A C++ file that defines ``emu_kernel``."""
+    values = variant.template_values()
+    kinds = ("bool" if isinstance(v, bool) else "int" if isinstance(v, int) else "typename"
+             for _, v in variant.template)  # fmt: skip
+    named = ", ".join(f"{k} {n}" for k, n in zip(kinds, values, strict=True))
+    body = _ARRAY.sub(_arrays, variant.body)
+    if odd := _ODD_ARRAY.search(body):
         raise EmulatorError(
-            f"kernel '{kernel.name}': write '{odd[0]}' as 'threadgroup TYPE name[SIZE];'"
+            f"kernel '{variant.kernel.name}': write '{odd[0]}' as 'threadgroup TYPE name[SIZE];'"
         )
-    values = ", ".join(_template_value(value) for _, value in template)
     passed, buffer = [], 0
-    for argument in arguments:
+    for argument in variant.arguments:
         if argument.buffer:
             passed.append(f"({argument.type}*)buffers[{buffer}]")
             buffer += 1
         else:
             passed.append(ATTRIBUTES[argument.name])
-    call = f"{name}{f'<{values}>' if values else ''}({', '.join(passed)})"
+    call = "kernel_function"
+    if values:
+        call += f"<{', '.join(values.values())}>"
     return (
-        f'#include "{HERE}/language.h"\n#line 1 "{kernel.file}"\n{text}\n'
+        f'#include "{HERE}/language.h"\n#line 1 "{variant.kernel.file}"\n'
+        f"{merged_overloads(variant.header)}{f'template <{named}>' if named else ''}\n"
+        f"__attribute__((noinline)) void kernel_function({variant.parameters}) {{\n{body}\n}}\n"
         '__attribute__((no_sanitize("thread"))) '
-        f"void emu_kernel(void** buffers, const emu_thread* now) {{\n  {call};\n}}\n"
-    ), arguments
-
-
-def _argument(line: str, kernel: MetalKernel) -> Argument:
-    line = line.strip().rstrip(",")
-    attribute = re.fullmatch(r"uint3? (\w+) \[\[\1\]\]", line)
-    if attribute:
-        return Argument(attribute[1], "uint", False, False)
-    buffer = re.fullmatch(
-        r"(?:const )?(?:device|constant) (\w+)\* (\w+) \[\[buffer\(\d+\)\]\]", line
+        f"void emu_kernel(void** buffers, const emu_thread* now) {{\n"
+        f"  {call}({', '.join(passed)});\n}}\n"
     )
-    if not buffer:
-        raise EmulatorError(f"kernel '{kernel.name}': unknown parameter '{line}'")
-    return Argument(buffer[2], buffer[1], True, buffer[2] in kernel.outputs)
 
 
 def _arrays(match: re.Match[str]) -> str:
@@ -299,12 +262,6 @@ def _arrays(match: re.Match[str]) -> str:
             f"emu_is_real<{kind}>, __LINE__);"
         )
     return before + space + " ".join(made)
-
-
-def _template_value(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, int) else C_TYPES[value]
 
 
 @functools.cache

@@ -44,16 +44,17 @@ def emulated(*, name: str = "metal", **options: Any) -> Iterator[None]:
 
 def require_emulator() -> None:
     """Skip, or fail with MOEFLUX_REQUIRE_EMULATOR=1, where the emulator cannot run."""
-    _require(missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    require(missing(), "MOEFLUX_REQUIRE_EMULATOR")
 
 
 def require_gpu() -> None:
     """Skip, or fail with MOEFLUX_REQUIRE_GPU=1, where MLX drives no GPU."""
     there = mx.metal.is_available() or mx.cuda.is_available()
-    _require(None if there else "MLX drives no GPU here", "MOEFLUX_REQUIRE_GPU")
+    require(None if there else "MLX drives no GPU here", "MOEFLUX_REQUIRE_GPU")
 
 
-def _require(reason: str | None, variable: str) -> None:
+def require(reason: str | None, variable: str) -> None:
+    """Nothing if `reason` is None; else skip with it, or fail where `variable` is 1."""
     if reason is None:
         return
     if os.environ.get(variable) == "1":

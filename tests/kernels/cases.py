@@ -1,0 +1,50 @@
+"""Every kernel of the package with a few small calls, as the test modules here declare them.
+
+A module says ``CASES = {"kernel's name": [Case(...), ...]}``; see
+:class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+
+import mlx_moeflux.kernels
+from mlx_moeflux.kernels.metal import KERNELS, MetalKernel
+from tests.kernels.emulator import Emulator
+from tests.kernels.harness import Case, emulated
+from tests.kernels.variant import Variant
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def registered() -> dict[str, MetalKernel]:
+    """Name -> kernel, all modules of the package imported."""
+    for file in sorted(Path(mlx_moeflux.kernels.__path__[0]).glob("*.py")):
+        importlib.import_module(f"mlx_moeflux.kernels.{file.stem}")
+    return dict(KERNELS)
+
+
+@functools.cache
+def all_cases() -> dict[str, list[Case]]:
+    """Kernel's name -> its cases."""
+    registered()
+    found: dict[str, list[Case]] = {}
+    for file in sorted(HERE.glob("test_*.py")):
+        if "\nCASES = " in file.read_text():
+            module = importlib.import_module(f"tests.kernels.{file.stem}")
+            for name, cases in module.CASES.items():
+                found.setdefault(name, []).extend(cases)
+    return found
+
+
+@functools.cache
+def variants(name: str) -> tuple[Variant, ...]:
+    """Every text that MLX generates for the kernel `name` in its cases."""
+    seen: list[Variant] = []
+    for case in all_cases()[name]:
+        with emulated(inspect=seen.append, schedules=Emulator.FIRST):
+            case.call()
+    return tuple(v for v in seen if v.kernel.name == name)

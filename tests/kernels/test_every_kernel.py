@@ -1,0 +1,133 @@
+"""Oracle: each kernel's reference, and the rules for Metal texts, for every registered kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_moeflux.kernels
+from mlx_moeflux.kernels import source
+from mlx_moeflux.kernels.metal import KERNELS
+from tests.kernels import cuda, lint
+from tests.kernels.cases import all_cases, registered, variants
+from tests.kernels.harness import emulated, require, scratch_kernel
+
+MOST_BYTES = 6 * 1024
+FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).glob("*.metal"))
+NAMES = sorted(registered())
+CASES_OF = [(n, c) for n, cases in sorted(all_cases().items()) for c in cases]
+
+
+def test_every_kernel_has_cases():
+    assert NAMES, "no kernel is registered"
+    assert sorted(all_cases()) == NAMES
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("name", "case"), CASES_OF, ids=[f"{n}-{c.name}" for n, c in CASES_OF])
+def test_case(name, case, device):
+    if device == "emulator" and case.partly_written:
+        with emulated(partly_written=case.partly_written):
+            case.check()
+    else:
+        case.check()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)
+def test_files_keep_to_the_subset(file):
+    assert lint.text_problems(file.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_short_and_uses_an_attribute(name):
+    header, body = registered()[name].metal_text()
+    assert (header + body).isascii()
+    assert len(header) + len(body) <= MOST_BYTES
+    assert any(attribute in body for attribute in source.ATTRIBUTES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_address_spaces(name):
+    require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    texts = variants(name)
+    assert texts, f"no case of '{name}' launches it"
+    for variant in texts:
+        assert lint.address_spaces(variant) == [], variant.template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_text_compiles(name):
+    require(cuda.missing(), "MOEFLUX_REQUIRE_NVCC")
+    for variant in {v.template: v for v in variants(name)}.values():
+        errors, resources = cuda.compile_unit(cuda.unit(variant))
+        assert not errors, errors[:3000]
+        assert "spill" not in resources, resources
+
+
+# ---- The checks themselves
+
+BAD_TEXTS = {
+    "inline float f(const float* p) { return p[0]; }": "without address space",
+    "inline float f(thread tile_a<T, 3>& a, foo<T, 2>& b) { return 0; }": "without address space",
+    "inline float f(float x) { return (*(float*)&x); }": "without address space",
+    "inline float f(device float *p) { return p[0]; }": "beside its type",
+    "inline float f(float x) { return 2.0 * x; }": "double",
+    "inline float f(float x) { return 1e3 * x; }": "double",
+    "inline float f(float x) { return exp(x); }": "metal::exp",
+    "inline float f(double x) { return 0; }": "double",
+    "#include <metal_stdlib>": "'#include' is none of",
+    "// caf\u00e9": "ASCII",
+}
+GOOD = """
+inline float f(const device float* p, thread tile_a<T, 3>& a, uint n, float s) {
+  const threadgroup pack<T, 4>* q = (const threadgroup pack<T, 4>*)p;
+  return n * 2 && s > 1.5e-3f ? metal::exp(p[0] * s) : 0.5f;
+}
+"""
+
+
+def test_the_textual_lint_finds_what_it_looks_for():
+    assert lint.text_problems(GOOD) == []
+    for text, word in BAD_TEXTS.items():
+        problems = lint.text_problems(text)
+        assert any(word in p for p in problems), (text, problems)
+
+
+ADDRESSES = {
+    "load_pack<4>(x).at[0]": True,
+    "[](const device float* p) { return p[0]; }(x)": True,
+    "[](const threadgroup float* p) { return p[0]; }(x)": False,
+    "[](const constant float* p) { return p[0]; }(x)": False,
+    "*(const threadgroup float*)x": False,
+}
+
+
+@pytest.mark.parametrize("expression", ADDRESSES)
+@pytest.mark.parametrize("size", [1, 7, 8])
+def test_clang_finds_wrong_address_spaces(expression, size):
+    """Inputs of every size arrive as `device` pointers, because the class pads them."""
+    require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    kernel = scratch_kernel(
+        "spaces",
+        inputs=("x",),
+        outputs=("y",),
+        body=f"y[thread_position_in_grid.x] = {expression};",
+    )
+    seen = []
+    with emulated(inspect=seen.append):
+        kernel(
+            mx.ones((size,)),
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(32,)],
+            output_dtypes=[mx.float32],
+        )
+    errors = lint.address_spaces(seen[0])
+    assert (errors == []) == ADDRESSES[expression], errors
+
+
+def test_scratch_kernels_are_not_registered():
+    assert not any(name.startswith("scratch_") for name in KERNELS)
