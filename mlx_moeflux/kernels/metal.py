@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -23,6 +23,7 @@ LEAST_INPUT = 8
 KERNELS: dict[str, MetalKernel] = {}
 
 Launcher = Callable[..., "list[mx.array]"]
+Function = TypeVar("Function", bound=Callable)
 
 
 class Backend(Protocol):
@@ -106,6 +107,16 @@ def set_backend(new: Backend | None) -> Backend | None:
     """Launch on `new` from now on (None: on what MLX has); returns what was set before."""
     before, _Active.backend = _Active.backend, new
     return before
+
+
+def launches(*kernels: MetalKernel) -> Callable[[Function], Function]:
+    """Mark a function as one that launches `kernels`: it needs a GPU and has no gradient."""
+
+    def mark(function: Function) -> Function:
+        function.kernels = kernels
+        return function
+
+    return mark
 
 
 class MetalKernel:
