@@ -65,7 +65,7 @@ def load_model(
     store: ExpertStore | None = None,
     reader: Reader | None = None,
     eviction: str | Eviction = "lru",
-    kernels: Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
     events: EventHook | None = None,
     strict_config: bool = True,
     verbose: bool = False,
@@ -82,7 +82,8 @@ def load_model(
         max_context: Tokens a sequence may have, at most the config's limit.
         dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
         router, store, reader, eviction, kernels: Replacements for the parts of the same name;
-            their protocols state shapes, and a wrong shape raises here.
+            their protocols state shapes, and a wrong shape raises here. kernels: operation ->
+            the name of a form or a callable, or a text such as "auto,sdpa=reference".
         events: Listener of the expert store.
         strict_config: Refuse keys of config.json that nobody reads.
         verbose: Print the plan, one line on stderr.
@@ -220,7 +221,7 @@ def _make_store(
             eviction=eviction,
             threads=threads,
             events=events,
-            ffn=model._kernels.expert_ffn,
+            ffn=model.kernels.expert_ffn,
         ), plan
     except BaseException:
         reader.close()
@@ -242,7 +243,7 @@ def _resident(
         layers=blocks,
         num_experts=model.config.num_experts,
         events=events,
-        ffn=model._kernels.expert_ffn,
+        ffn=model.kernels.expert_ffn,
     )
 
 

@@ -16,6 +16,7 @@ from mlx_moeflux.errors import MoefluxError
 COMMANDS = {
     "generate": "write text after a prompt",
     "convert": "write a checkpoint in another layout or quantisation",
+    "check": "compare every kernel with its reference on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
 }
 

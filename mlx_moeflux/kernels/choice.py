@@ -5,34 +5,43 @@ per operation by name or by passing a callable::
 
     load(path, kernels={"gated_delta": "recurrent", "sdpa": my_attention})
 
-or with the environment variable ``MOEFLUX_KERNELS=auto,gated_delta=recurrent``.
+or with the environment variable ``MOEFLUX_KERNELS=auto,gated_delta=recurrent``, or for one call
+with ``kernels.gated_delta(..., use_kernel="reference")``. "auto", which holds where nothing is
+said, takes the form that :mod:`mlx_moeflux.kernels.auto` names for the back end and the size of
+the call.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import (
     attention,
+    auto,
     causal_conv,
     delta_gates,
     expert_ffn,
     gated_delta,
+    metal,
     moe_combine,
     router,
+    selfcheck,
 )
+from mlx_moeflux.kernels.examples import example
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
+AUTO, REFERENCE = "auto", "reference"
 
-# Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; "auto"
-# is what runs when nothing is said.
-FORMS: dict[str, dict[str, Callable[..., Any]]] = {
+Form = Callable[..., Any]
+
+# Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; those
+# marked with @launches need a GPU. "auto" picks by dispatch.json.
+FORMS: dict[str, dict[str, Form]] = {
     "causal_conv": {"reference": causal_conv.causal_conv_silu},
     "normalise_qk": {"reference": delta_gates.normalise_qk},
     "decay_beta": {"reference": delta_gates.decay_beta},
@@ -44,140 +53,183 @@ FORMS: dict[str, dict[str, Callable[..., Any]]] = {
     "gated_rms_norm": {"reference": delta_gates.gated_rms_norm},
     "norm_rope": {"reference": attention.norm_rope},
     "sdpa": {"reference": attention.causal_sdpa},
-    "softmax_top_k": {"reference": router.softmax_top_k},
+    "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
+    "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
     "moe_combine": {"reference": moe_combine.moe_combine},
 }
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """One callable for each operation; its shapes are those of the reference's docstring."""
+class Operation:
+    """One operation as a model calls it.
 
-    causal_conv: Callable[..., Any] = causal_conv.causal_conv_silu
-    normalise_qk: Callable[..., Any] = delta_gates.normalise_qk
-    decay_beta: Callable[..., Any] = delta_gates.decay_beta
-    gated_delta: Callable[..., Any] = gated_delta.gated_delta
-    gated_rms_norm: Callable[..., Any] = delta_gates.gated_rms_norm
-    norm_rope: Callable[..., Any] = attention.norm_rope
-    sdpa: Callable[..., Any] = attention.causal_sdpa
-    softmax_top_k: Callable[..., Any] = router.softmax_top_k
-    expert_ffn: Callable[..., Any] = expert_ffn.expert_ffn
-    moe_combine: Callable[..., Any] = moe_combine.moe_combine
+    choice: "auto", the name of a form, or a callable. A call takes the arguments of the
+    reference, and ``use_kernel=`` with the name of a form for this call alone.
+    """
+
+    def __init__(self, name: str, choice: str | Form, mode: _Mode):
+        self.name, self.choice, self._mode = name, choice, mode
+        self._forms = FORMS[name]
+        self._fixed = choice if callable(choice) else self._forms.get(choice)
+        self._backend: metal.Backend | None = None
+        self._rows: tuple[auto.Row, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name!r}, {self.active()!r})"
+
+    def __call__(self, *args, use_kernel: str | None = None, **kwargs):
+        if use_kernel is not None and use_kernel != AUTO:
+            return _named(self.name, use_kernel)(*args, **kwargs)
+        if use_kernel is None and self._fixed is not None:
+            if self._mode.references_only and not callable(self.choice):
+                return self._forms[REFERENCE](*args, **kwargs)
+            return self._fixed(*args, **kwargs)
+        form = self._best(args, kwargs)
+        if form is not None:
+            try:
+                return form(*args, **kwargs)
+            except (ShapeError, UnsupportedError):
+                # The kernel does not take these shapes; if they are wrong, the reference says so.
+                pass
+        return self._forms[REFERENCE](*args, **kwargs)
+
+    def _best(self, args, kwargs) -> Form | None:
+        """The form that "auto" takes for a call; None: the reference."""
+        active = metal.backend()
+        if active is not self._backend:
+            self._backend, self._rows = active, auto.rows(self.name, active.name)
+        if not self._rows or self._mode.references_only:
+            return None
+        if active.follows_device and mx.default_device().type != mx.gpu:
+            return None
+        name = auto.pick(self._rows, auto.size(self.name, args, kwargs))
+        form = self._forms[name]
+        if name == REFERENCE:
+            return None
+        if (
+            active.checks_first_use
+            and hasattr(form, "kernels")
+            and not selfcheck.trusted(self.name, name, self._forms, args)
+        ):
+            return None
+        return form
+
+    def active(self) -> str:
+        """The name of the form; for "auto" those of the back end, with the sizes they begin at."""
+        if callable(self.choice):
+            return getattr(self.choice, "__name__", type(self.choice).__name__)
+        if self.choice != AUTO:
+            return self.choice
+        return auto.describe(auto.rows(self.name, metal.backend().name))
+
+
+class _Mode:
+    """What the operations of one :class:`Kernels` share."""
+
+    references_only = False
+
+
+class Kernels:
+    """One :class:`Operation` for each name in FORMS, as attributes.
+
+    A call's shapes are those of the reference's docstring.
+    """
+
+    def __init__(self, choices: Mapping[str, str | Form] | None = None):
+        self._mode, choices = _Mode(), choices or {}
+        self._operations = {
+            name: Operation(name, choices.get(name, AUTO), self._mode) for name in FORMS
+        }
+
+    def __getattr__(self, name: str) -> Operation:
+        try:
+            return self.__dict__["_operations"][name]
+        except KeyError:
+            raise AttributeError(f"no operation is called '{name}'") from None
+
+    def __repr__(self) -> str:
+        return f"Kernels({self.names()})"
 
     def names(self) -> dict[str, str]:
         """Operation -> the name of the active form, for ``--stats``."""
-        return {f.name: _name_of(f.name, getattr(self, f.name)) for f in fields(self)}
+        return {name: op.active() for name, op in self._operations.items()}
 
-
-def _name_of(operation: str, form: Callable[..., Any]) -> str:
-    for name, known in FORMS[operation].items():
-        if known is form:
-            return name
-    return getattr(form, "__name__", type(form).__name__)
+    def references_only(self, on: bool = True) -> None:
+        """Take references whatever was chosen by name: training needs their gradients. Callables
+        that were given stay."""
+        self._mode.references_only = on
 
 
 def choose_kernels(
-    choices: Mapping[str, str | Callable[..., Any]] | None = None,
-    *,
-    environment: str | None = None,
+    choices: str | Mapping[str, str | Form] | None = None, *, environment: str | None = None
 ) -> Kernels:
-    """The references, then `environment` (default ``$MOEFLUX_KERNELS``), then `choices`.
+    """What "auto" gives, then `environment` (default ``$MOEFLUX_KERNELS``), then `choices`.
+
+    choices: Operation -> the name of a form or a callable; or a text as in the environment.
 
     Raises:
         InputError: An operation or a form's name is unknown.
         ShapeError: A given callable does not return the shapes and dtypes of the reference.
+        UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
     if environment is None:
         environment = os.environ.get(ENVIRONMENT, "")
-    chosen: dict[str, str | Callable[..., Any]] = {}
-    for item in filter(None, (part.strip() for part in environment.split(","))):
+    chosen = parse(environment, ENVIRONMENT)
+    chosen.update(parse(choices, "kernels") if isinstance(choices, str) else choices or {})
+    for operation, form in chosen.items():
+        if operation not in FORMS:
+            raise _unknown(operation)
+        if callable(form):
+            _check_form(operation, form)
+        elif form != AUTO:
+            _named(operation, form)
+    return Kernels(chosen)
+
+
+def parse(text: str, source: str) -> dict[str, str]:
+    """``auto,gated_delta=recurrent`` -> choices; "auto" or "reference" alone is for all before.
+
+    Raises:
+        InputError: An item is neither.
+    """
+    chosen: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
         operation, _, name = item.partition("=")
         if name:
             chosen[operation.strip()] = name.strip()
-        elif item not in ("auto", "reference"):
-            raise InputError(f"{ENVIRONMENT}: '{item}' is neither 'auto', 'reference' nor op=name.")
-    chosen.update(choices or {})
-    return replace(Kernels(), **{op: _resolve(op, form) for op, form in chosen.items()})
+        elif item in (AUTO, REFERENCE):
+            chosen.update(dict.fromkeys(FORMS, item))
+        else:
+            raise InputError(f"{source}: '{item}' is neither 'auto', 'reference' nor op=name.")
+    return chosen
 
 
-def _resolve(operation: str, form: str | Callable[..., Any]) -> Callable[..., Any]:
-    if operation not in FORMS:
-        raise InputError(f"no operation is called '{operation}'; there are {', '.join(FORMS)}.")
-    if not isinstance(form, str):
-        _check_form(operation, form)
-        return form
-    if form == "auto":
-        return FORMS[operation]["reference"]
-    if form not in FORMS[operation]:
-        known = ", ".join(["auto", *FORMS[operation]])
+def _unknown(operation: str) -> InputError:
+    return InputError(f"no operation is called '{operation}'; there are {', '.join(FORMS)}.")
+
+
+def _named(operation: str, form: str) -> Form:
+    """A form by name, if it can run here."""
+    found = FORMS[operation].get(form)
+    if found is None:
+        known = ", ".join([AUTO, *FORMS[operation]])
         raise InputError(f"'{operation}' has no form '{form}'; there are {known}.")
-    return FORMS[operation][form]
+    if hasattr(found, "kernels") and isinstance(metal.backend(), metal.NoBackend):
+        raise UnsupportedError(
+            f"{operation}={form} needs a GPU and MLX drives none here; choose 'reference' or "
+            "'auto'."
+        )
+    return found
 
 
-def _check_form(operation: str, form: Callable[..., Any]) -> None:
+def _check_form(operation: str, form: Form) -> None:
     """Run `form` and the reference on one small case; shapes and dtypes must agree."""
     args, kwargs = example(operation)
-    expected = FORMS[operation]["reference"](*args, **kwargs)
+    expected = FORMS[operation][REFERENCE](*args, **kwargs)
     try:
         actual = form(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise ShapeError(f"the given '{operation}' fails on a small case: {error}.") from error
-    described, wanted = _describe(actual), _describe(expected)
+    described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
     if described != wanted:
         raise ShapeError(f"the given '{operation}' returns {described}, expected {wanted}.")
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(_describe(v) for v in value)})"
-    if isinstance(value, mx.array):
-        return f"{str(value.dtype).removeprefix('mlx.core.')}{list(value.shape)}"
-    return type(value).__name__
-
-
-def example(operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Small random arguments of an operation: every size different, float32."""
-    B, T, Hq, Hk, Hv, Dk, Dv, W = 2, 5, 4, 2, 6, 64, 32, 4
-    N, E, K, C, F = 7, 9, 3, 64, 32
-    random = mx.random.normal
-    if operation == "causal_conv":
-        return (random((B, T, C)), random((C, W)), random((B, W - 1, C))), {}
-    if operation == "normalise_qk":
-        return (random((B, T, Hk, Dk)), random((B, T, Hk, Dk))), {}
-    if operation == "decay_beta":
-        gates = {"a_log": random((Hv,)), "dt_bias": random((Hv,))}
-        return (random((B, T, Hv)), random((B, T, Hv))), gates
-    if operation == "gated_delta":
-        q, k = delta_gates.normalise_qk(random((B, T, Hk, Dk)), random((B, T, Hk, Dk)))
-        return (q, k, random((B, T, Hv, Dv))), {
-            "log_decay": -mx.abs(random((B, T, Hv))),
-            "beta": mx.sigmoid(random((B, T, Hv))),
-            "state": random((B, Hv, Dv, Dk)),
-        }
-    if operation == "gated_rms_norm":
-        return (random((B, T, Hv, Dv)), random((B, T, Hv, Dv)), random((Dv,))), {"eps": 1e-6}
-    if operation == "norm_rope":
-        options = {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
-        return (random((B, T, Hq, Dk)), random((Dk,))), options
-    if operation == "sdpa":
-        keys, values = random((B, Hk, T + 2, Dk)), random((B, Hk, T + 2, Dk))
-        return (random((B, Hq, T, Dk)), keys, values), {"scale": 0.1, "mask": "causal"}
-    if operation == "softmax_top_k":
-        return (random((N, E)),), {"k": K}
-    if operation == "expert_ffn":
-        bank = expert_ffn.ExpertBank.of(
-            {f"{p}_proj.weight": random(s) for p, s in _projection_shapes(E, C, F).items()},
-            dict.fromkeys(("gate_proj", "up_proj", "down_proj")),
-        )
-        return (random((N, C)), mx.arange(N).astype(mx.uint32), bank), {}
-    if operation == "moe_combine":
-        return (random((N, C)), random((N, C))), {
-            "shared": random((N, C)),
-            "score": random((N, 1)),
-        }
-    raise InputError(f"no operation is called '{operation}'; there are {', '.join(FORMS)}.")
-
-
-def _projection_shapes(E: int, C: int, F: int) -> dict[str, tuple[int, int, int]]:
-    return {"gate": (E, F, C), "up": (E, F, C), "down": (E, C, F)}

@@ -31,6 +31,10 @@ class Backend(Protocol):
 
     name: str
     pads_inputs: bool
+    # Kernels run only while MLX's default device is a GPU.
+    follows_device: bool
+    # "auto" compares a kernel with its reference before it uses it.
+    checks_first_use: bool
 
     def build(self, kernel: MetalKernel) -> Launcher:
         """A callable with the keywords of the object that ``mx.fast.metal_kernel`` returns."""
@@ -41,6 +45,7 @@ class MetalBackend:
     """Apple GPUs."""
 
     name, pads_inputs = "metal", True
+    follows_device, checks_first_use = True, True
 
     def build(self, kernel: MetalKernel) -> Launcher:
         header, body = kernel.metal_text()
@@ -57,6 +62,7 @@ class CudaBackend:
     """NVIDIA GPUs: the same text behind a dialect of CUDA."""
 
     name, pads_inputs = "cuda", False
+    follows_device, checks_first_use = True, False
 
     def build(self, kernel: MetalKernel) -> Launcher:
         header, body = kernel.cuda_text()
@@ -73,6 +79,7 @@ class NoBackend:
     """No GPU: every launch is refused."""
 
     name, pads_inputs = "cpu", False
+    follows_device, checks_first_use = False, False
 
     def build(self, kernel: MetalKernel) -> Launcher:
         raise UnsupportedError(

@@ -22,7 +22,8 @@ PREFILL_CHUNK = 2048
 class StreamingModel(nn.Module):
     """Base of the models: layers, expert store, inspection and clean-up.
 
-    Subclasses set ``config``, ``model.layers`` and define ``__call__`` and ``make_cache``.
+    Subclasses set ``config``, ``model.layers``, ``_kernels``, ``_router`` and define ``__call__``
+    and ``make_cache``.
     """
 
     def __init__(self):
@@ -42,6 +43,16 @@ class StreamingModel(nn.Module):
     def kernels(self) -> Kernels:
         """The implementation of every operation."""
         return self._kernels
+
+    def train(self, mode: bool = True) -> StreamingModel:
+        """Training mode; operations are then computed by their references, which have
+        gradients."""
+        super().train(mode)
+        for holder in (self, self._router):
+            kernels = getattr(holder, "kernels", None)
+            if isinstance(kernels, Kernels):
+                kernels.references_only(mode)
+        return self
 
     @property
     def store(self):

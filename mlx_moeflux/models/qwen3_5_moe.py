@@ -197,6 +197,8 @@ class Model(StreamingModel):
         kernels = kernels or Kernels()
         self.config, self.model_type = config, "qwen3_5_moe"
         self._kernels = kernels
+        # A new module is in training mode.
+        kernels.references_only(self.training)
         self._router = router or SoftmaxRouter(
             config.num_experts_per_tok, config.norm_topk_prob, kernels
         )

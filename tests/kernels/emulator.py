@@ -86,7 +86,7 @@ class Emulator:
         name: The back end that forms shall think they run on.
     """
 
-    pads_inputs = True
+    pads_inputs, follows_device, checks_first_use = True, False, False
     FIRST = SCHEDULES[:1]
 
     def __init__(

@@ -1,0 +1,108 @@
+"""Small random arguments of every operation: every size different, no seed kept.
+
+Forms are held against references on them: a replacement when it is given, a kernel before its
+first use on Metal, all of them by ``mlx_moeflux check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.delta_gates import normalise_qk
+from mlx_moeflux.kernels.expert_ffn import ExpertBank
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Normal = Callable[..., mx.array]
+
+B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
+N, E, K, C, F = 7, 9, 3, 64, 32
+
+
+def _causal_conv(x: Normal) -> Arguments:
+    return (x(B, T, C), x(C, W), x(B, W - 1, C)), {}
+
+
+def _normalise_qk(x: Normal) -> Arguments:
+    return (x(B, T, HK, DK), x(B, T, HK, DK)), {}
+
+
+def _decay_beta(x: Normal) -> Arguments:
+    gates = {"a_log": x(HV, dtype=mx.float32), "dt_bias": x(HV, dtype=mx.float32)}
+    return (x(B, T, HV), x(B, T, HV)), gates
+
+
+def _gated_delta(x: Normal) -> Arguments:
+    q, k = normalise_qk(x(B, T, HK, DK), x(B, T, HK, DK))
+    return (q, k, x(B, T, HV, DV)), {
+        "log_decay": -mx.abs(x(B, T, HV, dtype=mx.float32)),
+        "beta": mx.sigmoid(x(B, T, HV, dtype=mx.float32)),
+        "state": x(B, HV, DV, DK, dtype=mx.float32),
+    }
+
+
+def _gated_rms_norm(x: Normal) -> Arguments:
+    return (x(B, T, HV, DV), x(B, T, HV, DV), x(DV)), {"eps": 1e-6}
+
+
+def _norm_rope(x: Normal) -> Arguments:
+    return (x(B, T, HQ, DK), x(DK)), {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
+
+
+def _sdpa(x: Normal) -> Arguments:
+    keys, values = x(B, HK, T + 2, DK), x(B, HK, T + 2, DK)
+    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, "mask": "causal"}
+
+
+def _softmax_top_k(x: Normal) -> Arguments:
+    return (x(N, E),), {"k": K}
+
+
+def _sigmoid_top_k(x: Normal) -> Arguments:
+    options = {"k": K, "groups": 4, "kept_groups": 2, "scale": 2.5}
+    return (x(N, 4 * E), x(4 * E, dtype=mx.float32)), options
+
+
+def _expert_ffn(x: Normal) -> Arguments:
+    shapes = {"gate_proj": (E, F, C), "up_proj": (E, F, C), "down_proj": (E, C, F)}
+    arrays, specs = {}, dict.fromkeys(shapes, QuantSpec(bits=4, group_size=32))
+    for name, shape in shapes.items():
+        parts = mx.quantize(0.2 * x(*shape), group_size=32, bits=4)
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+            arrays[f"{name}.{part}"] = array
+    slots = mx.arange(N).astype(mx.uint32)
+    return (x(N, C), slots, ExpertBank.of(arrays, specs)), {}
+
+
+def _moe_combine(x: Normal) -> Arguments:
+    return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
+
+
+EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
+    "causal_conv": _causal_conv,
+    "normalise_qk": _normalise_qk,
+    "decay_beta": _decay_beta,
+    "gated_delta": _gated_delta,
+    "gated_rms_norm": _gated_rms_norm,
+    "norm_rope": _norm_rope,
+    "sdpa": _sdpa,
+    "softmax_top_k": _softmax_top_k,
+    "sigmoid_top_k": _sigmoid_top_k,
+    "expert_ffn": _expert_ffn,
+    "moe_combine": _moe_combine,
+}
+
+# "operation=form" -> a case that the form takes, where it refuses the operation's own.
+OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {}
+
+
+def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:
+    """Positional and keyword arguments; activations and weights in `dtype`."""
+
+    def normal(*shape: int, dtype: mx.Dtype = dtype) -> mx.array:
+        return mx.random.normal(shape).astype(dtype)
+
+    return OF_FORMS.get(f"{operation}={form}", EXAMPLES[operation])(normal)

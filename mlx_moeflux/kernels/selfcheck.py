@@ -1,0 +1,153 @@
+"""Is a kernel right on this machine? Its first use on Metal asks, and ``mlx_moeflux check``.
+
+A form runs beside its reference on a small case. Verdicts are kept in a file, for this version of
+MLX, this GPU and this text of the kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.examples import example
+
+Form = Callable[..., Any]
+
+# Of the largest value; the reference rounds too.
+LIMITS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison said: the largest error relative to the largest value, or why none."""
+
+    ok: bool
+    error: float | None = None
+    reason: str = ""
+
+
+_verdicts: dict[str, Verdict | None] = {}
+
+
+def compare(operation: str, name: str, forms: Mapping[str, Form], dtype: mx.Dtype) -> Verdict:
+    """Run a form and the reference on a small case."""
+    args, kwargs = example(operation, dtype, form=name)
+    expected = _arrays(forms["reference"](*args, **kwargs))
+    try:
+        returned = forms[name](*args, **kwargs)
+        actual = _arrays(returned)
+        mx.eval(actual)
+    except (ShapeError, UnsupportedError) as error:
+        return Verdict(False, reason=f"refuses the small case: {error}")
+    except (RuntimeError, ValueError) as error:
+        # What MLX raises when Metal's compiler or a launch fails.
+        return Verdict(False, reason=" ".join(str(error).split())[:300])
+    if describe(actual) != describe(expected):
+        return Verdict(False, reason=f"returns {describe(actual)}, not {describe(expected)}")
+    worst = max((_error(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
+    limit = LIMITS[dtype]
+    return Verdict(worst <= limit, worst, "" if worst <= limit else f"error {worst:.2g}")
+
+
+def _arrays(value: Any) -> list[mx.array]:
+    if isinstance(value, mx.array):
+        return [value]
+    return [array for entry in value for array in _arrays(entry)]
+
+
+def _error(actual: mx.array, expected: mx.array) -> float:
+    """Relative to the largest value; infinite on NaN, and where integers differ."""
+    if not mx.issubdtype(expected.dtype, mx.floating):
+        return 0.0 if mx.array_equal(actual, expected).item() else float("inf")
+    a, b = actual.astype(mx.float32), expected.astype(mx.float32)
+    error = (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-6)).item()
+    return error if error == error else float("inf")
+
+
+def describe(value: Any) -> str:
+    """Dtypes and shapes, nested as `value` is."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(v) for v in value)})"
+    if isinstance(value, mx.array):
+        return f"{str(value.dtype).removeprefix('mlx.core.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence[Any]) -> bool:
+    """Whether a form may be used on this GPU; compared once, and a failure warned of once."""
+    dtype = args[0].dtype if args[0].dtype in LIMITS else mx.float32
+    key = f"{operation}={name} {str(dtype).removeprefix('mlx.core.')}"
+    if key not in _verdicts:
+        _verdicts[key] = kept(key, forms[name])
+        if _verdicts[key] is None:
+            _verdicts[key] = compare(operation, name, forms, dtype)
+            keep({key: _verdicts[key]}, forms[name])
+        if not _verdicts[key].ok:
+            warnings.warn(
+                f"{operation}={name} is not used on {gpu()} because its check failed "
+                f"({_verdicts[key].reason}); stock MLX computes instead, see 'mlx_moeflux check'.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _verdicts[key].ok
+
+
+# ---- What is kept between processes
+
+
+def file() -> Path:
+    """Where verdicts are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mlx_moeflux" / "kernels.json"
+
+
+def gpu() -> str:
+    """The device's name."""
+    return str(mx.device_info().get("device_name", "unknown GPU"))
+
+
+def _place() -> str:
+    return f"MLX {mx.__version__} on {gpu()}"
+
+
+def _text_hash(form: Form) -> str:
+    texts = "".join("".join(kernel.metal_text()) for kernel in form.kernels)
+    return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(file().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def kept(key: str, form: Form) -> Verdict | None:
+    """The verdict of an earlier process on the same text, if there is one."""
+    entry = dict(_read().get(_place(), {}).get(key, {}))
+    if entry.pop("text", None) != _text_hash(form):
+        return None
+    return Verdict(**entry)
+
+
+def keep(verdicts: Mapping[str, Verdict], form: Form) -> None:
+    """Write verdicts for other processes; where the file cannot be written, they check again."""
+    known = _read()
+    place = known.setdefault(_place(), {})
+    place.update({k: {**asdict(v), "text": _text_hash(form)} for k, v in verdicts.items()})
+    with contextlib.suppress(OSError):
+        file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file().parent, delete=False) as new:
+            json.dump(known, new, indent=1)
+        os.replace(new.name, file())
