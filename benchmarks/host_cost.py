@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -22,7 +23,7 @@ BODY = """
 CALLS, ROUNDS = 400, 9
 
 
-def per_call(call) -> float:
+def per_call(call: Callable[[], mx.array]) -> float:
     """Median microseconds."""
     times = []
     for _ in range(ROUNDS):
@@ -47,10 +48,12 @@ def main() -> None:
     inputs, template = [x, w, n], [("T", mx.float32), ("N", 3)]
     shapes, dtypes, grid, group = [(1024,)], [mx.float32], (1024, 1, 1), (256, 1, 1)
 
+    named = dict(template)
+
     def ours():
         return kernel(
-            x, w, n, template={"T": mx.float32, "N": 3}, grid=grid, threadgroup=group,
-            output_shapes=[x.shape], output_dtypes=[x.dtype],
+            x, w, n, template=named, grid=grid, threadgroup=group,
+            output_shapes=shapes, output_dtypes=dtypes,
         )[0]  # fmt: skip
 
     def theirs():

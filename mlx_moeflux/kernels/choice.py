@@ -56,7 +56,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
-    "moe_combine": {"reference": moe_combine.moe_combine},
+    "moe_combine": {
+        "reference": moe_combine.moe_combine,
+        "fused": moe_combine.moe_combine_fused,
+    },
 }
 
 

@@ -148,8 +148,9 @@ class MetalKernel:
         self.name, self.file, self.body = name, file, body
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._shaped = frozenset(n for n in inputs if f"{n}_shape" in body)
-        self._bound: Backend | None = None
+        self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher | None = None
+        self._pads = False
 
     def __repr__(self) -> str:
         return f"MetalKernel({self.name!r}, file={self.file!r})"
@@ -180,34 +181,32 @@ class MetalKernel:
             ShapeError: `grid` is not divisible, or an input is too small for Metal and the body
                 reads its shape.
         """
-        active = _Active.backend
-        if active is None or active is not self._bound:
-            active = self._bind()
+        if _Active.backend is not self._bound:
+            self._bind()
         x, y, z = threadgroup
         if grid[0] % x or grid[1] % y or grid[2] % z:
             raise ShapeError(
                 f"kernel '{self.name}': grid {grid} is not divisible by threadgroup {threadgroup}."
             )
-        if active.pads_inputs:
+        if self._pads:
             for array in inputs:
                 if array.size < LEAST_INPUT:
                     inputs = self._padded(inputs)
                     break
         return self._launch(
             inputs=inputs,
-            template=None if template is None else list(template.items()),
+            template=template and [*template.items()],
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
         )
 
-    def _bind(self) -> Backend:
+    def _bind(self) -> None:
         active = backend()
         if active is not self._bound:
             self._launch = active.build(self)
-            self._bound = active
-        return active
+            self._bound, self._pads = active, active.pads_inputs
 
     def _padded(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Inputs of fewer than 8 elements become flat ones of 8."""

@@ -35,6 +35,7 @@ OPTIONS = {
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
+    "check": "--operation",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 

@@ -16,6 +16,7 @@ typedef uchar uint8_t;
 typedef ushort uint16_t;
 typedef uint uint32_t;
 typedef ulong uint64_t;
+typedef ulong size_t;
 typedef signed char int8_t;
 typedef short int16_t;
 typedef int int32_t;

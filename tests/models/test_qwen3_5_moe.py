@@ -3,6 +3,7 @@ same quantised checkpoint, and equalities that need no outside oracle."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.kernels.harness import emulated
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
@@ -124,7 +126,9 @@ def test_record_returns_what_flows_between_the_parts():
         assert all(getattr(layer, "_recorder", None) is None for layer in model.layers)
 
 
-def test_gradients_reach_every_parameter():
+@pytest.mark.parametrize("kernels", ["off", "on"])
+def test_gradients_reach_every_parameter(kernels):
+    """Kernels have no gradients: training must not take them where they would run."""
     model = load_model(GOLDEN / "text_top3", dtype=mx.float32)
     model.train()
     tokens = mx.array(np.random.default_rng(2).integers(0, 97, (2, 40)))
@@ -133,14 +137,25 @@ def test_gradients_reach_every_parameter():
         logits = model(batch[:, :-1])
         return nn.losses.cross_entropy(logits, batch[:, 1:], reduction="mean")
 
-    _, gradients = nn.value_and_grad(model, loss)(tokens)
-    gradients = dict(tree_flatten(gradients))
-    mx.eval(gradients)
+    with emulated() if kernels == "on" else contextlib.nullcontext():
+        _, gradients = nn.value_and_grad(model, loss)(tokens)
+        gradients = dict(tree_flatten(gradients))
+        mx.eval(gradients)
     parameters = dict(tree_flatten(model.trainable_parameters()))
     assert gradients.keys() == parameters.keys()
     for name, gradient in gradients.items():
         assert mx.isfinite(gradient).all().item(), name
         assert mx.abs(gradient).max().item() > 0, name
+
+
+def test_kernels_give_the_logits_of_references():
+    """What "auto" takes on Metal, emulated."""
+    tokens = mx.array(np.random.default_rng(3).integers(0, 97, (2, 9)))
+    with load_model(GOLDEN / "text_top3", dtype=mx.float32, kernels="reference") as model:
+        expected = model(tokens)
+    with emulated(), load_model(GOLDEN / "text_top3", dtype=mx.float32) as model:
+        assert set(model.kernels.names().values()) != {"reference"}
+        assert relative_error(model(tokens), expected) <= LIMIT
 
 
 SMOOTH = [
