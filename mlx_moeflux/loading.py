@@ -25,7 +25,7 @@ from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.kernels.choice import Kernels, choose_kernels
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.moe import Router, SoftmaxRouter, check_router
+from mlx_moeflux.models.moe import Router, check_router
 from mlx_moeflux.models.weights import check_layers, default_dtype, fill_trunk, load_experts
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
@@ -104,12 +104,12 @@ def load_model(
             f"experts_per_token is {experts_per_token}; this model allows 1 to {own_k}."
         )
     if router is None:
-        k = experts_per_token or own_k
-        router = SoftmaxRouter(k, config.norm_topk_prob, chosen)
+        router = kind.make_router(config, chosen, experts_per_token=experts_per_token)
     elif experts_per_token is not None:
         raise InputError("give either a router or experts_per_token: a router has its own K.")
     check_router(router, config.num_experts)
-    mapped = checkpoint.mapped(kind.NAME_RULES)
+    rules = kind.name_rules(config)
+    mapped = checkpoint.mapped(rules)
     model = kind(config, router=router, kernels=chosen)
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
@@ -117,7 +117,7 @@ def load_model(
     fill_trunk(
         model,
         mapped,
-        checkpoint.quantization.renamed(lambda p: kind.NAME_RULES.canonical(f"{p}.")[:-1]),
+        checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1]),
         directory=checkpoint.directory,
         dtype=dtype,
     )

@@ -11,6 +11,7 @@ from mlx_moeflux.errors import UnsupportedError
 MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_moe": "qwen3_moe",
 }
 
 

@@ -104,20 +104,20 @@ class SwitchGLU(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """Route every token to K of E experts and add the shared expert.
+    """Route every token to K of E experts.
 
     Shapes:
         x: ``[B, T, C]``, the normalised hidden state; residual: ``[B, T, C]``;
         mask: ``[B, T]`` bool or None, False where a token is padding.
         returns: ``[B, T, C]``, the residual included.
 
-    Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``shared_expert.*``;
-    ``shared_expert_gate.weight [1, C]``; ``switch_mlp.*`` in a resident model.
+    Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``switch_mlp.*`` in a
+    resident model.
 
     Evaluates: what the store evaluates: nothing when it is resident, the expert ids once per
     call when a layer is partly resident.
 
-    Source: transformers `Qwen3_5MoeSparseMoeBlock`.
+    Source: transformers `Qwen3MoeSparseMoeBlock`.
     """
 
     def __init__(
@@ -126,14 +126,11 @@ class SparseMoeBlock(nn.Module):
         layer: int,
         hidden_size: int,
         num_experts: int,
-        shared_intermediate_size: int,
         router: Router,
         kernels: Kernels,
     ):
         super().__init__()
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
         self._store = None
@@ -141,17 +138,44 @@ class SparseMoeBlock(nn.Module):
     def __call__(self, x: mx.array, residual: mx.array, mask: mx.array | None = None) -> mx.array:
         B, T, C = x.shape
         tokens = x.reshape(B * T, C)  # [N, C]
-        logits = self.gate(tokens)  # [N, E]
-        ids, weights = self._router(logits)  # [N, K]
+        logits, ids, weights = self.route(tokens)  # [N, E], [N, K], [N, K]
         if mask is not None:
             # Padding asks for no expert: nothing is read for it and no expert is shared with it.
             real = mask.reshape(B * T, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
         experts = self._store.experts(self.layer, tokens, ids, weights)  # [N, C] float32
-        shared, score = self.shared_expert(tokens), self.shared_expert_gate(tokens)
         note(self, router_logits=logits, ids=ids, weights=weights)
-        note(self, shared_out=shared, gate_score=score)
+        shared, score = self.shared(tokens)
         return self._kernels.moe_combine(
             residual.reshape(B * T, C), experts, shared=shared, score=score
         ).reshape(B, T, C)
+
+    def route(self, tokens: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """tokens ``[N, C]`` -> logits ``[N, E]``, ids and weights as a :class:`Router` has them."""
+        logits = self.gate(tokens)
+        return logits, *self._router(logits)
+
+    def shared(self, tokens: mx.array) -> tuple[mx.array | None, mx.array | None]:
+        """What every token gets besides, ``[N, C]``, and its gate ``[N, 1]``; None: nothing."""
+        return None, None
+
+
+class SharedExpertMoeBlock(SparseMoeBlock):
+    """The same with one more expert for all tokens, behind a sigmoid gate.
+
+    Parameters besides: ``shared_expert.*``; ``shared_expert_gate.weight [1, C]``.
+
+    Source: transformers `Qwen3_5MoeSparseMoeBlock`.
+    """
+
+    def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
+        super().__init__(hidden_size=hidden_size, **block)
+        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def shared(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """The shared expert's output and its gate before the sigmoid."""
+        shared, score = self.shared_expert(tokens), self.shared_expert_gate(tokens)
+        note(self, shared_out=shared, gate_score=score)
+        return shared, score

@@ -44,6 +44,7 @@ def match_trunk(
         # Some exporters write the tied head a second time.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     refs = {n: t.ref for n, t in trunk.items()}
+    model.fit_names(refs)
     _quantise_modules(model, refs, quantization, directory)
     parameters = dict(tree_flatten(model.parameters()))
     check_layers(model, trunk, directory)

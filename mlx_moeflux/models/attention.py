@@ -1,0 +1,63 @@
+"""Grouped-query attention as the Qwen families have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import KVCache
+from mlx_moeflux.kernels.choice import Kernels
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head norms of queries and keys and a rotary embedding.
+
+    config: Its fields ``hidden_size``, ``head_dim``, ``num_attention_heads``,
+    ``num_key_value_heads``, ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and
+    ``attention_bias`` count. gated: Each head's rows of ``q_proj`` are its query rows, then the
+    rows of a sigmoid gate of its output. window: A token sees only so many, itself included.
+
+    Shapes:
+        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added.
+    """
+
+    def __init__(
+        self, config: Any, kernels: Kernels, *, gated: bool = False, window: int | None = None
+    ):
+        super().__init__()
+        C, Dh = config.hidden_size, config.head_dim
+        Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
+        self.k_proj = nn.Linear(C, Hkv * Dh, bias=bias)
+        self.v_proj = nn.Linear(C, Hkv * Dh, bias=bias)
+        self.o_proj = nn.Linear(Hq * Dh, C, bias=bias)
+        self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
+        config, kernels = self.config, self._kernels
+        B, T, _ = x.shape
+        Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q, gate = self.q_proj(x).reshape(B, T, Hq, -1), None
+        if self.gated:
+            q, gate = mx.split(q, 2, axis=-1)
+        k, v = self.k_proj(x).reshape(B, T, Hkv, Dh), self.v_proj(x).reshape(B, T, Hkv, Dh)
+        rope = {
+            "eps": config.rms_norm_eps,
+            "dims": config.rotary_dims,
+            "base": config.rope_theta,
+            "offset": cache.positions(T),
+        }
+        mask = cache.make_mask(T, window_size=self.window)
+        q = kernels.norm_rope(q, self.q_norm.weight, **rope)  # [B, Hq, T, Dh]
+        k = kernels.norm_rope(k, self.k_norm.weight, **rope)
+        keys, values = cache.update_and_fetch(k, v.swapaxes(1, 2))
+        y = kernels.sdpa(q, keys, values, scale=Dh**-0.5, mask=mask)
+        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
+        if gate is not None:
+            y = y * mx.sigmoid(gate.reshape(B, T, Hq * Dh))
+        return self.o_proj(y)

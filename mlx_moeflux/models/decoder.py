@@ -1,0 +1,164 @@
+"""What all decoders share: a layer of mixer and MLP, and the way from ids to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import SequenceClock, transaction
+from mlx_moeflux.checkpoint.names import NameRules, Transform
+from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.layers import SwiGLU
+from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.record import note
+
+
+class DecoderLayer(nn.Module):
+    """Mixer, then MLP or MoE block, each behind a norm and with a residual.
+
+    mixer: Its name in the checkpoint (``self_attn``, ``linear_attn``) and the module, which maps
+    (x ``[B, T, C]``, cache entry) to ``[B, T, C]``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        mixer: tuple[str, nn.Module],
+        mlp: SwiGLU | SparseMoeBlock,
+    ):
+        super().__init__()
+        self._mixer_name, module = mixer
+        self[self._mixer_name] = module
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
+        """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer and a dense MLP take `chunk` tokens at a
+        time, so that their scratch is bounded; a MoE block takes all, so that every expert is
+        read once."""
+        mixer, T = self[self._mixer_name], x.shape[1]
+        mask = cache.real_tokens(T)
+        mixed = _chunked(lambda part: mixer(self.input_layernorm(part), cache), x, chunk)
+        h = x + mixed
+        post = self.post_attention_layernorm(h)
+        if isinstance(self.mlp, SparseMoeBlock):
+            out = self.mlp(post, h, mask)
+        else:
+            out = h + _chunked(self.mlp, post, chunk)
+        note(self, input=x, h_mid=h, h_post=post, output=out)
+        return out
+
+
+def _chunked(function, x: mx.array, chunk: int) -> mx.array:
+    """`function` of x ``[B, T, C]``, `chunk` tokens after one another; evaluates if several."""
+    T, parts = x.shape[1], []
+    for start in range(0, T, chunk):
+        parts.append(function(x[:, start : start + chunk]))
+        if chunk < T:
+            mx.eval(parts[-1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+class TextModel(nn.Module):
+    """Embedding, layers, final norm: the parameters under ``model.`` of a checkpoint."""
+
+    def __init__(self, config: Any, layers: Iterable[DecoderLayer]):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = list(layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class DecoderModel(StreamingModel):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``.
+
+    A subclass is one architecture: it names its ``Config`` and ``NAME_RULES`` and defines
+    ``make_layer``, ``make_cache``, ``state_bytes`` and ``activation_bytes``.
+    """
+
+    Config: ClassVar[type]
+    NAME_RULES: ClassVar[NameRules]
+    MODEL_TYPE: ClassVar[str]
+    MLX_LM_PREFIX: ClassVar[str] = ""
+    """Before every name in the layout that mlx-lm loads."""
+    MLX_LM_KEYS: ClassVar[tuple[str, ...]] = ()
+    """Keys of config.json that mlx-lm wants and newer spellings lack."""
+
+    def __init__(
+        self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
+    ):
+        super().__init__()
+        self.config, self.model_type = config, self.MODEL_TYPE
+        self._kernels = kernels or Kernels()
+        # A new module is in training mode.
+        self._kernels.references_only(self.training)
+        self._router = router or self.make_router(config, self._kernels)
+        layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
+        self.model = TextModel(config, layers)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @classmethod
+    def make_router(
+        cls, config: Any, kernels: Kernels, *, experts_per_token: int | None = None
+    ) -> Router:
+        """The architecture's own router, of fewer experts per token if told so."""
+        k = experts_per_token or config.num_experts_per_tok
+        return SoftmaxRouter(k, config.norm_topk_prob, kernels)
+
+    @classmethod
+    def name_rules(cls, config: Any) -> NameRules:
+        """The table of tensor names of a checkpoint with this config."""
+        return cls.NAME_RULES
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Layer number `layer`, of ``self.config``, ``self._router`` and ``self._kernels``."""
+        raise NotImplementedError
+
+    def make_cache(self) -> list[SequenceClock]:
+        """One empty state per layer."""
+        raise NotImplementedError
+
+    def fit_names(self, names: Iterable[str]) -> None:
+        """Choose between forms of a module by the parameters that a checkpoint has."""
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: list[SequenceClock] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> mx.array:
+        """tokens ``[B, T]`` ints -> logits; `last_only` computes the last position's alone.
+
+        A call that raises leaves `cache` as it was before.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
+        cache = self.make_cache() if cache is None else cache
+        with transaction(cache):
+            h = self.model.embed_tokens(tokens)
+            for layer, entry in zip(self.model.layers, cache, strict=True):
+                h = layer(h, entry, chunk=self.prefill_chunk)
+            h = self.model.norm(h[:, -1:] if last_only else h)
+            if self.config.tie_word_embeddings:
+                return self.model.embed_tokens.as_linear(h)
+            return self.lm_head(h)
+
+    @staticmethod
+    def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
+        """What to do to trunk tensors once read, by canonical name."""
+        return {}
+
+    @staticmethod
+    def keeps_float32(name: str) -> bool:
+        """Parameters that stay in float32 whatever the compute dtype is."""
+        return False
