@@ -252,6 +252,11 @@ class AttentionCache(SequenceClock):
 KVCache = AttentionCache
 
 
+class LatentCache(AttentionCache):
+    """What latent attention remembers: ``keys`` are the latents [B, 1, capacity, R] and
+    ``values`` the rotary keys [B, 1, capacity, Dr] that all heads share."""
+
+
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
     """``buffer`` [B, H, capacity, D] with ``rows`` [B, H, T, D] at row ``start``."""
     # A second handle: assigning through the caller's would change arrays that others hold,

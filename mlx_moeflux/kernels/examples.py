@@ -20,6 +20,7 @@ Normal = Callable[..., mx.array]
 
 B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
 N, E, K, C, F = 7, 9, 3, 64, 32
+LATENT, DR, DN = 96, 32, 24
 
 
 def _causal_conv(x: Normal) -> Arguments:
@@ -57,6 +58,27 @@ def _sdpa(x: Normal) -> Arguments:
     return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, "mask": "causal"}
 
 
+def _rope(x: Normal) -> Arguments:
+    periods = 1e4 ** (mx.arange(0, DK, 2) / DK)
+    return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
+
+
+def _mla_attention(x: Normal) -> Arguments:
+    queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
+    cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
+    return (*queries, *cache), {"length": T + 2, "scale": 0.1, "mask": "causal"}
+
+
+def _mla_prefill(x: Normal) -> Arguments:
+    w_k, w_v = x(HQ, LATENT, DN), x(HQ, LATENT, DV)
+
+    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
+        return latent @ w_k[first:last], latent @ w_v[first:last]
+
+    (_, *rest), options = _mla_attention(x)
+    return (x(B, HQ, T, DN), *rest), options | {"expand": expand}
+
+
 def _softmax_top_k(x: Normal) -> Arguments:
     return (x(N, E),), {"k": K}
 
@@ -88,7 +110,10 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "gated_delta": _gated_delta,
     "gated_rms_norm": _gated_rms_norm,
     "norm_rope": _norm_rope,
+    "rope": _rope,
     "sdpa": _sdpa,
+    "mla_attention": _mla_attention,
+    "mla_prefill": _mla_prefill,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,

@@ -12,6 +12,7 @@ MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_moe": "qwen3_moe",
+    "deepseek_v3": "deepseek_v3",
 }
 
 

@@ -1,0 +1,149 @@
+"""Multi-head latent attention over a cache of one latent and one rotary key per position.
+
+Head h has keys ``k_s = [W_K(h) c_s, r_s]`` and values ``v_s = W_V(h) c_s`` of the latent c_s and
+the rotary key r_s of position s, which all heads share. Two forms of the same sum:
+
+    absorbed      score = (W_K(h)^T q_nope) c_s + q_rope r_s,  y = W_V(h) (sum p_s c_s)
+    materialised  score = q_nope (W_K(h) c_s) + q_rope r_s,    y = sum p_s (W_V(h) c_s)
+
+Neither ever holds scores of all heads, queries and keys: keys are taken some at a time with a
+running softmax in float32.
+
+Shapes:
+    latent: ``[B, 1, capacity, R]``; key_rope: ``[B, 1, capacity, Dr]``: whole buffers, of which
+    the first `length` rows count and no other is read. The T queries are the last of them: query
+    t sees keys up to length - T + t.
+    mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, length]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+
+# Scores held at once: 64 MiB in float32.
+SCORES_AT_ONCE = 16 << 20
+KEYS_AT_ONCE = 512
+# Stands for minus infinity, of which the difference to itself is no number.
+_NEVER = -1e30
+
+Mask = mx.array | str | None
+
+
+def mla_attention(
+    q_latent: mx.array,
+    q_rope: mx.array,
+    latent: mx.array,
+    key_rope: mx.array,
+    *,
+    length: int,
+    scale: float,
+    mask: Mask,
+) -> mx.array:
+    """The absorbed form.
+
+    q_latent ``[B, H, T, R]`` (W_K^T q_nope), q_rope ``[B, H, T, Dr]`` -> ``[B, H, T, R]``, the
+    weighted latents, in the dtype of q_latent.
+    """
+    B, H, T, R = q_latent.shape
+    heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
+    parts = []
+    for first in range(0, H, heads):
+        q_c, q_r = (q[:, first : first + heads].astype(mx.float32) for q in (q_latent, q_rope))
+        h = q_c.shape[1]
+        # All heads read the same keys: one product of h T rows.
+        q_c, q_r = q_c.reshape(B, 1, h * T, R), q_r.reshape(B, 1, h * T, -1)
+        total = _RunningSoftmax()
+        for start, stop in _blocks(length, B * h * T):
+            c, r = (a[:, :, start:stop].astype(mx.float32) for a in (latent, key_rope))
+            scores = scale * (q_c @ c.swapaxes(-1, -2) + q_r @ r.swapaxes(-1, -2))
+            scores = _masked(scores.reshape(B, h, T, -1), mask, start, length)
+            total.add(scores.reshape(B, 1, h * T, -1), c)
+        parts.append(total.result().reshape(B, h, T, R).astype(q_latent.dtype))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+def mla_prefill(
+    q_nope: mx.array,
+    q_rope: mx.array,
+    latent: mx.array,
+    key_rope: mx.array,
+    *,
+    expand: Callable[[mx.array, int, int], tuple[mx.array, mx.array]],
+    length: int,
+    scale: float,
+    mask: Mask,
+) -> mx.array:
+    """The materialised form: less work when many queries share the keys.
+
+    q_nope ``[B, H, T, Dn]``, q_rope ``[B, H, T, Dr]`` -> ``[B, H, T, Dv]`` in the dtype of
+    q_nope. expand: (latents ``[B, 1, s, R]``, first head, last head + 1) -> keys
+    ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of those heads.
+    """
+    B, H, T, _ = q_nope.shape
+    heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
+    parts = []
+    for first in range(0, H, heads):
+        last = min(first + heads, H)
+        q_n, q_r = (q[:, first:last].astype(mx.float32) for q in (q_nope, q_rope))
+        total = _RunningSoftmax()
+        for start, stop in _blocks(length, B * (last - first) * T):
+            k, v = expand(latent[:, :, start:stop], first, last)
+            r = key_rope[:, :, start:stop].astype(mx.float32)
+            scores = q_n @ k.astype(mx.float32).swapaxes(-1, -2) + q_r @ r.swapaxes(-1, -2)
+            total.add(_masked(scale * scores, mask, start, length), v.astype(mx.float32))
+        parts.append(total.result().astype(q_nope.dtype))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+class _RunningSoftmax:
+    """sum exp(score) value / sum exp(score) over keys that come in blocks."""
+
+    def __init__(self):
+        self.high = self.weight = self.total = None
+
+    def add(self, scores: mx.array, values: mx.array) -> None:
+        """scores ``[..., T, s]`` float32, values ``[..., s, D]`` float32."""
+        high = scores.max(axis=-1, keepdims=True)
+        if self.high is None:
+            p = mx.exp(scores - high)
+            self.weight, self.total = p.sum(axis=-1, keepdims=True), p @ values
+        else:
+            high = mx.maximum(high, self.high)
+            p, fade = mx.exp(scores - high), mx.exp(self.high - high)
+            self.weight = self.weight * fade + p.sum(axis=-1, keepdims=True)
+            self.total = self.total * fade + p @ values
+        self.high = high
+
+    def result(self) -> mx.array:
+        return self.total / self.weight
+
+
+def _at_once(count: int, cost: int) -> int:
+    """How many of `count` heads keep `cost` scores each within bounds."""
+    return max(1, min(count, SCORES_AT_ONCE // cost))
+
+
+def _blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Stretches of keys for so many rows of scores."""
+    step = max(KEYS_AT_ONCE, SCORES_AT_ONCE // rows // KEYS_AT_ONCE * KEYS_AT_ONCE)
+    if rows * KEYS_AT_ONCE > SCORES_AT_ONCE:
+        step = max(1, SCORES_AT_ONCE // rows)
+    for start in range(0, length, step):
+        yield start, min(start + step, length)
+
+
+def _masked(scores: mx.array, mask: Mask, start: int, length: int) -> mx.array:
+    """scores ``[B, h, T, s]`` of the keys from `start` on, those hidden at `_NEVER`."""
+    T, s = scores.shape[-2:]
+    if mask is None:
+        return scores
+    if isinstance(mask, str):
+        if start + s <= length - T + 1:
+            return scores
+        query = mx.arange(length - T, length)[:, None]
+        visible = mx.arange(start, start + s)[None] <= query
+    else:
+        visible = mask[..., start : start + s]
+    return mx.where(visible, scores, _NEVER)
