@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
 from mlx_moeflux.checkpoint.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.packed import PackedExperts, is_packed
@@ -47,7 +48,9 @@ class Checkpoint:
 
     def mapped(self, rules: NameRules) -> MappedTensors:
         """The same under the names of the model, experts of every form in one table."""
-        mapped = map_tensors(self.tensors, rules)
+        theirs = self.config.get("quantization_config") or {}
+        block = check_fp8(theirs) if theirs.get("quant_method") == "fp8" else DEFAULT_BLOCK
+        mapped = map_tensors(in_our_form(self.tensors, block), rules)
         for layer, components in self.blocks.items():
             if layer in mapped.experts:
                 raise CheckpointError(
