@@ -79,11 +79,9 @@ def synthesize(
     if like not in SHAPES:
         raise InputError(f"no shape is called '{like}'; there are {', '.join(SHAPES)}.")
     config = SHAPES[like]
-    config = replace(
-        config,
-        num_hidden_layers=layers or config.num_hidden_layers,
-        num_experts=experts or config.num_experts,
-    )
+    config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+    if experts is not None:
+        config = replace(config, **{getattr(config, "EXPERTS_KEY", "num_experts"): experts})
     if config.num_experts < config.num_experts_per_tok:
         raise InputError(
             f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "

@@ -78,6 +78,7 @@ def test_published_sizes():
         ("qwen3.5-397b-a17b", 60, 7_077_888),
         ("qwen3-30b-a3b", 48, 2_654_208),
         ("qwen3-235b-a22b", 94, 10_616_832),
+        ("deepseek-v3", 61, 24_772_608),
     ):
         shape = SHAPES[name]
         weights = 3 * shape.hidden_size * shape.moe_intermediate_size

@@ -105,6 +105,7 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
     trunk = MoefluxTrunk.open(found.weights)
     text = config.get("text_config")
     text = {**config, **(text if isinstance(text, dict) else {})}
+    text.setdefault("num_experts", text.get("n_routed_experts"))
     sizes = {}
     for key in ("hidden_size", "moe_intermediate_size", "num_experts"):
         if type(text.get(key)) is not int or text[key] < 1:

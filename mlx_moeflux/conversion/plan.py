@@ -99,9 +99,9 @@ class Conversion:
             if k not in ("quantization", "quantization_config")
         }
         if self.layout != "packed":
-            for key in self.kind.MLX_LM_KEYS:
+            for key, value in self.kind.mlx_lm_keys(self.config).items():
                 if config.get(key) is None:
-                    config[key] = getattr(self.config, key)
+                    config[key] = value
         specs: dict[str, QuantSpec | None] = {}
         for name, recipe in self.trunk.items():
             if len(recipe.outputs()) > 1:

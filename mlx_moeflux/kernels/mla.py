@@ -9,6 +9,8 @@ the rotary key r_s of position s, which all heads share. Two forms of the same s
 Neither ever holds scores of all heads, queries and keys: keys are taken some at a time with a
 running softmax in float32.
 
+Evaluates: every stretch of keys and heads, unless one stretch takes all.
+
 Shapes:
     latent: ``[B, 1, capacity, R]``; key_rope: ``[B, 1, capacity, Dr]``: whole buffers, of which
     the first `length` rows count and no other is read. The T queries are the last of them: query
@@ -22,8 +24,8 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-# Scores held at once: 64 MiB in float32.
-SCORES_AT_ONCE = 16 << 20
+# Scores computed at once: 16 MiB in float32, and as much again for each step to the weights.
+SCORES_AT_ONCE = 4 << 20
 KEYS_AT_ONCE = 512
 # Stands for minus infinity, of which the difference to itself is no number.
 _NEVER = -1e30
@@ -48,19 +50,22 @@ def mla_attention(
     """
     B, H, T, R = q_latent.shape
     heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
+    q = mx.concatenate([q_latent, q_rope], axis=-1).astype(mx.float32) * scale
     parts = []
     for first in range(0, H, heads):
-        q_c, q_r = (q[:, first : first + heads].astype(mx.float32) for q in (q_latent, q_rope))
-        h = q_c.shape[1]
         # All heads read the same keys: one product of h T rows.
-        q_c, q_r = q_c.reshape(B, 1, h * T, R), q_r.reshape(B, 1, h * T, -1)
+        h = min(heads, H - first)
+        rows = q[:, first : first + h].reshape(B, 1, h * T, -1)
         total = _RunningSoftmax()
-        for start, stop in _blocks(length, B * h * T):
-            c, r = (a[:, :, start:stop].astype(mx.float32) for a in (latent, key_rope))
-            scores = scale * (q_c @ c.swapaxes(-1, -2) + q_r @ r.swapaxes(-1, -2))
-            scores = _masked(scores.reshape(B, h, T, -1), mask, start, length)
-            total.add(scores.reshape(B, 1, h * T, -1), c)
+        for start, stop in _blocks(length, B * max(h * T, rows.shape[-1])):
+            c, r = latent[:, :, start:stop], key_rope[:, :, start:stop]
+            keys = mx.concatenate([c, r], axis=-1).astype(mx.float32)
+            scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, h, T, -1)
+            scores = _masked(scores, mask, start, length).reshape(B, 1, h * T, -1)
+            total.add(scores, keys[..., :R])
         parts.append(total.result().reshape(B, h, T, R).astype(q_latent.dtype))
+        if heads < H:
+            mx.eval(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
@@ -86,14 +91,17 @@ def mla_prefill(
     parts = []
     for first in range(0, H, heads):
         last = min(first + heads, H)
-        q_n, q_r = (q[:, first:last].astype(mx.float32) for q in (q_nope, q_rope))
+        q_n, q_r = (q[:, first:last].astype(mx.float32) * scale for q in (q_nope, q_rope))
         total = _RunningSoftmax()
         for start, stop in _blocks(length, B * (last - first) * T):
-            k, v = expand(latent[:, :, start:stop], first, last)
-            r = key_rope[:, :, start:stop].astype(mx.float32)
-            scores = q_n @ k.astype(mx.float32).swapaxes(-1, -2) + q_r @ r.swapaxes(-1, -2)
-            total.add(_masked(scale * scores, mask, start, length), v.astype(mx.float32))
+            c, r = latent[:, :, start:stop], key_rope[:, :, start:stop]
+            k, v = expand(c, first, last)
+            scores = q_n @ k.astype(mx.float32).swapaxes(-1, -2)
+            scores = scores + q_r @ r.astype(mx.float32).swapaxes(-1, -2)
+            total.add(_masked(scores, mask, start, length), v.astype(mx.float32))
         parts.append(total.result().astype(q_nope.dtype))
+        if heads < H:
+            mx.eval(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
@@ -105,6 +113,9 @@ class _RunningSoftmax:
 
     def add(self, scores: mx.array, values: mx.array) -> None:
         """scores ``[..., T, s]`` float32, values ``[..., s, D]`` float32."""
+        if self.total is not None:
+            # Else MLX begins the blocks together and holds the scores of several.
+            mx.eval(self.total, self.weight)
         high = scores.max(axis=-1, keepdims=True)
         if self.high is None:
             p = mx.exp(scores - high)

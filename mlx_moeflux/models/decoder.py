@@ -89,8 +89,6 @@ class DecoderModel(StreamingModel):
     MODEL_TYPE: ClassVar[str]
     MLX_LM_PREFIX: ClassVar[str] = ""
     """Before every name in the layout that mlx-lm loads."""
-    MLX_LM_KEYS: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that mlx-lm wants and newer spellings lack."""
 
     def __init__(
         self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
@@ -118,6 +116,11 @@ class DecoderModel(StreamingModel):
     def name_rules(cls, config: Any) -> NameRules:
         """The table of tensor names of a checkpoint with this config."""
         return cls.NAME_RULES
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
+        """Keys of config.json that mlx-lm wants and newer spellings may lack."""
+        return {}
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Layer number `layer`, of ``self.config``, ``self._router`` and ``self._kernels``."""

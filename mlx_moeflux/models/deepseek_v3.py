@@ -85,6 +85,7 @@ class Config:
         ]
     )
     DEFAULT_THETA: ClassVar[float] = 10000.0
+    EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
@@ -222,7 +223,6 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "deepseek_v3"
-    MLX_LM_KEYS = ("n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor")
     NAME_RULES: ClassVar[NameRules] = NameRules(experts=EXPERT_NAMES)
 
     @classmethod
@@ -250,6 +250,12 @@ class Model(DecoderModel):
             for i in further
         ]
         return NameRules(drops=tuple(drops), experts=cls.NAME_RULES.experts)
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`."""
+        keys = {k: v for k, v in asdict(config).items() if k != "rope"}
+        return keys | config.rope.published()
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Latent attention, then MoE block or dense MLP."""
@@ -290,7 +296,7 @@ class Model(DecoderModel):
         residual = 10 * tokens * config.hidden_size + shared
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
         heads = chunk * config.num_attention_heads * (width + 4 * config.v_head_dim)
-        attention = heads + 4 * SCORES_AT_ONCE
+        attention = heads + 16 * SCORES_AT_ONCE
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
 

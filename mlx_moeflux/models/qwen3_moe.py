@@ -110,16 +110,12 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "qwen3_moe"
-    MLX_LM_KEYS = (
-        "num_experts",
-        "rope_theta",
-        "head_dim",
-        "norm_topk_prob",
-        "mlp_only_layers",
-        "decoder_sparse_step",
-        "tie_word_embeddings",
-    )
     NAME_RULES: ClassVar[NameRules] = NameRules(experts=EXPERT_NAMES)
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`."""
+        return asdict(config)
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Attention, then MoE block or dense MLP."""

@@ -88,6 +88,7 @@ class Rope:
     attention_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
 
@@ -133,6 +134,7 @@ class Rope:
             attention_factor=numbers.get("attention_factor", attention),
             beta_fast=numbers.get("beta_fast") or 32.0,
             beta_slow=numbers.get("beta_slow") or 1.0,
+            mscale=mscale,
             mscale_all_dim=all_dim,
             truncate=bool(truncate),
         )
@@ -177,7 +179,7 @@ class Rope:
                 "original_max_position_embeddings": self.original,
                 "beta_fast": self.beta_fast,
                 "beta_slow": self.beta_slow,
-                "mscale": self.mscale_all_dim,
+                "mscale": self.mscale,
                 "mscale_all_dim": self.mscale_all_dim,
             },
         }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mlx_moeflux.models import qwen3_5_moe_config, qwen3_moe
+from mlx_moeflux.models import deepseek_v3, qwen3_5_moe_config, qwen3_moe
+from mlx_moeflux.models.rope import Rope
 
 _QWEN = qwen3_5_moe_config.Config(
     vocab_size=248320,
@@ -45,6 +46,20 @@ _QWEN3 = qwen3_moe.Config(
     partial_rotary_factor=1.0,
     max_position_embeddings=40960,
     norm_topk_prob=True,
+)
+
+_DEEPSEEK = deepseek_v3.Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=163840,
+    rope=Rope(theta=1e4, factor=40.0, original=4096.0, mscale=1.0, mscale_all_dim=1.0),
 )
 
 # Published shapes, from the models' config.json (transformers' defaults for the first). Those
@@ -101,6 +116,25 @@ SHAPES: dict[str, Any] = {
         moe_intermediate_size=64,
         num_experts=32,
         num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-tiny": replace(
+        _DEEPSEEK,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        n_routed_experts=32,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
         max_position_embeddings=8192,
     ),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_moeflux.checkpoint.foreign import in_our_form
 from mlx_moeflux.checkpoint.names import map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import TensorRef
@@ -28,6 +29,10 @@ EXPERT_BYTES = {
     "qwen3-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
     "qwen3-30b-a3b-4bit": 48 * 128 * 3 * 768 * 2048 * 9 // 16,
     "qwen3-coder-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
+    "deepseek-v3": 58 * 256 * 3 * 2048 * 7168 * 2,  # decoded to bf16
+    "deepseek-v3-4bit": 58 * 256 * 24_772_608,
+    "cogito-v2-671b": 58 * 256 * 3 * 2048 * 7168 * 2,
+    "cogito-v2-671b-4bit": 58 * 256 * 24_772_608,
     "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
 }
 
@@ -53,7 +58,7 @@ def opened(name: str):
     quantization = Quantization.from_config(config).renamed(
         lambda path: kind.NAME_RULES.canonical(f"{path}.")[:-1]
     )
-    return model, {ref.name: ref for ref in refs}, quantization
+    return model, in_our_form({ref.name: ref for ref in refs}), quantization
 
 
 @pytest.mark.parametrize("name", EXPERT_BYTES)
@@ -66,8 +71,9 @@ def test_both_sides_come_out_empty(name):
         assert not mapped.experts
         assert taken == len(tensors)
         return
-    assert all(d.startswith(("mtp.", "model.visual.", "vision_tower.")) for d in mapped.dropped)
-    assert bool(mapped.dropped) == name.startswith("qwen3.5")
+    dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.")
+    assert all(d.startswith(dropped) for d in mapped.dropped)
+    assert bool(mapped.dropped) == (name.startswith("qwen3.5") or name == "deepseek-v3")
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
     assert set(layouts) == set(model.moe_blocks())
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
@@ -83,7 +89,8 @@ def test_one_tensor_more_or_less_is_noticed(name):
     with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
         match_trunk(model, mapped, quantization, directory=Path(name))
     model, tensors, quantization = opened(name)
-    gone = next(n for n in tensors if n.endswith("layers.3.self_attn.k_norm.weight"))
+    norms = ("layers.3.self_attn.k_norm.weight", "layers.3.self_attn.kv_a_layernorm.weight")
+    gone = next(n for n in tensors if n.endswith(norms))
     del tensors[gone]
     mapped = map_tensors(tensors, model.name_rules(model.config))
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
