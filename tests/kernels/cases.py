@@ -1,7 +1,8 @@
 """Every kernel of the package with a few small calls, as the test modules here declare them.
 
 A module says ``CASES = {"kernel's name": [Case(...), ...]}``; see
-:class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these.
+:class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these. It may say
+``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import mlx_moeflux.kernels
 from mlx_moeflux.kernels.metal import KERNELS, MetalKernel
@@ -28,15 +30,27 @@ def registered() -> dict[str, MetalKernel]:
 
 
 @functools.cache
+def _modules() -> tuple[ModuleType, ...]:
+    registered()
+    files = [f for f in sorted(HERE.glob("test_*.py")) if "\nCASES = " in f.read_text()]
+    return tuple(importlib.import_module(f"tests.kernels.{file.stem}") for file in files)
+
+
+@functools.cache
 def all_cases() -> dict[str, list[Case]]:
     """Kernel's name -> its cases."""
-    registered()
     found: dict[str, list[Case]] = {}
-    for file in sorted(HERE.glob("test_*.py")):
-        if "\nCASES = " in file.read_text():
-            module = importlib.import_module(f"tests.kernels.{file.stem}")
-            for name, cases in module.CASES.items():
-                found.setdefault(name, []).extend(cases)
+    for module in _modules():
+        for name, cases in module.CASES.items():
+            found.setdefault(name, []).extend(cases)
+    return found
+
+
+def equivalent(file: str) -> dict[str, str]:
+    """Mutations of a file that change nothing, and why."""
+    found: dict[str, str] = {}
+    for module in _modules():
+        found |= getattr(module, "EQUIVALENT", {}).get(file, {})
     return found
 
 

@@ -536,7 +536,7 @@ int emu_launch(
   return status;
 }
 
-// ---- What GCC calls before every access to memory
+// ---- What GCC calls before every access to memory, and for an index that an array does not have
 
 #define EMU_HOOK(N) \
   void __tsan_read##N(void* p) { check((char*)p, N, false, N); } \
@@ -550,6 +550,15 @@ EMU_HOOK(8)
 EMU_HOOK(16)
 void __tsan_read_range(void* p, long size) { check((char*)p, size, false, 1); }
 void __tsan_write_range(void* p, long size) { check((char*)p, size, true, 1); }
+
+struct emu_bad_index {
+  const char* file;
+  uint32_t line, column;
+  const void *array, *index;
+};
+void __ubsan_handle_out_of_bounds(emu_bad_index* at, uintptr_t index) {
+  fail("index %ld in line %u is out of its array's bounds", long(index), at->line);
+}
 void __tsan_init(void) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit(void) {}

@@ -255,7 +255,14 @@ FAULTS = {
                              "load_pack<4>(x + i).at[0] : 0.0f;", "no multiple of its size"),
     "write into an input": ("uint i = thread_position_in_grid.x; ((device float*)x)[i] = y[i] = 1;",
                             "is an input"),
-    "past a threadgroup array": (S + "s[i + 1] = 1; y[i] = 0;", r"writes 's'\[64\]"),
+    "past a threadgroup array": (
+        S + "threadgroup float* p = s; p[i + 1] = 1; y[i] = 0;",
+        r"writes 's'\[64\]",
+    ),
+    "past an array's bounds": (
+        S + "float own[4] = {1, 2, 3, 4}; s[i] = 1; y[i] = own[i / 15];",
+        "index 4 in line [0-9]+ is out of its array's bounds",
+    ),
     "output left out": ("uint i = thread_position_in_grid.x; if (i != 5) y[i] = x[i];",
                         r"'y'\[5\] is never written"),
     "one output by two threads": ("uint i = thread_position_in_grid.x; y[i / 2] = y[i] = x[i];",
