@@ -2,7 +2,8 @@
 
 A module says ``CASES = {"kernel's name": [Case(...), ...]}``; see
 :class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these. It may say
-``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``.
+``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``, and name in
+``SCRATCH`` kernels of its own, which hold what is shared between files.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def _modules() -> tuple[ModuleType, ...]:
     registered()
     files = [f for f in sorted(HERE.glob("test_*.py")) if "\nCASES = " in f.read_text()]
     return tuple(importlib.import_module(f"tests.kernels.{file.stem}") for file in files)
+
+
+@functools.cache
+def kernels() -> dict[str, MetalKernel]:
+    """Name -> kernel: those of the test modules, then those of the package."""
+    scratch = [k for module in _modules() for k in getattr(module, "SCRATCH", ())]
+    return {k.name: k for k in scratch} | registered()
 
 
 @functools.cache

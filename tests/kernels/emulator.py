@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 COMPILER = "g++"
 FLAGS = shlex.split(
     "-std=c++20 -O1 -g1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions "
-    "-fsanitize=thread,bounds --param=tsan-instrument-func-entry-exit=0 "
+    "-fsanitize=thread,bounds-strict --param=tsan-instrument-func-entry-exit=0 "
     "-fno-tree-loop-distribute-patterns -Wall -Wno-unused -Wno-unknown-pragmas -Wno-sign-compare "
     "-Wno-parentheses -Wno-maybe-uninitialized -Werror"
 )

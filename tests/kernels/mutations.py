@@ -21,7 +21,8 @@ from pathlib import Path
 
 from mlx_moeflux.kernels import source
 from mlx_moeflux.kernels.metal import MetalKernel
-from tests.kernels.cases import all_cases, registered
+from tests.kernels.cases import all_cases, kernels
+from tests.kernels.emulator import OWN
 from tests.kernels.harness import emulated
 
 ROOT = Path(__file__).parents[2]
@@ -60,22 +61,25 @@ class Mutation:
 
 
 def kernels_of(file: str) -> list[MetalKernel]:
-    """The package's kernels whose functions `file` holds."""
-    return [k for k in registered().values() if k.file == file]
+    """Kernels that may use functions of `file`: its own, or all for what is shared."""
+    return [k for k in kernels().values() if file in (k.file, source.COMMON)]
 
 
-def mutations(file: str, kernels: Sequence[MetalKernel]) -> list[Mutation]:
-    """All mutations of the bodies of `kernels` and of those functions of the file that they use."""
+def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:
+    """All mutations of the bodies of the file's kernels, and of those functions of the file that
+    `users` use. What the emulator has in its own words (OWN) is left out."""
     made, used = [], {}
-    for kernel in kernels:
+    for kernel in users:
         header, body = kernel.metal_text()
         used.update(dict.fromkeys(source.split(header)))
+        if kernel.file != file:
+            continue
         made += [
             Mutation(f"{kernel.name}: {what}", body, new, kernel.name)
             for what, new in _changes(body, depth=1)
         ]
     for entry in source.definitions(file, cuda=False):
-        if entry.text in used:
+        if entry.text in used and entry.name not in OWN:
             made += [
                 Mutation(f"{entry.name}: {what}", entry.text, new)
                 for what, new in _changes(entry.text, depth=0)
@@ -167,7 +171,8 @@ def _around(text: str, match: re.Match[str], new: str) -> str:
 def find(file: str, mutation: Mutation) -> str | None:
     """What finds a mutation: the words of the first case that fails, or None."""
     for kernel in kernels_of(file):
-        if mutation.kernel not in (None, kernel.name):
+        text = kernel.metal_text()
+        if mutation.apply(kernel, *text) == text:
             continue
         for case in all_cases()[kernel.name]:
             with emulated(rewrite=mutation.apply, partly_written=case.partly_written):

@@ -8,13 +8,13 @@ import pytest
 
 from mlx_moeflux.kernels import source
 from tests.kernels import lint
-from tests.kernels.cases import equivalent, registered, variants
+from tests.kernels.cases import equivalent, kernels, variants
 from tests.kernels.harness import require, require_emulator, scratch_kernel
 from tests.kernels.mutations import mutations, run
 from tests.kernels.variant import Variant
 
-NAMES = sorted(registered())
-FILES = sorted({kernel.file for kernel in registered().values()})
+NAMES = sorted(kernels())
+FILES = sorted({kernel.file for kernel in kernels().values()})
 _SPACE = re.compile(r"\b(device|threadgroup|thread|constant)(?= (?:const )?[\w:<>, ]+[*&])")
 
 
