@@ -1,0 +1,239 @@
+"""The gated delta rule as kernels: token by token, and chunk by chunk on matrix units.
+
+Formula, shapes and the plain-MLX reference are in :mod:`mlx_moeflux.kernels.gated_delta`; q, k
+and v are float32, float16 or bfloat16, all three alike. Both forms compute and keep the state in
+float32: the chunkwise form's products lose at most 2^-17 of a float factor and nothing of the
+16-bit ones.
+
+H100, B 1, Hk 16, Hv 32, D 128, bfloat16: not measured yet.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import metal
+from mlx_moeflux.kernels.metal import MetalKernel
+
+# Tokens from which the chunkwise form is the faster one.
+CHUNKWISE_FROM = 32
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+_THREADGROUP_BYTES = 32768
+
+_RECURRENT = MetalKernel(
+    "gated_delta_recurrent",
+    file="gated_delta.metal",
+    inputs=("q", "k", "v", "log_decay", "beta", "state", "mask"),
+    outputs=("y", "new_state"),
+    body="""
+        gated_delta_recurrent<T, Hk, Hv, Dk, Dv, Masked>(
+            q, k, v, log_decay, beta, state, mask, y, new_state, v_shape[1],
+            thread_position_in_grid, thread_index_in_simdgroup);
+    """,
+)
+
+_FACTORS = MetalKernel(
+    "gated_delta_factors",
+    file="gated_delta_chunks.metal",
+    inputs=("q", "k", "log_decay", "beta", "mask"),
+    outputs=("factors", "gains"),
+    body="""
+        threadgroup float work[Work];
+        threadgroup float scores[2 * C * (C + 4)];
+        gated_delta_factors<T, X, Parts, Hk, Hv, Dk, C, Simdgroups, Masked>(
+            q, k, log_decay, beta, mask, factors, gains, q_shape[1], (q_shape[1] + C - 1) / C,
+            work, scores, threadgroup_position_in_grid, thread_index_in_threadgroup,
+            thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
+    """,
+)
+
+_WALK = MetalKernel(
+    "gated_delta_walk",
+    file="gated_delta_chunks.metal",
+    inputs=("q", "k", "v", "factors", "gains", "state"),
+    outputs=("y", "new_state"),
+    body="""
+        threadgroup T keys[2 * C * (Dk + 16 / sizeof(T))];
+        threadgroup X lower[2 * Parts * C * (C + 16 / sizeof(X))];
+        threadgroup T values[C * (16 * Simdgroups + 16 / sizeof(T))];
+        threadgroup float gain[2 * C];
+        gated_delta_walk<T, X, Parts, Hk, Hv, Dk, Dv, C, Simdgroups, Prefetch>(
+            q, k, v, factors, gains, state, y, new_state, v_shape[1], (v_shape[1] + C - 1) / C,
+            keys, lower, values, gain, threadgroup_position_in_grid, thread_index_in_threadgroup,
+            thread_index_in_simdgroup, simdgroup_index_in_threadgroup);
+    """,
+)
+
+
+def gated_delta_recurrent_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Token by token in one launch, the state in registers.
+
+    Raises:
+        ShapeError: A width is no multiple of 32, or shapes or dtypes do not fit together.
+    """
+    _check(q, k, v, log_decay, beta, state, mask)
+    B, T, Hv, Dv = v.shape
+    Hk, Dk = k.shape[2:]
+    y, new_state = _RECURRENT(
+        q,
+        k,
+        v,
+        log_decay.astype(mx.float32),
+        beta.astype(mx.float32),
+        state,
+        state if mask is None else mask,
+        template={"T": v.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "Masked": mask is not None},
+        grid=(32, Dv // 4, B * Hv),
+        threadgroup=(32, 4, 1),
+        output_shapes=[v.shape, state.shape],
+        output_dtypes=[v.dtype, mx.float32],
+    )
+    return y, new_state
+
+
+def gated_delta_chunkwise_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+    parts: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Chunk by chunk: what needs no state for all chunks at once, then the walk over them.
+
+    Args:
+        parts: How float matrices enter products: 1 as floats, 2 as pairs of bfloats (bfloat16
+            only); by default 2 where matrix units take no floats.
+
+    Raises:
+        ShapeError: As :func:`gated_delta_recurrent_fused`; or Dk is above 256.
+    """
+    _check(q, k, v, log_decay, beta, state, mask)
+    B, T, Hv, Dv = v.shape
+    Hk, Dk = k.shape[2:]
+    if parts is None:
+        parts = 2 if v.dtype == mx.bfloat16 and metal.backend().name == "cuda" else 1
+    plan = _plan(v.dtype, parts, Hk, Hv, Dk, Dv)
+    C, chunks = plan["C"], -(-T // plan["C"])
+    X = mx.bfloat16 if parts == 2 else mx.float32
+    common = {"T": v.dtype, "X": X, "Parts": parts, "Hk": Hk, "Hv": Hv, "Dk": Dk, "C": C}
+    groups = min(4, max(2, Hv // Hk))
+    factors, gains = _FACTORS(
+        q,
+        k,
+        log_decay.astype(mx.float32),
+        beta.astype(mx.float32),
+        state if mask is None else mask,
+        template={
+            **common,
+            "Simdgroups": groups,
+            "Masked": mask is not None,
+            "Work": max(2 * C * (Dk * v.itemsize + 16) // 4, groups * C * (C + 4)),
+        },
+        grid=(32 * groups, chunks, B * Hk),
+        threadgroup=(32 * groups, 1, 1),
+        output_shapes=[(B, chunks, Hv, 2, parts, C, C), (B, chunks, Hv, 2, C)],
+        output_dtypes=[X, mx.float32],
+    )
+    y, new_state = _WALK(
+        q,
+        k,
+        v,
+        factors,
+        gains,
+        state,
+        template={
+            **common,
+            "Dv": Dv,
+            "Simdgroups": plan["simdgroups"],
+            "Prefetch": metal.backend().name == "cuda",
+        },
+        grid=(2 * Dv, B * Hv, 1),
+        threadgroup=(32 * plan["simdgroups"], 1, 1),
+        output_shapes=[v.shape, state.shape],
+        output_dtypes=[v.dtype, mx.float32],
+    )
+    return y, new_state
+
+
+def gated_delta_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Token by token for a few tokens, chunk by chunk from ``CHUNKWISE_FROM`` on."""
+    few = q.shape[1] < CHUNKWISE_FROM
+    form = gated_delta_recurrent_fused if few else gated_delta_chunkwise_fused
+    return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask)
+
+
+@functools.cache
+def _plan(dtype: mx.Dtype, parts: int, Hk: int, Hv: int, Dk: int, Dv: int) -> dict[str, int]:
+    """Tokens in a chunk and simdgroups in a threadgroup: the most that threadgroup memory holds."""
+    size, lower = dtype.size, 2 if parts == 2 else 4
+    for C in (32, 16):
+        for simdgroups in (4, 2):
+            factors = max(2 * C * (Dk * size + 16), 4 * 4 * C * (C + 4)) + 8 * C * (C + 4)
+            walk = 2 * C * (Dk * size + 16) + 2 * parts * C * (C * lower + 16)
+            walk += C * (16 * simdgroups * size + 16) + 8 * C
+            if Dv % (16 * simdgroups) == 0 and max(walk, factors) <= _THREADGROUP_BYTES:
+                return {"C": C, "simdgroups": simdgroups}
+    raise ShapeError(
+        f"gated delta rule: no chunk of keys {Dk} wide in {dtype} fits into threadgroup memory; "
+        "take the recurrent form."
+    )
+
+
+def _check(q, k, v, log_decay, beta, state, mask) -> None:
+    _check_shapes(
+        (q.shape, k.shape, v.shape, log_decay.shape, beta.shape, state.shape),
+        (q.dtype, k.dtype, v.dtype, state.dtype),
+        None if mask is None else (mask.shape, mask.dtype),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_shapes(shapes, dtypes, mask) -> None:
+    q, k, v, log_decay, beta, state = shapes
+    if len(v) != 4 or len(k) != 4:
+        raise ShapeError(f"gated delta rule: k {list(k)} and v {list(v)} need four axes.")
+    (B, T, Hv, Dv), (Hk, Dk) = v, k[2:]
+    if Dk % 32 or Dv % 32 or Hv % Hk or not T:
+        raise ShapeError(
+            f"gated delta rule: k {list(k)}, v {list(v)}: widths must be multiples of 32, Hv a "
+            "multiple of Hk and T positive; take the reference."
+        )
+    wanted = ((B, T, Hk, Dk),) * 2 + (v,) + ((B, T, Hv),) * 2 + ((B, Hv, Dv, Dk),)
+    for name, shape, want in zip(
+        ("q", "k", "v", "log_decay", "beta", "state"), shapes, wanted, strict=True
+    ):
+        if shape != want:
+            raise ShapeError(f"gated delta rule: {name} is {list(shape)}, expected {list(want)}.")
+    if dtypes[2] not in _FLOATS or len(set(dtypes[:3])) > 1 or dtypes[3] != mx.float32:
+        raise ShapeError(
+            f"gated delta rule: q, k, v, state are {[str(d) for d in dtypes]}; q, k and v must "
+            "share float32, float16 or bfloat16, and the state is float32."
+        )
+    if mask is not None and mask != ((B, T), mx.bool_):
+        raise ShapeError(f"gated delta rule: mask is {mask}, expected bool {[B, T]}.")
