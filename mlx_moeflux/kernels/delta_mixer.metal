@@ -1,0 +1,349 @@
+// What surrounds the delta rule, and for a few tokens all of it. Formulas: causal_conv.py,
+// delta_gates.py, gated_delta.py; launches: delta_mixer_fused.py.
+//
+// Channels lie as q [Hk, Dk], k [Hk, Dk], v [Hv, Dv]. A simdgroup takes one head: every lane P
+// neighbours of every 32 P channels.
+
+// Rows of the window of a convolution, from `t` = 1 - W on: first the state, then the tokens,
+// zero where masked. p, state: at the sequence and the head's first channel.
+template <typename T, int W, int P, bool Masked, typename M>
+inline pack<T, P> window_row(
+    const device T* p, const device T* state, const device M* mask, int dims, int t) {
+  if (t < 0) {
+    return load_pack<P>(state + (t + W - 1) * dims);
+  }
+  pack<T, P> row = load_pack<P>(p + (long)t * dims);
+  if (Masked && !mask[t]) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      row.at[i] = T(0.0f);
+    }
+  }
+  return row;
+}
+
+// Unit length where Norm, then scaled.
+template <bool Norm, int E>
+inline void finish_head(thread float* x, float scale) {
+  if (Norm) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      squares += x[e] * x[e];
+    }
+    scale *= metal::precise::rsqrt(simd_sum(squares) + 1e-6f);
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      x[e] *= scale;
+    }
+  }
+}
+
+// log(1 + exp(x)) without loss where exp(x) is small.
+inline float softplus(float x) {
+  const float e = metal::precise::exp(-metal::abs(x)), u = 1.0f + e;
+  const float log1p = u == 1.0f ? e : metal::precise::log(u) * (e / (u - 1.0f));
+  return metal::max(x, 0.0f) + log1p;
+}
+template <typename A>
+inline float log_decay_of(float a, A a_log, A dt_bias) {
+  return -metal::precise::exp(float(a_log)) * softplus(a + float(dt_bias));
+}
+
+// ---- Prefill: Run tokens of one head
+
+template <typename T, int W, int D, int P, int Run, bool Norm, bool Masked, typename V, typename M>
+inline void convolve_run(
+    const device T* p, const device T* state, const device V* weight, const device M* mask,
+    device T* out, int dims, int out_dims, int from, int tokens, float scale, uint lane) {
+  constexpr int J = D / (32 * P), E = D / 32;
+  float taps[E][W];
+  pack<T, P> rows[Run + W - 1][J];
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const int c = (32 * j + lane) * P;
+#pragma unroll
+    for (int r = 0; r < Run + W - 1; ++r) {
+      const int t = metal::min(from + r, tokens + W - 2) - (W - 1);
+      rows[r][j] = window_row<T, W, P, Masked>(p + c, state + c, mask, dims, t);
+    }
+#pragma unroll
+    for (int i = 0; i < P * W; ++i) {
+      taps[j * P + i / W][i % W] = float(weight[c * W + i]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < Run; ++r) {
+    float x[E];
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        total += float(rows[r + w][e / P].at[e % P]) * taps[e][w];
+      }
+      x[e] = silu(total);
+    }
+    finish_head<Norm, E>(x, scale);
+    if (from + r < tokens) {
+#pragma unroll
+      for (int j = 0; j < J; ++j) {
+        pack<T, P> packed;
+#pragma unroll
+        for (int i = 0; i < P; ++i) {
+          packed.at[i] = T(x[j * P + i]);
+        }
+        store_pack(out + (long)(from + r) * out_dims + (32 * j + lane) * P, packed);
+      }
+    }
+  }
+}
+
+// The new state: the W - 1 rows that end with the last token.
+template <typename T, int W, int D, int P, bool Masked, typename M>
+inline void keep_window(
+    const device T* p, const device T* state, const device M* mask, device T* new_state, int dims,
+    int length, uint lane) {
+#pragma unroll
+  for (int c = 0; c < D; c += 32 * P) {
+#pragma unroll
+    for (int w = 0; w < W - 1; ++w) {
+      const int at = c + lane * P;
+      store_pack(
+          new_state + w * dims + at,
+          window_row<T, W, P, Masked>(p + at, state + at, mask, dims, length + w - (W - 1)));
+    }
+  }
+}
+
+// position: (lane, head of q, k, v, then the gates, then unused, Run tokens of a sequence, then
+// its state).
+template <
+    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Pk, int Pv, int Run, bool Masked,
+    bool Ragged, typename V, typename M, typename A>
+inline void delta_prepare(
+    const device T* qkv, const device T* state, const device V* weight, const device T* a,
+    const device T* b, const device A* a_log, const device A* dt_bias, const device M* mask,
+    const device int* lengths, device T* q, device T* k, device T* v, device float* log_decay,
+    device float* beta, device T* new_state, int tokens, uint3 position, uint lane) {
+  constexpr int dims = 2 * Hk * Dk + Hv * Dv;
+  const int runs = (tokens + Run - 1) / Run, n = position.z / (runs + 1);
+  const int from = position.z % (runs + 1) * Run, head = position.y;
+  const bool is_key = head < 2 * Hk;
+  const int channel = is_key ? head * Dk : 2 * Hk * Dk + (head - 2 * Hk) * Dv;
+  qkv += (long)n * tokens * dims + channel;
+  state += n * (W - 1) * dims + channel;
+  mask += Masked ? n * tokens : 0;
+  if (from >= runs * Run) {
+    const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+    new_state += n * (W - 1) * dims + channel;
+    if (is_key) {
+      keep_window<T, W, Dk, Pk, Masked>(qkv, state, mask, new_state, dims, length, lane);
+    } else if (head < 2 * Hk + Hv) {
+      keep_window<T, W, Dv, Pv, Masked>(qkv, state, mask, new_state, dims, length, lane);
+    }
+  } else if (is_key) {
+    device T* out = head < Hk ? q + channel : k + channel - Hk * Dk;
+    const float scale = head < Hk ? metal::precise::rsqrt(float(Dk)) : 1.0f;
+    convolve_run<T, W, Dk, Pk, Run, true, Masked>(
+        qkv, state, weight + channel * W, mask, out + (long)n * tokens * Hk * Dk, dims, Hk * Dk,
+        from, tokens, scale, lane);
+  } else if (head < 2 * Hk + Hv) {
+    device T* out = v + (long)n * tokens * Hv * Dv + (head - 2 * Hk) * Dv;
+    convolve_run<T, W, Dv, Pv, Run, false, Masked>(
+        qkv, state, weight + channel * W, mask, out, dims, Hv * Dv, from, tokens, 1.0f, lane);
+  } else if (head == 2 * Hk + Hv) {
+    const int to = metal::min(from + Run, tokens);
+    for (int i = from * Hv + lane; i < to * Hv; i += 32) {
+      const long at = (long)n * tokens * Hv + i;
+      const bool real = !Masked || mask[i / Hv];
+      const float g = log_decay_of(float(a[at]), a_log[i % Hv], dt_bias[i % Hv]);
+      log_decay[at] = real ? g : 0.0f;
+      beta[at] = real ? sigmoid(float(b[at])) : 0.0f;
+    }
+  }
+}
+
+// ---- Gated norm: a simdgroup takes a row
+
+template <typename T, int D, int P, typename U, typename V>
+inline void gated_rms_norm(
+    const device U* x, const device T* z, const device V* weight, device T* y, float epsilon,
+    uint row, uint lane) {
+  constexpr int J = D / (32 * P);
+  const long first = (long)row * D;
+  float value[D / 32], squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const pack<U, P> packed = load_pack<P>(x + first + (32 * j + lane) * P);
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      value[j * P + i] = float(packed.at[i]);
+      squares += value[j * P + i] * value[j * P + i];
+    }
+  }
+  const float scale = metal::precise::rsqrt(simd_sum(squares) / D + epsilon);
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const int c = (32 * j + lane) * P;
+    pack<T, P> gate = load_pack<P>(z + first + c);
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      const float g = float(gate.at[i]);
+      gate.at[i] = T(value[j * P + i] * scale * float(weight[c + i]) * silu(g));
+    }
+    store_pack(y + first + c, gate);
+  }
+}
+
+// ---- A few tokens: everything between the projections in one launch
+
+// The same in gated_delta.metal: a kernel sees common.metal and its own file.
+inline float eight_lanes_sum(float x) {
+  x += simd_shuffle_xor(x, 1);
+  x += simd_shuffle_xor(x, 2);
+  return x + simd_shuffle_xor(x, 4);
+}
+
+// One head's channels of one token, convolved and finished, to threadgroup memory.
+template <typename T, int W, int D, int P, bool Norm, bool Masked, typename V, typename M>
+inline void convolve_token(
+    const device T* p, const device T* state, const device V* weight, const device M* mask,
+    threadgroup float* out, int dims, int t, float scale, uint lane) {
+  constexpr int J = D / (32 * P), E = D / 32;
+  float x[E];
+#pragma unroll
+  for (int j = 0; j < J; ++j) {
+    const int c = (32 * j + lane) * P;
+    pack<T, P> rows[W];
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      rows[w] = window_row<T, W, P, Masked>(p + c, state + c, mask, dims, t + w - (W - 1));
+    }
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < W; ++w) {
+        total += float(rows[w].at[i]) * float(weight[(c + i) * W + w]);
+      }
+      x[j * P + i] = silu(total);
+    }
+  }
+  finish_head<Norm, E>(x, scale);
+#pragma unroll
+  for (int e = 0; e < E; ++e) {
+    out[(32 * (e / P) + lane) * P + e % P] = x[e];
+  }
+}
+
+// A threadgroup of 32 Simdgroups threads takes a value head: eight lanes hold a row of the state,
+// Rows rows each, as in gated_delta.metal. token: q, k, v, log decay, beta of one token;
+// scratch: a float for each simdgroup. group: (sequence and value head, 0, 0).
+template <
+    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Pk, int Pv, int Simdgroups, bool Masked,
+    bool Ragged, typename V, typename M, typename A, typename U>
+inline void delta_step(
+    const device T* qkv, const device T* conv, const device V* weight, const device T* z,
+    const device T* a, const device T* b, const device A* a_log, const device A* dt_bias,
+    const device float* state, const device U* norm, const device M* mask,
+    const device int* lengths, device T* y, device T* new_conv, device float* new_state,
+    float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, uint3 group,
+    uint index, uint lane, uint simdgroup) {
+  constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32;
+  constexpr int Rows = Dv / (4 * Simdgroups);
+  const int n = group.x / Hv, h = group.x % Hv, col = 4 * (lane & 7);
+  const int row = 4 * simdgroup + (lane >> 3);
+  pack<float, 4> s[Rows][N];
+  const long at = ((long)group.x * Dv + row) * Dk + col;
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      s[r][j] = load_pack<4>(state + at + (long)r * 4 * Simdgroups * Dk + 32 * j);
+    }
+  }
+  // Simdgroups 0, 1 and 2 take q, k and v, the next one the gates.
+  const int channel = simdgroup == 0 ? h / R * Dk
+      : simdgroup == 1               ? (Hk + h / R) * Dk
+                                     : 2 * Hk * Dk + h * Dv;
+  const device T* p = qkv + (long)n * tokens * dims + channel;
+  conv += n * (W - 1) * dims + channel;
+  weight += channel * W;
+  mask += Masked ? n * tokens : 0;
+  if (simdgroup < 3) {
+    const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+    device T* kept = new_conv + n * (W - 1) * dims + channel;
+    if (simdgroup == 2) {
+      keep_window<T, W, Dv, Pv, Masked>(p, conv, mask, kept, dims, length, lane);
+    } else if (h % R == 0) {
+      keep_window<T, W, Dk, Pk, Masked>(p, conv, mask, kept, dims, length, lane);
+    }
+  }
+  for (int t = 0; t < tokens; ++t) {
+    const long at_head = ((long)n * tokens + t) * Hv + h;
+    if (simdgroup == 0) {
+      convolve_token<T, W, Dk, Pk, true, Masked>(
+          p, conv, weight, mask, token, dims, t, metal::precise::rsqrt(float(Dk)), lane);
+    } else if (simdgroup == 1) {
+      convolve_token<T, W, Dk, Pk, true, Masked>(
+          p, conv, weight, mask, token + Dk, dims, t, 1.0f, lane);
+    } else if (simdgroup == 2) {
+      convolve_token<T, W, Dv, Pv, false, Masked>(
+          p, conv, weight, mask, token + 2 * Dk, dims, t, 1.0f, lane);
+    } else if (simdgroup == 3 && lane == 0) {
+      const bool real = !Masked || mask[t];
+      const float g = log_decay_of(float(a[at_head]), a_log[h], dt_bias[h]);
+      token[2 * Dk + Dv] = real ? metal::precise::exp(g) : 1.0f;
+      token[2 * Dk + Dv + 1] = real ? sigmoid(float(b[at_head])) : 0.0f;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const float decay = token[2 * Dk + Dv], rate = token[2 * Dk + Dv + 1];
+    float out[Rows], squares = 0.0f;
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      float recalled = 0.0f;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const pack<float, 4> key = load_pack<4>(token + Dk + col + 32 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[r][j].at[i] *= decay;
+          recalled += s[r][j].at[i] * key.at[i];
+        }
+      }
+      const float value = token[2 * Dk + row + r * 4 * Simdgroups];
+      const float delta = (value - eight_lanes_sum(recalled)) * rate;
+      float total = 0.0f;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const pack<float, 4> key = load_pack<4>(token + Dk + col + 32 * j);
+        const pack<float, 4> query = load_pack<4>(token + col + 32 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[r][j].at[i] += delta * key.at[i];
+          total += s[r][j].at[i] * query.at[i];
+        }
+      }
+      out[r] = eight_lanes_sum(total);
+      squares += (lane & 7) == 0 ? out[r] * out[r] : 0.0f;
+    }
+    squares = threadgroup_sum(squares, scratch, lane, simdgroup, Simdgroups);
+    const float scale = metal::precise::rsqrt(squares / Dv + epsilon);
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      const int c = row + r * 4 * Simdgroups;
+      const float gate = silu(float(z[at_head * Dv + c]));
+      if ((lane & 7) == 0) {
+        y[at_head * Dv + c] = T(out[r] * scale * float(norm[c]) * gate);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      store_pack(new_state + at + (long)r * 4 * Simdgroups * Dk + 32 * j, s[r][j]);
+    }
+  }
+}

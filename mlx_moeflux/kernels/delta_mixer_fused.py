@@ -1,0 +1,357 @@
+"""A gated delta net between its projections as kernels: one launch for decode, four for prefill.
+
+Formulas and shapes are in :mod:`mlx_moeflux.kernels.delta_mixer`. Everything is computed in
+float32 and rounded where it is written; activations are float32, float16 or bfloat16, all alike.
+
+H100, B 1, Hk 16, Hv 32, D 128, bfloat16: not measured yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import metal
+from mlx_moeflux.kernels.gated_delta_fused import gated_delta_fused
+from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel
+
+# Tokens up to which one launch for everything is the faster form.
+STEP_UP_TO = 4
+
+# Tokens that a simdgroup convolves: they share the rows that they read.
+_RUN = 8
+
+# Threads of a threadgroup that computes a decode step: all that CUDA takes; on Metal registers
+# may allow no more than this.
+_STEP_THREADS = {"cuda": 1024, "metal": 512}
+
+_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+_PREPARE = MetalKernel(
+    "delta_prepare",
+    file="delta_mixer.metal",
+    inputs=("qkv", "conv", "weight", "a", "b", "a_log", "dt_bias", "mask", "lengths"),
+    outputs=("q", "k", "v", "log_decay", "beta", "new_conv"),
+    body="""
+        delta_prepare<T, Hk, Hv, Dk, Dv, W, Pk, Pv, Run, Masked, Ragged>(
+            qkv, conv, weight, a, b, a_log, dt_bias, mask, lengths, q, k, v, log_decay, beta,
+            new_conv, qkv_shape[1], thread_position_in_grid, thread_index_in_simdgroup);
+    """,
+)
+
+_GATED_NORM = MetalKernel(
+    "gated_rms_norm",
+    file="delta_mixer.metal",
+    inputs=("x", "z", "weight"),
+    outputs=("y",),
+    body="""
+        gated_rms_norm<T, D, P>(
+            x, z, weight, y, as_type<float>(Epsilon), thread_position_in_grid.y,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_STEP = MetalKernel(
+    "delta_step",
+    file="delta_mixer.metal",
+    inputs=(
+        "qkv", "conv", "weight", "z", "a", "b", "a_log", "dt_bias", "state", "norm", "mask",
+        "lengths",
+    ),
+    outputs=("y", "new_conv", "new_state"),
+    body="""
+        threadgroup float token[2 * Dk + Dv + 4];
+        threadgroup float scratch[Simdgroups];
+        delta_step<T, Hk, Hv, Dk, Dv, W, Pk, Pv, Simdgroups, Masked, Ragged>(
+            qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
+            new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
+            threadgroup_position_in_grid, thread_index_in_threadgroup, thread_index_in_simdgroup,
+            simdgroup_index_in_threadgroup);
+    """,
+)  # fmt: skip
+
+
+def delta_prepare(
+    qkv: mx.array,
+    a: mx.array,
+    b: mx.array,
+    *,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    key_heads: int,
+    key_dim: int,
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, ...]:
+    """What precedes the delta rule, in one launch.
+
+    Returns:
+        q, k ``[B, T, Hk, Dk]`` normalised and q scaled, v ``[B, T, Hv, Dv]``, log decay and beta
+        ``[B, T, Hv]`` float32 (both 0 where masked, so that the rule needs no mask), and the new
+        conv state.
+    """
+    B, T, D = qkv.shape
+    Hv = a.shape[2]
+    Dv = (D - 2 * key_heads * key_dim) // Hv
+    shapes = _Shapes(B, T, key_heads, Hv, key_dim, Dv, conv_weight.shape[1])
+    _check(shapes, qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths)
+    units, runs = -(-(2 * key_heads + Hv + 1) // 4) * 4, -(-T // _RUN) + 1
+    keys = (B, T, key_heads, key_dim)
+    return tuple(
+        _PREPARE(
+            qkv,
+            conv_state.astype(qkv.dtype),
+            conv_weight,
+            a,
+            b,
+            a_log,
+            dt_bias,
+            qkv if mask is None else mask,
+            _none() if lengths is None else lengths,
+            template={
+                **shapes.template(qkv.dtype),
+                "Run": _RUN,
+                "Masked": mask is not None,
+                "Ragged": lengths is not None,
+            },
+            grid=(32, units, B * runs),
+            threadgroup=(32, 4, 1),
+            output_shapes=[keys, keys, (B, T, Hv, Dv), a.shape, a.shape, conv_state.shape],
+            output_dtypes=[qkv.dtype] * 3 + [mx.float32] * 2 + [qkv.dtype],
+        )
+    )
+
+
+def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) -> mx.array:
+    """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) weight silu(z)`` in z's dtype.
+
+    Raises:
+        ShapeError: Shapes differ, Dv is no multiple of 32, or a dtype is no float of 16 or 32 bits.
+    """
+    D = z.shape[-1]
+    if x.shape != z.shape or weight.shape != (D,) or D % 32 or not z.size:
+        raise ShapeError(
+            f"gated norm: x {list(x.shape)}, z {list(z.shape)}, weight {list(weight.shape)}; "
+            "expected x like z and rows of a multiple of 32."
+        )
+    if x.dtype not in _FLOATS or z.dtype not in _FLOATS:
+        raise ShapeError(f"gated norm: x is {x.dtype}, z {z.dtype}; expected floats.")
+    rows = z.size // D
+    together = next(n for n in (8, 4, 2, 1) if rows % n == 0)
+    return _GATED_NORM(
+        x,
+        z,
+        weight,
+        template={"T": z.dtype, "D": D, "P": _pack(D), "Epsilon": _bits(eps)},
+        grid=(32, rows, 1),
+        threadgroup=(32, together, 1),
+        output_shapes=[z.shape],
+        output_dtypes=[z.dtype],
+    )[0]
+
+
+def delta_step(
+    qkv: mx.array,
+    z: mx.array,
+    a: mx.array,
+    b: mx.array,
+    *,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    state: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    eps: float,
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    threads: int | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The whole mixer in one launch, token by token: for decode.
+
+    A threadgroup of at most `threads` takes a value head, so that the gated norm needs no second
+    launch.
+    """
+    B, T, D = qkv.shape
+    Hv, Dv, Dk = state.shape[1:]
+    shapes = _Shapes(B, T, (D - Hv * Dv) // (2 * Dk), Hv, Dk, Dv, conv_weight.shape[1])
+    _check(shapes, qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths)
+    _check_rest(shapes, qkv.dtype, z, state, norm_weight)
+    if threads is None:
+        threads = _STEP_THREADS.get(metal.backend().name, 1024)
+    simdgroups = _simdgroups(Dv, threads)
+    y, new_conv, new_state = _STEP(
+        qkv,
+        conv_state.astype(qkv.dtype),
+        conv_weight,
+        z,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        state,
+        norm_weight,
+        qkv if mask is None else mask,
+        _none() if lengths is None else lengths,
+        template={
+            **shapes.template(qkv.dtype),
+            "Simdgroups": simdgroups,
+            "Masked": mask is not None,
+            "Ragged": lengths is not None,
+            "Epsilon": _bits(eps),
+        },
+        grid=(32 * simdgroups * B * Hv, 1, 1),
+        threadgroup=(32 * simdgroups, 1, 1),
+        output_shapes=[z.shape, conv_state.shape, state.shape],
+        output_dtypes=[qkv.dtype, qkv.dtype, mx.float32],
+    )
+    return y, new_conv, new_state
+
+
+def delta_mixer_fused(
+    qkv: mx.array,
+    z: mx.array,
+    a: mx.array,
+    b: mx.array,
+    *,
+    conv_weight: mx.array,
+    conv_state: mx.array,
+    state: mx.array,
+    a_log: mx.array,
+    dt_bias: mx.array,
+    norm_weight: mx.array,
+    eps: float,
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    steps: Any = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One launch for up to ``STEP_UP_TO`` tokens; else prepare, delta rule, gated norm.
+
+    `steps` is for the composed form and plays no part here.
+
+    Raises:
+        ShapeError: Key or value width is no multiple of 32, or shapes or dtypes do not fit.
+    """
+    around = {
+        "conv_weight": conv_weight,
+        "conv_state": conv_state,
+        "a_log": a_log,
+        "dt_bias": dt_bias,
+        "mask": mask,
+        "lengths": lengths,
+    }
+    B, T, D = qkv.shape
+    if T <= STEP_UP_TO:
+        return delta_step(
+            qkv, z, a, b, state=state, norm_weight=norm_weight, eps=eps, **around
+        )
+    Hv, Dv, Dk = state.shape[1:]
+    q, k, v, log_decay, beta, new_conv = delta_prepare(
+        qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around
+    )
+    y, new_state = gated_delta_fused(q, k, v, log_decay=log_decay, beta=beta, state=state)
+    y = gated_rms_norm_fused(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps)
+    return y.reshape(B, T, Hv * Dv), new_conv, new_state
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """B sequences of T tokens, heads and widths, and the width of the convolution."""
+
+    B: int
+    T: int
+    Hk: int
+    Hv: int
+    Dk: int
+    Dv: int
+    W: int
+
+    def template(self, dtype: mx.Dtype) -> dict[str, Any]:
+        return {
+            "T": dtype,
+            "Hk": self.Hk,
+            "Hv": self.Hv,
+            "Dk": self.Dk,
+            "Dv": self.Dv,
+            "W": self.W,
+            "Pk": _pack(self.Dk),
+            "Pv": _pack(self.Dv),
+        }
+
+
+def _pack(width: int) -> int:
+    """Neighbours that a lane takes at once of rows of `width`: as many as divide its share."""
+    return math.gcd(width // 32, 4)
+
+
+@functools.cache
+def _simdgroups(Dv: int, threads: int) -> int:
+    """Of four rows of the state at a time: as many as fit and leave equal shares; at least 4,
+    because they prepare q, k, v and the gates."""
+    return max(n for n in range(4, threads // 32 + 1) if Dv // 4 % n == 0)
+
+
+@functools.cache
+def _bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+@functools.cache
+def _none() -> mx.array:
+    """Stands in for lengths that nobody reads."""
+    array = mx.zeros((LEAST_INPUT,), mx.int32)
+    mx.eval(array)
+    return array
+
+
+def _check(shapes, qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths) -> None:
+    _check_arrays(
+        shapes,
+        (qkv.shape, a.shape, b.shape, weight.shape, conv.shape, a_log.shape, dt_bias.shape),
+        (qkv.dtype, a.dtype, b.dtype),
+        a_log.dtype == dt_bias.dtype,
+        None if mask is None else (mask.shape, mask.dtype),
+        None if lengths is None else (lengths.shape, lengths.dtype),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_arrays(s: _Shapes, found, dtypes, same_gates, mask, lengths) -> None:
+    if min(s.B, s.T, s.Hk, s.W - 1) < 1 or s.Hv % s.Hk or s.Dk % 32 or s.Dv % 32:
+        raise ShapeError(
+            f"delta mixer: {s}: widths must be multiples of 32 and Hv a multiple of Hk; take the "
+            "reference."
+        )
+    D, gates = 2 * s.Hk * s.Dk + s.Hv * s.Dv, (s.B, s.T, s.Hv)
+    wanted = ((s.B, s.T, D), gates, gates, (D, s.W), (s.B, s.W - 1, D), (s.Hv,), (s.Hv,))
+    names = ("qkv", "a", "b", "conv_weight", "conv_state", "a_log", "dt_bias")
+    for name, shape, want in zip(names, found, wanted, strict=True):
+        if shape != want:
+            raise ShapeError(f"delta mixer: {name} is {list(shape)}, expected {list(want)}.")
+    if dtypes[0] not in _FLOATS or len(set(dtypes)) > 1 or not same_gates:
+        raise ShapeError(
+            f"delta mixer: qkv, a and b are {[str(d) for d in dtypes]}; they must share float32, "
+            "float16 or bfloat16, and a_log and dt_bias one dtype."
+        )
+    if mask not in (None, ((s.B, s.T), mx.bool_)):
+        raise ShapeError(f"delta mixer: mask is {mask}, expected bool {[s.B, s.T]}.")
+    if lengths not in (None, ((s.B,), mx.int32)):
+        raise ShapeError(f"delta mixer: lengths is {lengths}, expected int32 {[s.B]}.")
+
+
+def _check_rest(s: _Shapes, dtype, z, state, norm) -> None:
+    shapes = (z.shape, state.shape, norm.shape)
+    wanted = ((s.B, s.T, s.Hv * s.Dv), (s.B, s.Hv, s.Dv, s.Dk), (s.Dv,))
+    if shapes != wanted or z.dtype != dtype or state.dtype != mx.float32:
+        raise ShapeError(
+            f"delta mixer: z, state, norm are {[list(shape) for shape in shapes]}, {z.dtype} and "
+            f"{state.dtype}; expected {[list(shape) for shape in wanted]}, {dtype} and float32."
+        )
