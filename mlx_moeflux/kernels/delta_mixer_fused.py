@@ -27,9 +27,9 @@ STEP_UP_TO = 4
 # Tokens that a simdgroup convolves: they share the rows that they read.
 _RUN = 8
 
-# Threads of a threadgroup that computes a decode step: all that CUDA takes; on Metal registers
-# may allow no more than this.
-_STEP_THREADS = {"cuda": 1024, "metal": 512}
+# Registers of a thread of a decode step beside its share of the state, and those that 512 threads
+# of CUDA or 384 of Metal may have.
+_STEP_REGISTERS, _REGISTERS_OF_512 = 85, 128
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -186,7 +186,7 @@ def delta_step(
     _check(shapes, qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths)
     _check_rest(shapes, qkv.dtype, z, state, norm_weight)
     if threads is None:
-        threads = _STEP_THREADS.get(metal.backend().name, 1024)
+        threads = _step_threads(Dk, Dv, metal.backend().name)
     simdgroups = _simdgroups(Dv, threads)
     y, new_conv, new_state = _STEP(
         qkv,
@@ -297,6 +297,14 @@ def _simdgroups(Dv: int, threads: int) -> int:
     """Of four rows of the state at a time: as many as fit and leave equal shares; at least 4,
     because they prepare q, k, v and the gates."""
     return max(n for n in range(4, threads // 32 + 1) if Dv // 4 % n == 0)
+
+
+@functools.cache
+def _step_threads(Dk: int, Dv: int, backend: str) -> int:
+    """As many as registers allow: 256 always fit."""
+    state = Dk // 8 * (Dv // 4) // _simdgroups(Dv, 512)
+    fits = backend != "metal" and state + _STEP_REGISTERS <= _REGISTERS_OF_512
+    return 512 if fits else 256
 
 
 @functools.cache

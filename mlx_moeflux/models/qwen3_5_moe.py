@@ -64,32 +64,31 @@ class GatedDeltaNet(nn.Module):
     def __call__(self, x: mx.array, cache: RecurrentCache) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
-        Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
+        Dk = config.linear_key_head_dim
         Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
         mask = cache.make_mask(T)  # [B, T] or None
-        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
-        if mask is not None:
-            qkv = mx.where(mask[..., None], qkv, 0.0)
         conv, state = cache.conv, cache.delta
         if conv is None:
             conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
             state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
-        y, cache.conv = kernels.causal_conv(
-            qkv, self.conv1d.weight[..., 0], conv, lengths=cache.lengths
-        )
-        q, k, v = mx.split(y, [config.key_dim, 2 * config.key_dim], axis=-1)
-        q, k = kernels.normalise_qk(q.reshape(B, T, Hk, Dk), k.reshape(B, T, Hk, Dk))
-        log_decay, beta = kernels.decay_beta(
-            self.in_proj_a(x), self.in_proj_b(x), a_log=self.A_log, dt_bias=self.dt_bias
-        )
-        v = v.reshape(B, T, Hv, Dv)
-        y, cache.delta = kernels.gated_delta(
-            q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask
+        y, cache.conv, cache.delta = kernels.delta_mixer(
+            self.in_proj_qkv(x),
+            self.in_proj_z(x),
+            self.in_proj_a(x),
+            self.in_proj_b(x),
+            conv_weight=self.conv1d.weight[..., 0],
+            conv_state=conv,
+            state=state,
+            a_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm.weight,
+            eps=config.rms_norm_eps,
+            mask=mask,
+            lengths=cache.lengths,
+            steps=kernels,
         )
         cache.advance(T)
-        z = z.reshape(B, T, Hv, Dv)
-        y = kernels.gated_rms_norm(y, z, self.norm.weight, eps=config.rms_norm_eps)
-        return self.out_proj(y.reshape(B, T, Hv * Dv))
+        return self.out_proj(y)
 
 
 class Model(DecoderModel):
