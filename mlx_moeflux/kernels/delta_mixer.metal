@@ -205,125 +205,101 @@ inline float eight_lanes_sum(float x) {
   return x + simd_shuffle_xor(x, 4);
 }
 
-// One head's channels of one token, convolved and finished, to threadgroup memory.
-template <typename T, int W, int D, int P, bool Norm, bool Masked, typename V, typename M>
-inline void convolve_token(
-    const device T* p, const device T* state, const device V* weight, const device M* mask,
-    threadgroup float* out, int dims, int t, float scale, uint lane) {
-  constexpr int J = D / (32 * P), E = D / 32;
-  float x[E];
-#pragma unroll
-  for (int j = 0; j < J; ++j) {
-    const int c = (32 * j + lane) * P;
-    pack<T, P> rows[W];
-#pragma unroll
-    for (int w = 0; w < W; ++w) {
-      rows[w] = window_row<T, W, P, Masked>(p + c, state + c, mask, dims, t + w - (W - 1));
-    }
-#pragma unroll
-    for (int i = 0; i < P; ++i) {
-      float total = 0.0f;
-#pragma unroll
-      for (int w = 0; w < W; ++w) {
-        total += float(rows[w].at[i]) * float(weight[(c + i) * W + w]);
-      }
-      x[j * P + i] = silu(total);
-    }
+// As window_row, one channel.
+template <typename T, int W, bool Masked, typename M>
+inline float window_value(
+    const device T* p, const device T* state, const device M* mask, int dims, int t) {
+  if (t < 0) {
+    return float(state[(t + W - 1) * dims]);
   }
-  finish_head<Norm, E>(x, scale);
-#pragma unroll
-  for (int e = 0; e < E; ++e) {
-    out[(32 * (e / P) + lane) * P + e % P] = x[e];
-  }
+  return !Masked || mask[t] ? float(p[t * dims]) : 0.0f;
 }
 
-// A threadgroup of 32 Simdgroups threads takes a value head: eight lanes hold a row of the state,
-// Rows rows each, as in gated_delta.metal. token: q, k, v, log decay, beta of one token;
-// scratch: a float for each simdgroup. group: (sequence and value head, 0, 0).
+// A threadgroup of Simdgroups takes a value head: eight lanes hold a row of the state, Rows rows
+// each, as in gated_delta.metal. token: q, k, v, decay, beta of one token; scratch: a float for
+// each simdgroup. head: sequence and value head.
 template <
-    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Pk, int Pv, int Simdgroups, bool Masked,
-    bool Ragged, typename V, typename M, typename A, typename U>
+    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Simdgroups, bool Masked, bool Ragged,
+    typename V, typename M, typename A, typename U>
 inline void delta_step(
     const device T* qkv, const device T* conv, const device V* weight, const device T* z,
     const device T* a, const device T* b, const device A* a_log, const device A* dt_bias,
     const device float* state, const device U* norm, const device M* mask,
     const device int* lengths, device T* y, device T* new_conv, device float* new_state,
-    float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, uint3 group,
-    uint index, uint lane, uint simdgroup) {
+    float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, int head,
+    int lane, int simdgroup) {
   constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32;
-  constexpr int Rows = Dv / (4 * Simdgroups);
-  const int n = group.x / Hv, h = group.x % Hv, col = 4 * (lane & 7);
+  constexpr int Step = 4 * Simdgroups, Rows = Dv / Step;
+  const int n = head / Hv, h = head % Hv, col = 4 * (lane & 7);
   const int row = 4 * simdgroup + (lane >> 3);
   pack<float, 4> s[Rows][N];
-  const long at = ((long)group.x * Dv + row) * Dk + col;
+  const long at = ((long)head * Dv + row) * Dk + col;
 #pragma unroll
-  for (int r = 0; r < Rows; ++r) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      s[r][j] = load_pack<4>(state + at + (long)r * 4 * Simdgroups * Dk + 32 * j);
-    }
+  for (int i = 0; i < Rows * N; ++i) {
+    s[i / N][i % N] = load_pack<4>(state + at + i / N * Step * Dk + i % N * 32);
   }
-  // Simdgroups 0, 1 and 2 take q, k and v, the next one the gates.
-  const int channel = simdgroup == 0 ? h / R * Dk
-      : simdgroup == 1               ? (Hk + h / R) * Dk
-                                     : 2 * Hk * Dk + h * Dv;
-  const device T* p = qkv + (long)n * tokens * dims + channel;
-  conv += n * (W - 1) * dims + channel;
-  weight += channel * W;
+  // Simdgroups 0, 1 and 2 prepare q, k and v, the next one the gates.
+  const int D = simdgroup < 2 ? Dk : Dv;
+  const int first = simdgroup < 2 ? (simdgroup * Hk + h / R) * Dk : 2 * Hk * Dk + h * Dv;
+  const bool keeps = simdgroup == 2 || h % R == 0;
+  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+  qkv += n * tokens * dims + first;
+  conv += n * (W - 1) * dims + first;
+  new_conv += n * (W - 1) * dims + first;
+  weight += first * W;
   mask += Masked ? n * tokens : 0;
-  if (simdgroup < 3) {
-    const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
-    device T* kept = new_conv + n * (W - 1) * dims + channel;
-    if (simdgroup == 2) {
-      keep_window<T, W, Dv, Pv, Masked>(p, conv, mask, kept, dims, length, lane);
-    } else if (h % R == 0) {
-      keep_window<T, W, Dk, Pk, Masked>(p, conv, mask, kept, dims, length, lane);
-    }
-  }
   for (int t = 0; t < tokens; ++t) {
-    const long at_head = ((long)n * tokens + t) * Hv + h;
-    if (simdgroup == 0) {
-      convolve_token<T, W, Dk, Pk, true, Masked>(
-          p, conv, weight, mask, token, dims, t, metal::precise::rsqrt(float(Dk)), lane);
-    } else if (simdgroup == 1) {
-      convolve_token<T, W, Dk, Pk, true, Masked>(
-          p, conv, weight, mask, token + Dk, dims, t, 1.0f, lane);
-    } else if (simdgroup == 2) {
-      convolve_token<T, W, Dv, Pv, false, Masked>(
-          p, conv, weight, mask, token + 2 * Dk, dims, t, 1.0f, lane);
+    const int now = (n * tokens + t) * Hv + h;
+    if (simdgroup < 3) {
+      threadgroup float* out = token + simdgroup * Dk;
+      float squares = 0.0f;
+#pragma unroll
+      for (int j = 0; j < metal::max(Dk, Dv); j += 32) {
+        const int c = j + lane;
+        if (c < D) {
+          float total = 0.0f;
+#pragma unroll
+          for (int w = 1 - W; w <= 0; ++w) {
+            total += window_value<T, W, Masked>(qkv + c, conv + c, mask, dims, t + w) *
+                float(weight[c * W + W - 1 + w]);
+            if (t == 0 && w < 0 && keeps) {
+              new_conv[(w + W - 1) * dims + c] =
+                  T(window_value<T, W, Masked>(qkv + c, conv + c, mask, dims, length + w));
+            }
+          }
+          out[c] = silu(total);
+          squares += out[c] * out[c];
+        }
+      }
+      squares = simd_sum(squares) + 1e-6f;
+      const float scale =
+          simdgroup < 2 ? metal::precise::rsqrt(simdgroup == 0 ? squares * Dk : squares) : 1.0f;
+      for (int c = lane; c < D; c += 32) {
+        out[c] *= scale;
+      }
     } else if (simdgroup == 3 && lane == 0) {
       const bool real = !Masked || mask[t];
-      const float g = log_decay_of(float(a[at_head]), a_log[h], dt_bias[h]);
+      const float g = log_decay_of(float(a[now]), a_log[h], dt_bias[h]);
       token[2 * Dk + Dv] = real ? metal::precise::exp(g) : 1.0f;
-      token[2 * Dk + Dv + 1] = real ? sigmoid(float(b[at_head])) : 0.0f;
+      token[2 * Dk + Dv + 1] = real ? sigmoid(float(b[now])) : 0.0f;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const float decay = token[2 * Dk + Dv], rate = token[2 * Dk + Dv + 1];
     float out[Rows], squares = 0.0f;
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      float recalled = 0.0f;
+      float recalled = 0.0f, total = 0.0f;
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const pack<float, 4> key = load_pack<4>(token + Dk + col + 32 * j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[r][j].at[i] *= decay;
-          recalled += s[r][j].at[i] * key.at[i];
-        }
+      for (int i = 0; i < 4 * N; ++i) {
+        s[r][i / 4].at[i % 4] *= decay;
+        recalled += s[r][i / 4].at[i % 4] * token[Dk + col + i / 4 * 32 + i % 4];
       }
-      const float value = token[2 * Dk + row + r * 4 * Simdgroups];
-      const float delta = (value - eight_lanes_sum(recalled)) * rate;
-      float total = 0.0f;
+      const float delta = (token[2 * Dk + row + r * Step] - eight_lanes_sum(recalled)) * rate;
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const pack<float, 4> key = load_pack<4>(token + Dk + col + 32 * j);
-        const pack<float, 4> query = load_pack<4>(token + col + 32 * j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[r][j].at[i] += delta * key.at[i];
-          total += s[r][j].at[i] * query.at[i];
-        }
+      for (int i = 0; i < 4 * N; ++i) {
+        const int c = col + i / 4 * 32 + i % 4;
+        s[r][i / 4].at[i % 4] += delta * token[Dk + c];
+        total += s[r][i / 4].at[i % 4] * token[c];
       }
       out[r] = eight_lanes_sum(total);
       squares += (lane & 7) == 0 ? out[r] * out[r] : 0.0f;
@@ -332,18 +308,14 @@ inline void delta_step(
     const float scale = metal::precise::rsqrt(squares / Dv + epsilon);
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
-      const int c = row + r * 4 * Simdgroups;
-      const float gate = silu(float(z[at_head * Dv + c]));
+      const int c = row + r * Step;
       if ((lane & 7) == 0) {
-        y[at_head * Dv + c] = T(out[r] * scale * float(norm[c]) * gate);
+        y[now * Dv + c] = T(out[r] * scale * float(norm[c]) * silu(float(z[now * Dv + c])));
       }
     }
   }
 #pragma unroll
-  for (int r = 0; r < Rows; ++r) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      store_pack(new_state + at + (long)r * 4 * Simdgroups * Dk + 32 * j, s[r][j]);
-    }
+  for (int i = 0; i < Rows * N; ++i) {
+    store_pack(new_state + at + i / N * Step * Dk + i % N * 32, s[i / N][i % N]);
   }
 }

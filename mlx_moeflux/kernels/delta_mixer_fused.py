@@ -68,10 +68,10 @@ _STEP = MetalKernel(
     body="""
         threadgroup float token[2 * Dk + Dv + 4];
         threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, Pk, Pv, Simdgroups, Masked, Ragged>(
+        delta_step<T, Hk, Hv, Dk, Dv, W, Simdgroups, Masked, Ragged>(
             qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
             new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
-            threadgroup_position_in_grid, thread_index_in_threadgroup, thread_index_in_simdgroup,
+            threadgroup_position_in_grid.x, thread_index_in_simdgroup,
             simdgroup_index_in_threadgroup);
     """,
 )  # fmt: skip

@@ -114,12 +114,15 @@ def gated_delta_chunkwise_fused(
     state: mx.array,
     mask: mx.array | None = None,
     parts: int | None = None,
+    prefetch: bool | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Chunk by chunk: what needs no state for all chunks at once, then the walk over them.
 
     Args:
         parts: How float matrices enter products: 1 as floats, 2 as pairs of bfloats (bfloat16
             only); by default 2 where matrix units take no floats.
+        prefetch: Whether a chunk is read while the one before is computed, which takes
+            registers; by default on CUDA.
 
     Raises:
         ShapeError: As :func:`gated_delta_recurrent_fused`; or Dk is above 256.
@@ -127,8 +130,9 @@ def gated_delta_chunkwise_fused(
     _check(q, k, v, log_decay, beta, state, mask)
     B, T, Hv, Dv = v.shape
     Hk, Dk = k.shape[2:]
+    cuda = metal.backend().name == "cuda"
     if parts is None:
-        parts = 2 if v.dtype == mx.bfloat16 and metal.backend().name == "cuda" else 1
+        parts = 2 if cuda and v.dtype == mx.bfloat16 else 1
     plan = _plan(v.dtype, parts, Hk, Hv, Dk, Dv)
     C, chunks = plan["C"], -(-T // plan["C"])
     X = mx.bfloat16 if parts == 2 else mx.float32
@@ -162,7 +166,7 @@ def gated_delta_chunkwise_fused(
             **common,
             "Dv": Dv,
             "Simdgroups": plan["simdgroups"],
-            "Prefetch": metal.backend().name == "cuda",
+            "Prefetch": cuda if prefetch is None else prefetch,
         },
         grid=(2 * Dv, B * Hv, 1),
         threadgroup=(32 * plan["simdgroups"], 1, 1),
