@@ -250,9 +250,7 @@ def delta_mixer_fused(
     }
     B, T, D = qkv.shape
     if T <= STEP_UP_TO:
-        return delta_step(
-            qkv, z, a, b, state=state, norm_weight=norm_weight, eps=eps, **around
-        )
+        return delta_step(qkv, z, a, b, state=state, norm_weight=norm_weight, eps=eps, **around)
     Hv, Dv, Dk = state.shape[1:]
     q, k, v, log_decay, beta, new_conv = delta_prepare(
         qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around

@@ -85,7 +85,7 @@ def gated_delta_recurrent_fused(
         ShapeError: A width is no multiple of 32, or shapes or dtypes do not fit together.
     """
     _check(q, k, v, log_decay, beta, state, mask)
-    B, T, Hv, Dv = v.shape
+    B, _, Hv, Dv = v.shape
     Hk, Dk = k.shape[2:]
     y, new_state = _RECURRENT(
         q,
@@ -219,7 +219,7 @@ def _check(q, k, v, log_decay, beta, state, mask) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _check_shapes(shapes, dtypes, mask) -> None:
-    q, k, v, log_decay, beta, state = shapes
+    k, v = shapes[1:3]
     if len(v) != 4 or len(k) != 4:
         raise ShapeError(f"gated delta rule: k {list(k)} and v {list(v)} need four axes.")
     (B, T, Hv, Dv), (Hk, Dk) = v, k[2:]

@@ -103,9 +103,7 @@ def norm_limit(inputs):
 NORM = norm_inputs((1, 3, 2), 96, mx.float32)
 CASES = {
     "delta_step": [
-        *step_cases(
-            "two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)
-        ),
+        *step_cases("two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)),
         *step_cases("one token", mixer_inputs(1, 1, 2, 4, 32, 64, 3), threads=256),
     ],
     "delta_prepare": [
@@ -153,9 +151,7 @@ def test_step_of_any_width(Dv):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("T", [1, 4, 5, 40])
 def test_mixer(dtype, T):
-    inputs = mixer_inputs(
-        2, T, 1, 2, 32, 64, 4, dtype=dtype, masked=T == 5, ragged=T == 4, seed=T
-    )
+    inputs = mixer_inputs(2, T, 1, 2, 32, 64, 4, dtype=dtype, masked=T == 5, ragged=T == 4, seed=T)
     check(delta_mixer_fused.delta_mixer_fused(**inputs), inputs)
 
 
