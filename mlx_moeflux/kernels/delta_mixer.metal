@@ -205,19 +205,27 @@ inline float eight_lanes_sum(float x) {
   return x + simd_shuffle_xor(x, 4);
 }
 
-// As window_row, one channel.
-template <typename T, int W, bool Masked, typename M>
-inline float window_value(
-    const device T* p, const device T* state, const device M* mask, int dims, int t) {
-  if (t < 0) {
-    return float(state[(t + W - 1) * dims]);
+// One channel of one token: the convolution over rows `t` - W + 1 to `t`, and SiLU. p, state: at
+// the sequence and the channel; the rows before the first token are the state.
+template <typename T, int W, bool Masked, typename V, typename M>
+inline float convolve(
+    const device T* p, const device T* state, const device V* weight, const device M* mask,
+    int dims, int t) {
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    const int row = t + w + 1 - W;
+    const float x = row < 0 ? state[(t + w) * dims] : p[row * dims];
+    total += (Masked && row >= 0 && !mask[row] ? 0.0f : x) * float(weight[w]);
   }
-  return !Masked || mask[t] ? float(p[t * dims]) : 0.0f;
+  return silu(total);
 }
 
 // A threadgroup of Simdgroups takes a value head: eight lanes hold a row of the state, Rows rows
-// each, as in gated_delta.metal. token: q, k, v, decay, beta of one token; scratch: a float for
-// each simdgroup. head: sequence and value head.
+// each, as in gated_delta.metal. The lengths of q and k are not known before all simdgroups have
+// met, so that q and k stay raw and the scales go to what is made of them.
+// token: q, k, v, then the sums of squares of 32 channels each, decay and beta; scratch: a float
+// for each simdgroup. head: sequence and value head.
 template <
     typename T, int Hk, int Hv, int Dk, int Dv, int W, int Simdgroups, bool Masked, bool Ragged,
     typename V, typename M, typename A, typename U>
@@ -228,89 +236,126 @@ inline void delta_step(
     const device int* lengths, device T* y, device T* new_conv, device float* new_state,
     float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, int head,
     int lane, int simdgroup) {
-  constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32;
+  constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32, Own = 2 * Dk + Dv;
+  constexpr int Threads = 32 * Simdgroups, Each = (Own + Threads - 1) / Threads;
   constexpr int Step = 4 * Simdgroups, Rows = Dv / Step;
   const int n = head / Hv, h = head % Hv, col = 4 * (lane & 7);
-  const int row = 4 * simdgroup + (lane >> 3);
+  const int row = 4 * simdgroup + (lane >> 3), index = 32 * simdgroup + lane;
+  threadgroup float* squares = token + Own;
+  threadgroup float* gates = squares + Own / 32;
+  qkv += n * tokens * dims;
+  conv += n * (W - 1) * dims;
+  new_conv += n * (W - 1) * dims;
+  mask += Masked ? n * tokens : 0;
+  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
+  // The channels of this thread.
+  int channel[Each];
+  float x[Each];
+#pragma unroll
+  for (int i = 0; i < Each; ++i) {
+    const int c = index + i * Threads;
+    channel[i] = c < Dk       ? h / R * Dk + c
+        : c < 2 * Dk          ? (Hk + h / R) * Dk + c - Dk
+        : 2 * Hk * Dk + h * Dv + metal::min(c, Own - 1) - 2 * Dk;
+    x[i] = convolve<T, W, Masked>(
+        qkv + channel[i], conv + channel[i], weight + channel[i] * W, mask, dims, 0);
+  }
   pack<float, 4> s[Rows][N];
   const long at = ((long)head * Dv + row) * Dk + col;
 #pragma unroll
   for (int i = 0; i < Rows * N; ++i) {
     s[i / N][i % N] = load_pack<4>(state + at + i / N * Step * Dk + i % N * 32);
   }
-  // Simdgroups 0, 1 and 2 prepare q, k and v, the next one the gates.
-  const int D = simdgroup < 2 ? Dk : Dv;
-  const int first = simdgroup < 2 ? (simdgroup * Hk + h / R) * Dk : 2 * Hk * Dk + h * Dv;
-  const bool keeps = simdgroup == 2 || h % R == 0;
-  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
-  qkv += n * tokens * dims + first;
-  conv += n * (W - 1) * dims + first;
-  new_conv += n * (W - 1) * dims + first;
-  weight += first * W;
-  mask += Masked ? n * tokens : 0;
+#pragma unroll
+  for (int i = 0; i < Each; ++i) {
+    if (index + i * Threads < (h % R == 0 ? 2 * Dk : 0) || index + i * Threads >= 2 * Dk) {
+      for (int w = 0; w < W - 1; ++w) {
+        const int from = length + w + 1 - W, c = channel[i];
+        T kept = from < 0 ? conv[(length + w) * dims + c] : qkv[from * dims + c];
+        new_conv[w * dims + c] = Masked && from >= 0 && !mask[from] ? T(0.0f) : kept;
+      }
+    }
+  }
   for (int t = 0; t < tokens; ++t) {
     const int now = (n * tokens + t) * Hv + h;
-    if (simdgroup < 3) {
-      threadgroup float* out = token + simdgroup * Dk;
-      float squares = 0.0f;
 #pragma unroll
-      for (int j = 0; j < metal::max(Dk, Dv); j += 32) {
-        const int c = j + lane;
-        if (c < D) {
-          float total = 0.0f;
-#pragma unroll
-          for (int w = 1 - W; w <= 0; ++w) {
-            total += window_value<T, W, Masked>(qkv + c, conv + c, mask, dims, t + w) *
-                float(weight[c * W + W - 1 + w]);
-            if (t == 0 && w < 0 && keeps) {
-              new_conv[(w + W - 1) * dims + c] =
-                  T(window_value<T, W, Masked>(qkv + c, conv + c, mask, dims, length + w));
-            }
-          }
-          out[c] = silu(total);
-          squares += out[c] * out[c];
-        }
+    for (int i = 0; i < Each; ++i) {
+      const int c = index + i * Threads;
+      const float sum = simd_sum(x[i] * x[i]);
+      if (c < Own) {
+        token[c] = x[i];
       }
-      squares = simd_sum(squares) + 1e-6f;
-      const float scale =
-          simdgroup < 2 ? metal::precise::rsqrt(simdgroup == 0 ? squares * Dk : squares) : 1.0f;
-      for (int c = lane; c < D; c += 32) {
-        out[c] *= scale;
+      if (c < Own && lane == 0) {
+        squares[c / 32] = sum;
       }
-    } else if (simdgroup == 3 && lane == 0) {
+    }
+    if (index == Threads - 1) {
       const bool real = !Masked || mask[t];
       const float g = log_decay_of(float(a[now]), a_log[h], dt_bias[h]);
-      token[2 * Dk + Dv] = real ? metal::precise::exp(g) : 1.0f;
-      token[2 * Dk + Dv + 1] = real ? sigmoid(float(b[now])) : 0.0f;
+      gates[0] = real ? metal::precise::exp(g) : 1.0f;
+      gates[1] = real ? sigmoid(float(b[now])) : 0.0f;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const float decay = token[2 * Dk + Dv], rate = token[2 * Dk + Dv + 1];
-    float out[Rows], squares = 0.0f;
-#pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      float recalled = 0.0f, total = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        s[r][i / 4].at[i % 4] *= decay;
-        recalled += s[r][i / 4].at[i % 4] * token[Dk + col + i / 4 * 32 + i % 4];
-      }
-      const float delta = (token[2 * Dk + row + r * Step] - eight_lanes_sum(recalled)) * rate;
-#pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        const int c = col + i / 4 * 32 + i % 4;
-        s[r][i / 4].at[i % 4] += delta * token[Dk + c];
-        total += s[r][i / 4].at[i % 4] * token[c];
-      }
-      out[r] = eight_lanes_sum(total);
-      squares += (lane & 7) == 0 ? out[r] * out[r] : 0.0f;
-    }
-    squares = threadgroup_sum(squares, scratch, lane, simdgroup, Simdgroups);
-    const float scale = metal::precise::rsqrt(squares / Dv + epsilon);
+    float gate[Rows];
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       const int c = row + r * Step;
-      if ((lane & 7) == 0) {
-        y[now * Dv + c] = T(out[r] * scale * float(norm[c]) * silu(float(z[now * Dv + c])));
+      gate[r] = float(norm[c]) * silu(float(z[now * Dv + c]));
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float q_squares = 1e-6f, k_squares = 1e-6f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      q_squares += squares[i];
+      k_squares += squares[N + i];
+    }
+    const float q_scale = metal::precise::rsqrt(q_squares * Dk);
+    const float k_scale = metal::precise::rsqrt(k_squares);
+    const float decay = gates[0], rate = gates[1];
+    pack<float, 4> q[N], k[N];
+    float product = 0.0f, total = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      q[j] = load_pack<4>(token + col + 32 * j);
+      k[j] = load_pack<4>(token + Dk + col + 32 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        product += q[j].at[i] * k[j].at[i];
+      }
+    }
+    product = eight_lanes_sum(product) * q_scale * k_scale;
+    float out[Rows];
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      float recalled = 0.0f, read = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4 * N; ++i) {
+        recalled += s[r][i / 4].at[i % 4] * k[i / 4].at[i % 4];
+        read += s[r][i / 4].at[i % 4] * q[i / 4].at[i % 4];
+      }
+      recalled = eight_lanes_sum(recalled) * k_scale * decay;
+      read = eight_lanes_sum(read) * q_scale * decay;
+      const float delta = (token[2 * Dk + row + r * Step] - recalled) * rate;
+      out[r] = read + delta * product;
+      total += (lane & 7) == 0 ? out[r] * out[r] : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4 * N; ++i) {
+        s[r][i / 4].at[i % 4] =
+            s[r][i / 4].at[i % 4] * decay + delta * k_scale * k[i / 4].at[i % 4];
+      }
+    }
+    if (t + 1 < tokens) {
+#pragma unroll
+      for (int i = 0; i < Each; ++i) {
+        const int c = channel[i];
+        x[i] = convolve<T, W, Masked>(qkv + c, conv + c, weight + c * W, mask, dims, t + 1);
+      }
+    }
+    total = threadgroup_sum(total, scratch, lane, simdgroup, Simdgroups);
+    const float scale = metal::precise::rsqrt(total / Dv + epsilon);
+    if ((lane & 7) == 0) {
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        y[now * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
       }
     }
   }

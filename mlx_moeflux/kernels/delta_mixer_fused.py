@@ -66,7 +66,7 @@ _STEP = MetalKernel(
     ),
     outputs=("y", "new_conv", "new_state"),
     body="""
-        threadgroup float token[2 * Dk + Dv + 4];
+        threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
         threadgroup float scratch[Simdgroups];
         delta_step<T, Hk, Hv, Dk, Dv, W, Simdgroups, Masked, Ragged>(
             qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
