@@ -268,7 +268,7 @@ inline void delta_step(
   }
 #pragma unroll
   for (int i = 0; i < Each; ++i) {
-    if (index + i * Threads < (h % R == 0 ? 2 * Dk : 0) || index + i * Threads >= 2 * Dk) {
+    if (index + i * Threads < Own && (h % R == 0 || index + i * Threads >= 2 * Dk)) {
       for (int w = 0; w < W - 1; ++w) {
         const int from = length + w + 1 - W, c = channel[i];
         T kept = from < 0 ? conv[(length + w) * dims + c] : qkv[from * dims + c];
