@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -98,13 +97,11 @@ def delta_prepare(
         ``[B, T, Hv]`` float32 (both 0 where masked, so that the rule needs no mask), and the new
         conv state.
     """
-    B, T, D = qkv.shape
-    Hv = a.shape[2]
-    Dv = (D - 2 * key_heads * key_dim) // Hv
-    shapes = _Shapes(B, T, key_heads, Hv, key_dim, Dv, conv_weight.shape[1])
-    _check(shapes, qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths)
-    units, runs = -(-(2 * key_heads + Hv + 1) // 4) * 4, -(-T // _RUN) + 1
-    keys = (B, T, key_heads, key_dim)
+    launch = _prepare_launch(
+        _signature(qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths),
+        key_heads,
+        key_dim,
+    )
     return tuple(
         _PREPARE(
             qkv,
@@ -116,16 +113,7 @@ def delta_prepare(
             dt_bias,
             qkv if mask is None else mask,
             _none() if lengths is None else lengths,
-            template={
-                **shapes.template(qkv.dtype),
-                "Run": _RUN,
-                "Masked": mask is not None,
-                "Ragged": lengths is not None,
-            },
-            grid=(32, units, B * runs),
-            threadgroup=(32, 4, 1),
-            output_shapes=[keys, keys, (B, T, Hv, Dv), a.shape, a.shape, conv_state.shape],
-            output_dtypes=[qkv.dtype] * 3 + [mx.float32] * 2 + [qkv.dtype],
+            **launch,
         )
     )
 
@@ -180,14 +168,14 @@ def delta_step(
     A threadgroup of at most `threads` takes a value head, so that the gated norm needs no second
     launch.
     """
-    B, T, D = qkv.shape
-    Hv, Dv, Dk = state.shape[1:]
-    shapes = _Shapes(B, T, (D - Hv * Dv) // (2 * Dk), Hv, Dk, Dv, conv_weight.shape[1])
-    _check(shapes, qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths)
-    _check_rest(shapes, qkv.dtype, z, state, norm_weight)
-    if threads is None:
-        threads = _step_threads(Dk, Dv, metal.backend().name)
-    simdgroups = _simdgroups(Dv, threads)
+    launch = _step_launch(
+        _signature(qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths),
+        (z.shape, state.shape, norm_weight.shape),
+        (z.dtype, state.dtype),
+        eps,
+        threads,
+        metal.backend().name,
+    )
     y, new_conv, new_state = _STEP(
         qkv,
         conv_state.astype(qkv.dtype),
@@ -201,17 +189,7 @@ def delta_step(
         norm_weight,
         qkv if mask is None else mask,
         _none() if lengths is None else lengths,
-        template={
-            **shapes.template(qkv.dtype),
-            "Simdgroups": simdgroups,
-            "Masked": mask is not None,
-            "Ragged": lengths is not None,
-            "Epsilon": _bits(eps),
-        },
-        grid=(32 * simdgroups * B * Hv, 1, 1),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[z.shape, conv_state.shape, state.shape],
-        output_dtypes=[qkv.dtype, qkv.dtype, mx.float32],
+        **launch,
     )
     return y, new_conv, new_state
 
@@ -260,8 +238,7 @@ def delta_mixer_fused(
     return y.reshape(B, T, Hv * Dv), new_conv, new_state
 
 
-@dataclass(frozen=True)
-class _Shapes:
+class _Shapes(NamedTuple):
     """B sequences of T tokens, heads and widths, and the width of the convolution."""
 
     B: int
@@ -272,17 +249,74 @@ class _Shapes:
     Dv: int
     W: int
 
-    def template(self, dtype: mx.Dtype) -> dict[str, Any]:
-        return {
-            "T": dtype,
-            "Hk": self.Hk,
-            "Hv": self.Hv,
-            "Dk": self.Dk,
-            "Dv": self.Dv,
-            "W": self.W,
-            "Pk": _pack(self.Dk),
-            "Pv": _pack(self.Dv),
-        }
+
+def _signature(qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths):
+    """What a launch depends on."""
+    return (
+        (qkv.shape, a.shape, b.shape, weight.shape, conv.shape, a_log.shape, dt_bias.shape),
+        (qkv.dtype, a.dtype, b.dtype, a_log.dtype, dt_bias.dtype),
+        None if mask is None else (mask.shape, mask.dtype),
+        None if lengths is None else (lengths.shape, lengths.dtype),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare_launch(signature, Hk: int, Dk: int) -> dict[str, Any]:
+    (B, T, D), Hv, W = signature[0][0], signature[0][1][-1], signature[0][3][-1]
+    s = _Shapes(B, T, Hk, Hv, Dk, (D - 2 * Hk * Dk) // Hv, W)
+    _check(s, *signature)
+    units, runs = -(-(2 * Hk + Hv + 1) // 4) * 4, -(-T // _RUN) + 1
+    keys, gates, dtype = (B, T, Hk, Dk), (B, T, Hv), signature[1][0]
+    return {
+        "template": {
+            **_template(s, signature),
+            "Pk": _pack(Dk),
+            "Pv": _pack(s.Dv),
+            "Run": _RUN,
+        },
+        "grid": (32, units, B * runs),
+        "threadgroup": (32, 4, 1),
+        "output_shapes": [keys, keys, (B, T, Hv, s.Dv), gates, gates, (B, W - 1, D)],
+        "output_dtypes": [dtype] * 3 + [mx.float32] * 2 + [dtype],
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def _step_launch(signature, shapes, dtypes, eps, threads, backend) -> dict[str, Any]:
+    (B, T, D), W, dtype = signature[0][0], signature[0][3][-1], signature[1][0]
+    if len(shapes[1]) != 4:
+        raise ShapeError(f"delta mixer: state is {list(shapes[1])}, expected four axes.")
+    Hv, Dv, Dk = shapes[1][1:]
+    s = _Shapes(B, T, (D - Hv * Dv) // (2 * Dk), Hv, Dk, Dv, W)
+    _check(s, *signature)
+    wanted = ((B, T, Hv * Dv), (B, Hv, Dv, Dk), (Dv,))
+    if shapes != wanted or dtypes != (dtype, mx.float32):
+        raise ShapeError(
+            f"delta mixer: z, state, norm are {[list(shape) for shape in shapes]}, z and state "
+            f"{[str(d) for d in dtypes]}; expected {[list(shape) for shape in wanted]}, {dtype} "
+            "and float32."
+        )
+    simdgroups = _simdgroups(Dv, threads or _step_threads(Dk, Dv, backend))
+    return {
+        "template": {**_template(s, signature), "Simdgroups": simdgroups, "Epsilon": _bits(eps)},
+        "grid": (32 * simdgroups * B * Hv, 1, 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
+        "output_shapes": [wanted[0], (B, W - 1, D), wanted[1]],
+        "output_dtypes": [dtype, dtype, mx.float32],
+    }
+
+
+def _template(s: _Shapes, signature) -> dict[str, Any]:
+    return {
+        "T": signature[1][0],
+        "Hk": s.Hk,
+        "Hv": s.Hv,
+        "Dk": s.Dk,
+        "Dv": s.Dv,
+        "W": s.W,
+        "Masked": signature[2] is not None,
+        "Ragged": signature[3] is not None,
+    }
 
 
 def _pack(width: int) -> int:
@@ -290,14 +324,11 @@ def _pack(width: int) -> int:
     return math.gcd(width // 32, 4)
 
 
-@functools.cache
 def _simdgroups(Dv: int, threads: int) -> int:
-    """Of four rows of the state at a time: as many as fit and leave equal shares; at least 4,
-    because they prepare q, k, v and the gates."""
-    return max(n for n in range(4, threads // 32 + 1) if Dv // 4 % n == 0)
+    """Of four rows of the state at a time: as many as fit and leave equal shares."""
+    return max(n for n in range(1, threads // 32 + 1) if Dv // 4 % n == 0)
 
 
-@functools.cache
 def _step_threads(Dk: int, Dv: int, backend: str) -> int:
     """As many as registers allow: 256 always fit."""
     state = Dk // 8 * (Dv // 4) // _simdgroups(Dv, 512)
@@ -305,8 +336,8 @@ def _step_threads(Dk: int, Dv: int, backend: str) -> int:
     return 512 if fits else 256
 
 
-@functools.cache
 def _bits(x: float) -> int:
+    """Of a float32: templates take no floats."""
     return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
@@ -318,19 +349,7 @@ def _none() -> mx.array:
     return array
 
 
-def _check(shapes, qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths) -> None:
-    _check_arrays(
-        shapes,
-        (qkv.shape, a.shape, b.shape, weight.shape, conv.shape, a_log.shape, dt_bias.shape),
-        (qkv.dtype, a.dtype, b.dtype),
-        a_log.dtype == dt_bias.dtype,
-        None if mask is None else (mask.shape, mask.dtype),
-        None if lengths is None else (lengths.shape, lengths.dtype),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _check_arrays(s: _Shapes, found, dtypes, same_gates, mask, lengths) -> None:
+def _check(s: _Shapes, found, dtypes, mask, lengths) -> None:
     if min(s.B, s.T, s.Hk, s.W - 1) < 1 or s.Hv % s.Hk or s.Dk % 32 or s.Dv % 32:
         raise ShapeError(
             f"delta mixer: {s}: widths must be multiples of 32 and Hv a multiple of Hk; take the "
@@ -342,22 +361,12 @@ def _check_arrays(s: _Shapes, found, dtypes, same_gates, mask, lengths) -> None:
     for name, shape, want in zip(names, found, wanted, strict=True):
         if shape != want:
             raise ShapeError(f"delta mixer: {name} is {list(shape)}, expected {list(want)}.")
-    if dtypes[0] not in _FLOATS or len(set(dtypes)) > 1 or not same_gates:
+    if dtypes[0] not in _FLOATS or len(set(dtypes[:3])) > 1 or dtypes[3] != dtypes[4]:
         raise ShapeError(
-            f"delta mixer: qkv, a and b are {[str(d) for d in dtypes]}; they must share float32, "
-            "float16 or bfloat16, and a_log and dt_bias one dtype."
+            f"delta mixer: qkv, a, b, a_log and dt_bias are {[str(d) for d in dtypes]}; the first "
+            "three must share float32, float16 or bfloat16, the others one dtype."
         )
     if mask not in (None, ((s.B, s.T), mx.bool_)):
         raise ShapeError(f"delta mixer: mask is {mask}, expected bool {[s.B, s.T]}.")
     if lengths not in (None, ((s.B,), mx.int32)):
         raise ShapeError(f"delta mixer: lengths is {lengths}, expected int32 {[s.B]}.")
-
-
-def _check_rest(s: _Shapes, dtype, z, state, norm) -> None:
-    shapes = (z.shape, state.shape, norm.shape)
-    wanted = ((s.B, s.T, s.Hv * s.Dv), (s.B, s.Hv, s.Dv, s.Dk), (s.Dv,))
-    if shapes != wanted or z.dtype != dtype or state.dtype != mx.float32:
-        raise ShapeError(
-            f"delta mixer: z, state, norm are {[list(shape) for shape in shapes]}, {z.dtype} and "
-            f"{state.dtype}; expected {[list(shape) for shape in wanted]}, {dtype} and float32."
-        )

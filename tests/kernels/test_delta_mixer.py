@@ -191,7 +191,7 @@ def test_gates_keep_small_steps():
     [
         ("a", lambda a: a[..., :1], "a is [1, 2, 1], expected [1, 2, 2]"),
         ("b", lambda a: a.astype(mx.float16), "must share"),
-        ("dt_bias", lambda a: a.astype(mx.bfloat16), "one dtype"),
+        ("dt_bias", lambda a: a.astype(mx.bfloat16), "the others one dtype"),
         ("conv_state", lambda a: a[:, 1:], "conv_state is [1, 2, 128]"),
         ("z", lambda a: a[:, :1], "z, state, norm are"),
         ("state", lambda a: a.astype(mx.float16), "float32"),
