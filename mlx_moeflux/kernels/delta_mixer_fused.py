@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.gated_delta_fused import gated_delta_fused
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel
+from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
 
 # Tokens up to which one launch for everything is the faster form.
 STEP_UP_TO = 4
@@ -118,6 +118,7 @@ def delta_prepare(
     )
 
 
+@launches(_GATED_NORM)
 def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) -> mx.array:
     """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) weight silu(z)`` in z's dtype.
 
@@ -194,6 +195,7 @@ def delta_step(
     return y, new_conv, new_state
 
 
+@launches(_STEP, _PREPARE, _GATED_NORM, *gated_delta_fused.kernels)
 def delta_mixer_fused(
     qkv: mx.array,
     z: mx.array,

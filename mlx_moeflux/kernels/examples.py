@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta_gates import normalise_qk
+from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -47,6 +48,20 @@ def _gated_delta(x: Normal) -> Arguments:
 
 def _gated_rms_norm(x: Normal) -> Arguments:
     return (x(B, T, HV, DV), x(B, T, HV, DV), x(DV)), {"eps": 1e-6}
+
+
+def _delta_mixer(x: Normal) -> Arguments:
+    D, gates = 2 * HK * DK + HV * DV, (B, T, HV)
+    return (x(B, T, D), x(B, T, HV * DV), x(*gates), x(*gates)), {
+        "conv_weight": x(D, W),
+        "conv_state": x(B, W - 1, D),
+        "state": x(B, HV, DV, DK, dtype=mx.float32),
+        "a_log": x(HV, dtype=mx.float32),
+        "dt_bias": x(HV, dtype=mx.float32),
+        "norm_weight": x(DV),
+        "eps": 1e-6,
+        "steps": References,
+    }
 
 
 def _norm_rope(x: Normal) -> Arguments:
@@ -109,6 +124,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "decay_beta": _decay_beta,
     "gated_delta": _gated_delta,
     "gated_rms_norm": _gated_rms_norm,
+    "delta_mixer": _delta_mixer,
     "norm_rope": _norm_rope,
     "rope": _rope,
     "sdpa": _sdpa,

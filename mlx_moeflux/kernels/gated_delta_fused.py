@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import metal
-from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.metal import MetalKernel, launches
 
 # Tokens from which the chunkwise form is the faster one.
 CHUNKWISE_FROM = 17
@@ -75,6 +75,7 @@ _WALK = MetalKernel(
 )
 
 
+@launches(_RECURRENT)
 def gated_delta_recurrent_fused(
     q: mx.array,
     k: mx.array,
@@ -103,6 +104,7 @@ def gated_delta_recurrent_fused(
     return y, new_state
 
 
+@launches(_FACTORS, _WALK)
 def gated_delta_chunkwise_fused(
     q: mx.array,
     k: mx.array,
@@ -146,6 +148,7 @@ def gated_delta_chunkwise_fused(
     return y, new_state
 
 
+@launches(_RECURRENT, _FACTORS, _WALK)
 def gated_delta_fused(
     q: mx.array,
     k: mx.array,
