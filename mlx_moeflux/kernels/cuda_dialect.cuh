@@ -135,6 +135,10 @@ inline uint shared_address(const void* p) { return uint(__cvta_generic_to_shared
 #define MOEFLUX_LDMATRIX_2(form) asm volatile("ldmatrix.sync.aligned.m8n8.x2" form ".shared.b16 {%0,%1}, [%2];" \
   : "=r"(e[0]), "=r"(e[1]) : "r"(at) : "memory")
 
+inline void narrow(float* to, float x, float y) { to[0] = x; to[1] = y; }
+inline void narrow(__half* to, float x, float y) { *(__half2*)to = __floats2half2_rn(x, y); }
+inline void narrow(__nv_bfloat16* to, float x, float y) { *(__nv_bfloat162*)to = __floats2bfloat162_rn(x, y); }
+
 template <typename T, typename U> inline void load_a(tile_a<T>& a, const U* p, int ld, uint lane) {
   if constexpr (is_wide<T, U>()) {
     uint* e = (uint*)a.e;

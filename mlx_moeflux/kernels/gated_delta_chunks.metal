@@ -13,10 +13,12 @@
 
 
 // ---- Rows of device memory on their way to threadgroup memory, in pieces of 16 bytes
+//
+// Pieces are of uint: on CUDA one of bfloat is taken apart where a row is missing.
 
 template <typename T, int Rows, int Cols, int Threads>
 struct rows_in_flight {
-  pack<T, 16 / sizeof(T)> at[(Rows * Cols * (int)sizeof(T) / 16 + Threads - 1) / Threads];
+  pack<uint, 4> at[(Rows * Cols * (int)sizeof(T) / 16 + Threads - 1) / Threads];
 };
 
 // Rows from `count` on are zero.
@@ -28,14 +30,11 @@ inline void fetch(
 #pragma unroll
   for (int i = 0; i * Threads < Rows * Row; ++i) {
     const int n = i * Threads + index, row = n / Row;
+    pack<uint, 4> piece = {{0, 0, 0, 0}};
     if (row < count && row < Rows) {
-      rows.at[i] = load_pack<N>(p + (long)row * stride + n % Row * N);
-    } else {
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        rows.at[i].at[e] = T(0.0f);
-      }
+      piece = load_pack<4>((const device uint*)(p + (long)row * stride + n % Row * N));
     }
+    rows.at[i] = piece;
   }
 }
 
@@ -48,7 +47,7 @@ inline void put(
   for (int i = 0; i * Threads < Rows * Row; ++i) {
     const int n = i * Threads + index;
     if (n < Rows * Row) {
-      store_pack(p + n / Row * ld + n % Row * N, rows.at[i]);
+      store_pack((threadgroup uint*)(p + n / Row * ld + n % Row * N), rows.at[i]);
     }
   }
 }
