@@ -1,7 +1,6 @@
-// The gated delta rule, chunk by chunk: the algebra of gated_delta_chunked in gated_delta.py.
-//
-// What does not depend on the state is computed first, for all chunks at once. For a chunk of C
-// tokens, with G[l, i] = exp(log decay over (i, l]) and A[l, i] = beta_l G[l, i] (k_l . k_i):
+// The gated delta rule, chunk by chunk: the algebra of gated_delta_chunked in gated_delta.py. What
+// does not depend on the state is computed first, for all chunks at once. For a chunk of C tokens,
+// with G[l, i] = exp(log decay over (i, l]) and A[l, i] = beta_l G[l, i] (k_l . k_i):
 //   M = (I + A)^-1 diag(beta),  P[l, i] = G[l, i] (q_l . k_i),  since_l = exp(decay up to l),
 //   left_i = G[C - 1, i].
 // Then every simdgroup walks the chunks with 16 rows of the state in registers:
@@ -12,9 +11,8 @@
 // bfloats that sum to them up to 2^-17 (Parts 2; q and k are bfloat then, and enter exactly).
 
 
-// ---- Rows of device memory on their way to threadgroup memory, in pieces of 16 bytes
-//
-// Pieces are of uint: on CUDA one of bfloat is taken apart where a row is missing.
+// ---- Rows of device memory on their way to threadgroup memory, in pieces of 16 bytes: of uint,
+// because CUDA's compiler takes apart those of bfloat where a row may be missing
 
 template <typename T, int Rows, int Cols, int Threads>
 struct rows_in_flight {
@@ -111,43 +109,50 @@ inline void mma_triangular(
 
 // ---- Factors of a chunk, which need no state
 
+// Two neighbours of a column to each of Parts planes of C rows of C.
+template <typename X, int Parts, int C>
+inline void put_factor(device X* p, float first, float second) {
+#pragma unroll
+  for (int plane = 0; plane < Parts; ++plane) {
+    alignas(4) X pair[2];
+    narrow(pair, first, second);
+    p[plane * C * C] = pair[0];
+    p[plane * C * C + C] = pair[1];
+    first -= float(pair[0]);
+    second -= float(pair[1]);
+  }
+}
+
 // One value head: its lane i owns column i. `a` holds C rows of C + 4.
 template <typename X, int Parts, int C>
 inline void chunk_factors(
     float log_decay, float beta, const threadgroup float* kk, const threadgroup float* qk,
     threadgroup float* a, device X* m, device X* p, device float* since, device float* left,
-    uint lane) {
+    int lane) {
   constexpr int L = C + 4;
-  const bool column = lane < C;
   const float total = metal::precise::exp(simd_prefix_inclusive_sum(log_decay));
   // a is kept transposed, so that a lane writes, and all read, neighbours.
   float between = 0.0f, decay = 0.0f;
 #pragma unroll
   for (int l = 0; l < C; l += 4) {
     pack<float, 4> four;
+    float score[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int row = l + e;
-      const float step = simd_broadcast(log_decay, row);
-      between += row > int(lane) ? step : 0.0f;
-      decay = row < int(lane) ? 0.0f : metal::precise::exp(between);
-      const float rate = simd_broadcast(beta, row);
-      four.at[e] = column && row > int(lane) ? rate * decay * kk[row * L + lane] : 0.0f;
-      float score = column ? decay * qk[row * L + lane] : 0.0f;
-#pragma unroll
-      for (int plane = 0; plane < Parts; ++plane) {
-        const X rounded = X(score);
-        if (column) {
-          p[(plane * C + row) * C + lane] = rounded;
-        }
-        score -= float(rounded);
-      }
+      const float step = simd_broadcast(log_decay, row), rate = simd_broadcast(beta, row);
+      between += row > lane ? step : 0.0f;
+      decay = row < lane ? 0.0f : metal::precise::exp(between);
+      four.at[e] = lane < C && row > lane ? rate * decay * kk[row * L + lane] : 0.0f;
+      score[e] = lane < C ? decay * qk[row * L + lane] : 0.0f;
     }
-    if (column) {
+    if (lane < C) {
       store_pack(a + lane * L + l, four);
+      put_factor<X, Parts, C>(p + l * C + lane, score[0], score[1]);
+      put_factor<X, Parts, C>(p + (l + 2) * C + lane, score[2], score[3]);
     }
   }
-  if (column) {
+  if (lane < C) {
     since[lane] = total;
     left[lane] = decay;
   }
@@ -155,7 +160,7 @@ inline void chunk_factors(
   float x[C];
 #pragma unroll
   for (int l = 0; l < C; ++l) {
-    x[l] = l == int(lane) ? 1.0f : 0.0f;
+    x[l] = l == lane ? 1.0f : 0.0f;
   }
 #pragma unroll
   for (int l = 0; l < C; ++l) {
@@ -169,14 +174,11 @@ inline void chunk_factors(
         }
       }
     }
-    float value = x[l] * beta;
+  }
+  if (lane < C) {
 #pragma unroll
-    for (int plane = 0; plane < Parts; ++plane) {
-      const X rounded = X(value);
-      if (column) {
-        m[(plane * C + l) * C + lane] = rounded;
-      }
-      value -= float(rounded);
+    for (int l = 0; l < C; l += 2) {
+      put_factor<X, Parts, C>(m + l * C + lane, x[l] * beta, x[l + 1] * beta);
     }
   }
 }
