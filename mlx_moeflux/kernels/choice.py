@@ -34,6 +34,7 @@ from mlx_moeflux.kernels import (
     mla,
     moe_combine,
     rope,
+    norm_rope,
     router,
     selfcheck,
 )
@@ -71,6 +72,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "sdpa": {"reference": attention.causal_sdpa},
     "mla_attention": {"reference": mla.mla_attention},
     "mla_prefill": {"reference": mla.mla_prefill},
+    "gated_rms_norm": {"reference": delta_gates.gated_rms_norm},
+    "norm_rope": {"reference": norm_rope.norm_rope, "fused": norm_rope.norm_rope_fused},
+    "sdpa": {"reference": attention.causal_sdpa, "fused": attention.sdpa_fused},
+    "latent_attention": {"reference": mla.latent_attention, "fused": mla.latent_attention_fused},
     "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},

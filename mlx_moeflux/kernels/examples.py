@@ -65,12 +65,20 @@ def _delta_mixer(x: Normal) -> Arguments:
 
 
 def _norm_rope(x: Normal) -> Arguments:
-    return (x(B, T, HQ, DK), x(DK)), {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
+    options = {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
+    weights = {"q_weight": x(DK), "k_weight": x(DK)}
+    return (x(B, T, HQ, 2 * DK), x(B, T, HK, DK), x(B, T, HK, DV)), weights | options
 
 
 def _sdpa(x: Normal) -> Arguments:
-    keys, values = x(B, HK, T + 2, DK), x(B, HK, T + 2, DK)
-    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, "mask": "causal"}
+    keys, values = x(B, HK, T + 7, DK), x(B, HK, T + 7, DV)
+    options = {"mask": "causal", "length": T + 2, "start": mx.array([0, 1])}
+    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
+
+
+def _latent_attention(x: Normal) -> Arguments:
+    queries, keys = (x(B, HQ, T, DK), x(B, HQ, T, DV)), (x(B, 1, T + 7, DK), x(B, 1, T + 7, DV))
+    return (*queries, *keys), {"scale": 0.1, "mask": "causal", "length": T + 1}
 
 
 def _rope(x: Normal) -> Arguments:
@@ -130,6 +138,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "sdpa": _sdpa,
     "mla_attention": _mla_attention,
     "mla_prefill": _mla_prefill,
+    "latent_attention": _latent_attention,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,
