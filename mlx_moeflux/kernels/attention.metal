@@ -4,7 +4,9 @@
 // attend_rows: a simdgroup owns 16 query rows; scores, probabilities and sums stay in its
 // registers. attend_shared: a threadgroup owns 16 MT query rows of PACK heads that share a KV
 // head; its simdgroups divide keys and value columns and exchange scores. attend_combine: joins
-// the results of ranges of keys.
+// the results of parts of the keys.
+
+#define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
 
 // 16 bytes into threadgroup memory, zeros where not live. CUDA copies while the thread goes on.
 #ifdef MOEFLUX_CUDA
@@ -21,24 +23,30 @@ inline void copy_wait() {
 #else
 template <typename T>
 inline void copy_async(threadgroup T* to, const device T* from, bool live) {
-  #pragma unroll
-  for (int i = 0; i < 16 / int(sizeof(T)); ++i) {
+  EACH(i, 16 / int(sizeof(T))) {
     to[i] = live ? from[i] : T(0.0f);
   }
 }
 inline void copy_wait() {}
 #endif
+// What was copied is there for all threads.
+inline void arrive() {
+  copy_wait();
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 
-// Rows first .. first + COUNT of a matrix [*, D] into rows of LD values; rows outside
-// [low, high) are not read and become zeros.
-template <typename T, int D, int LD, int COUNT, int THREADS>
-inline void stage_rows(
-    threadgroup T* to, const device T* from, int first, int low, int high, uint index) {
-  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE;
+// Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
+// outside [low, high) are not read and become zeros.
+template <typename T, int D1, int D2, int LD, int COUNT, int THREADS>
+inline void stage(
+    threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
+    uint index) {
+  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = (D1 + D2) / WIDE;
   for (int i = int(index); i < COUNT * CHUNKS; i += THREADS) {
-    const int row = i / CHUNKS, column = i % CHUNKS * WIDE;
-    const bool live = first + row >= low && first + row < high;
-    copy_async(to + row * LD + column, from + (live ? (first + row) * D + column : 0), live);
+    const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
+    const bool live = row >= low && row < high;
+    const device T* from = D2 == 0 || at < D1 ? x + row * D1 + at : x2 + row * D2 + at - D1;
+    copy_async(to + i / CHUNKS * LD + at, live ? from : x, live);
   }
 }
 
@@ -47,11 +55,21 @@ inline float no_score() {
   return -3.0e38f;
 }
 
+// Raises the maximum to `highest`; returns by what sums shrink. A maximum that is up to 2^8 too
+// small does no harm, and spares most rescaling.
+inline float raised(thread float& top, float highest) {
+  float factor = 1.0f;
+  if (highest - top > 8.0f) {
+    factor = metal::exp2(top - highest);
+    top = highest;
+  }
+  return factor;
+}
+
+// Keys of a part: those from start to high shared out in whole tiles.
 struct key_range {
   int low, high;
 };
-
-// Part `part` of `parts` of the keys from start to high, in whole tiles.
 inline key_range part_of(int start, int high, int tile, uint part, uint parts) {
   const int unit = int(parts) * tile;
   const int share = (metal::max(high - start, 0) + unit - 1) / unit * tile;
@@ -59,8 +77,8 @@ inline key_range part_of(int start, int high, int tile, uint part, uint parts) {
   return {low, metal::min(high, low + share)};
 }
 
-// An attended value to y [B, T, HQ, DV], through the sigmoid of its gate. GATE 1: the gate is
-// [B, T, HQ, DV]; 2: the second half of [B, T, HQ, 2 DV]. `row`: head past `head` * tokens + token.
+// A value of y [B, T, HQ, DV], through the sigmoid of its gate. GATE 1: the gate is
+// [B, T, HQ, DV]; 2: the second half of [B, T, HQ, 2 DV]. row: heads past `head` * tokens + token.
 template <typename T, int DV, int HQ, int GATE>
 inline void write_attended(
     device T* y, const device T* gate, float value, int b, int head, int row, int column,
@@ -72,145 +90,116 @@ inline void write_attended(
   y[at * DV + column] = T(value);
 }
 
-template <typename T, int D, int DV, int BN>
-struct alignas(16) row_memory {
-  T keys[BN * (D + 8)];
-  T values[BN * (DV + 8)];
-};
-
 // q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
 // past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
 // Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). SPLIT: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
-// Columns i and i + 1 of a tile_c, i even, lie in one row.
+// Elements 2 i and 2 i + 1 of a tile_c lie in one row.
 template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, bool SPLIT,
           int GATE>
 inline void attend_rows(
     const device T* q, const device T* k, const device T* v, const device T* gate,
     const device int* ranges, const device float* scale, device T* y, device float* partial,
-    device float* stats, threadgroup row_memory<T, D, DV, BN>& m, int tokens, int capacity,
-    uint3 position, uint3 counts, uint index) {
+    device float* stats, threadgroup T* key_tile, threadgroup T* value_tile, int tokens,
+    int capacity, uint3 position, uint3 counts, uint index) {
   constexpr int M = 16 * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
   const uint lane = index % 32;
   const int own = int(index / 32) * 16, group = int(position.y), b = group / HQ, head = group % HQ;
   const int row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
   q += size_t(group) * tokens * D;
-  const size_t k_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
-  k += k_row * D;
-  v += k_row * DV;
-  const key_range keys = part_of(
-      ranges[2 * b], CAUSAL ? before + metal::min(row0 + M, tokens) - 1 : length, BN, position.x,
-      counts.x);
-  const int low = keys.low, high = keys.high;
+  const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
+  k += kv_row * D;
+  v += kv_row * DV;
+  const int past = CAUSAL ? before + metal::min(row0 + M, tokens) - 1 : length;
+  const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
+  const int low = range.low, high = range.high;
   const float to_base2 = scale[0] * 1.44269504f;
 
   tile_a<T> queries[D / 16];
-  #pragma unroll
   for (int t = 0; t < M; t += BN) {
-    stage_rows<T, D, LK, BN, THREADS>(m.keys, q, row0 + t, 0, tokens, index);
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage<T, D, 0, LK, BN, THREADS>(key_tile, q, q, row0 + t, 0, tokens, index);
+    arrive();
     if (own >= t && own < t + BN) {
-      #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        load_a(queries[i], m.keys + (own - t) * LK + 16 * i, LK, lane);
+      EACH(i, D / 16) {
+        load_a(queries[i], key_tile + (own - t) * LK + 16 * i, LK, lane);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   tile_c sums[DV / 8];
-  #pragma unroll
-  for (int n = 0; n < DV / 8; ++n) {
+  EACH(n, DV / 8) {
     fill(sums[n], 0.0f);
   }
   int limit[2];
   float top[2], total[2];
-  #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  EACH(i, 2) {
     const int row = row0 + own + sums[0].row(2 * i, lane);
     limit[i] = metal::min(CAUSAL ? before + row : length, high);
     top[i] = no_score();
     total[i] = 0.0f;
   }
+  // Below it all rows of the simdgroup see every key.
   const int open = metal::min(CAUSAL ? before + row0 + own : length, high);
 
-  stage_rows<T, D, LK, BN, THREADS>(m.keys, k, low, low, high, index);
+  stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, low, low, high, index);
   for (int first = low; first < high; first += BN) {
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage_rows<T, DV, LV, BN, THREADS>(m.values, v, first, low, high, index);
+    arrive();
+    stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
     tile_c s[BN / 8];
-    #pragma unroll
-    for (int n = 0; n < BN / 8; ++n) {
+    EACH(n, BN / 8) {
       fill(s[n], 0.0f);
     }
-    #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      #pragma unroll
-      for (int n = 0; n < BN / 8; ++n) {
+    EACH(i, D / 16) {
+      EACH(n, BN / 8) {
         tile_b<T> keys;
-        load_b_t(keys, m.keys + 8 * n * LK + 16 * i, LK, lane);
+        load_b_t(keys, key_tile + 8 * n * LK + 16 * i, LK, lane);
         mma(s[n], queries[i], keys);
       }
     }
-    #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    EACH(i, 2) {
       float highest = -INFINITY;
-      #pragma unroll
-      for (int n = 0; n < BN / 8; ++n) {
-        #pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; ++j) {
+      EACH(n, BN / 8) {
+        EACH(e, 2) {
+          const int j = 2 * i + e;
           if (first + BN > open && first + 8 * n + s[n].col(j, lane) >= limit[i]) {
             s[n][j] = -INFINITY;
           }
           highest = metal::max(highest, s[n][j]);
         }
       }
-      highest = row_max(highest) * to_base2;
-      // A maximum that is up to 2^8 too small does no harm, and spares most rescaling.
-      float factor = 1.0f;
-      if (highest - top[i] > 8.0f) {
-        factor = metal::exp2(top[i] - highest);
-        top[i] = highest;
-      }
+      const float factor = raised(top[i], row_max(highest) * to_base2);
       total[i] *= factor;
-      #pragma unroll
-      for (int n = 0; n < BN / 8; ++n) {
-        #pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; ++j) {
+      EACH(n, BN / 8) {
+        EACH(e, 2) {
+          const int j = 2 * i + e;
           s[n][j] = metal::exp2(metal::fma(s[n][j], to_base2, -top[i]));
           total[i] += s[n][j];
         }
       }
       if (simd_any(factor != 1.0f)) {
-        #pragma unroll
-        for (int n = 0; n < DV / 8; ++n) {
+        EACH(n, DV / 8) {
           sums[n][2 * i] *= factor;
           sums[n][2 * i + 1] *= factor;
         }
       }
     }
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    arrive();
     if (first + BN < high) {
-      stage_rows<T, D, LK, BN, THREADS>(m.keys, k, first + BN, low, high, index);
+      stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, first + BN, low, high, index);
     }
-    #pragma unroll
-    for (int j = 0; j < BN / 16; ++j) {
+    EACH(j, BN / 16) {
       const tile_a<T> weights = to_a<T>(s[2 * j], s[2 * j + 1]);
-      #pragma unroll
-      for (int n = 0; n < DV / 8; ++n) {
+      EACH(n, DV / 8) {
         tile_b<T> values;
-        load_b(values, m.values + 16 * j * LV + 8 * n, LV, lane);
+        load_b(values, value_tile + 16 * j * LV + 8 * n, LV, lane);
         mma(sums[n], weights, values);
       }
     }
   }
 
   copy_wait();
-  #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  EACH(i, 2) {
     total[i] = row_sum(total[i]);
     const int row = row0 + own + sums[0].row(2 * i, lane);
     const size_t at = (size_t(group) * counts.x + position.x) * tokens + row;
@@ -219,11 +208,9 @@ inline void attend_rows(
       stats[2 * at + 1] = total[i];
     }
     const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
-    #pragma unroll
-    for (int n = 0; n < DV / 8; ++n) {
-      #pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        const int column = 8 * n + sums[n].col(j, lane);
+    EACH(n, DV / 8) {
+      EACH(e, 2) {
+        const int j = 2 * i + e, column = 8 * n + sums[n].col(j, lane);
         if (row < tokens && SPLIT) {
           partial[at * DV + column] = sums[n][j];
         } else if (row < tokens) {
@@ -235,65 +222,44 @@ inline void attend_rows(
   }
 }
 
-// LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
-// once the scores are done, 2 they are the first DV columns of the keys.
-template <typename T, int D, int DV, int MT, int BN, int LAYOUT>
-struct alignas(16) shared_memory {
-  T keys[BN * (D + 8)];
-  T values[LAYOUT == 0 ? BN * (DV + 8) : 8];
-  T weights[16 * MT * (BN + 8)];
-  float scores[16 * MT * (BN + 1)];
-  float factor[16 * MT];
-};
-
-// Keys of two parts, D1 and D2 wide, in rows of LD values.
-template <typename T, int D1, int D2, int LD, int COUNT, int THREADS>
-inline void stage_both(
-    threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
-    uint index) {
-  stage_rows<T, D1, LD, COUNT, THREADS>(to, x, first, low, high, index);
-  if (D2 > 0) {
-    stage_rows<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
-  }
-}
-
 // As attend_rows, with queries and keys in two parts (q2 [B, HQ, T, D2], k2), and rows that are
 // (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
+// LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
+// once the scores are done, 2 they are the first DV columns of the keys.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
           int LAYOUT, bool CAUSAL, bool SPLIT, int GATE>
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* gate, const device int* ranges, const device float* scale,
-    device T* y, device float* partial, device float* stats,
-    threadgroup shared_memory<T, D1 + D2, DV, MT, BN, LAYOUT>& m,
-    int tokens, int capacity, uint3 position, uint3 counts, uint index) {
+    device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
+    threadgroup T* value_tile, threadgroup T* weights, threadgroup float* scores,
+    threadgroup float* factors, int tokens, int capacity, uint3 position, uint3 counts,
+    uint index) {
   constexpr int D = D1 + D2, M = 16 * MT, LK = D + 8, LV = LAYOUT == 2 ? LK : DV + 8;
   constexpr int LS = BN + 1, LP = BN + 8, THREADS = 32 * W;
   // In the scores WN simdgroups share a row tile, NS tiles of keys each; in the product with the
-  // values a simdgroup owns all rows and NV tiles of columns.
+  // values a simdgroup owns all rows and NV tiles of columns. LANES neighbours own a row of the
+  // softmax.
   constexpr int WN = W / MT, NS = BN / 8 < WN ? 1 : BN / 8 / WN, NV = DV / 8 / W;
-  constexpr int LANES = 2 * WN, EACH = BN / LANES;
+  constexpr int LANES = 2 * WN, KEYS = BN / LANES;
   const uint lane = index % 32;
-  const int w = int(index / 32), tile = w / WN, key_tile = w % WN * NS;
+  const int w = int(index / 32), tile = w / WN, key0 = w % WN * NS * 8;
   const int group = int(position.y), b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
   const int rows = PACK * tokens, row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
-
   const size_t q_row = size_t(b * HQ + head) * tokens;
-  const size_t k_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
+  const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
   q += q_row * D1;
   q2 += q_row * D2;
-  k += k_row * D1;
-  k2 += k_row * D2;
-  v += k_row * DV;
+  k += kv_row * D1;
+  k2 += kv_row * D2;
+  v += kv_row * DV;
 
   const int last_row = metal::min(row0 + M, rows) - 1;
   const bool one_head = row0 / tokens == last_row / tokens;
   const int past = CAUSAL ? before + (one_head ? last_row % tokens : tokens - 1) : length;
-  const key_range keys = part_of(ranges[2 * b], past, BN, position.x, counts.x);
-  const int low = keys.low, high = keys.high;
-
-  // Row `mine` of the softmax belongs to LANES neighbouring lanes.
+  const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
+  const int low = range.low, high = range.high;
   const int mine = int(index) / LANES, part = int(index) % LANES;
   const int sees = CAUSAL ? before + (row0 + mine) % tokens : length;
   const int limit = row0 + mine < rows ? metal::min(sees, high) : 0;
@@ -301,53 +267,43 @@ inline void attend_shared(
   float top = no_score(), total = 0.0f;
 
   tile_a<T> queries[D / 16];
-  #pragma unroll
   for (int t = 0; t < MT; ++t) {
-    stage_both<T, D1, D2, LK, 16, THREADS>(m.keys, q, q2, row0 + 16 * t, 0, rows, index);
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage<T, D1, D2, LK, 16, THREADS>(key_tile, q, q2, row0 + 16 * t, 0, rows, index);
+    arrive();
     if (t == tile) {
-      #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        load_a(queries[i], m.keys + 16 * i, LK, lane);
+      EACH(i, D / 16) {
+        load_a(queries[i], key_tile + 16 * i, LK, lane);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   tile_c sums[MT][NV];
-  #pragma unroll
-  for (int t = 0; t < MT; ++t) {
-    #pragma unroll
-    for (int n = 0; n < NV; ++n) {
+  EACH(t, MT) {
+    EACH(n, NV) {
       fill(sums[t][n], 0.0f);
     }
   }
 
-  stage_both<T, D1, D2, LK, BN, THREADS>(m.keys, k, k2, low, low, high, index);
+  stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, low, low, high, index);
   for (int first = low; first < high; first += BN) {
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    arrive();
     if (LAYOUT == 0) {
-      stage_rows<T, DV, LV, BN, THREADS>(m.values, v, first, low, high, index);
+      stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
     }
-    if (key_tile < BN / 8) {
+    if (key0 < BN) {
       tile_c s[NS];
-      #pragma unroll
-      for (int n = 0; n < NS; ++n) {
+      EACH(n, NS) {
         fill(s[n], 0.0f);
       }
-      #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        #pragma unroll
-        for (int n = 0; n < NS; ++n) {
+      EACH(i, D / 16) {
+        EACH(n, NS) {
           tile_b<T> keys;
-          load_b_t(keys, m.keys + (key_tile + n) * 8 * LK + 16 * i, LK, lane);
+          load_b_t(keys, key_tile + (key0 + 8 * n) * LK + 16 * i, LK, lane);
           mma(s[n], queries[i], keys);
         }
       }
-      #pragma unroll
-      for (int n = 0; n < NS; ++n) {
-        store(s[n], m.scores + 16 * tile * LS + (key_tile + n) * 8, LS, lane);
+      EACH(n, NS) {
+        store(s[n], scores + 16 * tile * LS + key0 + 8 * n, LS, lane);
       }
     }
     // With one simdgroup to a row tile, its rows of the softmax are its own.
@@ -357,115 +313,92 @@ inline void attend_shared(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LAYOUT == 1) {
-      stage_rows<T, DV, LV, BN, THREADS>(m.keys, v, first, low, high, index);
+      stage<T, DV, 0, LV, BN, THREADS>(key_tile, v, v, first, low, high, index);
     }
 
-    float x[EACH];
-    float highest = top;
-    #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    float x[KEYS];
+    float highest = no_score();
+    EACH(i, KEYS) {
       const int key = part + LANES * i;
-      x[i] = first + key < limit ? m.scores[mine * LS + key] * to_base2 : no_score();
+      x[i] = first + key < limit ? scores[mine * LS + key] * to_base2 : -INFINITY;
       highest = metal::max(highest, x[i]);
     }
-    #pragma unroll
     for (int i = 1; i < LANES; i *= 2) {
       highest = metal::max(highest, simd_shuffle_xor(highest, ushort(i)));
     }
-    // A maximum that is up to 2^8 too small does no harm, and spares most rescaling.
-    float factor = 1.0f;
-    if (highest - top > 8.0f) {
-      factor = metal::exp2(top - highest);
-      top = highest;
-    }
+    const float factor = raised(top, highest);
     total *= factor;
-    #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      const int key = part + LANES * i;
-      const float weight = first + key < limit ? metal::exp2(x[i] - top) : 0.0f;
+    EACH(i, KEYS) {
+      const float weight = metal::exp2(x[i] - top);
       total += weight;
-      m.weights[mine * LP + key] = T(weight);
+      weights[mine * LP + part + LANES * i] = T(weight);
     }
     if (part == 0) {
-      m.factor[mine] = factor;
+      factors[mine] = factor;
     }
-    copy_wait();
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    arrive();
     if (LAYOUT == 0 && first + BN < high) {
-      stage_both<T, D1, D2, LK, BN, THREADS>(m.keys, k, k2, first + BN, low, high, index);
+      stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, first + BN, low, high, index);
     }
 
-    #pragma unroll
-    for (int t = 0; t < MT; ++t) {
+    EACH(t, MT) {
       float f[4];
       bool same = true;
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        f[i] = m.factor[16 * t + sums[t][0].row(i, lane)];
+      EACH(i, 4) {
+        f[i] = factors[16 * t + sums[t][0].row(i, lane)];
         same = same && f[i] == 1.0f;
       }
       if (!simd_all(same)) {
-        #pragma unroll
-        for (int n = 0; n < NV; ++n) {
-          #pragma unroll
-          for (int i = 0; i < 4; ++i) {
+        EACH(n, NV) {
+          EACH(i, 4) {
             sums[t][n][i] *= f[i];
           }
         }
       }
     }
-    threadgroup T* values = (LAYOUT == 0 ? m.values : m.keys) + 8 * NV * w;
-    #pragma unroll
-    for (int j = 0; j < BN / 16; ++j) {
-      tile_a<T> weights[MT];
-      #pragma unroll
-      for (int t = 0; t < MT; ++t) {
-        load_a(weights[t], m.weights + 16 * t * LP + 16 * j, LP, lane);
+    threadgroup T* values = (LAYOUT == 0 ? value_tile : key_tile) + 8 * NV * w;
+    EACH(j, BN / 16) {
+      tile_a<T> left[MT];
+      EACH(t, MT) {
+        load_a(left[t], weights + 16 * t * LP + 16 * j, LP, lane);
       }
-      #pragma unroll
-      for (int n = 0; n < NV; ++n) {
-        tile_b<T> rows_of_values;
-        load_b(rows_of_values, values + 16 * j * LV + 8 * n, LV, lane);
-        #pragma unroll
-        for (int t = 0; t < MT; ++t) {
-          mma(sums[t][n], weights[t], rows_of_values);
+      EACH(n, NV) {
+        tile_b<T> right;
+        load_b(right, values + 16 * j * LV + 8 * n, LV, lane);
+        EACH(t, MT) {
+          mma(sums[t][n], left[t], right);
         }
       }
     }
     if (LAYOUT != 0 && first + BN < high) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage_both<T, D1, D2, LK, BN, THREADS>(m.keys, k, k2, first + BN, low, high, index);
+      stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, first + BN, low, high, index);
     }
   }
 
-  copy_wait();
-  #pragma unroll
+  arrive();
   for (int i = 1; i < LANES; i *= 2) {
     total += simd_shuffle_xor(total, ushort(i));
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   const size_t out_row = (size_t(group) * counts.x + position.x) * rows + row0;
   if (part == 0) {
-    m.factor[mine] = total > 0.0f ? 1.0f / total : 0.0f;
+    factors[mine] = total > 0.0f ? 1.0f / total : 0.0f;
     if (SPLIT && row0 + mine < rows) {
       stats[2 * (out_row + mine)] = top;
       stats[2 * (out_row + mine) + 1] = total;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  #pragma unroll
-  for (int t = 0; t < MT; ++t) {
-    #pragma unroll
-    for (int n = 0; n < NV; ++n) {
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+  EACH(t, MT) {
+    EACH(n, NV) {
+      EACH(i, 4) {
         const int at = 16 * t + sums[t][n].row(i, lane), row = row0 + at;
         const int column = 8 * (NV * w + n) + sums[t][n].col(i, lane);
         if (row < rows && SPLIT) {
           partial[(out_row + at) * DV + column] = sums[t][n][i];
         } else if (row < rows) {
           write_attended<T, DV, HQ, GATE>(
-              y, gate, sums[t][n][i] * m.factor[at], b, head, row, column, tokens);
+              y, gate, sums[t][n][i] * factors[at], b, head, row, column, tokens);
         }
       }
     }

@@ -78,14 +78,20 @@ def _visible(q, k, *, causal, length, start) -> mx.array:
 _INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
-    threadgroup row_memory<T, D1, DV, BN> memory[1];
+    threadgroup T keys[BN * (D1 + 8)];
+    threadgroup T values[BN * (DV + 8)];
     attend_rows<T, D1, DV, HQ, HKV, W, BN, CAUSAL, SPLIT, GATE>(
-        q, k, v, {gate}, ranges, scale, {outputs}, memory[0], {indices});
+        q, k, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
 """
 _SHARED = """
-    threadgroup shared_memory<T, D1 + D2, DV, MT, BN, LAYOUT> memory[1];
+    threadgroup T keys[BN * (D1 + D2 + 8)];
+    threadgroup T values[LAYOUT == 0 ? BN * (DV + 8) : 8];
+    threadgroup T weights[16 * MT * (BN + 8)];
+    threadgroup float scores[16 * MT * (BN + 1)];
+    threadgroup float factors[16 * MT];
     attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, CAUSAL, SPLIT, GATE>(
-        q, {q2}, k, {k2}, {v}, {gate}, ranges, scale, {outputs}, memory[0], {indices});
+        q, {q2}, k, {k2}, {v}, {gate}, ranges, scale, {outputs}, keys, values, weights,
+        scores, factors, {indices});
 """
 _COMBINE = """
     threadgroup float shared[512];
@@ -290,7 +296,7 @@ def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, 
             values = keys * (Dv + 8) if layout == 0 else 8
             scores = M * (keys + 8) * size + M * (keys + 1) * 4 + M * 4
             needed = (keys * (D + 8) + values) * size + scores
-            yield needed + 48, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
+            yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
 
 
 def _check_shapes(call: Call) -> None:
