@@ -193,7 +193,7 @@ inline void mma_16(float* c, const uint* a, const uint* b, __nv_bfloat16) { MOEF
 // so that elements lie as in the 16-bit form.
 inline uint tf32(float x) {
   uint y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 inline void mma_tf32(float* c, const uint* a, const uint* b) {
