@@ -267,7 +267,7 @@ inline void attend_shared(
   float top = no_score(), total = 0.0f;
 
   tile_a<T> queries[D / 16];
-  for (int t = 0; t < MT; ++t) {
+  EACH(t, MT) {
     stage<T, D1, D2, LK, 16, THREADS>(key_tile, q, q2, row0 + 16 * t, 0, rows, index);
     arrive();
     if (t == tile) {

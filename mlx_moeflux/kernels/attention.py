@@ -228,13 +228,13 @@ def _plan(backend_name: str, call: Call) -> Plan:
     if tile is None:
         raise ShapeError(
             f"{call.name}: head sizes {D1 + call.rotary} and {Dv} of {call.dtype} do not fit into "
-            f"{limit} bytes of threadgroup memory; take the reference."
+            f"registers and {limit} bytes of threadgroup memory; take the reference."
         )
     pack = tile.get("PACK", 1)
     rows, groups = pack * T, B * Hq // pack
     height = 16 * (tile["W"] if form == "rows" else tile["MT"])
     blocks = -(-rows // height)
-    parts = min(-(-ENOUGH_GROUPS // (groups * blocks)), -(-capacity // LEAST_KEYS))
+    parts = max(1, min(ENOUGH_GROUPS // (groups * blocks), -(-capacity // LEAST_KEYS)))
     split, gated = parts > 1, call.gate is not None
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
@@ -288,7 +288,9 @@ def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, 
     """Tilings of the shared form, the best first: (bytes of threadgroup memory, sizes)."""
     W = 8 if Dv > 256 else 4
     # A lane's registers hold the queries of a row tile and its part of the sums.
-    most = 2 if Dv > 256 or size == 4 else 4
+    if D * size > 1152:
+        return
+    most = 4 if Dv <= 256 and size == 2 else 2 if D * size < 1024 or size == 2 else 1
     for layout in layouts:
         for keys in (32, 16):
             MT = next(m for m in (1, 2, 4) if 16 * m >= rows or m == most)
