@@ -15,7 +15,7 @@ EPS = 1e-6
 
 def truth(x, weight, *, dims, base, offset, traditional, frequencies=None):
     x = float64(x)
-    B, T, H, _ = x.shape
+    B, T, _, _ = x.shape
     if weight is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * float64(weight)
     if frequencies is None:
