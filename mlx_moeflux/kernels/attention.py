@@ -28,7 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, backend
+from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, backend, launches
 
 # Calls of so many tokens at most read each key once for all heads that share it.
 FEW_TOKENS = 8
@@ -139,6 +139,11 @@ _JOIN = {
 }
 
 
+LATENT = (_KERNELS["latent", False, False], _KERNELS["latent", True, False], _JOIN[False])
+SDPA = (*(kernel for key, kernel in _KERNELS.items() if key[0] != "latent"), *_JOIN.values())
+
+
+@launches(*SDPA)
 def sdpa_fused(
     q: mx.array,
     k: mx.array,
@@ -166,7 +171,7 @@ def sdpa_fused(
         mask is not None,
     )  # fmt: skip
     tensors = (q, k, v)
-    _check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
+    check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
@@ -317,7 +322,8 @@ def _check_shapes(call: Call) -> None:
         raise ShapeError(f"{call.name}: the gate is {call.gate} wide, not {Dv} or {2 * Dv}.")
 
 
-def _check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None]) -> None:
+def check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None]) -> None:
+    """All as q."""
     for other, array in others.items():
         if array is not None and array.dtype != dtype:
             raise ShapeError(f"{name}: {other} is {array.dtype} and q {dtype}; cast one.")

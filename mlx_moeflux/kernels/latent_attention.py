@@ -17,7 +17,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention import Call, _check_dtypes, causal_sdpa, run
+from mlx_moeflux.kernels.attention import LATENT, Call, causal_sdpa, check_dtypes, run
+from mlx_moeflux.kernels.metal import launches
 
 
 def latent_attention(
@@ -43,6 +44,7 @@ def latent_attention(
     )
 
 
+@launches(*LATENT)
 def latent_attention_fused(
     q_latent: mx.array,
     q_rotary: mx.array,
@@ -78,7 +80,7 @@ def latent_attention_fused(
             f"latent_attention: latents {latents.shape} must be [B, 1, S, R], R a multiple of 64."
         )
     others = {"q_rotary": q_rotary, "latents": latents, "rotary_keys": rotary_keys}
-    _check_dtypes("latent_attention", q_latent.dtype, others)
+    check_dtypes("latent_attention", q_latent.dtype, others)
     call = Call(
         "latent_attention", q_latent.shape, latents.shape, latents.shape, None, q_latent.dtype,
         mask is not None, P,

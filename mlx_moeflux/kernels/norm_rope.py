@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.attention import filled
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel
+from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
 
 
 def norm_rope(
@@ -83,6 +83,7 @@ _QK = MetalKernel(
 _THREADS = 256
 
 
+@launches(_QKV, _QK)
 def norm_rope_fused(
     q: mx.array,
     k: mx.array,
