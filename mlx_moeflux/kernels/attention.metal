@@ -237,13 +237,13 @@ inline void attend_shared(
     uint index) {
   constexpr int D = D1 + D2, M = 16 * MT, LK = D + 8, LV = LAYOUT == 2 ? LK : DV + 8;
   constexpr int LS = BN + 1, LP = BN + 8, THREADS = 32 * W;
-  // In the scores WN simdgroups share a row tile, NS tiles of keys each; in the product with the
-  // values a simdgroup owns all rows and NV tiles of columns. LANES neighbours own a row of the
-  // softmax.
-  constexpr int WN = W / MT, NS = BN / 8 < WN ? 1 : BN / 8 / WN, NV = DV / 8 / W;
+  // In the scores WN simdgroups share a row tile, NK 16-wide parts of D each; in the product with
+  // the values a simdgroup owns all rows and NV tiles of columns. LANES neighbours own a row of
+  // the softmax.
+  constexpr int WN = W / MT, NK = (D / 16 + WN - 1) / WN, NV = DV / 8 / W;
   constexpr int LANES = 2 * WN, KEYS = BN / LANES;
   const uint lane = index % 32;
-  const int w = int(index / 32), tile = w / WN, key0 = w % WN * NS * 8;
+  const int w = int(index / 32), tile = w / WN, k0 = w % WN * NK;
   const int group = int(position.y), b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
   const int rows = PACK * tokens, row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
@@ -266,13 +266,13 @@ inline void attend_shared(
   const float to_base2 = scale[0] * 1.44269504f;
   float top = no_score(), total = 0.0f;
 
-  tile_a<T> queries[D / 16];
+  tile_a<T> queries[NK];
   EACH(t, MT) {
     stage<T, D1, D2, LK, 16, THREADS>(key_tile, q, q2, row0 + 16 * t, 0, rows, index);
     arrive();
-    if (t == tile) {
-      EACH(i, D / 16) {
-        load_a(queries[i], key_tile + 16 * i, LK, lane);
+    EACH(i, NK) {
+      if (t == tile && k0 + i < D / 16) {
+        load_a(queries[i], key_tile + 16 * (k0 + i), LK, lane);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -290,21 +290,21 @@ inline void attend_shared(
     if (LAYOUT == 0) {
       stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
     }
-    if (key0 < BN) {
-      tile_c s[NS];
-      EACH(n, NS) {
-        fill(s[n], 0.0f);
-      }
-      EACH(i, D / 16) {
-        EACH(n, NS) {
+    tile_c s[BN / 8];
+    EACH(n, BN / 8) {
+      fill(s[n], 0.0f);
+    }
+    EACH(i, NK) {
+      if (k0 + i < D / 16) {
+        EACH(n, BN / 8) {
           tile_b<T> keys;
-          load_b_t(keys, key_tile + (key0 + 8 * n) * LK + 16 * i, LK, lane);
+          load_b_t(keys, key_tile + 8 * n * LK + 16 * (k0 + i), LK, lane);
           mma(s[n], queries[i], keys);
         }
       }
-      EACH(n, NS) {
-        store(s[n], scores + 16 * tile * LS + key0 + 8 * n, LS, lane);
-      }
+    }
+    EACH(n, BN / 8) {
+      store(s[n], scores + (w % WN * M + 16 * tile) * LS + 8 * n, LS, lane);
     }
     // With one simdgroup to a row tile, its rows of the softmax are its own.
     if (WN == 1 && LAYOUT != 1) {
@@ -320,7 +320,11 @@ inline void attend_shared(
     float highest = no_score();
     EACH(i, KEYS) {
       const int key = part + LANES * i;
-      x[i] = first + key < limit ? scores[mine * LS + key] * to_base2 : -INFINITY;
+      float score = 0.0f;
+      EACH(p, WN) {
+        score += scores[(p * M + mine) * LS + key];
+      }
+      x[i] = first + key < limit ? score * to_base2 : -INFINITY;
       highest = metal::max(highest, x[i]);
     }
     for (int i = 1; i < LANES; i *= 2) {

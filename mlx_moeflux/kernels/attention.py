@@ -87,7 +87,7 @@ _SHARED = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
     threadgroup T values[LAYOUT == 0 ? BN * (DV + 8) : 8];
     threadgroup T weights[16 * MT * (BN + 8)];
-    threadgroup float scores[16 * MT * (BN + 1)];
+    threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
     attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, CAUSAL, SPLIT, GATE>(
         q, {q2}, k, {k2}, {v}, {gate}, ranges, scale, {outputs}, keys, values, weights,
@@ -289,20 +289,23 @@ def _first_that_fits(tiles, limit, more) -> dict[str, int] | None:
     return next((tile | more for needed, tile in tiles if needed <= limit), None)
 
 
+# Row tiles, simdgroups and keys of a shared tile, the best first.
+_SHARED_TILES = ((4, 4, 32), (2, 4, 32), (1, 4, 32), (4, 4, 16), (2, 4, 16), (1, 4, 16))
+_LATENT_TILES = ((1, 4, 32), (2, 8, 16), (1, 4, 16))
+
+
 def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, ...]):
     """Tilings of the shared form, the best first: (bytes of threadgroup memory, sizes)."""
-    W = 8 if Dv > 256 else 4
-    # A lane's registers hold the queries of a row tile and its part of the sums.
-    if D * size > 1152:
-        return
-    most = 4 if Dv <= 256 and size == 2 else 2 if D * size < 1024 or size == 2 else 1
     for layout in layouts:
-        for keys in (32, 16):
-            MT = next(m for m in (1, 2, 4) if 16 * m >= rows or m == most)
+        for MT, W, keys in _LATENT_TILES if layout == 2 else _SHARED_TILES:
+            # Four bytes a register of a lane: queries of a row tile and sums.
+            registers = -(-D // 16 * MT // W) * 2 * size + MT * Dv // W // 2
+            if registers > 200 or (MT > 1 and 8 * MT >= rows):
+                continue
             M = 16 * MT
             values = keys * (Dv + 8) if layout == 0 else 8
-            scores = M * (keys + 8) * size + M * (keys + 1) * 4 + M * 4
-            needed = (keys * (D + 8) + values) * size + scores
+            needed = (keys * (D + 8) + values + M * (keys + 8)) * size
+            needed += 16 * W * (keys + 1) * 4 + M * 4
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
 
 
