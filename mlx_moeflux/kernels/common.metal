@@ -27,6 +27,29 @@ inline void store_pack(threadgroup T* p, pack<T, N> values) {
   *(threadgroup pack<T, N>*)p = values;
 }
 
+// ---- Affine numbers of BITS bits in words of 32, the lowest first; BITS = 0: floats
+
+template <int BITS>
+inline constexpr int per_word() {
+  return BITS == 0 ? 1 : 32 / (BITS == 0 ? 1 : BITS);
+}
+
+// The i-th number of a word. As the low bits of a float's mantissa it is read without a
+// conversion, which many GPUs do at a fraction of their speed.
+template <int BITS, typename W>
+inline float number(W word, int i) {
+  if (BITS == 0) {
+    return float(word);
+  }
+  const int at = i * BITS % 16;
+  uint bits = uint(word);
+  if (i * BITS >= 16) {
+    bits >>= 16;
+  }
+  bits = (bits & (((1u << BITS) - 1) << at)) | 0x4b000000u;
+  return metal::fma(as_type<float>(bits), 1.0f / float(1 << at), -8388608.0f / float(1 << at));
+}
+
 // ---- Elementwise
 
 inline float sigmoid(float x) {
