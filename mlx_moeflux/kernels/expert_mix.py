@@ -1,0 +1,321 @@
+"""The routed experts of every token, weighted and added.
+
+    y[n] = initial[n] + sum_k weights[n, k] ffn(x[n]; slots[n, k])
+    ffn(x; s) = down[s] (silu(gate[s] x) * (up[s] x))
+
+Shapes:
+    x: ``[N, C]``; slots: ``[N, K]`` uint32, :data:`ABSENT` where there is no expert (nothing is
+    added for it, and nothing read); weights: ``[N, K]`` float32; bank: the experts by slot;
+    initial: ``[N, C]`` float32 or None.
+    returns: ``[N, C]`` float32.
+
+Terms are added in float32 in the order of k. What an expert gives a token depends on nothing but
+the token's row, the expert's bytes and the form that :func:`few` says; so a sum may be cut in k
+and continued with `initial`, and tokens may be computed together or apart, without changing a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import expert_tiles
+from mlx_moeflux.kernels.expert_ffn import (
+    ExpertBank,
+    ProjectionBank,
+    accumulate_experts,
+    expert_ffn,
+)
+from mlx_moeflux.kernels.metal import MetalKernel
+
+ABSENT = 0xFFFFFFFF
+# Up to this many tokens every pair reads its expert for itself; more share what they read.
+FEW_TOKENS = 16
+MOST_EXPERTS_A_TOKEN = 16
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+BITS = (2, 4, 8)
+
+
+def expert_mix(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+    tokens: int | None = None,
+    ffn: Callable[..., mx.array] = expert_ffn,
+) -> mx.array:
+    """The module's formula in plain MLX: every pair through `ffn`, then one sum."""
+    N, K = slots.shape
+    real = slots != ABSENT
+    rows = ffn(mx.repeat(x, K, axis=0), mx.where(real, slots, 0).reshape(-1), bank)
+    rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
+    return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
+
+
+def few(tokens: int) -> bool:
+    """Whether a call of so many tokens takes the form that reads experts pair by pair."""
+    return tokens <= FEW_TOKENS
+
+
+def expert_mix_fused(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+    tokens: int | None = None,
+) -> mx.array:
+    """The module's formula in two launches for few tokens, five for many.
+
+    tokens: How many tokens the whole call has, where this is a part of it; chooses the form.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    layout = checked(x, slots, weights, bank, initial)
+    if few(x.shape[0] if tokens is None else tokens):
+        h = _inner(x, slots, bank, layout)
+        return _outer(h, slots, weights, bank, layout, initial)
+    return expert_tiles.grouped(x, slots, weights, bank, layout, initial)
+
+
+def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+    """x ``[N, C]``, slots ``[N, K]`` -> ``[N * K, F]`` float32, silu(gate x) * (up x) of each
+    pair: the first half of the form for few tokens. Rows of absent experts hold anything."""
+    return _inner(x, slots, bank, checked(x, slots, None, bank, None))
+
+
+def expert_outer(
+    h: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """What :func:`expert_inner` gave -> ``[N, C]`` float32: the second half."""
+    return _outer(h, slots, weights, bank, layout_of(bank), initial)
+
+
+def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
+    """Bytes of scratch that :func:`expert_mix_fused` needs for each pair of a long call."""
+    layout = layout_of(bank)
+    return (layout.C + layout.F) * dtype.size + 16
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a projection is stored; bits 0: floats."""
+
+    bits: int
+    group: int
+
+    def words(self, width: int) -> int:
+        """Words of a row of `width` numbers."""
+        return width * self.bits // 32 if self.bits else width
+
+    def access(self, width: int, most: int) -> int:
+        """How many words a lane takes at once, so that a row keeps 32 lanes busy, in at most
+        `most` bytes: a power of two of words that belong to one group."""
+        per = 32 // self.bits if self.bits else 1
+        limit = min(most // 4, self.group // per) if self.bits else most // 2
+        count = 1
+        while 2 * count <= limit and 64 * count * per <= width and width % (2 * count * per) == 0:
+            count *= 2
+        return count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes and storage of a bank: C hidden, F inner width."""
+
+    C: int
+    F: int
+    inner: Matrix
+    down: Matrix
+
+
+def layout_of(bank: ExpertBank) -> Layout:
+    """The layout of a bank.
+
+    Raises:
+        ShapeError: Its arrays do not fit together.
+        UnsupportedError: The kernels cannot read it.
+    """
+    parts = (bank.gate, bank.up, bank.down)
+    return _layout(
+        tuple((p.weight.shape, p.weight.dtype) for p in parts),
+        tuple((None, None) if p.scales is None else (p.scales.shape, p.scales.dtype) for p in parts),
+        tuple(p.spec for p in parts),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(weights: tuple, scales: tuple, specs: tuple[QuantSpec | None, ...]) -> Layout:
+    if weights[0] != weights[1] or scales[0] != scales[1] or specs[0] != specs[1]:
+        raise UnsupportedError(
+            f"expert kernels need gate and up alike, got {specs[0]} and {specs[1]}; take the "
+            "reference (MOEFLUX_KERNELS=expert_mix=reference)."
+        )
+    F, C = weights[0][0][1], weights[2][0][1]
+    matrices = []
+    for (shape, dtype), (grouped, _), spec, width in zip(
+        weights, scales, specs, (C, C, F), strict=True
+    ):
+        matrix = _matrix(spec, dtype)
+        if shape[2] != matrix.words(width) or shape[0] != weights[0][0][0]:
+            raise ShapeError(f"an expert matrix {list(shape)} does not fit {C} x {F}.")
+        if spec is not None and tuple(grouped) != (*shape[:2], width // spec.group_size):
+            raise ShapeError(f"scales {list(grouped)} do not fit a matrix {list(shape)}.")
+        matrices.append(matrix)
+    if C % 32 or F % 32:
+        raise UnsupportedError(f"expert kernels need widths of multiples of 32, got {C} and {F}.")
+    return Layout(C, F, matrices[0], matrices[2])
+
+
+def _matrix(spec: QuantSpec | None, dtype: mx.Dtype) -> Matrix:
+    if spec is None and dtype in FLOATS:
+        return Matrix(0, 32)
+    if spec is None or spec.mode != "affine" or spec.bits not in BITS or dtype != mx.uint32:
+        raise UnsupportedError(
+            f"expert kernels know affine {BITS} bits and floats, not {spec} in {dtype}; take the "
+            "reference (MOEFLUX_KERNELS=expert_mix=reference)."
+        )
+    return Matrix(spec.bits, spec.group_size)
+
+
+def checked(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array | None,
+    bank: ExpertBank,
+    initial: mx.array | None,
+) -> Layout:
+    """The bank's layout, after all arguments were found to fit.
+
+    Raises:
+        ShapeError: They do not.
+    """
+    layout = layout_of(bank)
+    N, K = slots.shape
+    if x.shape != (N, layout.C) or x.dtype not in FLOATS:
+        raise ShapeError(
+            f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {layout.C}] for "
+            f"{N} rows of slots and experts of width {layout.C}."
+        )
+    if slots.dtype != mx.uint32 or not 1 <= K <= MOST_EXPERTS_A_TOKEN:
+        raise ShapeError(
+            f"slots is {slots.dtype} {list(slots.shape)}; expected uint32 with at most "
+            f"{MOST_EXPERTS_A_TOKEN} columns."
+        )
+    if weights is not None and (weights.shape != (N, K) or weights.dtype != mx.float32):
+        raise ShapeError(
+            f"weights is {weights.dtype} {list(weights.shape)}; expected float32 [{N}, {K}]."
+        )
+    if initial is not None and (initial.shape != (N, layout.C) or initial.dtype != mx.float32):
+        raise ShapeError(
+            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 "
+            f"[{N}, {layout.C}]."
+        )
+    return layout
+
+
+def stored(projection: ProjectionBank) -> tuple[mx.array, mx.array, mx.array]:
+    """weight, scales, biases; floats have none, and any array may stand there."""
+    if projection.scales is None:
+        return projection.weight, projection.weight, projection.weight
+    return projection.weight, projection.scales, projection.biases
+
+
+_INNER = MetalKernel(
+    "expert_inner",
+    file="quantised.metal",
+    inputs=(
+        *("x", "slots", "gate", "gate_scales", "gate_biases"),
+        *("up", "up_scales", "up_biases"),
+    ),
+    outputs=("h",),
+    body="""
+        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h,
+            threadgroup_position_in_grid.y,
+            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_OUTER = MetalKernel(
+    "expert_outer",
+    file="quantised.metal",
+    inputs=("h", "slots", "weights", "down", "scales", "biases", "initial"),
+    outputs=("y",),
+    body="""
+        threadgroup float products[K * ROWS];
+        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, CONTINUES>(
+            h, slots, weights, down, scales, biases, initial, y, products,
+            threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
+INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
+
+
+@functools.lru_cache(maxsize=256)
+def _inner_launch(layout: Layout, N: int, K: int) -> dict[str, Any]:
+    C, F, (rows, groups) = layout.C, layout.F, (INNER_ROWS, INNER_SIMDGROUPS)
+    matrix = layout.inner
+    return {
+        "template": {
+            **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)},
+        },
+        "grid": (32 * (F // rows), N * K, 1),
+        "threadgroup": (32 * groups, 1, 1),
+        "output_shapes": [(N * K, F)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _outer_launch(layout: Layout, N: int, K: int, continues: bool) -> dict[str, Any]:
+    C, F, rows, matrix = layout.C, layout.F, OUTER_ROWS, layout.down
+    return {
+        "template": {
+            **{"ROWS": rows, "K": K, "IN": F, "OUT": C, "CONTINUES": continues},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(F, 16)},
+        },
+        "grid": (32 * K * (C // rows), N, 1),
+        "threadgroup": (32 * K, 1, 1),
+        "output_shapes": [(N, C)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+def _inner(x: mx.array, slots: mx.array, bank: ExpertBank, layout: Layout) -> mx.array:
+    launch = _inner_launch(layout, *slots.shape)
+    return _INNER(x, slots, *stored(bank.gate), *stored(bank.up), **launch)[0]
+
+
+def _outer(
+    h: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    layout: Layout,
+    initial: mx.array | None,
+) -> mx.array:
+    launch = _outer_launch(layout, *slots.shape, initial is not None)
+    start = weights if initial is None else initial
+    return _OUTER(h, slots, weights, *stored(bank.down), start, **launch)[0]
