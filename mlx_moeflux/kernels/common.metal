@@ -41,10 +41,10 @@ inline constexpr int per_word() {
   return BITS == 0 ? 1 : 32 / (BITS == 0 ? 1 : BITS);
 }
 
-// The i-th number of a word. As the low bits of a float's mantissa it is read without a
-// conversion, which many GPUs do at a fraction of their speed.
+// The i-th number of a word, minus `less`. As the low bits of a float's mantissa it is read
+// without a conversion, which many GPUs do at a fraction of their speed.
 template <int BITS, typename W>
-inline float number(W word, int i) {
+inline float number(W word, int i, float less) {
   if (BITS == 0) {
     return float(word);
   }
@@ -54,7 +54,8 @@ inline float number(W word, int i) {
     bits >>= 16;
   }
   bits = (bits & (((1u << BITS) - 1) << at)) | 0x4b000000u;
-  return metal::fma(as_type<float>(bits), 1.0f / float(1 << at), -8388608.0f / float(1 << at));
+  return metal::fma(
+      as_type<float>(bits), 1.0f / float(1 << at), -8388608.0f / float(1 << at) - less);
 }
 
 // ---- Elementwise

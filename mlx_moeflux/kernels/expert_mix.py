@@ -23,23 +23,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
-from mlx_moeflux.kernels.expert_ffn import (
-    ExpertBank,
-    ProjectionBank,
-    accumulate_experts,
-    expert_ffn,
-)
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
 ABSENT = 0xFFFFFFFF
 # Up to this many tokens every pair reads its expert for itself; more share what they read.
 FEW_TOKENS = 16
 MOST_EXPERTS_A_TOKEN = 16
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-BITS = (2, 4, 8)
 
 
 def expert_mix(
@@ -114,28 +107,6 @@ def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """How a projection is stored; bits 0: floats."""
-
-    bits: int
-    group: int
-
-    def words(self, width: int) -> int:
-        """Words of a row of `width` numbers."""
-        return width * self.bits // 32 if self.bits else width
-
-    def access(self, width: int, most: int) -> int:
-        """How many words a lane takes at once, so that a row keeps 32 lanes busy, in at most
-        `most` bytes: a power of two of words that belong to one group."""
-        per = 32 // self.bits if self.bits else 1
-        limit = min(most // 4, self.group // per) if self.bits else most // 2
-        count = 1
-        while 2 * count <= limit and 64 * count * per <= width and width % (2 * count * per) == 0:
-            count *= 2
-        return count
-
-
-@dataclass(frozen=True)
 class Layout:
     """Sizes and storage of a bank: C hidden, F inner width."""
 
@@ -152,46 +123,34 @@ def layout_of(bank: ExpertBank) -> Layout:
         ShapeError: Its arrays do not fit together.
         UnsupportedError: The kernels cannot read it.
     """
-    parts = (bank.gate, bank.up, bank.down)
-    return _layout(
-        tuple((p.weight.shape, p.weight.dtype) for p in parts),
-        tuple((None, None) if p.scales is None else (p.scales.shape, p.scales.dtype) for p in parts),
-        tuple(p.spec for p in parts),
+    key = tuple(
+        part
+        for p in (bank.gate, bank.up, bank.down)
+        for part in (p.weight.shape, p.weight.dtype, p.scales is None or p.scales.dtype, p.spec)
     )
+    layout = _LAYOUTS.get(key)
+    if layout is None:
+        layout = _LAYOUTS[key] = _layout(bank)
+    return layout
 
 
-@functools.lru_cache(maxsize=256)
-def _layout(weights: tuple, scales: tuple, specs: tuple[QuantSpec | None, ...]) -> Layout:
-    if weights[0] != weights[1] or scales[0] != scales[1] or specs[0] != specs[1]:
+_LAYOUTS: dict[tuple[Any, ...], Layout] = {}
+
+
+def _layout(bank: ExpertBank) -> Layout:
+    S, F, _ = bank.gate.weight.shape
+    C = bank.down.weight.shape[1]
+    gate, up, down = matrix_of(bank.gate, C), matrix_of(bank.up, C), matrix_of(bank.down, F)
+    if bank.up.weight.shape[:2] != (S, F) or bank.down.weight.shape[0] != S:
+        shapes = [p.weight.shape for p in (bank.gate, bank.up, bank.down)]
+        raise ShapeError(f"expert matrices {shapes} are not of one size.")
+    if gate != up or bank.gate.weight.dtype != bank.up.weight.dtype or C % 32 or F % 32:
         raise UnsupportedError(
-            f"expert kernels need gate and up alike, got {specs[0]} and {specs[1]}; take the "
-            "reference (MOEFLUX_KERNELS=expert_mix=reference)."
+            f"expert kernels need gate and up stored alike and widths of multiples of 32, got "
+            f"{bank.gate.spec}, {bank.up.spec}, {C} and {F}; take the reference "
+            "(MOEFLUX_KERNELS=expert_mix=reference)."
         )
-    F, C = weights[0][0][1], weights[2][0][1]
-    matrices = []
-    for (shape, dtype), (grouped, _), spec, width in zip(
-        weights, scales, specs, (C, C, F), strict=True
-    ):
-        matrix = _matrix(spec, dtype)
-        if shape[2] != matrix.words(width) or shape[0] != weights[0][0][0]:
-            raise ShapeError(f"an expert matrix {list(shape)} does not fit {C} x {F}.")
-        if spec is not None and tuple(grouped) != (*shape[:2], width // spec.group_size):
-            raise ShapeError(f"scales {list(grouped)} do not fit a matrix {list(shape)}.")
-        matrices.append(matrix)
-    if C % 32 or F % 32:
-        raise UnsupportedError(f"expert kernels need widths of multiples of 32, got {C} and {F}.")
-    return Layout(C, F, matrices[0], matrices[2])
-
-
-def _matrix(spec: QuantSpec | None, dtype: mx.Dtype) -> Matrix:
-    if spec is None and dtype in FLOATS:
-        return Matrix(0, 32)
-    if spec is None or spec.mode != "affine" or spec.bits not in BITS or dtype != mx.uint32:
-        raise UnsupportedError(
-            f"expert kernels know affine {BITS} bits and floats, not {spec} in {dtype}; take the "
-            "reference (MOEFLUX_KERNELS=expert_mix=reference)."
-        )
-    return Matrix(spec.bits, spec.group_size)
+    return Layout(C, F, gate, down)
 
 
 def checked(
@@ -228,13 +187,6 @@ def checked(
             f"[{N}, {layout.C}]."
         )
     return layout
-
-
-def stored(projection: ProjectionBank) -> tuple[mx.array, mx.array, mx.array]:
-    """weight, scales, biases; floats have none, and any array may stand there."""
-    if projection.scales is None:
-        return projection.weight, projection.weight, projection.weight
-    return projection.weight, projection.scales, projection.biases
 
 
 _INNER = MetalKernel(
@@ -305,7 +257,7 @@ def _outer_launch(layout: Layout, N: int, K: int, continues: bool) -> dict[str, 
 
 def _inner(x: mx.array, slots: mx.array, bank: ExpertBank, layout: Layout) -> mx.array:
     launch = _inner_launch(layout, *slots.shape)
-    return _INNER(x, slots, *stored(bank.gate), *stored(bank.up), **launch)[0]
+    return _INNER(x, slots, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
 
 
 def _outer(
@@ -318,4 +270,4 @@ def _outer(
 ) -> mx.array:
     launch = _outer_launch(layout, *slots.shape, initial is not None)
     start = weights if initial is None else initial
-    return _OUTER(h, slots, weights, *stored(bank.down), start, **launch)[0]
+    return _OUTER(h, slots, weights, *arrays_of(bank.down), start, **launch)[0]

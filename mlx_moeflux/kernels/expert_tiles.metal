@@ -133,7 +133,7 @@ inline void place(threadgroup T* to, const thread share<WORDS, EACH, W>& from) {
     pack<T, M> values;
     for (int j = 0; j < M; ++j) {
       const int word = (i + j) / per;
-      float q = number<BITS>(from.at[word / EACH].at[word % EACH], (i + j) % per);
+      float q = number<BITS>(from.at[word / EACH].at[word % EACH], (i + j) % per, 0.0f);
       values.at[j] = T(BITS == 0 ? q : metal::fma(from.scale, q, from.bias));
     }
     store_pack(to + i, values);

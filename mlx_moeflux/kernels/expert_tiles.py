@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.quantised import Matrix, arrays_of
 
 if TYPE_CHECKING:
-    from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-    from mlx_moeflux.kernels.expert_mix import Layout, Matrix
+    from mlx_moeflux.kernels.expert_ffn import ExpertBank
+    from mlx_moeflux.kernels.expert_mix import Layout
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,9 @@ def grouped(
     tiles = list_tiles(offsets, P, tile.BM)
     lists = (order, offsets, tiles)
     launch = _tile_launch(tile, tiles.shape[0], P, K, C, F, layout.inner, x.dtype)
-    h = _GATED(x, *lists, *_stored(bank.gate), *_stored(bank.up), **launch)[0]
+    h = _GATED(x, *lists, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
     launch = _tile_launch(tile, tiles.shape[0], P, K, F, C, layout.down, x.dtype)
-    out = _DOWN(h, *lists, *_stored(bank.down), **launch)[0]
+    out = _DOWN(h, *lists, *arrays_of(bank.down), **launch)[0]
     return combine(out, slots, weights, C, initial)
 
 
@@ -229,8 +230,3 @@ def combine(
         output_dtypes=[mx.float32],
     )[0]
 
-
-def _stored(projection: ProjectionBank) -> tuple[mx.array, mx.array, mx.array]:
-    if projection.scales is None:
-        return projection.weight, projection.weight, projection.weight
-    return projection.weight, projection.scales, projection.biases

@@ -28,6 +28,8 @@ inline void add_products(
     const thread float* x,
     const thread float* sums) {
   const int per = per_word<BITS>(), N = V * per;
+  // Numbers around zero: the two terms of a group's sum would else cancel.
+  const float middle = float(1 << BITS >> 1);
   pack<W, V> words[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     words[r] = load_pack<V>(w + r * (IN / per) + at / per);
@@ -35,12 +37,12 @@ inline void add_products(
   for (int r = 0; r < ROWS; ++r) {
     float q[N];
     for (int i = 0; i < N; ++i) {
-      q[i] = number<BITS>(words[r].at[i / per], i % per);
+      q[i] = number<BITS>(words[r].at[i / per], i % per, middle);
     }
     float scale = 1.0f, bias = 0.0f;
     if (BITS != 0) {
       scale = float(scales[r * (IN / GROUP) + at / GROUP]);
-      bias = float(biases[r * (IN / GROUP) + at / GROUP]);
+      bias = metal::fma(middle, scale, float(biases[r * (IN / GROUP) + at / GROUP]));
     }
     for (int t = 0; t < TOKENS; ++t) {
       float dot = 0.0f;
@@ -177,9 +179,6 @@ inline void norm_matvec(
     device T* y,
     uint row,
     uint lane) {
-  if (row >= OUT) {
-    return;
-  }
   const int per = per_word<BITS>(), N = V * per;
   const ulong words = ulong(row) * (IN / per), groups = ulong(row) * (IN / GROUP);
   float acc[ROWS * TOKENS], squares[TOKENS];
