@@ -183,8 +183,7 @@ def checked(
         )
     if initial is not None and (initial.shape != (N, layout.C) or initial.dtype != mx.float32):
         raise ShapeError(
-            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 "
-            f"[{N}, {layout.C}]."
+            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 [{N}, {layout.C}]."
         )
     return layout
 

@@ -229,4 +229,3 @@ def combine(
         output_shapes=[(N, C)],
         output_dtypes=[mx.float32],
     )[0]
-

@@ -1,0 +1,206 @@
+"""The fused experts against loops in float64, and bit for bit against themselves cut otherwise."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import expert_tiles
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.expert_mix import (
+    ABSENT,
+    FEW_TOKENS,
+    checked,
+    expert_inner,
+    expert_mix,
+    expert_mix_fused,
+    expert_outer,
+    pair_bytes,
+)
+from tests.kernels.experts import mix, random_array, random_bank, random_route
+from tests.kernels.harness import emulated, error, require_gpu
+
+# What the launches between hold for absent experts is never read.
+BETWEEN = ("h", "order", "out")
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "gpu":
+        require_gpu()
+        yield
+    else:
+        with emulated(partly_written=BETWEEN):
+            yield
+
+
+# tokens, K, slots, C, F, bits, group, dtype, bits of down
+CASES = [
+    (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
+    (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
+    (2, 16, 17, 64, 192, 8, 64, mx.float16, 4),
+    (2, 1, 3, 256, 128, 2, 128, mx.bfloat16, None),
+    (16, 2, 4, 32, 96, 0, 32, mx.float32, None),
+    (1, 5, 7, 160, 32, 0, 32, mx.bfloat16, 8),
+    (17, 3, 5, 96, 64, 4, 32, mx.float32, None),
+    (40, 1, 2, 128, 96, 4, 32, mx.bfloat16, None),
+    (21, 16, 19, 64, 160, 8, 32, mx.bfloat16, 4),
+    (33, 2, 9, 128, 128, 2, 64, mx.float16, None),
+    (18, 3, 4, 32, 32, 0, 32, mx.bfloat16, 8),
+    (70, 3, 3, 64, 96, 0, 32, mx.float32, None),
+]
+
+
+def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
+    rng = np.random.default_rng(tokens + C)
+    bank = random_bank(slots=slots, C=C, F=F, bits=bits, group=group, dtype=dtype, down=down)
+    x = random_array(rng, (tokens, C), dtype)
+    return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
+@pytest.mark.parametrize("absent", [0.0, 0.3])
+def test_agrees_with_float64(device, sizes, absent):
+    x, slots, weights, bank = case(*sizes, absent=absent)
+    initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+    y = expert_mix_fused(x, slots, weights, bank, initial=initial)
+    truth = mix(x, slots, weights, bank, initial)
+    naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
+    assert y.dtype == mx.float32
+    assert error(y, truth) <= 2 * naive
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.3])
+def test_reference_agrees_with_float64(absent):
+    x, slots, weights, bank = case(*CASES[1], absent=absent)
+    initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+    y = expert_mix(x, slots, weights, bank, initial=initial)
+    assert error(y, mix(x, slots, weights, bank, initial)) <= 1e-6
+
+
+@pytest.mark.parametrize("sizes", [CASES[0], CASES[6], CASES[7], CASES[10]])
+def test_slots_change_no_bit(device, sizes):
+    """Which slot holds an expert, and how many there are, is not seen in the result."""
+    x, slots, weights, bank = case(*sizes)
+    y = expert_mix_fused(x, slots, weights, bank)
+    where = np.random.default_rng(0).permutation(bank.slots + 3)[: bank.slots]
+
+    def moved(p: ProjectionBank) -> ProjectionBank:
+        def move(array):
+            if array is None:
+                return None
+            new = np.zeros((bank.slots + 3, *array.shape[1:]), np.float32)
+            if array.dtype == mx.uint32:
+                new = new.astype(np.uint32)
+            new[where] = np.array(array if array.dtype == mx.uint32 else array.astype(mx.float32))
+            return mx.array(new).astype(array.dtype)
+
+        return ProjectionBank(move(p.weight), move(p.scales), move(p.biases), p.spec)
+
+    other = ExpertBank(moved(bank.gate), moved(bank.up), moved(bank.down))
+    elsewhere = mx.array(where.astype(np.uint32))[slots]
+    assert mx.array_equal(y, expert_mix_fused(x, elsewhere, weights, other)).item()
+
+
+@pytest.mark.parametrize("sizes", [CASES[1], CASES[6], CASES[7], CASES[9]])
+def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    tokens = x.shape[0]
+    y = expert_mix_fused(x, slots, weights, bank)
+    cut = tokens // 3 + 1
+    parts = [
+        expert_mix_fused(x[part], slots[part], weights[part], bank, tokens=tokens)
+        for part in (slice(cut), slice(cut, None))
+    ]
+    assert mx.array_equal(y, mx.concatenate(parts)).item()
+
+
+@pytest.mark.parametrize("sizes", [CASES[1], CASES[6], CASES[8]])
+def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    y = expert_mix_fused(x, slots, weights, bank)
+    tokens, K = slots.shape
+    first = mx.arange(K) < mx.array(np.random.default_rng(3).integers(0, K + 1, (tokens, 1)))
+    lower = mx.where(first, slots, mx.array(ABSENT, mx.uint32))
+    upper = mx.where(first, mx.array(ABSENT, mx.uint32), slots)
+    part = expert_mix_fused(x, lower, weights, bank)
+    assert mx.array_equal(y, expert_mix_fused(x, upper, weights, bank, initial=part)).item()
+
+
+@pytest.mark.parametrize("sizes", [CASES[6], CASES[7], CASES[9]])
+def test_every_tile_gives_the_same_bits(device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    layout = checked(x, slots, weights, bank, None)
+    results = [
+        expert_tiles.grouped(x, slots, weights, bank, layout, None, tile=tile)
+        for tile in expert_tiles.TILES.values()
+    ]
+    assert all(mx.array_equal(results[0], other).item() for other in results[1:])
+
+
+def test_the_two_halves_are_the_form_for_few_tokens(device):
+    x, slots, weights, bank = case(*CASES[1])
+    h = expert_inner(x, slots, bank)
+    assert h.shape == (9, 64)
+    y = expert_mix_fused(x, slots, weights, bank)
+    assert mx.array_equal(y, expert_outer(h, slots, weights, bank)).item()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "slots", "absent"),
+    [(1, 1, 1, 0.0), (300, 3, 5, 0.2), (17, 16, 512, 0.0), (40, 2, 600, 0.5), (9, 4, 4, 1.0)],
+)
+def test_lists_of_pairs(device, tokens, K, slots, absent):
+    chosen, _ = random_route(
+        np.random.default_rng(tokens), tokens=tokens, K=K, slots=slots, absent=absent
+    )
+    order, offsets = (np.array(a) for a in expert_tiles.list_pairs(chosen, slots))
+    flat = np.array(chosen).reshape(-1)
+    expected = [np.flatnonzero(flat == s) for s in range(slots)]
+    assert offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+    assert order[: offsets[-1]].tolist() == np.concatenate(expected).tolist()
+
+    rows = 16
+    tiles = np.array(expert_tiles.list_tiles(mx.array(offsets), flat.size, rows)).tolist()
+    wanted = [
+        [s, int(offsets[s]) + i] for s in range(slots) for i in range(0, len(expected[s]), rows)
+    ]
+    assert tiles[: len(wanted)] == wanted
+    assert all(tile == [ABSENT, 0] for tile in tiles[len(wanted) :])
+
+
+def test_nobody_chosen(device):
+    for tokens in (2, FEW_TOKENS + 1):
+        x, slots, weights, bank = case(tokens, 2, 3, 64, 32, 4, 32, mx.float32, None, absent=1.0)
+        y = expert_mix_fused(x, slots, weights, bank)
+        assert mx.all(y == 0).item()
+        assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
+
+
+def test_wrong_arguments():
+    x, slots, weights, bank = case(*CASES[1])
+    for bad in (
+        (x[:, :64], slots, weights),
+        (x[:2], slots, weights),
+        (x, slots.astype(mx.int32), weights),
+        (x, slots, weights[:, :2]),
+        (x.astype(mx.int32), slots, weights),
+        (x, mx.zeros((3, 17), mx.uint32), mx.zeros((3, 17))),
+    ):
+        with pytest.raises(ShapeError):
+            expert_mix_fused(*bad, bank)
+    with pytest.raises(ShapeError, match="initial"):
+        expert_mix_fused(x, slots, weights, bank, initial=x[:1])
+    three = random_bank(slots=2, C=96, F=64, bits=3, group=32, dtype=mx.float32)
+    with pytest.raises(UnsupportedError, match="affine"):
+        expert_mix_fused(x, slots, weights, three)
+    eight = random_bank(slots=5, C=96, F=64, bits=8, group=32, dtype=mx.float32)
+    with pytest.raises(UnsupportedError, match="gate and up"):
+        expert_mix_fused(x, slots, weights, ExpertBank(eight.gate, bank.up, bank.down))
+
+
+def test_scratch_is_what_the_launches_allocate():
+    *_, bank = case(*CASES[7])
+    assert pair_bytes(bank, mx.bfloat16) == 2 * (128 + 96) + 16
