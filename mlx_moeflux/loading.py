@@ -222,6 +222,7 @@ def _make_store(
             threads=threads,
             events=events,
             ffn=model.kernels.expert_ffn,
+            mix=model.kernels.expert_mix,
         ), plan
     except BaseException:
         reader.close()
@@ -244,6 +245,7 @@ def _resident(
         num_experts=model.config.num_experts,
         events=events,
         ffn=model.kernels.expert_ffn,
+        mix=model.kernels.expert_mix,
     )
 
 

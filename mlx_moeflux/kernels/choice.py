@@ -28,6 +28,7 @@ from mlx_moeflux.kernels import (
     delta_mixer,
     delta_mixer_fused,
     expert_ffn,
+    expert_mix,
     gated_delta,
     gated_delta_fused,
     metal,
@@ -79,6 +80,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
+    "expert_mix": {"reference": expert_mix.expert_mix, "fused": expert_mix.expert_mix_fused},
     "moe_combine": {
         "reference": moe_combine.moe_combine,
         "fused": moe_combine.moe_combine_fused,

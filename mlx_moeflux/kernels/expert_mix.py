@@ -106,6 +106,9 @@ def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     return (layout.C + layout.F) * dtype.size + 16
 
 
+expert_mix_fused.pair_bytes = pair_bytes
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes and storage of a bank: C hidden, F inner width."""
