@@ -67,6 +67,7 @@ def variants(name: str) -> tuple[Variant, ...]:
     """Every text that MLX generates for the kernel `name` in its cases."""
     seen: list[Variant] = []
     for case in all_cases()[name]:
-        with emulated(inspect=seen.append, schedules=Emulator.FIRST):
+        options = {"schedules": Emulator.FIRST, "partly_written": case.partly_written}
+        with emulated(inspect=seen.append, **options):
             case.call()
     return tuple(v for v in seen if v.kernel.name == name)
