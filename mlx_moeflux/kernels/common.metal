@@ -1,13 +1,6 @@
 // What several kernels share. Every function is `inline` and names the address space of every
 // pointer; a lane is thread_index_in_simdgroup.
 
-// In front of a loop whose arrays must stay in registers; CUDA's compiler gives up on deep nests.
-#ifdef MOEFLUX_CUDA
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL
-#endif
-
 // ---- Wide accesses
 
 // N neighbours; 16 bytes at most are one access.

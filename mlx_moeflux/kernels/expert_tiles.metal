@@ -181,7 +181,7 @@ inline void expert_tile(
   const int a_row = index / (BK / M), a_col = index % (BK / M) * M;
   const int b_row = index / (THREADS / BN), b_col = index % (THREADS / BN) * (BN * BK / THREADS);
   const device T* from[PASSES];
-  UNROLL
+  #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = metal::min(a_row + i * STEP, rows - 1);
     from[i] = x + ulong(GATED ? pairs[row] / K : first + row) * IN;
@@ -191,11 +191,11 @@ inline void expert_tile(
   share<WORDS, EACH, W> next_b[B];
 
   tile_c acc[B][TM][TN];
-  UNROLL
+  #pragma unroll
   for (int m = 0; m < B; ++m) {
-    UNROLL
+    #pragma unroll
     for (int i = 0; i < TM; ++i) {
-      UNROLL
+      #pragma unroll
       for (int j = 0; j < TN; ++j) {
         fill(acc[m][i][j], 0.0f);
       }
@@ -204,11 +204,11 @@ inline void expert_tile(
   const int top = simdgroup / WN * TM * 16, side = simdgroup % WN * TN * 8;
   for (int k = -BK; k < IN; k += BK) {
     if (k >= 0) {
-      UNROLL
+      #pragma unroll
       for (int i = 0; i < PASSES; ++i) {
         store_pack(a + (a_row + i * STEP) * LD + a_col, next_a[i]);
       }
-      UNROLL
+      #pragma unroll
       for (int m = 0; m < B; ++m) {
         place<BITS>(b + (m * BN + b_row) * LD + b_col, next_b[m]);
       }
@@ -216,12 +216,12 @@ inline void expert_tile(
     }
     if (k + BK < IN) {
       const int ca = k + BK + a_col, cb = k + BK + b_col;
-      UNROLL
+      #pragma unroll
       for (int i = 0; i < PASSES; ++i) {
         if (IN % BK == 0 || ca < IN) {
           next_a[i] = load_pack<M>(from[i] + ca);
         } else {
-          UNROLL
+          #pragma unroll
           for (int j = 0; j < M; ++j) {
             next_a[i].at[j] = T(0.0f);
           }
@@ -233,20 +233,20 @@ inline void expert_tile(
       }
     }
     if (k >= 0) {
-      UNROLL
+      #pragma unroll
       for (int kk = 0; kk < BK; kk += 16) {
         tile_a<T> left_tile[TM];
-        UNROLL
+        #pragma unroll
         for (int i = 0; i < TM; ++i) {
           load_a(left_tile[i], a + (top + 16 * i) * LD + kk, LD, lane);
         }
-        UNROLL
+        #pragma unroll
         for (int m = 0; m < B; ++m) {
-          UNROLL
+          #pragma unroll
           for (int j = 0; j < TN; ++j) {
             tile_b<T> right_tile;
             load_b_t(right_tile, b + (m * BN + side + 8 * j) * LD + kk, LD, lane);
-            UNROLL
+            #pragma unroll
             for (int i = 0; i < TM; ++i) {
               mma(acc[m][i][j], left_tile[i], right_tile);
             }
@@ -256,17 +256,17 @@ inline void expert_tile(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
-  UNROLL
+  #pragma unroll
   for (int i = 0; i < TM; ++i) {
-    UNROLL
+    #pragma unroll
     for (int j = 0; j < TN; ++j) {
-      UNROLL
+      #pragma unroll
       for (int e = 0; e < 4; e += 2) {
         const int row = top + 16 * i + acc[0][i][j].row(e, lane);
         const int col = left + side + 8 * j + acc[0][i][j].col(e, lane);
         if (row < rows && col < OUT) {
           pack<T, 2> values;
-          UNROLL
+          #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float value = acc[0][i][j][e + c];
             values.at[c] = T(GATED ? silu(value) * acc[B - 1][i][j][e + c] : value);

@@ -20,7 +20,7 @@ from mlx_moeflux.kernels.expert_mix import (
     pair_bytes,
 )
 from tests.kernels.experts import mix, random_array, random_bank, random_route
-from tests.kernels.harness import emulated, error, require_gpu
+from tests.kernels.harness import Case, emulated, error, require_gpu
 
 # What the launches between hold for absent experts is never read.
 BETWEEN = ("h", "order", "out")
@@ -37,7 +37,7 @@ def device(request):
 
 
 # tokens, K, slots, C, F, bits, group, dtype, bits of down
-CASES = [
+SIZES = [
     (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
     (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
     (2, 16, 17, 64, 192, 8, 64, mx.float16, 4),
@@ -60,7 +60,7 @@ def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
     return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
 
 
-@pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
 @pytest.mark.parametrize("absent", [0.0, 0.3])
 def test_agrees_with_float64(device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
@@ -74,13 +74,13 @@ def test_agrees_with_float64(device, sizes, absent):
 
 @pytest.mark.parametrize("absent", [0.0, 0.3])
 def test_reference_agrees_with_float64(absent):
-    x, slots, weights, bank = case(*CASES[1], absent=absent)
+    x, slots, weights, bank = case(*SIZES[1], absent=absent)
     initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
     y = expert_mix(x, slots, weights, bank, initial=initial)
     assert error(y, mix(x, slots, weights, bank, initial)) <= 1e-6
 
 
-@pytest.mark.parametrize("sizes", [CASES[0], CASES[6], CASES[7], CASES[10]])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], SIZES[7], SIZES[10]])
 def test_slots_change_no_bit(device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
@@ -104,7 +104,7 @@ def test_slots_change_no_bit(device, sizes):
     assert mx.array_equal(y, expert_mix_fused(x, elsewhere, weights, other)).item()
 
 
-@pytest.mark.parametrize("sizes", [CASES[1], CASES[6], CASES[7], CASES[9]])
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9]])
 def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
@@ -117,7 +117,7 @@ def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
     assert mx.array_equal(y, mx.concatenate(parts)).item()
 
 
-@pytest.mark.parametrize("sizes", [CASES[1], CASES[6], CASES[8]])
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[8]])
 def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
     y = expert_mix_fused(x, slots, weights, bank)
@@ -129,7 +129,7 @@ def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
     assert mx.array_equal(y, expert_mix_fused(x, upper, weights, bank, initial=part)).item()
 
 
-@pytest.mark.parametrize("sizes", [CASES[6], CASES[7], CASES[9]])
+@pytest.mark.parametrize("sizes", [SIZES[6], SIZES[7], SIZES[9]])
 def test_every_tile_gives_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
     layout = checked(x, slots, weights, bank, None)
@@ -141,7 +141,7 @@ def test_every_tile_gives_the_same_bits(device, sizes):
 
 
 def test_the_two_halves_are_the_form_for_few_tokens(device):
-    x, slots, weights, bank = case(*CASES[1])
+    x, slots, weights, bank = case(*SIZES[1])
     h = expert_inner(x, slots, bank)
     assert h.shape == (9, 64)
     y = expert_mix_fused(x, slots, weights, bank)
@@ -180,7 +180,7 @@ def test_nobody_chosen(device):
 
 
 def test_wrong_arguments():
-    x, slots, weights, bank = case(*CASES[1])
+    x, slots, weights, bank = case(*SIZES[1])
     for bad in (
         (x[:, :64], slots, weights),
         (x[:2], slots, weights),
@@ -202,5 +202,58 @@ def test_wrong_arguments():
 
 
 def test_scratch_is_what_the_launches_allocate():
-    *_, bank = case(*CASES[7])
+    *_, bank = case(*SIZES[7])
     assert pair_bytes(bank, mx.bfloat16) == 2 * (128 + 96) + 16
+
+
+def mixed(sizes, *, absent=0.0, tile=None) -> Case:
+    """One of SIZES as a case; `tile` forces the grouped form."""
+    x, slots, weights, bank = case(*sizes, absent=absent)
+    initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+
+    def call():
+        if tile is None:
+            return [expert_mix_fused(x, slots, weights, bank, initial=initial)]
+        layout = checked(x, slots, weights, bank, initial)
+        return [expert_tiles.grouped(x, slots, weights, bank, layout, initial, tile=tile)]
+
+    truth = mix(x, slots, weights, bank, initial)
+    limit = 2 * np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
+    name = f"{sizes[5]}-bit-{x.shape[0]}x{slots.shape[1]}"
+    return Case(name, call, lambda: [truth], limit, BETWEEN if absent else ())
+
+
+def listed() -> Case:
+    chosen, _ = random_route(np.random.default_rng(1), tokens=100, K=3, slots=7)
+    flat = np.array(chosen).reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    offsets = np.searchsorted(flat[order], np.arange(8))
+    return Case("lists", lambda: expert_tiles.list_pairs(chosen, 7), lambda: [order, offsets], 0.0)
+
+
+def tabled() -> Case:
+    counts = np.array([0, 17, 16, 0, 33, 1] + [3] * 300)
+    offsets = np.cumsum([0, *counts])
+    table = [[s, offsets[s] + i] for s, n in enumerate(counts) for i in range(0, n, 16)]
+    pairs = int(offsets[-1])
+    empty = pairs // 16 + len(counts) - len(table)
+    table = np.array(table + [[ABSENT, 0]] * empty)
+    given = mx.array(offsets.astype(np.uint32))
+    return Case("table", lambda: [expert_tiles.list_tiles(given, pairs, 16)], lambda: [table], 0.0)
+
+
+FEW = [mixed(SIZES[1], absent=0.3), mixed(SIZES[0]), mixed(SIZES[5])]
+MANY = [
+    mixed(SIZES[6], absent=0.3, tile=expert_tiles.TILES[16]),
+    mixed(SIZES[7], tile=expert_tiles.TILES[32]),
+    mixed(SIZES[10], tile=expert_tiles.TILES[16]),
+]
+CASES = {
+    "expert_inner": FEW,
+    "expert_outer": FEW,
+    "expert_lists": [listed()],
+    "expert_table": [tabled()],
+    "expert_tiles_gated": MANY,
+    "expert_tiles_down": MANY,
+    "expert_combine": MANY,
+}

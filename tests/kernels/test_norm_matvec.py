@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.norm_matvec import Weight, norm_matvec, norm_matvec_fused
+from mlx_moeflux.kernels.norm_matvec import MOST_WEIGHTS, Weight, norm_matvec, norm_matvec_fused
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import error, float64
+from tests.kernels.harness import Case, error, float64
 
 EPS = 1e-5
 # tokens, C, (rows, bits, group) of each matrix, dtype
-CASES = [
+SIZES = [
     (1, 96, [(5, 4, 32), (8, 8, 32), (3, 2, 32), (1, 0, 32)], mx.float32),
     (
         1,
@@ -28,10 +28,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
-def test_agrees_with_float64(device, sizes, with_norm, residual):
+def arguments(sizes, *, with_norm, residual):
+    """The call's arguments and what they must give."""
     tokens, C, parts, dtype = sizes
     rng = np.random.default_rng(C + tokens)
     parts = parts[:1] if residual else parts
@@ -42,19 +40,33 @@ def test_agrees_with_float64(device, sizes, with_norm, residual):
     x = random_array(rng, (tokens, C), dtype)
     norm = random_array(rng, (C,), dtype) if with_norm else None
     added = random_array(rng, (tokens, parts[0][0]), dtype) if residual else None
-    outputs = norm_matvec_fused(x, weights, norm=norm, eps=EPS, residual=added)
-
     rows = float64(x)
     if with_norm:
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(norm)
     truths = [rows @ dense(weight).T + (float64(added) if residual else 0) for weight in weights]
-    references = norm_matvec(x, weights, norm=norm, eps=EPS, residual=added)
-    assert len(outputs) == len(weights)
-    for y, truth, reference in zip(outputs, truths, references, strict=True):
-        assert y.dtype == dtype
-        # One rounding of the result is no one's fault.
-        floor = np.abs(truth).max() * {mx.float32: 3e-7}.get(dtype, float(mx.finfo(dtype).eps) / 2)
-        assert error(y, truth) <= max(2 * error(reference, truth), floor)
+    return (x, weights), {"norm": norm, "eps": EPS, "residual": added}, truths
+
+
+def limits(args, options, truths):
+    """Twice the error of stock MLX; one rounding of the result is no one's fault."""
+    dtype = args[0].dtype
+    half = 3e-7 if dtype == mx.float32 else float(mx.finfo(dtype).eps) / 2
+    return [
+        max(2 * error(reference, truth), half * np.abs(truth).max())
+        for reference, truth in zip(norm_matvec(*args, **options), truths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+def test_agrees_with_float64(device, sizes, with_norm, residual):
+    args, options, truths = arguments(sizes, with_norm=with_norm, residual=residual)
+    outputs = norm_matvec_fused(*args, **options)
+    assert len(outputs) == len(args[1])
+    for y, truth, limit in zip(outputs, truths, limits(args, options, truths), strict=True):
+        assert y.dtype == args[0].dtype
+        assert error(y, truth) <= limit
 
 
 def test_tokens_together_or_apart_give_the_same_bits(device):
@@ -82,3 +94,17 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ShapeError):
             call()
+
+
+def parts_case(count: int, *, residual: bool = False) -> Case:
+    """`count` matrices of different sizes and bits."""
+    parts = [(5 + i, (4, 8, 2, 0)[i % 4], 32) for i in range(count)]
+    sizes = (2 if residual else 1, 96, parts, mx.float32)
+    args, options, truths = arguments(sizes, with_norm=True, residual=residual)
+    limit = max(limits(args, options, truths))
+    name = f"{count}-residual" if residual else f"{count}"
+    return Case(name, lambda: norm_matvec_fused(*args, **options), lambda: truths, limit)
+
+
+CASES = {f"norm_matvec_{n}": [parts_case(n)] for n in range(1, MOST_WEIGHTS + 1)}
+CASES["norm_matvec_1"].append(parts_case(1, residual=True))
