@@ -234,7 +234,7 @@ def few_pairs(
         rest = pairs.where(~early.known)
         h = expert_inner(x, mx.array(rest.grid(weights.shape, slot_of)), bank)
         h = mx.where(mx.array(early.known)[:, None], early.rows, h)
-        return expert_outer(h, slots, weights, bank)
+        return expert_outer(h, slots, weights, bank, dtype=x.dtype)
     if early is None:
         out = form.few_rows(x, pairs, slot_of, bank)
     else:

@@ -34,6 +34,16 @@ inline constexpr int per_word() {
   return BITS == 0 ? 1 : 32 / (BITS == 0 ? 1 : BITS);
 }
 
+// The bits of the i-th number of a word where they are, or 16 places lower.
+template <int BITS, typename W>
+inline uint bits_at(W word, int i) {
+  uint bits = uint(word);
+  if (i * BITS >= 16) {
+    bits >>= 16;
+  }
+  return bits & (((1u << BITS) - 1) << (i * BITS % 16));
+}
+
 // The i-th number of a word, minus `less`. As the low bits of a float's mantissa it is read
 // without a conversion, which many GPUs do at a fraction of their speed.
 template <int BITS, typename W>
@@ -41,14 +51,15 @@ inline float number(W word, int i, float less) {
   if (BITS == 0) {
     return float(word);
   }
-  const int at = i * BITS % 16;
-  uint bits = uint(word);
-  if (i * BITS >= 16) {
-    bits >>= 16;
-  }
-  bits = (bits & (((1u << BITS) - 1) << at)) | 0x4b000000u;
+  const float unit = float(1 << i * BITS % 16);
   return metal::fma(
-      as_type<float>(bits), 1.0f / float(1 << at), -8388608.0f / float(1 << at) - less);
+      as_type<float>(bits_at<BITS>(word, i) | 0x4b000000u), 1.0f / unit, -8388608.0f / unit - less);
+}
+
+// The i-th number of a word, times 2^(i * BITS % 16 - 149).
+template <int BITS, typename W>
+inline float bare_number(W word, int i) {
+  return as_type<float>(bits_at<BITS>(word, i));
 }
 
 // ---- Elementwise

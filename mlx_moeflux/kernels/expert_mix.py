@@ -27,7 +27,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.metal import MetalKernel
-from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
 ABSENT = 0xFFFFFFFF
 # Up to this many tokens every pair reads its expert for itself; more share what they read.
@@ -78,7 +78,7 @@ def expert_mix_fused(
     layout = checked(x, slots, weights, bank, initial)
     if few(x.shape[0] if tokens is None else tokens):
         h = _inner(x, slots, bank, layout)
-        return _outer(h, slots, weights, bank, layout, initial)
+        return _outer(h, slots, weights, bank, layout, initial, x.dtype)
     return expert_tiles.grouped(x, slots, weights, bank, layout, initial)
 
 
@@ -94,10 +94,11 @@ def expert_outer(
     weights: mx.array,
     bank: ExpertBank,
     *,
+    dtype: mx.Dtype,
     initial: mx.array | None = None,
 ) -> mx.array:
-    """What :func:`expert_inner` gave -> ``[N, C]`` float32: the second half."""
-    return _outer(h, slots, weights, bank, layout_of(bank), initial)
+    """What :func:`expert_inner` gave for x of `dtype` -> ``[N, C]`` float32: the second half."""
+    return _outer(h, slots, weights, bank, layout_of(bank), initial, dtype)
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
@@ -200,10 +201,11 @@ _INNER = MetalKernel(
     ),
     outputs=("h",),
     body="""
-        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V>(
-            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h,
-            threadgroup_position_in_grid.y,
-            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
+        threadgroup float values[STAGED];
+        threadgroup float sums[STAGED / 4];
+        expert_inner<ROWS, SIMDGROUPS, K, IN, OUT, BITS, GROUP, V, EXACT>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, values, sums,
+            threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,
 )
@@ -215,7 +217,7 @@ _OUTER = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float products[K * ROWS];
-        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, CONTINUES>(
+        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
             h, slots, weights, down, scales, biases, initial, y, products,
             threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -227,15 +229,16 @@ INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 
 
 @functools.lru_cache(maxsize=256)
-def _inner_launch(layout: Layout, N: int, K: int) -> dict[str, Any]:
-    C, F, (rows, groups) = layout.C, layout.F, (INNER_ROWS, INNER_SIMDGROUPS)
-    matrix = layout.inner
+def _inner_launch(layout: Layout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
+    C, F, matrix = layout.C, layout.F, layout.inner
+    rows, groups, words = INNER_ROWS, INNER_SIMDGROUPS, matrix.access(layout.C, 16)
     return {
         "template": {
             **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
-            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": words},
+            **{"EXACT": dtype == mx.float32, "STAGED": staged_floats(matrix, words, C)},
         },
-        "grid": (32 * (F // rows), N * K, 1),
+        "grid": (32 * groups * -(-F // (rows * groups)), N * K, 1),
         "threadgroup": (32 * groups, 1, 1),
         "output_shapes": [(N * K, F)],
         "output_dtypes": [mx.float32],
@@ -243,12 +246,15 @@ def _inner_launch(layout: Layout, N: int, K: int) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _outer_launch(layout: Layout, N: int, K: int, continues: bool) -> dict[str, Any]:
+def _outer_launch(
+    layout: Layout, N: int, K: int, dtype: mx.Dtype, continues: bool
+) -> dict[str, Any]:
     C, F, rows, matrix = layout.C, layout.F, OUTER_ROWS, layout.down
     return {
         "template": {
             **{"ROWS": rows, "K": K, "IN": F, "OUT": C, "CONTINUES": continues},
             **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(F, 16)},
+            "EXACT": dtype == mx.float32,
         },
         "grid": (32 * K * (C // rows), N, 1),
         "threadgroup": (32 * K, 1, 1),
@@ -258,7 +264,7 @@ def _outer_launch(layout: Layout, N: int, K: int, continues: bool) -> dict[str, 
 
 
 def _inner(x: mx.array, slots: mx.array, bank: ExpertBank, layout: Layout) -> mx.array:
-    launch = _inner_launch(layout, *slots.shape)
+    launch = _inner_launch(layout, *slots.shape, x.dtype)
     return _INNER(x, slots, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
 
 
@@ -269,7 +275,8 @@ def _outer(
     bank: ExpertBank,
     layout: Layout,
     initial: mx.array | None,
+    dtype: mx.Dtype,
 ) -> mx.array:
-    launch = _outer_launch(layout, *slots.shape, initial is not None)
+    launch = _outer_launch(layout, *slots.shape, dtype, initial is not None)
     start = weights if initial is None else initial
     return _OUTER(h, slots, weights, *arrays_of(bank.down), start, **launch)[0]

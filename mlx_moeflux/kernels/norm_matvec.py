@@ -12,6 +12,7 @@ Shapes:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,11 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel
-from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
 MOST_TOKENS, MOST_WEIGHTS = 4, 6
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
-ROWS, SIMDGROUPS = 2, 4
+ROWS, SIMDGROUPS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,22 @@ def norm_matvec_fused(
 
 def _kernel(count: int) -> MetalKernel:
     """The kernel for `count` matrices: threadgroups are dealt out among them."""
-    body = "uint unit = thread_position_in_grid.x / 32;\n"
+    body = """
+        threadgroup float values[TOKENS * STAGED];
+        threadgroup float sums[TOKENS * STAGED / 4];
+        threadgroup float squares[TOKENS * SIMDGROUPS];
+        uint group = threadgroup_position_in_grid.x;
+    """
     for i in range(count):
         body += f"""
-            if (unit < UNITS{i}) {{
-                norm_matvec<ROWS{i}, TOKENS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i}, NORM, RESIDUAL>(
-                    x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, unit * ROWS{i},
-                    thread_index_in_simdgroup);
+            if (group < GROUPS{i}) {{
+                norm_matvec<ROWS{i}, SIMDGROUPS, TOKENS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i},
+                            EXACT, NORM, RESIDUAL>(
+                    x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, values, sums,
+                    squares, group, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
                 return;
             }}
-            unit -= UNITS{i};
+            group -= GROUPS{i};
         """
     return MetalKernel(
         f"norm_matvec_{count}",
@@ -160,18 +167,21 @@ def _launch(
     parts: tuple[tuple[Matrix, int], ...],
 ) -> dict[str, Any]:
     template = {"TOKENS": N, "IN": C, "NORM": norm, "RESIDUAL": residual}
-    units = 0
+    template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
+    groups, staged = 0, 0
     for i, (matrix, out) in enumerate(parts):
-        rows = ROWS if out % ROWS == 0 else 1
-        units += out // rows
+        rows = math.gcd(ROWS, out)
+        words = matrix.access(C, 16 if N == 1 else 8)
+        own = -(-out // (rows * SIMDGROUPS))
+        groups += own
+        staged = max(staged, staged_floats(matrix, words, C))
         template |= {
-            **{f"ROWS{i}": rows, f"UNITS{i}": out // rows, f"OUT{i}": out},
-            **{f"BITS{i}": matrix.bits, f"GROUP{i}": matrix.group},
-            f"V{i}": matrix.access(C, 16 if N == 1 else 8),
+            **{f"ROWS{i}": rows, f"GROUPS{i}": own, f"OUT{i}": out},
+            **{f"BITS{i}": matrix.bits, f"GROUP{i}": matrix.group, f"V{i}": words},
         }
     return {
-        "template": template,
-        "grid": (-(-units // SIMDGROUPS) * SIMDGROUPS * 32, 1, 1),
+        "template": template | {"STAGED": staged},
+        "grid": (groups * SIMDGROUPS * 32, 1, 1),
         "threadgroup": (32 * SIMDGROUPS, 1, 1),
         "output_shapes": [(N, out) for _, out in parts],
         "output_dtypes": [dtype] * len(parts),

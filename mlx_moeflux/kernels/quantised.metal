@@ -1,48 +1,77 @@
 // Products of few rows of x with matrices [out, in] as MLX stores them: numbers of BITS bits in
 // words, the lowest first, with a scale and a bias for every GROUP neighbours. BITS = 0: floats.
 //
-// One simdgroup computes ROWS rows of a matrix. Its lanes share the columns; V words at a time
-// are one access, and belong to one group.
+// A simdgroup computes ROWS rows of a matrix. Its lanes share the columns: one takes V words, N
+// numbers of one group, at a time, and needs the N values of x in registers.
+//
+// Where tiny floats are not flushed to zero, a number in the low bits of a word is a float by
+// itself: 2^(at - 149) times what it says, `at` being its first bit. x carries 2^(100 - at), and
+// the product is read for nothing. The sum loses what is below 2^-77, and terms that cancel in a
+// group: so not for x of float (EXACT).
 
-// N neighbours of p as floats.
-template <int N, typename T>
-inline void load_floats(thread float* x, const device T* p) {
-  const int most = 16 / sizeof(T), M = N < most ? N : most;
-  for (int i = 0; i < N; i += M) {
-    pack<T, M> part = load_pack<M>(p + i);
-    for (int j = 0; j < M; ++j) {
-      x[i + j] = float(part.at[j]);
+template <int BITS, bool EXACT>
+inline constexpr bool reads_tiny() {
+#ifdef MOEFLUX_CUDA
+  return BITS != 0 && !EXACT;
+#else
+  return false;
+#endif
+}
+
+// What the i-th of N values of x is multiplied with.
+template <int BITS, bool EXACT>
+inline float factor(int i) {
+  return reads_tiny<BITS, EXACT>() ? as_type<float>(uint(227 - i * BITS % 16) << 23) : 1.0f;
+}
+
+// N columns of a row as they are stored.
+template <int V, typename W, typename S>
+struct slice {
+  pack<W, V> words;
+  S scale, bias;
+};
+
+template <int ROWS, int IN, int BITS, int GROUP, int V, typename W, typename S>
+inline void fetch_rows(
+    thread slice<V, W, S>* next,
+    const device W* w,
+    const device S* scales,
+    const device S* biases,
+    uint at) {
+  const int per = per_word<BITS>();
+  if (IN % (32 * V * per) == 0 || at < IN) {
+    for (int r = 0; r < ROWS; ++r) {
+      next[r].words = load_pack<V>(w + r * (IN / per) + at / per);
+      if (BITS != 0) {
+        next[r].scale = scales[r * (IN / GROUP) + at / GROUP];
+        next[r].bias = biases[r * (IN / GROUP) + at / GROUP];
+      }
     }
   }
 }
 
-// acc[r * TOKENS + t] += this lane's part of row r times x[t], for the N columns from `at` on;
-// sums[t] is the sum of x[t].
-template <int ROWS, int TOKENS, int IN, int BITS, int GROUP, int V, typename W, typename S>
-inline void add_products(
+// acc[r * TOKENS + t] += this lane's part of row r times x[t]; sums[t] is the sum of its values.
+template <int ROWS, int TOKENS, int BITS, bool EXACT, int V, typename W, typename S>
+inline void add_rows(
     thread float* acc,
-    const device W* w,
-    const device S* scales,
-    const device S* biases,
-    uint at,
+    const thread slice<V, W, S>* rows,
     const thread float* x,
     const thread float* sums) {
   const int per = per_word<BITS>(), N = V * per;
+  const bool TINY = reads_tiny<BITS, EXACT>();
   // Numbers around zero: the two terms of a group's sum would else cancel.
-  const float middle = float(1 << BITS >> 1);
-  pack<W, V> words[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    words[r] = load_pack<V>(w + r * (IN / per) + at / per);
-  }
+  const float middle = TINY ? 0.0f : float(1 << BITS >> 1);
   for (int r = 0; r < ROWS; ++r) {
     float q[N];
     for (int i = 0; i < N; ++i) {
-      q[i] = number<BITS>(words[r].at[i / per], i % per, middle);
+      W word = rows[r].words.at[i / per];
+      q[i] = TINY ? bare_number<BITS>(word, i % per) : number<BITS>(word, i % per, middle);
     }
     float scale = 1.0f, bias = 0.0f;
     if (BITS != 0) {
-      scale = float(scales[r * (IN / GROUP) + at / GROUP]);
-      bias = metal::fma(middle, scale, float(biases[r * (IN / GROUP) + at / GROUP]));
+      scale = float(rows[r].scale);
+      bias = metal::fma(middle, scale, float(rows[r].bias));
+      scale *= TINY ? 562949953421312.0f : 1.0f;
     }
     for (int t = 0; t < TOKENS; ++t) {
       float dot = 0.0f;
@@ -54,19 +83,83 @@ inline void add_products(
   }
 }
 
-template <int N>
-inline float sum_of(const thread float* x) {
-  float total = 0.0f;
-  for (int i = 0; i < N; ++i) {
-    total += x[i];
+// How many times 32 lanes take N of IN columns.
+template <int IN, int N>
+inline constexpr int steps() {
+  return (IN + 32 * N - 1) / (32 * N);
+}
+
+// x into threadgroup memory in the order in which lanes want it, four values at a time, and the
+// sum of every lane's N. With NORM times `norm`; returns this thread's part of the sum of squares.
+template <int IN, int BITS, bool EXACT, int N, bool NORM, typename T, typename U>
+inline float stage(
+    threadgroup float* values,
+    threadgroup float* sums,
+    const device T* x,
+    const device U* norm,
+    uint index,
+    uint threads) {
+  float squares = 0.0f;
+  for (uint p = index; p < steps<IN, N>() * 8 * N; p += threads) {
+    const uint chunk = 4 * p / N, part = p % (N / 4);
+    pack<float, 4> out;
+    float sum = 0.0f;
+    for (int c = 0; c < 4; ++c) {
+      out.at[c] = 0.0f;
+    }
+    if (IN % (32 * N) == 0 || 4 * p < IN) {
+      pack<T, 4> in = load_pack<4>(x + 4 * p);
+      pack<U, 4> weight;
+      if (NORM) {
+        weight = load_pack<4>(norm + 4 * p);
+      }
+      for (int c = 0; c < 4; ++c) {
+        float value = float(in.at[c]);
+        if (NORM) {
+          squares = metal::fma(value, value, squares);
+          value *= float(weight.at[c]);
+        }
+        sum += value;
+        out.at[c] = value * factor<BITS, EXACT>(4 * part + c);
+      }
+    }
+    for (int m = 1; m < N / 4; m *= 2) {
+      sum += simd_shuffle_xor(sum, m);
+    }
+    store_pack(values + ((chunk / 32 * (N / 4) + part) * 32 + chunk % 32) * 4, out);
+    if (part == 0) {
+      sums[chunk] = sum;
+    }
   }
-  return total;
+  return squares;
+}
+
+// One step's values of TOKENS staged rows.
+template <int TOKENS, int IN, int N>
+inline void take(
+    thread float* x,
+    thread float* totals,
+    const threadgroup float* values,
+    const threadgroup float* sums,
+    int step,
+    uint lane) {
+  const int STEPS = steps<IN, N>();
+  for (int t = 0; t < TOKENS; ++t) {
+    for (int j = 0; j < N / 4; ++j) {
+      const int at = ((t * STEPS + step) * (N / 4) + j) * 32 + lane;
+      pack<float, 4> part = load_pack<4>(values + 4 * at);
+      for (int c = 0; c < 4; ++c) {
+        x[t * N + 4 * j + c] = part.at[c];
+      }
+    }
+    totals[t] = sums[(t * STEPS + step) * 32 + lane];
+  }
 }
 
 // h[p] = silu(gate[s] x[p / K]) * (up[s] x[p / K]), s = slots[p]; rows of absent experts stay
 // as they are.
-template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, typename T, typename W,
-          typename S>
+template <int ROWS, int SIMDGROUPS, int K, int IN, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, typename T, typename W, typename S>
 inline void expert_inner(
     const device T* x,
     const device uint* slots,
@@ -77,33 +170,52 @@ inline void expert_inner(
     const device S* up_scales,
     const device S* up_biases,
     device float* h,
-    uint pair,
-    uint row,
+    threadgroup float* values,
+    threadgroup float* sums,
+    uint3 group,
+    uint simdgroup,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per;
-  const uint slot = slots[pair];
+  const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
+  const uint pair = group.y, slot = slots[pair];
   if (slot == 0xffffffffu) {
     return;
   }
+  const uint wanted = (group.x * SIMDGROUPS + simdgroup) * ROWS;
+  const uint row = metal::min(wanted, uint(OUT - ROWS));
   const ulong base = ulong(slot) * OUT + row;
-  const ulong words = base * (IN / per), groups = base * (IN / GROUP);
+  gate += base * (IN / per);
+  up += base * (IN / per);
+  const ulong groups = base * (IN / GROUP);
+  slice<V, W, S> gates[2][ROWS], ups[2][ROWS];
+  fetch_rows<ROWS, IN, BITS, GROUP>(
+      gates[0], gate, gate_scales + groups, gate_biases + groups, lane * N);
+  fetch_rows<ROWS, IN, BITS, GROUP>(ups[0], up, up_scales + groups, up_biases + groups, lane * N);
+  stage<IN, BITS, EXACT, N, false>(
+      values, sums, x + pair / K * IN, x, simdgroup * 32 + lane, 32 * SIMDGROUPS);
   float sums_gate[ROWS], sums_up[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     sums_gate[r] = sums_up[r] = 0.0f;
   }
-  x += pair / K * IN;
-  for (uint at = lane * N; at < IN; at += 32 * N) {
-    float values[N], sum[1];
-    load_floats<N>(values, x + at);
-    sum[0] = sum_of<N>(values);
-    add_products<ROWS, 1, IN, BITS, GROUP, V>(
-        sums_gate, gate + words, gate_scales + groups, gate_biases + groups, at, values, sum);
-    add_products<ROWS, 1, IN, BITS, GROUP, V>(
-        sums_up, up + words, up_scales + groups, up_biases + groups, at, values, sum);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  #pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const uint at = (step * 32 + lane) * N;
+    if (step + 1 < STEPS) {
+      fetch_rows<ROWS, IN, BITS, GROUP>(gates[(step + 1) % 2], gate, gate_scales + groups,
+                                        gate_biases + groups, at + 32 * N);
+      fetch_rows<ROWS, IN, BITS, GROUP>(ups[(step + 1) % 2], up, up_scales + groups,
+                                        up_biases + groups, at + 32 * N);
+    }
+    if (IN % (32 * N) == 0 || at < IN) {
+      float part[N], total[1];
+      take<1, IN, N>(part, total, values, sums, step, lane);
+      add_rows<ROWS, 1, BITS, EXACT>(sums_gate, gates[step % 2], part, total);
+      add_rows<ROWS, 1, BITS, EXACT>(sums_up, ups[step % 2], part, total);
+    }
   }
   for (int r = 0; r < ROWS; ++r) {
     float gated = silu(simd_sum(sums_gate[r])) * simd_sum(sums_up[r]);
-    if (lane == 0) {
+    if (lane == 0 && wanted < OUT) {
       h[ulong(pair) * OUT + row + r] = gated;
     }
   }
@@ -111,8 +223,8 @@ inline void expert_inner(
 
 // y[n] = initial[n] + sum_k weights[n, k] down[s] h[n, k], s = slots[n, k], in ascending k; an
 // absent expert adds nothing. Simdgroup k of a threadgroup computes ROWS rows of pair (n, k).
-template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool CONTINUES,
-          typename W, typename S>
+template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
+          bool CONTINUES, typename W, typename S>
 inline void expert_outer(
     const device float* h,
     const device uint* slots,
@@ -137,11 +249,18 @@ inline void expert_outer(
       sums[r] = 0.0f;
     }
     for (uint at = lane * N; at < IN; at += 32 * N) {
-      float values[N], sum[1];
-      load_floats<N>(values, h + ulong(pair) * IN + at);
-      sum[0] = sum_of<N>(values);
-      add_products<ROWS, 1, IN, BITS, GROUP, V>(
-          sums, down + words, scales + groups, biases + groups, at, values, sum);
+      slice<V, W, S> rows[ROWS];
+      fetch_rows<ROWS, IN, BITS, GROUP>(
+          rows, down + words, scales + groups, biases + groups, at);
+      float values[N], total[1] = {0.0f};
+      for (int i = 0; i < N; i += 4) {
+        pack<float, 4> part = load_pack<4>(h + ulong(pair) * IN + at + i);
+        for (int c = 0; c < 4; ++c) {
+          total[0] += part.at[c];
+          values[i + c] = part.at[c] * factor<BITS, EXACT>(i + c);
+        }
+      }
+      add_rows<ROWS, 1, BITS, EXACT>(sums, rows, values, total);
     }
     const float weight = weights[pair];
     for (int r = 0; r < ROWS; ++r) {
@@ -166,8 +285,8 @@ inline void expert_outer(
 
 // y[t, row ...] = (residual +) w norm(x[t]), norm(x) = norm_weight x / sqrt(mean x^2 + eps);
 // without NORM x is taken as it is. ROWS rows for each simdgroup, all tokens.
-template <int ROWS, int TOKENS, int IN, int OUT, int BITS, int GROUP, int V, bool NORM,
-          bool RESIDUAL, typename T, typename U, typename W, typename S>
+template <int ROWS, int SIMDGROUPS, int TOKENS, int IN, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, bool NORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
 inline void norm_matvec(
     const device T* x,
     const device U* norm_weight,
@@ -177,43 +296,60 @@ inline void norm_matvec(
     const device S* scales,
     const device S* biases,
     device T* y,
-    uint row,
+    threadgroup float* values,
+    threadgroup float* sums,
+    threadgroup float* squares,
+    uint group,
+    uint simdgroup,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per;
-  const ulong words = ulong(row) * (IN / per), groups = ulong(row) * (IN / GROUP);
-  float acc[ROWS * TOKENS], squares[TOKENS];
+  const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
+  const uint wanted = (group * SIMDGROUPS + simdgroup) * ROWS;
+  const uint row = metal::min(wanted, uint(OUT - ROWS));
+  w += ulong(row) * (IN / per);
+  scales += ulong(row) * (IN / GROUP);
+  biases += ulong(row) * (IN / GROUP);
+  slice<V, W, S> rows[2][ROWS];
+  fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
+  for (int t = 0; t < TOKENS; ++t) {
+    float own = stage<IN, BITS, EXACT, N, NORM>(
+        values + t * STEPS * 32 * N, sums + t * STEPS * 32, x + t * IN, norm_weight,
+        simdgroup * 32 + lane, 32 * SIMDGROUPS);
+    if (NORM) {
+      own = simd_sum(own);
+      if (lane == 0) {
+        squares[t * SIMDGROUPS + simdgroup] = own;
+      }
+    }
+  }
+  float acc[ROWS * TOKENS];
   for (int i = 0; i < ROWS * TOKENS; ++i) {
     acc[i] = 0.0f;
   }
-  for (int t = 0; t < TOKENS; ++t) {
-    squares[t] = 0.0f;
-  }
-  for (uint at = lane * N; at < IN; at += 32 * N) {
-    float values[TOKENS * N], sums[TOKENS], factors[N];
-    if (NORM) {
-      load_floats<N>(factors, norm_weight + at);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  #pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const uint at = (step * 32 + lane) * N;
+    if (step + 1 < STEPS) {
+      fetch_rows<ROWS, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
     }
-    for (int t = 0; t < TOKENS; ++t) {
-      load_floats<N>(values + t * N, x + t * IN + at);
-      if (NORM) {
-        for (int i = 0; i < N; ++i) {
-          squares[t] = metal::fma(values[t * N + i], values[t * N + i], squares[t]);
-          values[t * N + i] *= factors[i];
-        }
+    if (IN % (32 * N) == 0 || at < IN) {
+      float part[TOKENS * N], totals[TOKENS];
+      take<TOKENS, IN, N>(part, totals, values, sums, step, lane);
+      add_rows<ROWS, TOKENS, BITS, EXACT>(acc, rows[step % 2], part, totals);
+    }
+  }
+  for (int t = 0; t < TOKENS; ++t) {
+    float inverse = 1.0f;
+    if (NORM) {
+      float total = 0.0f;
+      for (int i = 0; i < SIMDGROUPS; ++i) {
+        total += squares[t * SIMDGROUPS + i];
       }
-      sums[t] = sum_of<N>(values + t * N);
-    }
-    add_products<ROWS, TOKENS, IN, BITS, GROUP, V>(
-        acc, w + words, scales + groups, biases + groups, at, values, sums);
-  }
-  for (int t = 0; t < TOKENS; ++t) {
-    float factor = 1.0f;
-    if (NORM) {
-      factor = metal::precise::rsqrt(simd_sum(squares[t]) / float(IN) + eps[0]);
+      inverse = metal::precise::rsqrt(total / float(IN) + eps[0]);
     }
     for (int r = 0; r < ROWS; ++r) {
-      float total = simd_sum(acc[r * TOKENS + t]) * factor;
-      if (lane == 0) {
+      float total = simd_sum(acc[r * TOKENS + t]) * inverse;
+      if (lane == 0 && wanted < OUT) {
         const uint at = t * OUT + row + r;
         y[at] = T(RESIDUAL ? float(residual[at]) + total : total);
       }

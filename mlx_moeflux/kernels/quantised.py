@@ -40,10 +40,10 @@ class Matrix:
 
     def access(self, width: int, most: int) -> int:
         """How many words a lane takes at once: a power of two that keeps the 32 lanes busy with
-        a row, belongs to one group and has at most `most` bytes."""
+        a row, belongs to one group and has at most `most` bytes, but four numbers at least."""
         per = 32 // self.bits if self.bits else 1
         limit = min(most // 4, self.group // per) if self.bits else most // 2
-        count = 1
+        count = 1 if self.bits else 4
         while 2 * count <= limit and 64 * count * per <= width and width % (2 * count * per) == 0:
             count *= 2
         return count
@@ -77,6 +77,13 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         if scales.dtype not in FLOATS or scales.dtype != matrix.biases.dtype:
             raise ShapeError(f"scales are {scales.dtype}, biases {matrix.biases.dtype}.")
     return found
+
+
+def staged_floats(matrix: Matrix, words: int, width: int) -> int:
+    """Floats of threadgroup memory that one row of x takes when lanes take `words` at a time,
+    and the sums of what they take: see ``stage`` in quantised.metal."""
+    chunk = 32 * words * (32 // matrix.bits if matrix.bits else 1)
+    return -(-width // chunk) * chunk
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
