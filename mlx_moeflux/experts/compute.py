@@ -137,20 +137,28 @@ def needs_cast(bank: ExpertBank) -> bool:
 
 
 def from_whole_bank(
-    x: mx.array, ids: mx.array, weights: mx.array, bank: ExpertBank, form: Form, *, table: mx.array
+    x: mx.array,
+    ids: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    form: Form,
+    *,
+    table: mx.array | None = None,
 ) -> mx.array:
     """Experts of a layer that are all in `bank`: lazy, differentiable, nothing leaves the device.
 
     x ``[N, C]``, ids ``[N, K]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32. table:
-    ``[E + 1]`` uint32, expert -> slot; entry E, for padding, is any valid slot.
+    ``[E + 1]`` uint32, expert -> slot, and in entry E, for padding, ABSENT; None: expert e is in
+    slot e.
     """
     N, K = ids.shape
-    real = ids < table.shape[0] - 1  # [N, K]
-    slots = table[ids]
+    slots = ids if table is None else table[ids]
     if form.mixes:
-        slots = mx.where(real, slots, mx.array(ABSENT, mx.uint32))
         return form.mixed(x, slots, weights, bank, tokens=N)
     chunk = max(1, form.pairs_at_once(bank) // K)
+    real = slots < bank.slots  # [N, K]
+    # Padding is computed with the last slot and thrown away.
+    slots = mx.minimum(slots, mx.array(bank.slots - 1, mx.uint32))
     weights = mx.where(real, weights, 0.0)
     totals = []
     for start in range(0, N, chunk):

@@ -45,9 +45,6 @@ class ResidentStore:
         self._banks = banks
         self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
-        # Padding is computed with the last expert and thrown away.
-        self._table = mx.array([*range(num_experts), num_experts - 1], mx.uint32)
-        mx.eval(self._table)
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""
@@ -63,7 +60,7 @@ class ResidentStore:
         if self.events is not None:
             self.events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
         stats.tokens += x.shape[0]
-        return from_whole_bank(x, ids, weights, bank, self._form, table=self._table)
+        return from_whole_bank(x, ids, weights, bank, self._form)
 
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""

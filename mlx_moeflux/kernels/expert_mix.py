@@ -4,9 +4,9 @@
     ffn(x; s) = down[s] (silu(gate[s] x) * (up[s] x))
 
 Shapes:
-    x: ``[N, C]``; slots: ``[N, K]`` uint32, :data:`ABSENT` where there is no expert (nothing is
-    added for it, and nothing read); weights: ``[N, K]`` float32; bank: the experts by slot;
-    initial: ``[N, C]`` float32 or None.
+    x: ``[N, C]``; slots: ``[N, K]`` uint32, a number that no slot has, such as :data:`ABSENT`,
+    where there is no expert (nothing is added for it, and nothing read); weights: ``[N, K]``
+    float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
     returns: ``[N, C]`` float32.
 
 Terms are added in float32 in the order of k. What an expert gives a token depends on nothing but
@@ -47,7 +47,7 @@ def expert_mix(
 ) -> mx.array:
     """The module's formula in plain MLX: every pair through `ffn`, then one sum."""
     N, K = slots.shape
-    real = slots != ABSENT
+    real = slots < bank.slots
     rows = ffn(mx.repeat(x, K, axis=0), mx.where(real, slots, 0).reshape(-1), bank)
     rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
     return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
@@ -205,7 +205,7 @@ _INNER = MetalKernel(
         threadgroup float sums[STAGED / 4];
         expert_inner<ROWS, SIMDGROUPS, K, IN, OUT, BITS, GROUP, V, EXACT>(
             x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, values, sums,
-            threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+            gate_shape[0], threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,
 )
@@ -219,7 +219,7 @@ _OUTER = MetalKernel(
         threadgroup float products[K * ROWS];
         expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
             h, slots, weights, down, scales, biases, initial, y, products,
-            threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
+            down_shape[0], threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
     """,
 )

@@ -1,5 +1,5 @@
 // Many tokens: pairs are listed by slot, and each slot's pairs are multiplied in tiles.
-// A pair is token * K + rank. slots[pair] = 0xffffffff: no expert, the pair is in no list.
+// A pair is token * K + rank. No slot has the number slots[pair]: no expert, it is in no list.
 
 // order[offsets[s]] ...: the pairs of slot s, ascending. One threadgroup for each slot, and one
 // more for the end of the last list. Every one looks at all pairs: no order of arrival, no atomics.
@@ -286,6 +286,7 @@ inline void combine_pairs(
     const device float* weights,
     const device float* initial,
     device float* y,
+    uint num_slots,
     uint token,
     uint col) {
   if (col >= C) {
@@ -301,7 +302,7 @@ inline void combine_pairs(
   }
   for (int k = 0; k < K; ++k) {
     const uint pair = token * K + k;
-    if (slots[pair] != 0xffffffffu) {
+    if (slots[pair] < num_slots) {
       pack<T, 4> part = load_pack<4>(out + ulong(pair) * C + col);
       for (int j = 0; j < 4; ++j) {
         total.at[j] += weights[pair] * float(part.at[j]);

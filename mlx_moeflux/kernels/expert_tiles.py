@@ -110,11 +110,11 @@ _DOWN = MetalKernel(
 _COMBINE = MetalKernel(
     "expert_combine",
     file="expert_tiles.metal",
-    inputs=("out", "slots", "weights", "initial"),
+    inputs=("out", "slots", "weights", "initial", "sizes"),
     outputs=("y",),
     body="""
         combine_pairs<K, C, CONTINUES>(
-            out, slots, weights, initial, y, threadgroup_position_in_grid.x,
+            out, slots, weights, initial, y, sizes[1], threadgroup_position_in_grid.x,
             4 * (threadgroup_position_in_grid.y * THREADS + thread_index_in_threadgroup));
     """,
 )
@@ -209,20 +209,25 @@ def grouped(
     h = _GATED(x, *lists, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
     launch = _tile_launch(tile, tiles.shape[0], P, K, F, C, layout.down, x.dtype)
     out = _DOWN(h, *lists, *arrays_of(bank.down), **launch)[0]
-    return combine(out, slots, weights, C, initial)
+    return combine(out, slots, weights, bank.slots, initial)
 
 
 def combine(
-    out: mx.array, slots: mx.array, weights: mx.array, C: int, initial: mx.array | None
+    out: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    num_slots: int,
+    initial: mx.array | None,
 ) -> mx.array:
     """out ``[N * K, C]`` -> ``[N, C]`` float32, the weighted sum over present pairs."""
-    N, K = slots.shape
+    (N, K), C = slots.shape, out.shape[1]
     threads = min(256, -(-C // 128) * 32)
     return _COMBINE(
         out,
         slots,
         weights,
         weights if initial is None else initial,
+        _sizes(N * K, num_slots, 0),
         template={"K": K, "C": C, "CONTINUES": initial is not None, "THREADS": threads},
         grid=(threads * N, -(-C // (4 * threads)), 1),
         threadgroup=(threads, 1, 1),

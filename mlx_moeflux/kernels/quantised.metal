@@ -156,8 +156,8 @@ inline void take(
   }
 }
 
-// h[p] = silu(gate[s] x[p / K]) * (up[s] x[p / K]), s = slots[p]; rows of absent experts stay
-// as they are.
+// h[p] = silu(gate[s] x[p / K]) * (up[s] x[p / K]), s = slots[p]; rows of absent experts,
+// whose s is num_slots or more, stay as they are.
 template <int ROWS, int SIMDGROUPS, int K, int IN, int OUT, int BITS, int GROUP, int V,
           bool EXACT, typename T, typename W, typename S>
 inline void expert_inner(
@@ -172,12 +172,13 @@ inline void expert_inner(
     device float* h,
     threadgroup float* values,
     threadgroup float* sums,
+    uint num_slots,
     uint3 group,
     uint simdgroup,
     uint lane) {
   const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
   const uint pair = group.y, slot = slots[pair];
-  if (slot == 0xffffffffu) {
+  if (slot >= num_slots) {
     return;
   }
   const uint wanted = (group.x * SIMDGROUPS + simdgroup) * ROWS;
@@ -235,13 +236,14 @@ inline void expert_outer(
     const device float* initial,
     device float* y,
     threadgroup float* products,
+    uint num_slots,
     uint token,
     uint row,
     uint k,
     uint lane) {
   const int per = per_word<BITS>(), N = V * per;
   const uint pair = token * K + k, slot = slots[pair];
-  if (slot != 0xffffffffu) {
+  if (slot < num_slots) {
     const ulong base = ulong(slot) * OUT + row;
     const ulong words = base * (IN / per), groups = base * (IN / GROUP);
     float sums[ROWS];
@@ -275,7 +277,7 @@ inline void expert_outer(
     const ulong at = ulong(token) * OUT + row + lane;
     float total = CONTINUES ? initial[at] : -0.0f;
     for (int i = 0; i < K; ++i) {
-      if (slots[token * K + i] != 0xffffffffu) {
+      if (slots[token * K + i] < num_slots) {
         total += products[i * ROWS + lane];
       }
     }
