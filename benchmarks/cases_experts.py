@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.expert_mix import expert_mix, expert_mix_fused
+from mlx_moeflux.kernels.expert_mix import expert_mix, expert_mix_grouped, expert_mix_pairs
 from mlx_moeflux.kernels.norm_matvec import Weight, norm_matvec, norm_matvec_fused
 
 E, K, C, F, GROUP = 256, 8, 2048, 512, 64
@@ -115,7 +115,11 @@ def expert_case(bank: ExpertBank, tokens: int, target: float | None) -> Benchmar
         slots, weights = rotated[0]
         return rows, np.stack([_expert_row(x[n], slots[n], weights[n], bank) for n in rows])
 
-    forms = {"fused": call(expert_mix_fused)}
+    forms = {}
+    if tokens <= 64:
+        forms["pairs"] = call(expert_mix_pairs)
+    if tokens > 1:
+        forms["grouped"] = call(expert_mix_grouped)
     if tokens <= 64:
         forms["gather_qmm"] = call(expert_mix)
     else:

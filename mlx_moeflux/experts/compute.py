@@ -23,9 +23,8 @@ from mlx_moeflux.kernels.expert_mix import (
     ABSENT,
     expert_inner,
     expert_mix,
-    expert_mix_fused,
+    expert_mix_pairs,
     expert_outer,
-    few,
 )
 
 # Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
@@ -44,9 +43,9 @@ ExpertMix = Callable[..., mx.array]
 class Form:
     """How experts are computed.
 
-    ffn, mix: The operations. With the reference `mix`, pairs go through `ffn` as suits the
-    device; another `mix` gets whole tokens, and `ffn` is not asked. scratch_bytes: None is what
-    suits the device.
+    ffn, mix: The operations. Where `mix` is the reference, pairs go through `ffn` as suits the
+    device; another form of it gets whole tokens, and `ffn` is not asked. scratch_bytes: None is
+    what suits the device.
     """
 
     ffn: ExpertFFN = expert_ffn
@@ -54,33 +53,41 @@ class Form:
     scratch_bytes: int | None = None
     take_bytes: int = TAKE_BYTES
 
-    @property
-    def mixes(self) -> bool:
-        """Whether `mix` is asked."""
-        return self.mix is not expert_mix
+    def mixer(self, x: mx.array, weights: mx.array, bank: ExpertBank) -> ExpertMix | None:
+        """The form of `mix` for a whole call, which all of its parts take; None: the reference."""
+        choose = getattr(self.mix, "form", None)
+        # Where experts are is not known yet, and must not matter.
+        mix = self.mix if choose is None else choose(x, None, weights, bank)
+        return None if mix is expert_mix else mix
 
     def mixed(
         self,
+        mix: ExpertMix,
         x: mx.array,
         slots: mx.array,
         weights: mx.array,
         bank: ExpertBank,
-        *,
-        tokens: int,
         initial: mx.array | None = None,
     ) -> mx.array:
         """x ``[n, C]``, slots and weights ``[n, K]`` -> ``[n, C]`` float32 through `mix`, as many
-        rows at a time as the scratch holds. tokens: Of the whole call."""
-        n, K = slots.shape
-        chunk = max(1, self.pairs_at_once(bank, x.dtype) // K)
+        rows at a time as the scratch holds."""
+        n = x.shape[0]
+        chunk = self.rows_at_once(mix, weights, bank, x.dtype)
         totals = []
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             before = None if initial is None else initial[part]
-            totals.append(
-                self.mix(x[part], slots[part], weights[part], bank, initial=before, tokens=tokens)
-            )
+            totals.append(mix(x[part], slots[part], weights[part], bank, initial=before))
         return totals[0] if len(totals) == 1 else mx.concatenate(totals)
+
+    def rows_at_once(
+        self, mix: ExpertMix, weights: mx.array, bank: ExpertBank, dtype: mx.Dtype
+    ) -> int:
+        """Tokens that :meth:`mixed` computes in one step. A form that needs less than the
+        reference says so in `pair_bytes(bank, dtype)`."""
+        pair_bytes = getattr(mix, "pair_bytes", None)
+        pair = None if pair_bytes is None else pair_bytes(bank, dtype)
+        return max(1, self.pairs_at_once(bank, pair) // weights.shape[1])
 
     def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool) -> mx.array:
         """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there."""
@@ -103,14 +110,11 @@ class Form:
         small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
         return pairs <= FEW_PAIRS and (small or not needs_cast(bank))
 
-    def pairs_at_once(self, bank: ExpertBank, dtype: mx.Dtype = mx.float32) -> int:
-        """Pairs whose inputs, inner values and outputs fit in the scratch. A `mix` that needs
-        less says so in `pair_bytes(bank, dtype)`."""
+    def pairs_at_once(self, bank: ExpertBank, pair_bytes: int | None = None) -> int:
+        """Pairs whose inputs, inner values and outputs fit in the scratch."""
         F, C = bank.gate.weight.shape[1], bank.down.weight.shape[1]
         scratch = self.scratch_bytes or SCRATCH_BYTES["cpu" if on_cpu() else "gpu"]
-        pair_bytes = getattr(self.mix, "pair_bytes", None)
-        pair = 4 * (3 * C + 3 * F) if pair_bytes is None else pair_bytes(bank, dtype)
-        return max(1, scratch // pair)
+        return max(1, scratch // (pair_bytes or 4 * (3 * C + 3 * F)))
 
 
 def compute_scratch_bytes() -> int:
@@ -153,8 +157,9 @@ def from_whole_bank(
     """
     N, K = ids.shape
     slots = ids if table is None else table[ids]
-    if form.mixes:
-        return form.mixed(x, slots, weights, bank, tokens=N)
+    mix = form.mixer(x, weights, bank)
+    if mix is not None:
+        return form.mixed(mix, x, slots, weights, bank)
     chunk = max(1, form.pairs_at_once(bank) // K)
     real = slots < bank.slots  # [N, K]
     # Padding is computed with the last slot and thrown away.
@@ -235,10 +240,11 @@ def few_pairs(
     early: What :func:`begin_few` began.
     """
     N, K = weights.shape
-    if form.mixes:
+    mix = form.mixer(x, weights, bank)
+    if mix is not None:
         slots = mx.array(pairs.grid(weights.shape, slot_of))
         if early is None:
-            return form.mixed(x, slots, weights, bank, tokens=N)
+            return form.mixed(mix, x, slots, weights, bank)
         rest = pairs.where(~early.known)
         h = expert_inner(x, mx.array(rest.grid(weights.shape, slot_of)), bank)
         h = mx.where(mx.array(early.known)[:, None], early.rows, h)
@@ -255,7 +261,7 @@ def few_pairs(
 class Early(NamedTuple):
     """Work on some of a call's pairs, begun before the others' experts are there.
 
-    known: A mask over the pairs. rows: Their outputs in order, or with :func:`expert_mix_fused`
+    known: A mask over the pairs. rows: Their outputs in order, or with :func:`expert_mix_pairs`
     the inner values of all pairs, of which only theirs mean anything.
     """
 
@@ -265,20 +271,21 @@ class Early(NamedTuple):
 
 def begin_few(
     x: mx.array,
+    weights: mx.array,
     pairs: Pairs,
     known: np.ndarray,
     slot_of: np.ndarray,
     bank: ExpertBank,
     form: Form,
 ) -> Early | None:
-    """Begin :func:`few_pairs` with the pairs that are `known`; None if `form` cannot."""
-    if not form.mixes:
+    """Begin :func:`few_pairs` with the pairs that are `known`; None if the form cannot."""
+    mix = form.mixer(x, weights, bank)
+    if mix is None:
         return Early(known, form.few_rows(x, pairs.where(known), slot_of, bank))
-    N = x.shape[0]
-    if form.mix is not expert_mix_fused or not few(N):
+    if mix is not expert_mix_pairs:
         return None
-    slots = pairs.where(known).grid((N, len(pairs) // N), slot_of)
-    return Early(known, expert_inner(x, mx.array(slots), bank))
+    slots = mx.array(pairs.where(known).grid(weights.shape, slot_of))
+    return Early(known, expert_inner(x, slots, bank))
 
 
 class ExpertSum:
@@ -300,8 +307,9 @@ class ExpertSum:
 
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
-        if self.form.mixes:
-            self._mix(pairs, slot_of, bank)
+        mix = self.form.mixer(self.x, self._by_token, bank)
+        if mix is not None:
+            self._mix(mix, pairs, slot_of, bank)
             return
         if not needs_cast(bank):
             self._add_chunks(pairs, slot_of, bank, cast=False)
@@ -313,21 +321,20 @@ class ExpertSum:
             part = pairs.between(chosen[0], chosen[-1])
             self._add_chunks(part, slot_of, bank, cast=True)
 
-    def _mix(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
-        N, K = self._by_token.shape
+    def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
+        N = self.x.shape[0]
         tokens = np.unique(pairs.token)
-        slots = pairs.grid((N, K), slot_of)
-        chunk = max(1, self.form.pairs_at_once(bank, self.x.dtype) // K)
+        slots = pairs.grid(self._by_token.shape, slot_of)
+        chunk = self.form.rows_at_once(mix, self._by_token, bank, self.x.dtype)
         for start in range(0, len(tokens), chunk):
             self._next_step()
             some = tokens[start : start + chunk]
             rows = slice(None) if len(some) == N else _indices(some)
-            self.total[rows] = self.form.mixed(
+            self.total[rows] = mix(
                 self.x[rows],
                 mx.array(slots[some]),
                 self._by_token[rows],
                 bank,
-                tokens=N,
                 initial=self.total[rows],
             )
 

@@ -274,7 +274,7 @@ class StreamedStore:
         few = len(pairs) == weights.size and self._form.takes_few(len(pairs), x.shape[0], bank)
         early = None
         if few and self.overlap and 0 < len(missing) < len(needed):
-            early = self._hits_first(state, pairs, x)
+            early = self._hits_first(state, pairs, x, weights)
         state.finish(self.events)
         if few:
             y = few_pairs(x, weights, pairs, slot_of, bank, self._form, early=early)
@@ -289,11 +289,13 @@ class StreamedStore:
             state.remember(y)
         return y
 
-    def _hits_first(self, state: StreamedLayer, pairs: Pairs, x: mx.array) -> Early | None:
+    def _hits_first(
+        self, state: StreamedLayer, pairs: Pairs, x: mx.array, weights: mx.array
+    ) -> Early | None:
         """Begin to compute the pairs whose experts are resident."""
         hits = np.isin(pairs.expert, list(state.table.slot_of))
         early = begin_few(
-            x, pairs, hits, state.table.slots_by_expert, state.bank.experts, self._form
+            x, weights, pairs, hits, state.table.slots_by_expert, state.bank.experts, self._form
         )
         if early is not None:
             state.remember(early.rows)

@@ -80,7 +80,11 @@ FORMS: dict[str, dict[str, Form]] = {
     "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
-    "expert_mix": {"reference": expert_mix.expert_mix, "fused": expert_mix.expert_mix_fused},
+    "expert_mix": {
+        "reference": expert_mix.expert_mix,
+        "pairs": expert_mix.expert_mix_pairs,
+        "grouped": expert_mix.expert_mix_grouped,
+    },
     "moe_combine": {
         "reference": moe_combine.moe_combine,
         "fused": moe_combine.moe_combine_fused,
@@ -120,6 +124,17 @@ class Operation:
                 # The kernel does not take these shapes; if they are wrong, the reference says so.
                 pass
         return self._forms[REFERENCE](*args, **kwargs)
+
+    def form(self, *args, **kwargs) -> Form:
+        """The form for a call with these arguments, to compute it in parts: the same for all."""
+        if self._fixed is not None:
+            by_name = self._mode.references_only and not callable(self.choice)
+            return self._forms[REFERENCE] if by_name else self._fixed
+        best = self._best(args, kwargs)
+        takes = getattr(best, "takes", None)
+        if best is None or (takes is not None and not takes(*args, **kwargs)):
+            return self._forms[REFERENCE]
+        return best
 
     def _best(self, args, kwargs) -> Form | None:
         """The form that "auto" takes for a call; None: the reference."""

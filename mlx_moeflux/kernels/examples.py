@@ -122,6 +122,13 @@ def _expert_ffn(x: Normal) -> Arguments:
     return (x(N, C), slots, ExpertBank.of(arrays, specs)), {}
 
 
+def _expert_mix(x: Normal) -> Arguments:
+    (rows, _, bank), _ = _expert_ffn(x)
+    slots = (mx.arange(N)[:, None] + 2 * mx.arange(K)).astype(mx.uint32)  # E and more: no expert
+    options = {"initial": x(N, C, dtype=mx.float32)}
+    return (rows, slots, x(N, K, dtype=mx.float32), bank), options
+
+
 def _moe_combine(x: Normal) -> Arguments:
     return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
 
@@ -142,6 +149,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,
+    "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
 }
 

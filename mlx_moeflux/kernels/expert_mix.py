@@ -9,9 +9,9 @@ Shapes:
     float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
     returns: ``[N, C]`` float32.
 
-Terms are added in float32 in the order of k. What an expert gives a token depends on nothing but
-the token's row, the expert's bytes and the form that :func:`few` says; so a sum may be cut in k
-and continued with `initial`, and tokens may be computed together or apart, without changing a bit.
+Terms are added in float32 in the order of k. In one form, what an expert gives a token depends on
+nothing but the token's row and the expert's bytes; so a sum may be cut in k and continued with
+`initial`, and tokens may be computed together or apart, without changing a bit.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
-from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
 ABSENT = 0xFFFFFFFF
-# Up to this many tokens every pair reads its expert for itself; more share what they read.
-FEW_TOKENS = 16
 MOST_EXPERTS_A_TOKEN = 16
 
 
@@ -42,7 +40,6 @@ def expert_mix(
     bank: ExpertBank,
     *,
     initial: mx.array | None = None,
-    tokens: int | None = None,
     ffn: Callable[..., mx.array] = expert_ffn,
 ) -> mx.array:
     """The module's formula in plain MLX: every pair through `ffn`, then one sum."""
@@ -53,33 +50,50 @@ def expert_mix(
     return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
 
 
-def few(tokens: int) -> bool:
-    """Whether a call of so many tokens takes the form that reads experts pair by pair."""
-    return tokens <= FEW_TOKENS
-
-
-def expert_mix_fused(
+def expert_mix_pairs(
     x: mx.array,
     slots: mx.array,
     weights: mx.array,
     bank: ExpertBank,
     *,
     initial: mx.array | None = None,
-    tokens: int | None = None,
 ) -> mx.array:
-    """The module's formula in two launches for few tokens, five for many.
-
-    tokens: How many tokens the whole call has, where this is a part of it; chooses the form.
+    """The module's formula for few tokens, in two launches: each pair reads its expert.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
     layout = checked(x, slots, weights, bank, initial)
-    if few(x.shape[0] if tokens is None else tokens):
-        h = _inner(x, slots, bank, layout)
-        return _outer(h, slots, weights, bank, layout, initial, x.dtype)
+    h = _inner(x, slots, bank, layout)
+    return _outer(h, slots, weights, bank, layout, initial, x.dtype)
+
+
+def expert_mix_grouped(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula for many tokens, in five launches: pairs are grouped by expert.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    layout = checked(x, slots, weights, bank, initial)
     return expert_tiles.grouped(x, slots, weights, bank, layout, initial)
+
+
+def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
+    """Whether the kernels know how this bank is stored, and take so many experts a token."""
+    try:
+        layout_of(bank)
+    except UnsupportedError:
+        return False
+    return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
 
 
 def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
@@ -102,12 +116,9 @@ def expert_outer(
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
-    """Bytes of scratch that :func:`expert_mix_fused` needs for each pair of a long call."""
+    """Bytes of scratch that the fused forms need for each pair of a long call."""
     layout = layout_of(bank)
     return (layout.C + layout.F) * dtype.size + 16
-
-
-expert_mix_fused.pair_bytes = pair_bytes
 
 
 @dataclass(frozen=True)
@@ -280,3 +291,9 @@ def _outer(
     launch = _outer_launch(layout, *slots.shape, dtype, initial is not None)
     start = weights if initial is None else initial
     return _OUTER(h, slots, weights, *arrays_of(bank.down), start, **launch)[0]
+
+
+for _form in (expert_mix_pairs, expert_mix_grouped):
+    _form.takes, _form.pair_bytes = readable, pair_bytes
+launches(_INNER, _OUTER)(expert_mix_pairs)
+launches(*expert_tiles.KERNELS)(expert_mix_grouped)

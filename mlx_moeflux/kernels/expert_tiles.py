@@ -119,6 +119,8 @@ _COMBINE = MetalKernel(
     """,
 )
 
+KERNELS = (_LISTS, _TABLE, _GATED, _DOWN, _COMBINE)
+
 
 @functools.lru_cache(maxsize=64)
 def _sizes(pairs: int, slots: int, tiles: int) -> mx.array:

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.experts.compute import Form
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.kernels import auto
 from mlx_moeflux.kernels.choice import choose_kernels
-from mlx_moeflux.kernels.expert_mix import FEW_TOKENS, expert_mix_fused
+from mlx_moeflux.kernels.expert_mix import expert_mix_grouped, expert_mix_pairs
 from tests.experts.helpers import (
     LAYERS,
     E,
@@ -21,7 +23,18 @@ from tests.experts.helpers import (
 )
 from tests.kernels.harness import emulated
 
-FUSED = {"mix": expert_mix_fused, "scratch_bytes": 30_000}
+FEW_TOKENS = 3
+
+
+class BySize:
+    """What a store gets as `mix`: asked once a call which form all parts of it take."""
+
+    def form(self, x, slots, weights, bank):
+        assert slots is None
+        return expert_mix_pairs if x.shape[0] <= FEW_TOKENS else expert_mix_grouped
+
+
+FUSED = {"mix": BySize(), "scratch_bytes": 30_000}
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
@@ -61,9 +74,9 @@ def test_close_to_the_reference(tmp_path, specs, n):
 def test_scratch_changes_no_bit(experts, open_store):
     """A call cut into chunks of a few tokens takes the form of the whole call."""
     call = random_call(FEW_TOKENS + 5, padding=2)
-    expected = experts.resident(mix=expert_mix_fused).experts(3, *call)
+    expected = experts.resident(mix=BySize()).experts(3, *call)
     for scratch_bytes in (3_000, 10_000):
-        options = {"mix": expert_mix_fused, "scratch_bytes": scratch_bytes}
+        options = {"mix": BySize(), "scratch_bytes": scratch_bytes}
         for store in (
             experts.resident(**options),
             open_store(4, **options),
@@ -81,6 +94,24 @@ def test_half_precision(experts, open_store):
             assert same_bits(store.experts(LAYERS[0], *call), resident.experts(LAYERS[0], *call))
 
 
-def test_chosen_by_name():
-    assert choose_kernels({"expert_mix": "fused"}).expert_mix is expert_mix_fused
-    assert choose_kernels(environment="expert_mix=fused").names()["expert_mix"] == "fused"
+def test_the_table_and_names_decide(experts):
+    x, _, weights = random_call(2)
+    bank = experts.bank(3)
+    by_name = choose_kernels({"expert_mix": "grouped"}).expert_mix
+    assert Form(mix=by_name).mixer(x, weights, bank) is expert_mix_grouped
+    by_name = choose_kernels(environment="expert_mix=reference").expert_mix
+    assert Form(mix=by_name).mixer(x, weights, bank) is None
+    training = choose_kernels({"expert_mix": "pairs"})
+    training.references_only()
+    assert Form(mix=training.expert_mix).mixer(x, weights, bank) is None
+
+
+def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
+    experts = random_experts((QuantSpec(3, 32),) * 3)
+    rows = (auto.Row("grouped"),)
+    monkeypatch.setattr(auto, "rows", lambda operation, backend: rows)
+    kernels = choose_kernels("auto")
+    x, _, weights = random_call(2)
+    assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
+    four = random_experts().bank(3)
+    assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped

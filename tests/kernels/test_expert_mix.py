@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,17 +13,18 @@ from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.expert_mix import (
     ABSENT,
-    FEW_TOKENS,
     checked,
     expert_inner,
     expert_mix,
-    expert_mix_fused,
+    expert_mix_grouped,
+    expert_mix_pairs,
     expert_outer,
     pair_bytes,
 )
 from tests.kernels.experts import mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, require_gpu
 
+FORMS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
 # What the launches between hold for absent experts is never read.
 BETWEEN = ("h", "order", "out")
 
@@ -53,6 +56,11 @@ SIZES = [
 ]
 
 
+def form_of(sizes):
+    """The form for few tokens or the other."""
+    return expert_mix_pairs if sizes[0] <= 16 else expert_mix_grouped
+
+
 def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
     rng = np.random.default_rng(tokens + C)
     bank = random_bank(slots=slots, C=C, F=F, bits=bits, group=group, dtype=dtype, down=down)
@@ -65,7 +73,7 @@ def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
 def test_agrees_with_float64(device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
     initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
-    y = expert_mix_fused(x, slots, weights, bank, initial=initial)
+    y = form_of(sizes)(x, slots, weights, bank, initial=initial)
     truth = mix(x, slots, weights, bank, initial)
     naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
     assert y.dtype == mx.float32
@@ -84,7 +92,7 @@ def test_reference_agrees_with_float64(absent):
 def test_slots_change_no_bit(device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
-    y = expert_mix_fused(x, slots, weights, bank)
+    y = form_of(sizes)(x, slots, weights, bank)
     where = np.random.default_rng(0).permutation(bank.slots + 3)[: bank.slots]
 
     def moved(p: ProjectionBank) -> ProjectionBank:
@@ -101,17 +109,17 @@ def test_slots_change_no_bit(device, sizes):
 
     other = ExpertBank(moved(bank.gate), moved(bank.up), moved(bank.down))
     elsewhere = mx.array(where.astype(np.uint32))[slots]
-    assert mx.array_equal(y, expert_mix_fused(x, elsewhere, weights, other)).item()
+    assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9]])
 def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
-    y = expert_mix_fused(x, slots, weights, bank)
+    y = form_of(sizes)(x, slots, weights, bank)
     cut = tokens // 3 + 1
     parts = [
-        expert_mix_fused(x[part], slots[part], weights[part], bank, tokens=tokens)
+        form_of(sizes)(x[part], slots[part], weights[part], bank)
         for part in (slice(cut), slice(cut, None))
     ]
     assert mx.array_equal(y, mx.concatenate(parts)).item()
@@ -120,13 +128,13 @@ def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[8]])
 def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
-    y = expert_mix_fused(x, slots, weights, bank)
+    y = form_of(sizes)(x, slots, weights, bank)
     tokens, K = slots.shape
     first = mx.arange(K) < mx.array(np.random.default_rng(3).integers(0, K + 1, (tokens, 1)))
     lower = mx.where(first, slots, mx.array(ABSENT, mx.uint32))
     upper = mx.where(first, mx.array(ABSENT, mx.uint32), slots)
-    part = expert_mix_fused(x, lower, weights, bank)
-    assert mx.array_equal(y, expert_mix_fused(x, upper, weights, bank, initial=part)).item()
+    part = form_of(sizes)(x, lower, weights, bank)
+    assert mx.array_equal(y, form_of(sizes)(x, upper, weights, bank, initial=part)).item()
 
 
 @pytest.mark.parametrize("sizes", [SIZES[6], SIZES[7], SIZES[9]])
@@ -144,7 +152,7 @@ def test_the_two_halves_are_the_form_for_few_tokens(device):
     x, slots, weights, bank = case(*SIZES[1])
     h = expert_inner(x, slots, bank)
     assert h.shape == (9, 64)
-    y = expert_mix_fused(x, slots, weights, bank)
+    y = expert_mix_pairs(x, slots, weights, bank)
     assert mx.array_equal(y, expert_outer(h, slots, weights, bank, dtype=x.dtype)).item()
 
 
@@ -171,34 +179,41 @@ def test_lists_of_pairs(device, tokens, K, slots, absent):
     assert all(tile == [ABSENT, 0] for tile in tiles[len(wanted) :])
 
 
-def test_nobody_chosen(device):
-    for tokens in (2, FEW_TOKENS + 1):
-        x, slots, weights, bank = case(tokens, 2, 3, 64, 32, 4, 32, mx.float32, None, absent=1.0)
-        y = expert_mix_fused(x, slots, weights, bank)
-        assert mx.all(y == 0).item()
-        assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("none", [ABSENT, 3])
+def test_nobody_chosen(device, form, none):
+    x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None, absent=1.0)
+    slots = mx.where(slots == ABSENT, mx.array(none, mx.uint32), slots)
+    y = form(x, slots, weights, bank)
+    assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
+    assert mx.array_equal(y, expert_mix(x, slots, weights, bank)).item()
 
 
 def test_wrong_arguments():
     x, slots, weights, bank = case(*SIZES[1])
-    for bad in (
-        (x[:, :64], slots, weights),
-        (x[:2], slots, weights),
-        (x, slots.astype(mx.int32), weights),
-        (x, slots, weights[:, :2]),
-        (x.astype(mx.int32), slots, weights),
-        (x, mx.zeros((3, 17), mx.uint32), mx.zeros((3, 17))),
+    for form, bad in product(
+        FORMS.values(),
+        (
+            (x[:, :64], slots, weights),
+            (x[:2], slots, weights),
+            (x, slots.astype(mx.int32), weights),
+            (x, slots, weights[:, :2]),
+            (x.astype(mx.int32), slots, weights),
+            (x, mx.zeros((3, 17), mx.uint32), mx.zeros((3, 17))),
+        ),
     ):
         with pytest.raises(ShapeError):
-            expert_mix_fused(*bad, bank)
+            form(*bad, bank)
     with pytest.raises(ShapeError, match="initial"):
-        expert_mix_fused(x, slots, weights, bank, initial=x[:1])
+        expert_mix_pairs(x, slots, weights, bank, initial=x[:1])
     three = random_bank(slots=2, C=96, F=64, bits=3, group=32, dtype=mx.float32)
     with pytest.raises(UnsupportedError, match="affine"):
-        expert_mix_fused(x, slots, weights, three)
+        expert_mix_grouped(x, slots, weights, three)
     eight = random_bank(slots=5, C=96, F=64, bits=8, group=32, dtype=mx.float32)
+    assert not any(form.takes(x, slots, weights, three) for form in FORMS.values())
+    assert all(form.takes(x, slots, weights, bank) for form in FORMS.values())
     with pytest.raises(UnsupportedError, match="gate and up"):
-        expert_mix_fused(x, slots, weights, ExpertBank(eight.gate, bank.up, bank.down))
+        expert_mix_pairs(x, slots, weights, ExpertBank(eight.gate, bank.up, bank.down))
 
 
 def test_scratch_is_what_the_launches_allocate():
@@ -213,7 +228,7 @@ def mixed(sizes, *, absent=0.0, tile=None) -> Case:
 
     def call():
         if tile is None:
-            return [expert_mix_fused(x, slots, weights, bank, initial=initial)]
+            return [expert_mix_pairs(x, slots, weights, bank, initial=initial)]
         layout = checked(x, slots, weights, bank, initial)
         return [expert_tiles.grouped(x, slots, weights, bank, layout, initial, tile=tile)]
 
