@@ -221,3 +221,26 @@ template <typename T> inline void mma(tile_c& c, const tile_a<T>& a, const tile_
     mma_16(c.e, (const uint*)a.e, (const uint*)b.e, T());
   }
 }
+
+// ---- Affine words of 2 or 4 bits as 16-bit floats, two at a time. With the exponent of `base` in
+// front, a number q is base + q, exactly.
+
+template <typename T> struct pair_of { };
+template <> struct pair_of<__half> { using type = __half2; enum { base = 0x6400 }; };
+template <> struct pair_of<__nv_bfloat16> { using type = __nv_bfloat162; enum { base = 0x4300 }; };
+template <int BITS, typename T> inline void spread_pairs(T* to, uint word, T scale, T bias) {
+  using pair = typename pair_of<T>::type;
+  const uint base = pair_of<T>::base * 0x10001u, mask = ((1u << BITS) - 1) * 0x10001u;
+  pair scales{scale, scale}, biases{bias, bias};
+  uint previous = 0;
+  for (int i = 0; i < 16 / BITS; ++i) {
+    uint bits = (word >> (i * BITS)) & mask | base;
+    pair q = __hfma2(__hsub2(as_type<pair>(bits), as_type<pair>(base)), scales, biases);
+    uint own = as_type<uint>(q);
+    if (i % 2) {
+      ((uint*)to)[i / 2] = __byte_perm(previous, own, 0x5410);
+      ((uint*)to)[i / 2 + 8 / BITS] = __byte_perm(previous, own, 0x7632);
+    }
+    previous = own;
+  }
+}

@@ -94,22 +94,22 @@ inline void list_tiles(
 }
 
 // N neighbours of a row of a matrix as they are stored, with their scale and bias.
-template <int WORDS, int EACH, typename W>
+template <int WORDS, int EACH, typename W, typename S>
 struct share {
   pack<W, EACH> at[WORDS / EACH];
-  float scale, bias;
+  S scale, bias;
 };
 
 template <int IN, int BITS, int GROUP, int WORDS, int EACH, typename W, typename S>
 inline void fetch(
-    thread share<WORDS, EACH, W>& next,
+    thread share<WORDS, EACH, W, S>& next,
     const device W* w,
     const device S* scales,
     const device S* biases,
     ulong row,
     int col) {
   const int per = per_word<BITS>();
-  next.scale = next.bias = 0.0f;
+  next.scale = next.bias = S(0.0f);
   for (int i = 0; i < WORDS / EACH; ++i) {
     if (col < IN) {
       next.at[i] = load_pack<EACH>(w + row * (IN / per) + col / per + i * EACH);
@@ -120,23 +120,48 @@ inline void fetch(
     }
   }
   if (BITS != 0 && col < IN) {
-    next.scale = float(scales[row * (IN / GROUP) + col / GROUP]);
-    next.bias = float(biases[row * (IN / GROUP) + col / GROUP]);
+    next.scale = scales[row * (IN / GROUP) + col / GROUP];
+    next.bias = biases[row * (IN / GROUP) + col / GROUP];
+  }
+}
+
+// A word's values as T; as tight as this is called, CUDA does better where scales are T.
+template <int BITS, typename T, typename W, typename S>
+inline void spread(thread T* to, W word, S scale, S bias) {
+#ifdef MOEFLUX_CUDA
+  if constexpr (sizeof(T) == 2 && same<T, S>::value && (BITS == 2 || BITS == 4)) {
+    spread_pairs<BITS>(to, word, scale, bias);
+    return;
+  }
+#endif
+  for (int i = 0; i < per_word<BITS>(); ++i) {
+    float q = number<BITS>(word, i, 0.0f);
+    to[i] = T(BITS == 0 ? q : metal::fma(float(scale), q, float(bias)));
   }
 }
 
 // What was fetched, as T.
-template <int BITS, int WORDS, int EACH, typename T, typename W>
-inline void place(threadgroup T* to, const thread share<WORDS, EACH, W>& from) {
-  const int per = per_word<BITS>(), M = 16 / sizeof(T);
-  for (int i = 0; i < WORDS * per; i += M) {
-    pack<T, M> values;
-    for (int j = 0; j < M; ++j) {
+template <int BITS, int WORDS, int EACH, typename T, typename W, typename S>
+inline void place(threadgroup T* to, const thread share<WORDS, EACH, W, S>& from) {
+  const int per = per_word<BITS>(), M = 16 / sizeof(T), STEP = per > M ? per : M;
+  #pragma unroll
+  for (int i = 0; i < WORDS * per; i += STEP) {
+    pack<T, STEP> values;
+    #pragma unroll
+    for (int j = 0; j < STEP; j += per) {
       const int word = (i + j) / per;
-      float q = number<BITS>(from.at[word / EACH].at[word % EACH], (i + j) % per, 0.0f);
-      values.at[j] = T(BITS == 0 ? q : metal::fma(from.scale, q, from.bias));
+      spread<BITS>(
+          values.at + j, from.at[word / EACH].at[word % EACH], from.scale, from.bias);
     }
-    store_pack(to + i, values);
+    #pragma unroll
+    for (int j = 0; j < STEP; j += M) {
+      pack<T, M> part;
+      #pragma unroll
+      for (int c = 0; c < M; ++c) {
+        part.at[c] = values.at[j + c];
+      }
+      store_pack(to + i + j, part);
+    }
   }
 }
 
@@ -188,7 +213,7 @@ inline void expert_tile(
   }
   const ulong w_row = ulong(slot) * OUT + metal::min(left + b_row, OUT - 1);
   pack<T, M> next_a[PASSES];
-  share<WORDS, EACH, W> next_b[B];
+  share<WORDS, EACH, W, S> next_b[B];
 
   tile_c acc[B][TM][TN];
   #pragma unroll
