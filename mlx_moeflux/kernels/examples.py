@@ -124,7 +124,7 @@ def _expert_ffn(x: Normal) -> Arguments:
 
 def _expert_mix(x: Normal) -> Arguments:
     (rows, _, bank), _ = _expert_ffn(x)
-    slots = (mx.arange(N)[:, None] + 2 * mx.arange(K)).astype(mx.uint32)  # E and more: no expert
+    slots = (mx.arange(N)[:, None] + mx.arange(K)).astype(mx.uint32)
     options = {"initial": x(N, C, dtype=mx.float32)}
     return (rows, slots, x(N, K, dtype=mx.float32), bank), options
 
