@@ -213,7 +213,7 @@ _INNER = MetalKernel(
     outputs=("h",),
     body="""
         threadgroup float values[STAGED];
-        threadgroup float sums[STAGED / 4];
+        threadgroup float sums[SUMS];
         expert_inner<ROWS, SIMDGROUPS, K, IN, OUT, BITS, GROUP, V, EXACT>(
             x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, values, sums,
             gate_shape[0], threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
@@ -242,12 +242,13 @@ INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 @functools.lru_cache(maxsize=256)
 def _inner_launch(layout: Layout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
     C, F, matrix = layout.C, layout.F, layout.inner
-    rows, groups, words = INNER_ROWS, INNER_SIMDGROUPS, matrix.access(layout.C, 16)
+    rows, groups, words = INNER_ROWS, INNER_SIMDGROUPS, matrix.access(C, 16)
+    staged, sums = staged_floats(matrix, words, C)
     return {
         "template": {
             **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
             **{"BITS": matrix.bits, "GROUP": matrix.group, "V": words},
-            **{"EXACT": dtype == mx.float32, "STAGED": staged_floats(matrix, words, C)},
+            **{"EXACT": dtype == mx.float32, "STAGED": staged, "SUMS": sums},
         },
         "grid": (32 * groups * -(-F // (rows * groups)), N * K, 1),
         "threadgroup": (32 * groups, 1, 1),

@@ -24,7 +24,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
-MOST_TOKENS, MOST_WEIGHTS = 4, 6
+MOST_WEIGHTS = 6
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 ROWS, SIMDGROUPS = 4, 4
 
@@ -77,18 +77,17 @@ def norm_matvec_fused(
     eps: float = 1e-6,
     residual: mx.array | None = None,
 ) -> list[mx.array]:
-    """The module's formula in one launch, for at most 4 rows and 6 matrices; one rounding, at
-    the end.
+    """The module's formula in one launch for a few rows, each on its own, and at most 6 matrices;
+    one rounding, at the end.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit together, or there are too many rows or matrices.
+        ShapeError: Shapes or dtypes do not fit together, or there are too many matrices.
         UnsupportedError: A matrix is stored in another way, or there is no GPU.
     """
     N, C = x.shape
-    if not 1 <= N <= MOST_TOKENS or not 1 <= len(weights) <= MOST_WEIGHTS:
+    if N < 1 or not 1 <= len(weights) <= MOST_WEIGHTS:
         raise ShapeError(
-            f"{N} rows and {len(weights)} matrices; one launch takes {MOST_TOKENS} and "
-            f"{MOST_WEIGHTS} at most."
+            f"{N} rows and {len(weights)} matrices; one launch takes 1 to {MOST_WEIGHTS}."
         )
     if x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
@@ -119,18 +118,19 @@ def norm_matvec_fused(
 def _kernel(count: int) -> MetalKernel:
     """The kernel for `count` matrices: threadgroups are dealt out among them."""
     body = """
-        threadgroup float values[TOKENS * STAGED];
-        threadgroup float sums[TOKENS * STAGED / 4];
-        threadgroup float squares[TOKENS * SIMDGROUPS];
-        uint group = threadgroup_position_in_grid.x;
+        threadgroup float values[STAGED];
+        threadgroup float sums[SUMS];
+        threadgroup float squares[SIMDGROUPS];
+        uint group = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
     """
     for i in range(count):
         body += f"""
             if (group < GROUPS{i}) {{
-                norm_matvec<ROWS{i}, SIMDGROUPS, TOKENS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i},
+                norm_matvec<ROWS{i}, SIMDGROUPS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i},
                             EXACT, NORM, RESIDUAL>(
                     x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, values, sums,
-                    squares, group, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+                    squares, token, group, simdgroup_index_in_threadgroup,
+                    thread_index_in_simdgroup);
                 return;
             }}
             group -= GROUPS{i};
@@ -166,22 +166,22 @@ def _launch(
     residual: bool,
     parts: tuple[tuple[Matrix, int], ...],
 ) -> dict[str, Any]:
-    template = {"TOKENS": N, "IN": C, "NORM": norm, "RESIDUAL": residual}
+    template = {"IN": C, "NORM": norm, "RESIDUAL": residual}
     template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
-    groups, staged = 0, 0
+    groups, staged, sums = 0, 0, 0
     for i, (matrix, out) in enumerate(parts):
         rows = math.gcd(ROWS, out)
-        words = matrix.access(C, 16 if N == 1 else 8)
+        words = matrix.access(C, 16)
         own = -(-out // (rows * SIMDGROUPS))
         groups += own
-        staged = max(staged, staged_floats(matrix, words, C))
+        staged, sums = map(max, (staged, sums), staged_floats(matrix, words, C))
         template |= {
             **{f"ROWS{i}": rows, f"GROUPS{i}": own, f"OUT{i}": out},
             **{f"BITS{i}": matrix.bits, f"GROUP{i}": matrix.group, f"V{i}": words},
         }
     return {
-        "template": template | {"STAGED": staged},
-        "grid": (groups * SIMDGROUPS * 32, 1, 1),
+        "template": template | {"STAGED": staged, "SUMS": sums},
+        "grid": (groups * SIMDGROUPS * 32, N, 1),
         "threadgroup": (32 * SIMDGROUPS, 1, 1),
         "output_shapes": [(N, out) for _, out in parts],
         "output_dtypes": [dtype] * len(parts),

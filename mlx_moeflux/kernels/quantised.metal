@@ -50,35 +50,26 @@ inline void fetch_rows(
   }
 }
 
-// acc[r * TOKENS + t] += this lane's part of row r times x[t]; sums[t] is the sum of its values.
-template <int ROWS, int TOKENS, int BITS, bool EXACT, int V, typename W, typename S>
+// acc[r] += this lane's part of row r times x; `sum` is the sum of its values of x.
+template <int ROWS, int BITS, bool EXACT, int V, typename W, typename S>
 inline void add_rows(
-    thread float* acc,
-    const thread slice<V, W, S>* rows,
-    const thread float* x,
-    const thread float* sums) {
-  const int per = per_word<BITS>(), N = V * per;
+    thread float* acc, const thread slice<V, W, S>* rows, const thread float* x, float sum) {
+  const int per = per_word<BITS>();
   const bool TINY = reads_tiny<BITS, EXACT>();
   // Numbers around zero: the two terms of a group's sum would else cancel.
   const float middle = TINY ? 0.0f : float(1 << BITS >> 1);
   for (int r = 0; r < ROWS; ++r) {
-    float q[N];
-    for (int i = 0; i < N; ++i) {
+    float dot = 0.0f;
+    for (int i = 0; i < V * per; ++i) {
       W word = rows[r].words.at[i / per];
-      q[i] = TINY ? bare_number<BITS>(word, i % per) : number<BITS>(word, i % per, middle);
+      float q = TINY ? bare_number<BITS>(word, i % per) : number<BITS>(word, i % per, middle);
+      dot = metal::fma(q, x[i], dot);
     }
-    float scale = 1.0f, bias = 0.0f;
-    if (BITS != 0) {
-      scale = float(rows[r].scale);
-      bias = metal::fma(middle, scale, float(rows[r].bias));
-      scale *= TINY ? 562949953421312.0f : 1.0f;
-    }
-    for (int t = 0; t < TOKENS; ++t) {
-      float dot = 0.0f;
-      for (int i = 0; i < N; ++i) {
-        dot = metal::fma(q[i], x[t * N + i], dot);
-      }
-      acc[r * TOKENS + t] += BITS == 0 ? dot : metal::fma(scale, dot, bias * sums[t]);
+    if (BITS == 0) {
+      acc[r] += dot;
+    } else {
+      float scale = float(rows[r].scale), bias = metal::fma(middle, scale, float(rows[r].bias));
+      acc[r] += metal::fma(TINY ? scale * 562949953421312.0f : scale, dot, bias * sum);
     }
   }
 }
@@ -134,25 +125,14 @@ inline float stage(
   return squares;
 }
 
-// One step's values of TOKENS staged rows.
-template <int TOKENS, int IN, int N>
-inline void take(
-    thread float* x,
-    thread float* totals,
-    const threadgroup float* values,
-    const threadgroup float* sums,
-    int step,
-    uint lane) {
-  const int STEPS = steps<IN, N>();
-  for (int t = 0; t < TOKENS; ++t) {
-    for (int j = 0; j < N / 4; ++j) {
-      const int at = ((t * STEPS + step) * (N / 4) + j) * 32 + lane;
-      pack<float, 4> part = load_pack<4>(values + 4 * at);
-      for (int c = 0; c < 4; ++c) {
-        x[t * N + 4 * j + c] = part.at[c];
-      }
+// One step's values of a staged row.
+template <int N>
+inline void take(thread float* x, const threadgroup float* values, int step, uint lane) {
+  for (int j = 0; j < N / 4; ++j) {
+    pack<float, 4> part = load_pack<4>(values + ((step * (N / 4) + j) * 32 + lane) * 4);
+    for (int c = 0; c < 4; ++c) {
+      x[4 * j + c] = part.at[c];
     }
-    totals[t] = sums[(t * STEPS + step) * 32 + lane];
   }
 }
 
@@ -208,10 +188,11 @@ inline void expert_inner(
                                         up_biases + groups, at + 32 * N);
     }
     if (IN % (32 * N) == 0 || at < IN) {
-      float part[N], total[1];
-      take<1, IN, N>(part, total, values, sums, step, lane);
-      add_rows<ROWS, 1, BITS, EXACT>(sums_gate, gates[step % 2], part, total);
-      add_rows<ROWS, 1, BITS, EXACT>(sums_up, ups[step % 2], part, total);
+      float part[N];
+      take<N>(part, values, step, lane);
+      const float total = sums[step * 32 + lane];
+      add_rows<ROWS, BITS, EXACT>(sums_gate, gates[step % 2], part, total);
+      add_rows<ROWS, BITS, EXACT>(sums_up, ups[step % 2], part, total);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
@@ -254,15 +235,15 @@ inline void expert_outer(
       slice<V, W, S> rows[ROWS];
       fetch_rows<ROWS, IN, BITS, GROUP>(
           rows, down + words, scales + groups, biases + groups, at);
-      float values[N], total[1] = {0.0f};
+      float values[N], total = 0.0f;
       for (int i = 0; i < N; i += 4) {
         pack<float, 4> part = load_pack<4>(h + ulong(pair) * IN + at + i);
         for (int c = 0; c < 4; ++c) {
-          total[0] += part.at[c];
+          total += part.at[c];
           values[i + c] = part.at[c] * factor<BITS, EXACT>(i + c);
         }
       }
-      add_rows<ROWS, 1, BITS, EXACT>(sums, rows, values, total);
+      add_rows<ROWS, BITS, EXACT>(sums, rows, values, total);
     }
     const float weight = weights[pair];
     for (int r = 0; r < ROWS; ++r) {
@@ -285,10 +266,10 @@ inline void expert_outer(
   }
 }
 
-// y[t, row ...] = (residual +) w norm(x[t]), norm(x) = norm_weight x / sqrt(mean x^2 + eps);
-// without NORM x is taken as it is. ROWS rows for each simdgroup, all tokens.
-template <int ROWS, int SIMDGROUPS, int TOKENS, int IN, int OUT, int BITS, int GROUP, int V,
-          bool EXACT, bool NORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
+// y[row ...] = (residual +) w norm(x), norm(x) = norm_weight x / sqrt(mean x^2 + eps); without
+// NORM x is taken as it is. ROWS rows for each simdgroup.
+template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
+          bool NORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
 inline void norm_matvec(
     const device T* x,
     const device U* norm_weight,
@@ -301,6 +282,7 @@ inline void norm_matvec(
     threadgroup float* values,
     threadgroup float* sums,
     threadgroup float* squares,
+    uint token,
     uint group,
     uint simdgroup,
     uint lane) {
@@ -312,20 +294,17 @@ inline void norm_matvec(
   biases += ulong(row) * (IN / GROUP);
   slice<V, W, S> rows[2][ROWS];
   fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
-  for (int t = 0; t < TOKENS; ++t) {
-    float own = stage<IN, BITS, EXACT, N, NORM>(
-        values + t * STEPS * 32 * N, sums + t * STEPS * 32, x + t * IN, norm_weight,
-        simdgroup * 32 + lane, 32 * SIMDGROUPS);
-    if (NORM) {
-      own = simd_sum(own);
-      if (lane == 0) {
-        squares[t * SIMDGROUPS + simdgroup] = own;
-      }
+  float square = stage<IN, BITS, EXACT, N, NORM>(
+      values, sums, x + token * IN, norm_weight, simdgroup * 32 + lane, 32 * SIMDGROUPS);
+  if (NORM) {
+    square = simd_sum(square);
+    if (lane == 0) {
+      squares[simdgroup] = square;
     }
   }
-  float acc[ROWS * TOKENS];
-  for (int i = 0; i < ROWS * TOKENS; ++i) {
-    acc[i] = 0.0f;
+  float acc[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    acc[r] = 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   #pragma unroll
@@ -335,26 +314,24 @@ inline void norm_matvec(
       fetch_rows<ROWS, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
     }
     if (IN % (32 * N) == 0 || at < IN) {
-      float part[TOKENS * N], totals[TOKENS];
-      take<TOKENS, IN, N>(part, totals, values, sums, step, lane);
-      add_rows<ROWS, TOKENS, BITS, EXACT>(acc, rows[step % 2], part, totals);
+      float part[N];
+      take<N>(part, values, step, lane);
+      add_rows<ROWS, BITS, EXACT>(acc, rows[step % 2], part, sums[step * 32 + lane]);
     }
   }
-  for (int t = 0; t < TOKENS; ++t) {
-    float inverse = 1.0f;
-    if (NORM) {
-      float total = 0.0f;
-      for (int i = 0; i < SIMDGROUPS; ++i) {
-        total += squares[t * SIMDGROUPS + i];
-      }
-      inverse = metal::precise::rsqrt(total / float(IN) + eps[0]);
+  float inverse = 1.0f;
+  if (NORM) {
+    float total = 0.0f;
+    for (int i = 0; i < SIMDGROUPS; ++i) {
+      total += squares[i];
     }
-    for (int r = 0; r < ROWS; ++r) {
-      float total = simd_sum(acc[r * TOKENS + t]) * inverse;
-      if (lane == 0 && wanted < OUT) {
-        const uint at = t * OUT + row + r;
-        y[at] = T(RESIDUAL ? float(residual[at]) + total : total);
-      }
+    inverse = metal::precise::rsqrt(total / float(IN) + eps[0]);
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    float total = simd_sum(acc[r]) * inverse;
+    if (lane == 0 && wanted < OUT) {
+      const uint at = token * OUT + row + r;
+      y[at] = T(RESIDUAL ? float(residual[at]) + total : total);
     }
   }
 }

@@ -15,6 +15,8 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 
 BITS = (2, 4, 8)
+# Metal gives a threadgroup 32 KB.
+MOST_STAGED_BYTES = 31 * 1024
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -79,11 +81,18 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
     return found
 
 
-def staged_floats(matrix: Matrix, words: int, width: int) -> int:
-    """Floats of threadgroup memory that one row of x takes when lanes take `words` at a time,
-    and the sums of what they take: see ``stage`` in quantised.metal."""
-    chunk = 32 * words * (32 // matrix.bits if matrix.bits else 1)
-    return -(-width // chunk) * chunk
+def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
+    """Floats of threadgroup memory that a row of x takes when lanes take `words` at a time, and
+    the sums of what they take: see ``stage`` in quantised.metal.
+
+    Raises:
+        UnsupportedError: They do not fit.
+    """
+    numbers = words * (32 // matrix.bits if matrix.bits else 1)
+    steps = -(-width // (32 * numbers))
+    if 4 * steps * 32 * (numbers + 1) > MOST_STAGED_BYTES:
+        raise UnsupportedError(f"kernels keep rows of x on the chip; {width} values are too many.")
+    return steps * 32 * numbers, steps * 32
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:

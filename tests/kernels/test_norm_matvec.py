@@ -84,7 +84,7 @@ def test_wrong_arguments():
     weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=64, dtype=mx.float32))
     x = random_array(rng, (2, 64), mx.float32)
     for call in (
-        lambda: norm_matvec_fused(mx.zeros((5, 64)), [weight]),
+        lambda: norm_matvec_fused(mx.zeros((0, 64)), [weight]),
         lambda: norm_matvec_fused(x, [weight] * 7),
         lambda: norm_matvec_fused(x, []),
         lambda: norm_matvec_fused(x[:, :32], [weight]),
