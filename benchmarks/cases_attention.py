@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.kernels.attention import causal_sdpa, sdpa_fused
-from mlx_moeflux.kernels.mla import latent_attention_fused
+from mlx_moeflux.kernels.latent_attention import latent_attention_fused
 from mlx_moeflux.kernels.norm_rope import norm_rope, norm_rope_fused
 
 DTYPE = mx.bfloat16

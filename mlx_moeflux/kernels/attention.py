@@ -300,7 +300,7 @@ def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, 
         for MT, W, keys in _LATENT_TILES if layout == 2 else _SHARED_TILES:
             # Four bytes a register of a lane: queries of a row tile and sums.
             registers = -(-D // 16 * MT // W) * 2 * size + MT * Dv // W // 2
-            if registers > 200 or (MT > 1 and 8 * MT >= rows):
+            if registers > 200 or (MT > 1 and rows <= 8 * MT):
                 continue
             M = 16 * MT
             values = keys * (Dv + 8) if layout == 0 else 8

@@ -76,11 +76,6 @@ def _sdpa(x: Normal) -> Arguments:
     return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
 
 
-def _latent_attention(x: Normal) -> Arguments:
-    queries, keys = (x(B, HQ, T, DK), x(B, HQ, T, DV)), (x(B, 1, T + 7, DK), x(B, 1, T + 7, DV))
-    return (*queries, *keys), {"scale": 0.1, "mask": "causal", "length": T + 1}
-
-
 def _rope(x: Normal) -> Arguments:
     periods = 1e4 ** (mx.arange(0, DK, 2) / DK)
     return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
@@ -145,7 +140,6 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "sdpa": _sdpa,
     "mla_attention": _mla_attention,
     "mla_prefill": _mla_prefill,
-    "latent_attention": _latent_attention,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,

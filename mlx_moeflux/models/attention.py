@@ -42,22 +42,34 @@ class Attention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q, gate = self.q_proj(x).reshape(B, T, Hq, -1), None
-        if self.gated:
-            q, gate = mx.split(q, 2, axis=-1)
+        q = self.q_proj(x).reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
         k, v = self.k_proj(x).reshape(B, T, Hkv, Dh), self.v_proj(x).reshape(B, T, Hkv, Dh)
-        rope = {
-            "eps": config.rms_norm_eps,
-            "dims": config.rotary_dims,
-            "base": config.rope_theta,
-            "offset": cache.positions(T),
-        }
-        mask = cache.make_mask(T, window_size=self.window)
-        q = kernels.norm_rope(q, self.q_norm.weight, **rope)  # [B, Hq, T, Dh]
-        k = kernels.norm_rope(k, self.k_norm.weight, **rope)
-        keys, values = cache.update_and_fetch(k, v.swapaxes(1, 2))
-        y = kernels.sdpa(q, keys, values, scale=Dh**-0.5, mask=mask)
-        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
-        if gate is not None:
-            y = y * mx.sigmoid(gate.reshape(B, T, Hq * Dh))
-        return self.o_proj(y)
+        gate = q if self.gated else None
+        q, k, v = kernels.norm_rope(  # heads before tokens
+            q,
+            k,
+            v,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            eps=config.rms_norm_eps,
+            dims=config.rotary_dims,
+            base=config.rope_theta,
+            offset=cache.positions(T),
+        )
+        mask = "causal" if T > 1 else None
+        start = cache.left_padding
+        if self.window is not None and cache.columns + T > self.window:
+            mask, start = cache.make_mask(T, window_size=self.window), None
+        cache.update_and_fetch(k, v)
+        keys, values, length = cache.buffer()
+        y = kernels.sdpa(
+            q,
+            keys,
+            values,
+            scale=Dh**-0.5,
+            mask=mask,
+            length=length,
+            start=start,
+            gate=gate,
+        )
+        return self.o_proj(y.swapaxes(1, 2).reshape(B, T, Hq * Dh))

@@ -9,7 +9,7 @@ import pytest
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import attention
 from mlx_moeflux.kernels.attention import causal_sdpa, sdpa_fused
-from mlx_moeflux.kernels.mla import latent_attention, latent_attention_fused
+from mlx_moeflux.kernels.latent_attention import latent_attention, latent_attention_fused
 from tests.kernels.harness import Case, emulated, error, float64
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
