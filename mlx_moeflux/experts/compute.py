@@ -73,6 +73,7 @@ class Form:
         rows at a time as the scratch holds."""
         n = x.shape[0]
         chunk = self.rows_at_once(mix, weights, bank, x.dtype)
+        chunk = -(-n // -(-n // chunk))  # of one size: small remainders use a GPU badly
         totals = []
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)

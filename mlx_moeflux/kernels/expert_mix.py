@@ -27,7 +27,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
 ABSENT = 0xFFFFFFFF
 MOST_EXPERTS_A_TOKEN = 16
@@ -212,11 +212,10 @@ _INNER = MetalKernel(
     ),
     outputs=("h",),
     body="""
-        threadgroup float values[STAGED];
-        threadgroup float sums[SUMS];
-        expert_inner<ROWS, SIMDGROUPS, K, IN, OUT, BITS, GROUP, V, EXACT>(
-            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, values, sums,
-            gate_shape[0], threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, gate_shape[0],
+            threadgroup_position_in_grid.y,
+            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
             thread_index_in_simdgroup);
     """,
 )
@@ -242,15 +241,14 @@ INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 @functools.lru_cache(maxsize=256)
 def _inner_launch(layout: Layout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
     C, F, matrix = layout.C, layout.F, layout.inner
-    rows, groups, words = INNER_ROWS, INNER_SIMDGROUPS, matrix.access(C, 16)
-    staged, sums = staged_floats(matrix, words, C)
+    rows, groups = INNER_ROWS, INNER_SIMDGROUPS
     return {
         "template": {
             **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
-            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": words},
-            **{"EXACT": dtype == mx.float32, "STAGED": staged, "SUMS": sums},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)},
+            "EXACT": dtype == mx.float32,
         },
-        "grid": (32 * groups * -(-F // (rows * groups)), N * K, 1),
+        "grid": (32 * (F // rows), N * K, 1),
         "threadgroup": (32 * groups, 1, 1),
         "output_shapes": [(N * K, F)],
         "output_dtypes": [mx.float32],

@@ -136,10 +136,26 @@ inline void take(thread float* x, const threadgroup float* values, int step, uin
   }
 }
 
+// N values of x as add_rows wants them; returns their sum.
+template <int BITS, bool EXACT, int N, typename T>
+inline float load_x(thread float* x, const device T* p) {
+  const int most = 16 / sizeof(T), M = N < most ? N : most;
+  float sum = 0.0f;
+  for (int i = 0; i < N; i += M) {
+    pack<T, M> part = load_pack<M>(p + i);
+    for (int c = 0; c < M; ++c) {
+      float value = float(part.at[c]);
+      sum += value;
+      x[i + c] = value * factor<BITS, EXACT>(i + c);
+    }
+  }
+  return sum;
+}
+
 // h[p] = silu(gate[s] x[p / K]) * (up[s] x[p / K]), s = slots[p]; rows of absent experts,
-// whose s is num_slots or more, stay as they are.
-template <int ROWS, int SIMDGROUPS, int K, int IN, int OUT, int BITS, int GROUP, int V,
-          bool EXACT, typename T, typename W, typename S>
+// whose s is num_slots or more, stay as they are. ROWS rows for each simdgroup.
+template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, typename T,
+          typename W, typename S>
 inline void expert_inner(
     const device T* x,
     const device uint* slots,
@@ -150,54 +166,39 @@ inline void expert_inner(
     const device S* up_scales,
     const device S* up_biases,
     device float* h,
-    threadgroup float* values,
-    threadgroup float* sums,
     uint num_slots,
-    uint3 group,
-    uint simdgroup,
+    uint pair,
+    uint row,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
-  const uint pair = group.y, slot = slots[pair];
+  const int per = per_word<BITS>(), N = V * per;
+  const uint slot = slots[pair];
   if (slot >= num_slots) {
     return;
   }
-  const uint wanted = (group.x * SIMDGROUPS + simdgroup) * ROWS;
-  const uint row = metal::min(wanted, uint(OUT - ROWS));
   const ulong base = ulong(slot) * OUT + row;
-  gate += base * (IN / per);
-  up += base * (IN / per);
-  const ulong groups = base * (IN / GROUP);
-  slice<V, W, S> gates[2][ROWS], ups[2][ROWS];
-  fetch_rows<ROWS, IN, BITS, GROUP>(
-      gates[0], gate, gate_scales + groups, gate_biases + groups, lane * N);
-  fetch_rows<ROWS, IN, BITS, GROUP>(ups[0], up, up_scales + groups, up_biases + groups, lane * N);
-  stage<IN, BITS, EXACT, N, false>(
-      values, sums, x + pair / K * IN, x, simdgroup * 32 + lane, 32 * SIMDGROUPS);
+  const ulong words = base * (IN / per), groups = base * (IN / GROUP);
   float sums_gate[ROWS], sums_up[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     sums_gate[r] = sums_up[r] = 0.0f;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
   #pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
+  for (int step = 0; step < steps<IN, N>(); ++step) {
     const uint at = (step * 32 + lane) * N;
-    if (step + 1 < STEPS) {
-      fetch_rows<ROWS, IN, BITS, GROUP>(gates[(step + 1) % 2], gate, gate_scales + groups,
-                                        gate_biases + groups, at + 32 * N);
-      fetch_rows<ROWS, IN, BITS, GROUP>(ups[(step + 1) % 2], up, up_scales + groups,
-                                        up_biases + groups, at + 32 * N);
-    }
     if (IN % (32 * N) == 0 || at < IN) {
+      slice<V, W, S> gates[ROWS], ups[ROWS];
+      fetch_rows<ROWS, IN, BITS, GROUP>(
+          gates, gate + words, gate_scales + groups, gate_biases + groups, at);
+      fetch_rows<ROWS, IN, BITS, GROUP>(
+          ups, up + words, up_scales + groups, up_biases + groups, at);
       float part[N];
-      take<N>(part, values, step, lane);
-      const float total = sums[step * 32 + lane];
-      add_rows<ROWS, BITS, EXACT>(sums_gate, gates[step % 2], part, total);
-      add_rows<ROWS, BITS, EXACT>(sums_up, ups[step % 2], part, total);
+      const float total = load_x<BITS, EXACT, N>(part, x + pair / K * IN + at);
+      add_rows<ROWS, BITS, EXACT>(sums_gate, gates, part, total);
+      add_rows<ROWS, BITS, EXACT>(sums_up, ups, part, total);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
     float gated = silu(simd_sum(sums_gate[r])) * simd_sum(sums_up[r]);
-    if (lane == 0 && wanted < OUT) {
+    if (lane == 0) {
       h[ulong(pair) * OUT + row + r] = gated;
     }
   }
@@ -235,14 +236,8 @@ inline void expert_outer(
       slice<V, W, S> rows[ROWS];
       fetch_rows<ROWS, IN, BITS, GROUP>(
           rows, down + words, scales + groups, biases + groups, at);
-      float values[N], total = 0.0f;
-      for (int i = 0; i < N; i += 4) {
-        pack<float, 4> part = load_pack<4>(h + ulong(pair) * IN + at + i);
-        for (int c = 0; c < 4; ++c) {
-          total += part.at[c];
-          values[i + c] = part.at[c] * factor<BITS, EXACT>(i + c);
-        }
-      }
+      float values[N];
+      const float total = load_x<BITS, EXACT, N>(values, h + ulong(pair) * IN + at);
       add_rows<ROWS, BITS, EXACT>(sums, rows, values, total);
     }
     const float weight = weights[pair];
