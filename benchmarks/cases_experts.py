@@ -21,7 +21,7 @@ import numpy as np
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.expert_mix import expert_mix, expert_mix_grouped, expert_mix_pairs
-from mlx_moeflux.kernels.norm_matvec import Weight, norm_matvec, norm_matvec_fused
+from mlx_moeflux.kernels.project import Weight, project, project_fused
 
 E, K, C, F, GROUP = 256, 8, 2048, 512, 64
 DTYPE = mx.bfloat16
@@ -162,7 +162,7 @@ def matvec_case(name: str, parts: list[tuple[int, int]], target: float | None) -
         row = row / np.sqrt((row**2).mean() + 1e-6) * _numpy(norm)
         return [0], row @ _dense(rotated[0][0]).T
 
-    forms = {"fused": call(norm_matvec_fused), "rms_norm + quantized_matmul": call(norm_matvec)}
+    forms = {"fused": call(project_fused), "rms_norm + quantized_matmul": call(project)}
     moved = one + 4 * sum(out * C // GROUP for out, _ in parts)
     products = sum(out * C for out, _ in parts)
     return BenchmarkCase(name, forms, truth, (100, 400), moved, products, target)

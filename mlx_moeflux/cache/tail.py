@@ -1,9 +1,9 @@
 """The newest rows of a key-value buffer, apart, so that a decode step writes few bytes.
 
-MLX updates a buffer in place only when nobody else holds it, and one step ahead of the GPU the step
-before still does: 20 buffers of 32k rows then cost 3 ms of copies a token. So decode steps append to
-a block of at most TAIL_ROWS rows, which a kernel writes anew each time, and the buffer gets the
-block when it is full.
+MLX updates a buffer in place only when nobody else holds it, and one step ahead of the GPU the
+step before still does: 20 buffers of 32k rows then cost 3 ms of copies a token. So decode steps
+append to a block of at most TAIL_ROWS rows, which a kernel writes anew each time, and the buffer
+gets the block when it is full.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Divides the rows by which buffers grow; a multiple of the keys that attention kernels take at once.
+# Divides the rows by which buffers grow; a multiple of the keys that kernels take at once.
 TAIL_ROWS = 64
 
 

@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import (
+    add_shared,
     attention,
     auto,
     causal_conv,
@@ -36,6 +37,7 @@ from mlx_moeflux.kernels import (
     mla,
     moe_combine,
     norm_rope,
+    project,
     rope,
     router,
     selfcheck,
@@ -50,6 +52,11 @@ Form = Callable[..., Any]
 # Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; those
 # marked with @launches need a GPU. "auto" picks by dispatch.json.
 FORMS: dict[str, dict[str, Form]] = {
+    "project": {
+        "reference": project.project,
+        "fused": project.project_fused,
+        "dequantised": project.project_dequantised,
+    },
     "causal_conv": {"reference": causal_conv.causal_conv_silu},
     "normalise_qk": {"reference": delta_gates.normalise_qk},
     "decay_beta": {"reference": delta_gates.decay_beta},
@@ -88,6 +95,11 @@ FORMS: dict[str, dict[str, Form]] = {
     "moe_combine": {
         "reference": moe_combine.moe_combine,
         "fused": moe_combine.moe_combine_fused,
+    },
+    "add_shared": {
+        "reference": add_shared.add_shared,
+        "fused": add_shared.add_shared_fused,
+        "dequantised": add_shared.add_shared_dequantised,
     },
 }
 

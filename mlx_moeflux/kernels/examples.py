@@ -15,6 +15,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta_gates import normalise_qk
 from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.project import Weight
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Normal = Callable[..., mx.array]
@@ -124,11 +125,26 @@ def _expert_mix(x: Normal) -> Arguments:
     return (rows, slots, x(N, K, dtype=mx.float32), bank), options
 
 
+def _weight(x: Normal, rows: int, width: int) -> Weight:
+    return Weight(*mx.quantize(0.2 * x(rows, width), group_size=32, bits=4), QuantSpec(4, 32))
+
+
+def _project(x: Normal) -> Arguments:
+    weights = [_weight(x, F, C), Weight(0.2 * x(N, C))]
+    return (x(3, C), weights), {"norm": x(C), "eps": 1e-6, "normed": True}
+
+
+def _add_shared(x: Normal) -> Arguments:
+    inner = (x(3, F), x(3, F), _weight(x, C, F))
+    return (x(3, C), x(3, C, dtype=mx.float32), *inner), {"score": x(3, 1)}
+
+
 def _moe_combine(x: Normal) -> Arguments:
     return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
 
 
 EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
+    "project": _project,
     "causal_conv": _causal_conv,
     "normalise_qk": _normalise_qk,
     "decay_beta": _decay_beta,
@@ -145,6 +161,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "expert_ffn": _expert_ffn,
     "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
+    "add_shared": _add_shared,
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.

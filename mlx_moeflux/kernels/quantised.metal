@@ -80,14 +80,20 @@ inline constexpr int steps() {
   return (IN + 32 * N - 1) / (32 * N);
 }
 
+// What a row goes through before it meets a matrix, with another row beside it: nothing;
+// x other, with the sum of squares of x; silu(x) other.
+#define PLAIN 0
+#define NORM 1
+#define SWIGLU 2
+
 // x into threadgroup memory in the order in which lanes want it, four values at a time, and the
-// sum of every lane's N. With NORM times `norm`; returns this thread's part of the sum of squares.
-template <int IN, int BITS, bool EXACT, int N, bool NORM, typename T, typename U>
+// sum of every lane's N. Returns this thread's part of the sum of squares.
+template <int IN, int BITS, bool EXACT, int N, int FORM, typename T, typename U>
 inline float stage(
     threadgroup float* values,
     threadgroup float* sums,
     const device T* x,
-    const device U* norm,
+    const device U* other,
     uint index,
     uint threads) {
   float squares = 0.0f;
@@ -100,15 +106,17 @@ inline float stage(
     }
     if (IN % (32 * N) == 0 || 4 * p < IN) {
       pack<T, 4> in = load_pack<4>(x + 4 * p);
-      pack<U, 4> weight;
-      if (NORM) {
-        weight = load_pack<4>(norm + 4 * p);
+      pack<U, 4> beside;
+      if (FORM != PLAIN) {
+        beside = load_pack<4>(other + 4 * p);
       }
       for (int c = 0; c < 4; ++c) {
         float value = float(in.at[c]);
-        if (NORM) {
+        if (FORM == NORM) {
           squares = metal::fma(value, value, squares);
-          value *= float(weight.at[c]);
+          value *= float(beside.at[c]);
+        } else if (FORM == SWIGLU) {
+          value = silu(value) * float(beside.at[c]);
         }
         sum += value;
         out.at[c] = value * factor<BITS, EXACT>(4 * part + c);
@@ -261,10 +269,78 @@ inline void expert_outer(
   }
 }
 
-// y[row ...] = (residual +) w norm(x), norm(x) = norm_weight x / sqrt(mean x^2 + eps); without
-// NORM x is taken as it is. ROWS rows for each simdgroup.
+// ROWS rows of w form(x) for each simdgroup, FORM as above; returns the first. All lanes get the
+// totals.
 template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          bool NORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
+          int FORM, typename T, typename U, typename W, typename S>
+inline uint rows_of(
+    thread float* totals,
+    const device T* x,
+    const device U* other,
+    const device float* eps,
+    const device W* w,
+    const device S* scales,
+    const device S* biases,
+    threadgroup float* values,
+    threadgroup float* sums,
+    threadgroup float* squares,
+    uint group,
+    uint simdgroup,
+    uint lane) {
+  const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
+  const uint row = metal::min((group * SIMDGROUPS + simdgroup) * ROWS, uint(OUT - ROWS));
+  w += ulong(row) * (IN / per);
+  scales += ulong(row) * (IN / GROUP);
+  biases += ulong(row) * (IN / GROUP);
+  slice<V, W, S> rows[2][ROWS];
+  fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
+  float square = stage<IN, BITS, EXACT, N, FORM>(
+      values, sums, x, other, simdgroup * 32 + lane, 32 * SIMDGROUPS);
+  if (FORM == NORM) {
+    square = simd_sum(square);
+    if (lane == 0) {
+      squares[simdgroup] = square;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    totals[r] = 0.0f;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  #pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const uint at = (step * 32 + lane) * N;
+    if (step + 1 < STEPS) {
+      fetch_rows<ROWS, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
+    }
+    if (IN % (32 * N) == 0 || at < IN) {
+      float part[N];
+      take<N>(part, values, step, lane);
+      add_rows<ROWS, BITS, EXACT>(totals, rows[step % 2], part, sums[step * 32 + lane]);
+    }
+  }
+  float inverse = 1.0f;
+  if (FORM == NORM) {
+    float total = 0.0f;
+    for (int i = 0; i < SIMDGROUPS; ++i) {
+      total += squares[i];
+    }
+    inverse = metal::precise::rsqrt(total / float(IN) + eps[0]);
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    totals[r] = simd_sum(totals[r]) * inverse;
+  }
+  return row;
+}
+
+// Whether this simdgroup has rows of its own; the last ones repeat others' rows.
+template <int ROWS, int SIMDGROUPS, int OUT>
+inline bool owns_rows(uint group, uint simdgroup) {
+  return (group * SIMDGROUPS + simdgroup) * ROWS < uint(OUT);
+}
+
+// y[row ...] = (residual +) w form(x).
+template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
+          int FORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
 inline void norm_matvec(
     const device T* x,
     const device U* norm_weight,
@@ -281,52 +357,69 @@ inline void norm_matvec(
     uint group,
     uint simdgroup,
     uint lane) {
-  const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
-  const uint wanted = (group * SIMDGROUPS + simdgroup) * ROWS;
-  const uint row = metal::min(wanted, uint(OUT - ROWS));
-  w += ulong(row) * (IN / per);
-  scales += ulong(row) * (IN / GROUP);
-  biases += ulong(row) * (IN / GROUP);
-  slice<V, W, S> rows[2][ROWS];
-  fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
-  float square = stage<IN, BITS, EXACT, N, NORM>(
-      values, sums, x + token * IN, norm_weight, simdgroup * 32 + lane, 32 * SIMDGROUPS);
-  if (NORM) {
-    square = simd_sum(square);
-    if (lane == 0) {
-      squares[simdgroup] = square;
-    }
-  }
-  float acc[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
-    acc[r] = 0.0f;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  #pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    const uint at = (step * 32 + lane) * N;
-    if (step + 1 < STEPS) {
-      fetch_rows<ROWS, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
-    }
-    if (IN % (32 * N) == 0 || at < IN) {
-      float part[N];
-      take<N>(part, values, step, lane);
-      add_rows<ROWS, BITS, EXACT>(acc, rows[step % 2], part, sums[step * 32 + lane]);
-    }
-  }
-  float inverse = 1.0f;
-  if (NORM) {
-    float total = 0.0f;
-    for (int i = 0; i < SIMDGROUPS; ++i) {
-      total += squares[i];
-    }
-    inverse = metal::precise::rsqrt(total / float(IN) + eps[0]);
-  }
-  for (int r = 0; r < ROWS; ++r) {
-    float total = simd_sum(acc[r]) * inverse;
-    if (lane == 0 && wanted < OUT) {
+  float totals[ROWS];
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, FORM>(
+      totals, x + token * IN, norm_weight, eps, w, scales, biases, values, sums, squares, group,
+      simdgroup, lane);
+  if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {
+    for (int r = 0; r < ROWS; ++r) {
       const uint at = token * OUT + row + r;
-      y[at] = T(RESIDUAL ? float(residual[at]) + total : total);
+      y[at] = T(RESIDUAL ? float(residual[at]) + totals[r] : totals[r]);
+    }
+  }
+}
+
+// y = norm(x), one row for a threadgroup.
+template <int SIMDGROUPS, int IN, typename T, typename U>
+inline void norm_row(
+    const device T* x,
+    const device U* norm_weight,
+    const device float* eps,
+    device T* y,
+    threadgroup float* squares,
+    uint token,
+    uint simdgroup,
+    uint lane) {
+  x += token * IN;
+  float square = 0.0f;
+  for (uint i = simdgroup * 32 + lane; i < IN; i += 32 * SIMDGROUPS) {
+    square = metal::fma(float(x[i]), float(x[i]), square);
+  }
+  square = threadgroup_sum(square, squares, lane, simdgroup, SIMDGROUPS);
+  const float inverse = metal::precise::rsqrt(square / float(IN) + eps[0]);
+  for (uint i = simdgroup * 32 + lane; i < IN; i += 32 * SIMDGROUPS) {
+    y[token * IN + i] = T(float(x[i]) * inverse * float(norm_weight[i]));
+  }
+}
+
+// y = residual + experts + sigmoid(score) w (silu(gate) up); without SCORED the factor is 1.
+template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
+          bool SCORED, typename T, typename W, typename S>
+inline void add_shared(
+    const device T* residual,
+    const device float* experts,
+    const device T* gate,
+    const device T* up,
+    const device T* score,
+    const device W* w,
+    const device S* scales,
+    const device S* biases,
+    device T* y,
+    threadgroup float* values,
+    threadgroup float* sums,
+    uint token,
+    uint group,
+    uint simdgroup,
+    uint lane) {
+  float totals[ROWS];
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, SWIGLU>(
+      totals, gate + token * IN, up + token * IN, experts, w, scales, biases, values, sums, values,
+      group, simdgroup, lane);
+  if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {
+    const float factor = SCORED ? sigmoid(float(score[token])) : 1.0f;
+    for (int r = 0; r < ROWS; ++r) {
+      const uint at = token * OUT + row + r;
+      y[at] = T(float(residual[at]) + experts[at] + factor * totals[r]);
     }
   }
 }

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache
 from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.layers import project
 
 
 class Attention(nn.Module):
@@ -20,7 +21,7 @@ class Attention(nn.Module):
     rows of a sigmoid gate of its output. window: A token sees only so many, itself included.
 
     Shapes:
-        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added.
+        x: ``[B, T, C]``; returns x plus what comes of norm(x).
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q = self.q_proj(x).reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
-        k, v = self.k_proj(x).reshape(B, T, Hkv, Dh), self.v_proj(x).reshape(B, T, Hkv, Dh)
+        q, k, v = project(kernels, x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        q = q.reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
+        k, v = k.reshape(B, T, Hkv, Dh), v.reshape(B, T, Hkv, Dh)
         gate = q if self.gated else None
         q, k, v = kernels.norm_rope(  # heads before tokens
             q,
@@ -72,4 +74,5 @@ class Attention(nn.Module):
             start=start,
             gate=gate,
         )
-        return self.o_proj(y.swapaxes(1, 2).reshape(B, T, Hq * Dh))
+        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
+        return project(kernels, y, self.o_proj, residual=x)[0]

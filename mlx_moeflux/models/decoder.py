@@ -23,7 +23,7 @@ class DecoderLayer(nn.Module):
     """Mixer, then MLP or MoE block, each behind a norm and with a residual.
 
     mixer: Its name in the checkpoint (``self_attn``, ``linear_attn``) and the module, which maps
-    (x ``[B, T, C]``, cache entry) to ``[B, T, C]``.
+    (x ``[B, T, C]``, cache entry, norm) to ``[B, T, C]``: x itself plus what comes of norm(x).
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class DecoderLayer(nn.Module):
         read once."""
         mixer, T = self[self._mixer_name], x.shape[1]
         mask = cache.real_tokens(T)
-        mixed = _chunked(lambda part: mixer(self.input_layernorm(part), cache), x, chunk)
-        h = x + mixed
-        post = self.post_attention_layernorm(h)
+        h = _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, chunk)
         if isinstance(self.mlp, SparseMoeBlock):
-            out = self.mlp(post, h, mask)
+            out = self.mlp(h, self.post_attention_layernorm, mask)
         else:
+            post = self.post_attention_layernorm(h)
             out = h + _chunked(self.mlp, post, chunk)
-        note(self, input=x, h_mid=h, h_post=post, output=out)
+            note(self, h_post=post)
+        note(self, input=x, h_mid=h, output=out)
         return out
 
 

@@ -24,10 +24,10 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.mla import SCORES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import SwiGLU
+from mlx_moeflux.models.layers import SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.moe import Router, SparseMoeBlock
-from mlx_moeflux.models.record import note
+from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.rope import Rope
 
 
@@ -202,20 +202,33 @@ class MoeBlock(SparseMoeBlock):
             width = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = SwiGLU(C, width)
 
-    def route(self, tokens: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """See :meth:`SparseMoeBlock.route`."""
-        logits = self.gate(tokens)
-        if getattr(self._router, "wants_bias", False):
-            return logits, *self._router(logits, self.gate.e_score_correction_bias)
-        return logits, *self._router(logits)
+    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
+        shared = ()
+        if "shared_experts" in self:
+            expert = self.shared_experts
+            *shared, post = project(
+                self._kernels, rows, expert.gate_proj, expert.up_proj, norm=norm, normed=True
+            )
+        else:
+            post = norm(rows)
+        return post, self.gate(post), shared
 
-    def shared(self, tokens: mx.array) -> tuple[mx.array | None, None]:
-        """The shared experts' output; it has no gate."""
-        if "shared_experts" not in self:
-            return None, None
-        shared = self.shared_experts(tokens)
-        note(self, shared_out=shared)
-        return shared, None
+    def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """See :meth:`SparseMoeBlock.route`."""
+        if getattr(self._router, "wants_bias", False):
+            return self._router(logits, self.gate.e_score_correction_bias)
+        return self._router(logits)
+
+    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.leave`; the shared experts' sum is not scaled."""
+        if not shared:
+            return self._kernels.moe_combine(rows, experts)
+        gate, up = shared
+        down = weight_of(self.shared_experts.down_proj)
+        if recorded(self, "shared_out"):
+            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        return self._kernels.add_shared(rows, experts, gate, up, down)
 
 
 class Model(DecoderModel):

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.layers import project
 
 # transformers gives the two inner norms this one, whatever rms_norm_eps is.
 INNER_EPS = 1e-6
@@ -74,7 +75,7 @@ class LatentAttention(nn.Module):
     config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.mla`.
 
     Shapes:
-        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added.
+        x: ``[B, T, C]``; returns x plus what comes of norm(x).
 
     Parameters (names as in the checkpoint): ``q_a_proj``, ``q_a_layernorm``, ``q_b_proj``, or
     ``q_proj`` where ``q_lora_rank`` is null; ``kv_a_proj_with_mqa``, ``kv_a_layernorm``;
@@ -111,13 +112,14 @@ class LatentAttention(nn.Module):
         self.embed_q = HeadLinear(H, R, config.qk_nope_head_dim)
         self.unembed_out = HeadLinear(H, config.v_head_dim, R)
 
-    def __call__(self, x: mx.array, cache: LatentCache) -> mx.array:
+    def __call__(self, x: mx.array, cache: LatentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         H, R, Dv = config.num_attention_heads, config.kv_lora_rank, config.v_head_dim
-        q = self._queries(x).reshape(B, T, H, -1).swapaxes(1, 2)  # [B, H, T, Dn + Dr]
+        q, latent = self._queries(x, norm)
+        q = q.reshape(B, T, H, -1).swapaxes(1, 2)  # [B, H, T, Dn + Dr]
         q_nope, q_rope = mx.split(q, [config.qk_nope_head_dim], axis=-1)
-        latent, key_rope = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [R], axis=-1)
+        latent, key_rope = mx.split(latent[:, None], [R], axis=-1)
         rope = {
             "offset": cache.positions(T),
             "scale": config.rope.attention_factor,
@@ -137,7 +139,8 @@ class LatentAttention(nn.Module):
             y = kernels.mla_prefill(
                 q_nope, q_rope, latent, key_rope, expand=self._expand, **options
             )
-        return self.o_proj(y.swapaxes(1, 2).reshape(B, T, H * Dv))
+        y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
+        return project(kernels, y, self.o_proj, residual=x)[0]
 
     def absorbs(self, T: int) -> bool:
         """Whether T queries cost less against latents than against keys and values, which have
@@ -146,10 +149,13 @@ class LatentAttention(nn.Module):
         R, Dn, Dv = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
         return T * (2 * R - Dn - Dv) <= (Dn + Dv) * R
 
-    def _queries(self, x: mx.array) -> mx.array:
+    def _queries(self, x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
+        """Queries of all heads, and latent with rotary key."""
+        kernels, latent = self._kernels, self.kv_a_proj_with_mqa
         if self.config.q_lora_rank is None:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            return project(kernels, x, self.q_proj, latent, norm=norm)
+        low, latent = project(kernels, x, self.q_a_proj, latent, norm=norm)
+        return [*project(kernels, low, self.q_b_proj, norm=self.q_a_layernorm), latent]
 
     def _key_heads(self, q_nope: mx.array) -> mx.array:
         """``W_K(h)^T q_nope``: ``[B, H, T, Dn]`` -> ``[B, H, T, R]``."""

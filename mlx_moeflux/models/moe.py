@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,8 +17,8 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.models.layers import SwiGLU
-from mlx_moeflux.models.record import note
+from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.models.record import note, recorded
 
 
 class Router(Protocol):
@@ -107,7 +107,7 @@ class SparseMoeBlock(nn.Module):
     """Route every token to K of E experts.
 
     Shapes:
-        x: ``[B, T, C]``, the normalised hidden state; residual: ``[B, T, C]``;
+        x: ``[B, T, C]``, the residual; norm: what comes before the router and the experts;
         mask: ``[B, T]`` bool or None, False where a token is padding.
         returns: ``[B, T, C]``, the residual included.
 
@@ -135,30 +135,33 @@ class SparseMoeBlock(nn.Module):
         self._router, self._kernels = router, kernels
         self._store = None
 
-    def __call__(self, x: mx.array, residual: mx.array, mask: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
         B, T, C = x.shape
-        tokens = x.reshape(B * T, C)  # [N, C]
-        logits, ids, weights = self.route(tokens)  # [N, E], [N, K], [N, K]
+        rows = x.reshape(B * T, C)
+        post, logits, shared = self.enter(rows, norm)  # [N, C], [N, E]
+        ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
             # Padding asks for no expert: nothing is read for it and no expert is shared with it.
             real = mask.reshape(B * T, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        experts = self._store.experts(self.layer, tokens, ids, weights)  # [N, C] float32
-        note(self, router_logits=logits, ids=ids, weights=weights)
-        shared, score = self.shared(tokens)
-        return self._kernels.moe_combine(
-            residual.reshape(B * T, C), experts, shared=shared, score=score
-        ).reshape(B, T, C)
+        experts = self._store.experts(self.layer, post, ids, weights)  # [N, C] float32
+        note(self, h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights)
+        return self.leave(rows, experts, shared).reshape(x.shape)
 
-    def route(self, tokens: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """tokens ``[N, C]`` -> logits ``[N, E]``, ids and weights as a :class:`Router` has them."""
-        logits = self.gate(tokens)
-        return logits, *self._router(logits)
+    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """rows ``[N, C]`` -> norm(rows), the router's logits ``[N, E]``, and what :meth:`leave`
+        wants to have of the shared expert."""
+        logits, post = project(self._kernels, rows, self.gate, norm=norm, normed=True)
+        return post, logits, None
 
-    def shared(self, tokens: mx.array) -> tuple[mx.array | None, mx.array | None]:
-        """What every token gets besides, ``[N, C]``, and its gate ``[N, 1]``; None: nothing."""
-        return None, None
+    def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """logits ``[N, E]`` -> ids and weights as a :class:`Router` has them."""
+        return self._router(logits)
+
+    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """The residual ``[N, C]``, the routed experts' sum and the shared expert, added."""
+        return self._kernels.moe_combine(rows, experts)
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
@@ -174,8 +177,26 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def shared(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """The shared expert's output and its gate before the sigmoid."""
-        shared, score = self.shared_expert(tokens), self.shared_expert_gate(tokens)
-        note(self, shared_out=shared, gate_score=score)
-        return shared, score
+    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """See :meth:`SparseMoeBlock.enter`; the shared expert's two products, and its score."""
+        expert = self.shared_expert
+        logits, gate, up, score, post = project(
+            self._kernels,
+            rows,
+            self.gate,
+            expert.gate_proj,
+            expert.up_proj,
+            self.shared_expert_gate,
+            norm=norm,
+            normed=True,
+        )
+        note(self, gate_score=score)
+        return post, logits, (gate, up, score)
+
+    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.leave`."""
+        gate, up, score = shared
+        down = weight_of(self.shared_expert.down_proj)
+        if recorded(self, "shared_out"):
+            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        return self._kernels.add_shared(rows, experts, gate, up, down, score=score)

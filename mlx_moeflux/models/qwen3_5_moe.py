@@ -19,6 +19,7 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.layers import project
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
@@ -43,7 +44,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a state of fixed size.
 
     Shapes:
-        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added. The cache carries the last
+        x: ``[B, T, C]``; returns x plus what comes of norm(x). The cache carries the last
         W - 1 raw inputs of the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
     """
 
@@ -61,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(config.linear_value_head_dim)
         self.out_proj = nn.Linear(config.value_dim, C, bias=False)
 
-    def __call__(self, x: mx.array, cache: RecurrentCache) -> mx.array:
+    def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Dk = config.linear_key_head_dim
@@ -71,11 +72,9 @@ class GatedDeltaNet(nn.Module):
         if conv is None:
             conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
             state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
+        inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
         y, cache.conv, cache.delta = kernels.delta_mixer(
-            self.in_proj_qkv(x),
-            self.in_proj_z(x),
-            self.in_proj_a(x),
-            self.in_proj_b(x),
+            *project(kernels, x, *inputs, norm=norm),
             conv_weight=self.conv1d.weight[..., 0],
             conv_state=conv,
             state=state,
@@ -88,7 +87,7 @@ class GatedDeltaNet(nn.Module):
             steps=kernels,
         )
         cache.advance(T)
-        return self.out_proj(y)
+        return project(kernels, y, self.out_proj, residual=x)[0]
 
 
 class Model(DecoderModel):

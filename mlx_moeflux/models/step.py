@@ -58,7 +58,10 @@ class _Recurrent:
 
 
 # Kind of entry -> its stand-in while tracing, and the attributes that go in and come out.
-_KINDS = {KVCache: (_Attention, ("keys", "values")), RecurrentCache: (_Recurrent, ("conv", "delta"))}
+_KINDS = {
+    KVCache: (_Attention, ("keys", "values")),
+    RecurrentCache: (_Recurrent, ("conv", "delta")),
+}
 
 
 class CompiledStep:

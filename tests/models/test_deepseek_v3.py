@@ -195,7 +195,7 @@ def test_router_is_its_definition(groups, kept, mean, normalise):
         mx.array(bias.astype(np.float32)),
         k=k,
         groups=groups,
-        groups_kept=kept,
+        kept_groups=kept,
         normalise=normalise,
         scale=2.5,
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.norm_matvec import MOST_WEIGHTS, Weight, norm_matvec, norm_matvec_fused
+from mlx_moeflux.kernels.project import MOST_WEIGHTS, Weight, project, project_fused
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
 
@@ -53,7 +53,7 @@ def limits(args, options, truths):
     half = 3e-7 if dtype == mx.float32 else float(mx.finfo(dtype).eps) / 2
     return [
         max(2 * error(reference, truth), half * np.abs(truth).max())
-        for reference, truth in zip(norm_matvec(*args, **options), truths, strict=True)
+        for reference, truth in zip(project(*args, **options), truths, strict=True)
     ]
 
 
@@ -62,7 +62,7 @@ def limits(args, options, truths):
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
 def test_agrees_with_float64(device, sizes, with_norm, residual):
     args, options, truths = arguments(sizes, with_norm=with_norm, residual=residual)
-    outputs = norm_matvec_fused(*args, **options)
+    outputs = project_fused(*args, **options)
     assert len(outputs) == len(args[1])
     for y, truth, limit in zip(outputs, truths, limits(args, options, truths), strict=True):
         assert y.dtype == args[0].dtype
@@ -73,10 +73,8 @@ def test_tokens_together_or_apart_give_the_same_bits(device):
     rng = np.random.default_rng(0)
     weight = Weight(*random_matrix(rng, (6, 128), bits=4, group=64, dtype=mx.bfloat16))
     x, norm = random_array(rng, (4, 128), mx.bfloat16), random_array(rng, (128,), mx.bfloat16)
-    pairs = [norm_matvec_fused(x[i : i + 2], [weight], norm=norm)[0] for i in (0, 2)]
-    assert mx.array_equal(
-        norm_matvec_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)
-    ).item()
+    pairs = [project_fused(x[i : i + 2], [weight], norm=norm)[0] for i in (0, 2)]
+    assert mx.array_equal(project_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)).item()
 
 
 def test_wrong_arguments():
@@ -84,27 +82,46 @@ def test_wrong_arguments():
     weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=64, dtype=mx.float32))
     x = random_array(rng, (2, 64), mx.float32)
     for call in (
-        lambda: norm_matvec_fused(mx.zeros((0, 64)), [weight]),
-        lambda: norm_matvec_fused(x, [weight] * 7),
-        lambda: norm_matvec_fused(x, []),
-        lambda: norm_matvec_fused(x[:, :32], [weight]),
-        lambda: norm_matvec_fused(x, [weight], norm=mx.ones((32,))),
-        lambda: norm_matvec_fused(x, [weight], residual=x),
-        lambda: norm_matvec_fused(x, [weight, weight], residual=x[:, :6]),
+        lambda: project_fused(mx.zeros((0, 64)), [weight]),
+        lambda: project_fused(x, [weight] * 7),
+        lambda: project_fused(x, []),
+        lambda: project_fused(x[:, :32], [weight]),
+        lambda: project_fused(x, [weight], norm=mx.ones((32,))),
+        lambda: project_fused(x, [weight], residual=x),
+        lambda: project_fused(x, [weight, weight], residual=x[:, :6]),
     ):
         with pytest.raises(ShapeError):
             call()
 
 
-def parts_case(count: int, *, residual: bool = False) -> Case:
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+def test_gives_the_normalised_rows_too(device, sizes):
+    args, options, truths = arguments(sizes, with_norm=True, residual=False)
+    *outputs, normed = project_fused(*args, **options, normed=True)
+    rows = float64(args[0])
+    truth = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
+    (naive,) = project(args[0], [], **options, normed=True)
+    assert normed.dtype == args[0].dtype
+    assert error(normed, truth) <= max(2 * error(naive, truth), 1e-6)
+    for y, expected in zip(outputs, project_fused(*args, **options), strict=True):
+        assert mx.array_equal(y, expected).item()
+
+
+def parts_case(count: int, *, residual: bool = False, normed: bool = False) -> Case:
     """`count` matrices of different sizes and bits."""
     parts = [(5 + i, (4, 8, 2, 0)[i % 4], 32) for i in range(count)]
     sizes = (2 if residual else 1, 96, parts, mx.float32)
     args, options, truths = arguments(sizes, with_norm=True, residual=residual)
     limit = max(limits(args, options, truths))
-    name = f"{count}-residual" if residual else f"{count}"
-    return Case(name, lambda: norm_matvec_fused(*args, **options), lambda: truths, limit)
+    name = f"{count}" + "-residual" * residual + "-normed" * normed
+    if normed:
+        options["normed"] = True
+        rows = float64(args[0])
+        scale = np.sqrt((rows**2).mean(-1, keepdims=True) + EPS)
+        truths = [*truths, rows / scale * float64(options["norm"])]
+    return Case(name, lambda: project_fused(*args, **options), lambda: truths, limit)
 
 
-CASES = {f"norm_matvec_{n}": [parts_case(n)] for n in range(1, MOST_WEIGHTS + 1)}
-CASES["norm_matvec_1"].append(parts_case(1, residual=True))
+CASES = {f"project_{n}": [parts_case(n)] for n in range(1, MOST_WEIGHTS + 1)}
+CASES |= {f"project_{n}_normed": [parts_case(n, normed=True)] for n in range(1, MOST_WEIGHTS + 1)}
+CASES["project_1"].append(parts_case(1, residual=True))
