@@ -77,24 +77,29 @@ inline key_range part_of(int start, int high, int tile, uint part, uint parts) {
   return {low, metal::min(high, low + share)};
 }
 
-// A value of y [B, T, HQ, DV], through the sigmoid of its gate. GATE 1: the gate is
+// N neighbours of y [B, T, HQ, DV], through the sigmoid of their gates. GATE 1: the gate is
 // [B, T, HQ, DV]; 2: the second half of [B, T, HQ, 2 DV]. row: heads past `head` * tokens + token.
-template <typename T, int DV, int HQ, int GATE>
+template <typename T, int DV, int HQ, int GATE, int N>
 inline void write_attended(
-    device T* y, const device T* gate, float value, int b, int head, int row, int column,
+    device T* y, const device T* gate, pack<float, N> x, int b, int head, int row, int column,
     int tokens) {
   const size_t at = (size_t(b) * tokens + row % tokens) * HQ + head + row / tokens;
-  if (GATE != 0) {
-    value *= sigmoid(float(gate[at * (GATE * DV) + (GATE - 1) * DV + column]));
+  pack<T, N> out;
+  EACH(e, N) {
+    float value = x.at[e];
+    if (GATE != 0) {
+      value *= sigmoid(float(gate[at * (GATE * DV) + (GATE - 1) * DV + column + e]));
+    }
+    out.at[e] = T(value);
   }
-  y[at * DV + column] = T(value);
+  store_pack(y + at * DV + column, out);
 }
 
 // q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
 // past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
 // Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). SPLIT: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
-// Elements 2 i and 2 i + 1 of a tile_c lie in one row.
+// Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
 template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, bool SPLIT,
           int GATE>
 inline void attend_rows(
@@ -209,14 +214,13 @@ inline void attend_rows(
     }
     const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
     EACH(n, DV / 8) {
-      EACH(e, 2) {
-        const int j = 2 * i + e, column = 8 * n + sums[n].col(j, lane);
-        if (row < tokens && SPLIT) {
-          partial[at * DV + column] = sums[n][j];
-        } else if (row < tokens) {
-          write_attended<T, DV, HQ, GATE>(
-              y, gate, sums[n][j] * inverse, b, head, row, column, tokens);
-        }
+      const int j = 2 * i, column = 8 * n + sums[n].col(j, lane);
+      if (row < tokens && SPLIT) {
+        store_pack(partial + at * DV + column, pack<float, 2>{sums[n][j], sums[n][j + 1]});
+      } else if (row < tokens) {
+        write_attended<T, DV, HQ, GATE, 2>(
+            y, gate, {sums[n][j] * inverse, sums[n][j + 1] * inverse}, b, head, row, column,
+            tokens);
       }
     }
   }
@@ -395,14 +399,15 @@ inline void attend_shared(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   EACH(t, MT) {
     EACH(n, NV) {
-      EACH(i, 4) {
-        const int at = 16 * t + sums[t][n].row(i, lane), row = row0 + at;
-        const int column = 8 * (NV * w + n) + sums[t][n].col(i, lane);
+      EACH(i, 2) {
+        const int j = 2 * i, at = 16 * t + sums[t][n].row(j, lane), row = row0 + at;
+        const int column = 8 * (NV * w + n) + sums[t][n].col(j, lane);
+        const float x0 = sums[t][n][j], x1 = sums[t][n][j + 1];
         if (row < rows && SPLIT) {
-          partial[(out_row + at) * DV + column] = sums[t][n][i];
+          store_pack(partial + (out_row + at) * DV + column, pack<float, 2>{x0, x1});
         } else if (row < rows) {
-          write_attended<T, DV, HQ, GATE>(
-              y, gate, sums[t][n][i] * factors[at], b, head, row, column, tokens);
+          write_attended<T, DV, HQ, GATE, 2>(
+              y, gate, {x0 * factors[at], x1 * factors[at]}, b, head, row, column, tokens);
         }
       }
     }
@@ -441,7 +446,7 @@ inline void attend_combine(
       total += shared[256 + i];
     }
     const int tokens = rows / PACK, b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
-    write_attended<T, DV, HQ, GATE>(
-        y, gate, total > 0.0f ? value / total : 0.0f, b, head, row, column, tokens);
+    write_attended<T, DV, HQ, GATE, 1>(
+        y, gate, {total > 0.0f ? value / total : 0.0f}, b, head, row, column, tokens);
   }
 }

@@ -36,13 +36,17 @@ class Turned:
 
     def __init__(
         self, dtype, B, T, Hq, Hkv, D, Dv, *,
-        dims, offset, norms="qk", gate=False, traditional=False, frequencies=False,
+        dims, offset, norms="qk", gate=False, traditional=False, frequencies=False, Hv=None,
+        weights=None,
     ):  # fmt: skip
         mx.random.seed(B + 7 * T + D)
         draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
         q, k = draw(B, T, Hq, D * (2 if gate else 1)), draw(B, T, Hkv, D)
-        self.arrays = q, k, draw(B, T, Hkv, Dv) if Dv else None
-        q_weight, k_weight = (draw(D) if name in norms else None for name in "qk")
+        self.arrays = q, k, draw(B, T, Hv or Hkv, Dv) if Dv else None
+        q_weight, k_weight = (
+            draw(D).astype(other) if name in norms else None
+            for name, other in zip("qk", weights or (dtype, dtype), strict=True)
+        )
         turn = {"dims": dims, "base": 1e4, "offset": offset, "traditional": traditional}
         if frequencies:
             turn["frequencies"] = mx.random.uniform(shape=(dims // 2,))
@@ -70,6 +74,8 @@ CASES = {
         ),
         Turned(F32, 1, 5, 3, 1, 128, 64, dims=128, offset=4096, norms="k").case("all of the head"),
         Turned(F16, 2, 2, 5, 3, 96, 32, dims=36, offset=0, norms="q").case("96, pairs of 18"),
+        Turned(BF16, 2, 2, 4, 3, 128, 256, dims=96, offset=mx.array([9, 2]), Hv=2,
+               weights=(F32, F16)).case("weights of other types, other heads of v"),
     ],
     "norm_rope_qk": [
         Turned(F32, 3, 2, 5, 1, 64, None, dims=64, offset=mx.array([5, 0, 9]), norms="",
