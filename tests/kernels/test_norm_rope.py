@@ -80,6 +80,9 @@ CASES = {
     "norm_rope_qk": [
         Turned(F32, 3, 2, 5, 1, 64, None, dims=64, offset=mx.array([5, 0, 9]), norms="",
                traditional=True, frequencies=True).case("DeepSeek's rotary parts"),
+        Turned(BF16, 1, 2, 3, 2, 128, None, dims=36, offset=8, norms="q", gate=True,
+               weights=(F32, F16)).case("one norm, beside a gate"),
+        Turned(F16, 1, 2, 3, 2, 64, None, dims=32, offset=8, weights=(BF16, F32)).case("types"),
         Turned(BF16, 1, 3, 2, 1, 192, None, dims=20, offset=3, traditional=True).case("192, odd"),
     ],
 }  # fmt: skip
