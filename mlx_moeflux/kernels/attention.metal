@@ -87,7 +87,7 @@ inline void write_attended(
   pack<T, N> out;
   EACH(e, N) {
     float value = x.at[e];
-    if (GATE != 0) {
+    if (GATE > 0) {
       value *= sigmoid(float(gate[at * (GATE * DV) + (GATE - 1) * DV + column + e]));
     }
     out.at[e] = T(value);
@@ -97,11 +97,10 @@ inline void write_attended(
 
 // q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
 // past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
-// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). SPLIT: writes
+// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE -1: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
-template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, bool SPLIT,
-          int GATE>
+template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
 inline void attend_rows(
     const device T* q, const device T* k, const device T* v, const device T* gate,
     const device int* ranges, const device float* scale, device T* y, device float* partial,
@@ -208,14 +207,14 @@ inline void attend_rows(
     total[i] = row_sum(total[i]);
     const int row = row0 + own + sums[0].row(2 * i, lane);
     const size_t at = (size_t(group) * counts.x + position.x) * tokens + row;
-    if (SPLIT && row < tokens && sums[0].col(0, lane) == 0) {
+    if (GATE < 0 && row < tokens && sums[0].col(0, lane) == 0) {
       stats[2 * at] = top[i];
       stats[2 * at + 1] = total[i];
     }
     const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
     EACH(n, DV / 8) {
       const int j = 2 * i, column = 8 * n + sums[n].col(j, lane);
-      if (row < tokens && SPLIT) {
+      if (row < tokens && GATE < 0) {
         store_pack(partial + at * DV + column, pack<float, 2>{sums[n][j], sums[n][j + 1]});
       } else if (row < tokens) {
         write_attended<T, DV, HQ, GATE, 2>(
@@ -231,7 +230,7 @@ inline void attend_rows(
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
 // once the scores are done, 2 they are the first DV columns of the keys.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
-          int LAYOUT, bool CAUSAL, bool SPLIT, int GATE>
+          int LAYOUT, bool CAUSAL, int GATE>
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* gate, const device int* ranges, const device float* scale,
@@ -391,7 +390,7 @@ inline void attend_shared(
   const size_t out_row = (size_t(group) * counts.x + position.x) * rows + row0;
   if (part == 0) {
     factors[mine] = total > 0.0f ? 1.0f / total : 0.0f;
-    if (SPLIT && row0 + mine < rows) {
+    if (GATE < 0 && row0 + mine < rows) {
       stats[2 * (out_row + mine)] = top;
       stats[2 * (out_row + mine) + 1] = total;
     }
@@ -403,7 +402,7 @@ inline void attend_shared(
         const int j = 2 * i, at = 16 * t + sums[t][n].row(j, lane), row = row0 + at;
         const int column = 8 * (NV * w + n) + sums[t][n].col(j, lane);
         const float x0 = sums[t][n][j], x1 = sums[t][n][j + 1];
-        if (row < rows && SPLIT) {
+        if (row < rows && GATE < 0) {
           store_pack(partial + (out_row + at) * DV + column, pack<float, 2>{x0, x1});
         } else if (row < rows) {
           write_attended<T, DV, HQ, GATE, 2>(

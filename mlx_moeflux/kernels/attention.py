@@ -80,7 +80,7 @@ _INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups
 _ROWS = """
     threadgroup T keys[BN * (D1 + 8)];
     threadgroup T values[BN * (DV + 8)];
-    attend_rows<T, D1, DV, HQ, HKV, W, BN, CAUSAL, SPLIT, GATE>(
+    attend_rows<T, D1, DV, HQ, HKV, W, BN, CAUSAL, GATE>(
         q, k, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
 """
 _SHARED = """
@@ -89,7 +89,7 @@ _SHARED = """
     threadgroup T weights[16 * MT * (BN + 8)];
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
-    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, CAUSAL, SPLIT, GATE>(
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, CAUSAL, GATE>(
         q, {q2}, k, {k2}, {v}, {gate}, ranges, scale, {outputs}, keys, values, weights,
         scores, factors, {indices});
 """
@@ -106,7 +106,7 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
     names = {"q2": "q", "k2": "k", "v": "v", "gate": "nullptr"}
     names = {role: role if role in inputs else other for role, other in names.items()}
     if "k2" in inputs:
-        names["v"] = "k"
+        names["v"] = "nullptr"
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
         file="attention.metal",
@@ -243,7 +243,7 @@ def _plan(backend_name: str, call: Call) -> Plan:
     split, gated = parts > 1, call.gate is not None
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
-    template |= {"CAUSAL": call.causal, "SPLIT": split, "GATE": 0 if split else gate}
+    template |= {"CAUSAL": call.causal, "GATE": -1 if split else gate}
     threads = 32 * tile["W"]
     options = {
         "template": template,

@@ -107,23 +107,25 @@ def latent(name, dtype, B, H, T, capacity, R, P, length):
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
 CASES = {
     "attend_rows": [
-        Attended(BF16, 12, 22, 2, 9, 40, 32, 32, 33).case("heads fill the GPU, 32 wide"),
+        Attended(BF16, 12, 22, 2, 9, 40, 48, 32, 33).case("heads fill the GPU, 48/32"),
     ],
     "attend_rows_parts": [
         Attended(F16, 2, 2, 1, 70, 100, 48, 32, 100, causal=False).case("48/32, all visible"),
         Attended(F32, 1, 4, 2, 20, 130, 64, 64, [129], start=[45]).case("float32, padded left"),
     ],
     "attend_rows_gated": [
-        Attended(F16, 9, 30, 3, 9, 24, 32, 32, 23, gate=2).case("gate in second halves"),
+        Attended(F16, 9, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
     ],
     "attend_shared": [
-        Attended(BF16, 1, 4, 2, 3, 60, 64, 64, 60).case("one part"),
+        Attended(BF16, 1, 6, 2, 3, 60, 64, 32, 60).case("one part, 64/32"),
     ],
     "attend_shared_parts": [
-        Attended(BF16, 2, 4, 2, 2, 130, 64, 96, 99).case("64/96"),
+        Attended(BF16, 2, 6, 2, 2, 130, 64, 96, 99).case("64/96"),
+        Attended(F16, 2, 6, 2, 5, 130, 80, 32, 130, causal=False).case("80/32, all visible"),
     ],
     "attend_shared_gated": [
-        Attended(F32, 2, 4, 2, 3, 50, 256, 256, [41, 33], start=[0, 7], gate=1).case("256, f32"),
+        Attended(F32, 2, 6, 2, 3, 50, 256, 256, [41, 33], start=[0, 7], gate=1).case("256, f32"),
+        Attended(BF16, 2, 6, 2, 3, 50, 64, 96, 50, gate=2, causal=False).case("64/96, second half"),
     ],
     "attend_latent": [latent("few keys", BF16, 2, 4, 9, 50, 64, 32, 45)],
     "attend_latent_parts": [latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75)],
@@ -131,7 +133,7 @@ CASES = {
         Attended(BF16, 1, 2, 2, 1, 300, 32, 32, 280).case("parts without keys"),
     ],
     "attend_combine_gated": [
-        Attended(F16, 2, 6, 2, 1, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
+        Attended(F16, 2, 6, 2, 2, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
     ],
 }
 
