@@ -89,6 +89,17 @@ class AttentionCache(SequenceClock):
         """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
         return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
 
+    def append(self, kernels: Any, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        """:meth:`update_and_fetch`, but returns what an attention operation takes: whole buffers
+        and which rows of them count."""
+        self.update_and_fetch(keys, values)
+        return {
+            "k": self.keys,
+            "v": self.values,
+            "length": self.columns,
+            "start": self.left_padding,
+        }
+
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Whole buffers and the number of columns in use, for kernels that take a length."""
         return self.keys, self.values, self.columns

@@ -39,6 +39,15 @@ class RecurrentCache(SequenceClock):
         """
         return self.real_tokens(T)
 
+    def begin_step(self) -> tuple[mx.array, mx.array]:
+        """The arrays that a step of one column reads, ``conv`` and ``delta``."""
+        return self.conv, self.delta
+
+    def end_step(self, conv: mx.array, delta: mx.array) -> None:
+        """The same after the step."""
+        self.conv, self.delta = conv, delta
+        self.advance(1)
+
     # Going back.
 
     def is_trimmable(self) -> bool:

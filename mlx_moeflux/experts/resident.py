@@ -62,6 +62,16 @@ class ResidentStore:
         stats.tokens += x.shape[0]
         return from_whole_bank(x, ids, weights, bank, self._form)
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether calls are lazy and nobody is told of them."""
+        return self.events is None
+
+    def count(self, tokens: int) -> None:
+        """Account for a call of every layer that ran from a trace."""
+        for stats in self._stats.layers.values():
+            stats.tokens += tokens
+
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""
         return self._stats

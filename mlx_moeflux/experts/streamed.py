@@ -79,6 +79,8 @@ class StreamedStore:
         self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
+        self.generation = 0
+        """Grows when banks are replaced: traces that read them are then of the past."""
         self._closed = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
@@ -130,6 +132,18 @@ class StreamedStore:
             state.tokens += x.shape[0]
             return y
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether calls are lazy and nobody is told of them: every layer holds every expert."""
+        states = self._layers.values()
+        return self.events is None and all(state.table.complete for state in states)
+
+    def count(self, tokens: int) -> None:
+        """Account for a call of every layer that ran from a trace."""
+        for state in self._layers.values():
+            state.stats.tokens += tokens
+            state.tokens += tokens
+
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
         return self._stats
@@ -170,6 +184,7 @@ class StreamedStore:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:
             state = self._state(layer)
+            self.generation += 1
             state.resize(self._checked(layer, slots), self.events)
 
     def close(self) -> None:

@@ -36,16 +36,19 @@ inline void arrive() {
 }
 
 // Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
-// outside [low, high) are not read and become zeros.
-template <typename T, int D1, int D2, int LD, int COUNT, int THREADS>
+// outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`.
+template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false>
 inline void stage(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
-    uint index) {
+    uint index, const device T* tail = nullptr, int start = 0) {
   constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = (D1 + D2) / WIDE;
   for (int i = int(index); i < COUNT * CHUNKS; i += THREADS) {
     const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
     const bool live = row >= low && row < high;
     const device T* from = D2 == 0 || at < D1 ? x + row * D1 + at : x2 + row * D2 + at - D1;
+    if (TAIL && row >= start) {
+      from = tail + (row - start) * D1 + at;
+    }
     copy_async(to + i / CHUNKS * LD + at, live ? from : x, live);
   }
 }
@@ -230,11 +233,11 @@ inline void attend_rows(
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
 // once the scores are done, 2 they are the first DV columns of the keys.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
-          int LAYOUT, bool CAUSAL, int GATE>
+          int LAYOUT, int TAIL, bool CAUSAL, int GATE>
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
-    const device T* v, const device T* gate, const device int* ranges, const device float* scale,
-    device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
+    const device T* v, const device T* tail_k, const device T* tail_v, const device T* gate,
+    const device int* ranges, const device float* scale, device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
     threadgroup T* value_tile, threadgroup T* weights, threadgroup float* scores,
     threadgroup float* factors, int tokens, int capacity, uint3 position, uint3 counts,
     uint index) {
@@ -257,6 +260,9 @@ inline void attend_shared(
   k += kv_row * D1;
   k2 += kv_row * D2;
   v += kv_row * DV;
+  const int tail = TAIL ? (length - 1) / metal::max(TAIL, 1) * TAIL : 0;
+  tail_k += size_t(b * HKV + head / (HQ / HKV)) * TAIL * D1;
+  tail_v += size_t(b * HKV + head / (HQ / HKV)) * TAIL * DV;
 
   const int last_row = metal::min(row0 + M, rows) - 1;
   const bool one_head = row0 / tokens == last_row / tokens;
@@ -287,11 +293,13 @@ inline void attend_shared(
     }
   }
 
-  stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, low, low, high, index);
+  stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
+      key_tile, k, k2, low, low, high, index, tail_k, tail);
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {
-      stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0)>(
+          value_tile, v, v, first, low, high, index, tail_v, tail);
     }
     tile_c s[BN / 8];
     EACH(n, BN / 8) {
@@ -316,7 +324,8 @@ inline void attend_shared(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LAYOUT == 1) {
-      stage<T, DV, 0, LV, BN, THREADS>(key_tile, v, v, first, low, high, index);
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0)>(
+          key_tile, v, v, first, low, high, index, tail_v, tail);
     }
 
     float x[KEYS];
@@ -345,7 +354,8 @@ inline void attend_shared(
     }
     arrive();
     if (LAYOUT == 0 && first + BN < high) {
-      stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, first + BN, low, high, index);
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail);
     }
 
     EACH(t, MT) {
@@ -379,7 +389,8 @@ inline void attend_shared(
     }
     if (LAYOUT != 0 && first + BN < high) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, first + BN, low, high, index);
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail);
     }
   }
 

@@ -8,6 +8,8 @@ Shapes:
     length: keys in use, an int or int32 ``[B]``; None: all S. With it k and v may be whole
     preallocated buffers.
     start: int32 ``[B]``, each sequence's first key (left padding); None: 0.
+    tail: keys and values ``[B, Hkv, R, D]`` of the newest rows, or None: row s of a sequence of
+    `length` is row s - s0 of them from s0 = (length - 1) // R * R on, and of k and v before.
     gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
@@ -48,9 +50,12 @@ def causal_sdpa(
     mask: mx.array | str | None,
     length: int | mx.array | None = None,
     start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
     gate: mx.array | None = None,
 ) -> mx.array:
     """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked."""
+    if tail is not None:
+        k, v = (_joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
     if isinstance(length, int) and length < k.shape[2]:
         k, v = k[:, :, :length], v[:, :, :length]
     if start is not None or isinstance(length, mx.array):
@@ -60,6 +65,15 @@ def causal_sdpa(
         return y
     gate = gate[..., gate.shape[-1] - v.shape[-1] :]
     return y * mx.sigmoid(gate.swapaxes(1, 2))
+
+
+def _joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
+    """The buffer with the rows of the tail in their places."""
+    R, row = tail.shape[2], mx.arange(buffer.shape[2])
+    length = mx.array(length).reshape(-1, 1)
+    newest = (row >= (length - 1) // R * R)[:, None, :, None]
+    index = (row % R)[None, None, :, None]
+    return mx.where(newest, mx.take_along_axis(tail, index, axis=2), buffer)
 
 
 def _visible(q, k, *, causal, length, start) -> mx.array:
@@ -89,9 +103,9 @@ _SHARED = """
     threadgroup T weights[16 * MT * (BN + 8)];
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
-    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, {v}, {gate}, ranges, scale, {outputs}, keys, values, weights,
-        scores, factors, {indices});
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {gate}, ranges, scale, {outputs}, keys, values,
+        weights, scores, factors, {indices});
 """
 _COMBINE = """
     threadgroup float shared[512];
@@ -103,7 +117,7 @@ _COMBINE = """
 
 def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> MetalKernel:
     outputs = "nullptr, partial, stats" if split else "y, nullptr, nullptr"
-    names = {"q2": "q", "k2": "k", "v": "v", "gate": "nullptr"}
+    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "gate": "nullptr"}
     names = {role: role if role in inputs else other for role, other in names.items()}
     if "k2" in inputs:
         names["v"] = "nullptr"
@@ -122,6 +136,7 @@ _KERNELS = {
     for form, body, inputs in (
         ("rows", _ROWS, ("q", "k", "v")),
         ("shared", _SHARED, ("q", "k", "v")),
+        ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
         ("latent", _SHARED, ("q", "q2", "k", "k2")),
     )
     for split, gated in ((False, False), (True, False), (False, True))
@@ -153,6 +168,7 @@ def sdpa_fused(
     mask: mx.array | str | None,
     length: int | mx.array | None = None,
     start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
     gate: mx.array | None = None,
 ) -> mx.array:
     """:func:`causal_sdpa` without scores in device memory; rows outside a sequence's range are
@@ -165,13 +181,17 @@ def sdpa_fused(
         UnsupportedError: MLX drives no GPU.
     """
     if isinstance(mask, mx.array):
-        return causal_sdpa(q, k, v, scale=scale, mask=mask, length=length, start=start, gate=gate)
+        return causal_sdpa(
+            q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate
+        )  # fmt: skip
     call = Call(
         "sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
-        mask is not None,
+        mask is not None, tail=0 if tail is None else tail[0].shape[2],
     )  # fmt: skip
-    tensors = (q, k, v)
+    tensors = (q, k, v) if tail is None else (q, k, v, *tail)
     check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
+    if tail is not None:
+        _check_tail(call, *tail)
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
@@ -187,6 +207,7 @@ class Call:
     dtype: mx.Dtype
     causal: bool
     rotary: int = 0
+    tail: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +264,10 @@ def _plan(backend_name: str, call: Call) -> Plan:
     split, gated = parts > 1, call.gate is not None
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
+    if form != "rows":
+        template["TAIL"] = call.tail
+    if call.tail:
+        form = "tail"
     template |= {"CAUSAL": call.causal, "GATE": -1 if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -307,6 +332,15 @@ def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, 
             needed = (keys * (D + 8) + values + M * (keys + 8)) * size
             needed += 16 * W * (keys + 1) * 4 + M * 4
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
+
+
+def _check_tail(call: Call, k: mx.array, v: mx.array) -> None:
+    check_dtypes("sdpa", call.dtype, {"tail of k": k, "tail of v": v})
+    for name, x, whole in (("k", k, call.k), ("v", v, call.v)):
+        if x.shape != (*whole[:2], call.tail, whole[3]) or call.k[2] % call.tail:
+            raise ShapeError(f"sdpa: the tail of {name} is {x.shape}, that of {whole} cannot be.")
+    if call.q[2] != 1:
+        raise ShapeError(f"sdpa: with a tail one token is asked at a time, not {call.q[2]}.")
 
 
 def _check_shapes(call: Call) -> None:

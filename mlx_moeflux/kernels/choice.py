@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import (
     add_shared,
+    append,
     attention,
     auto,
     causal_conv,
@@ -78,6 +79,7 @@ FORMS: dict[str, dict[str, Form]] = {
     },
     "rope": {"reference": rope.rope},
     "norm_rope": {"reference": norm_rope.norm_rope, "fused": norm_rope.norm_rope_fused},
+    "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
     "sdpa": {"reference": attention.causal_sdpa, "fused": attention.sdpa_fused},
     "mla_attention": {
         "reference": mla.mla_attention,

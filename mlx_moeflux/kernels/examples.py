@@ -71,6 +71,12 @@ def _norm_rope(x: Normal) -> Arguments:
     return (x(B, T, HQ, 2 * DK), x(B, T, HK, DK), x(B, T, HK, DV)), weights | options
 
 
+def _append_row(x: Normal) -> Arguments:
+    tail = (x(B, HK, 16, DK), x(B, HK, 16, DV))
+    position = mx.array([35], dtype=mx.int32)
+    return (tail, x(B, HK, 1, DK), x(B, HK, 1, DV)), {"position": position}
+
+
 def _sdpa(x: Normal) -> Arguments:
     keys, values = x(B, HK, T + 7, DK), x(B, HK, T + 7, DV)
     options = {"mask": "causal", "length": T + 2, "start": mx.array([0, 1])}
@@ -153,6 +159,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "delta_mixer": _delta_mixer,
     "norm_rope": _norm_rope,
     "rope": _rope,
+    "append_row": _append_row,
     "sdpa": _sdpa,
     "mla_attention": _mla_attention,
     "mla_prefill": _mla_prefill,

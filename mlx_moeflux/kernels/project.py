@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
@@ -95,7 +95,15 @@ def project_dequantised(
     residual: mx.array | None = None,
     normed: bool = False,
 ) -> list[mx.array]:
-    """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs."""
+    """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs.
+
+    Raises:
+        UnsupportedError: x is float32, of which dense products on NVIDIA keep 11 bits (TF32).
+    """
+    if x.dtype == mx.float32:
+        raise UnsupportedError(
+            "dense products of float32 are not exact enough; take the reference."
+        )
     dense = [
         Weight(weight.dense(x.dtype)) if isinstance(weight, Weight) else weight
         for weight in weights

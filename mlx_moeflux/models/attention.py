@@ -58,21 +58,9 @@ class Attention(nn.Module):
             base=config.rope_theta,
             offset=cache.positions(T),
         )
-        mask = "causal" if T > 1 else None
-        start = cache.left_padding
+        options = {"mask": "causal" if T > 1 else None}
         if self.window is not None and cache.columns + T > self.window:
-            mask, start = cache.make_mask(T, window_size=self.window), None
-        cache.update_and_fetch(k, v)
-        keys, values, length = cache.buffer()
-        y = kernels.sdpa(
-            q,
-            keys,
-            values,
-            scale=Dh**-0.5,
-            mask=mask,
-            length=length,
-            start=start,
-            gate=gate,
-        )
+            options = {"mask": cache.make_mask(T, window_size=self.window), "start": None}
+        y = kernels.sdpa(q, **cache.append(kernels, k, v) | options, scale=Dh**-0.5, gate=gate)
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return project(kernels, y, self.o_proj, residual=x)[0]

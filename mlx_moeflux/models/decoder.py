@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -14,9 +14,10 @@ from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.layers import SwiGLU
+from mlx_moeflux.models.layers import SwiGLU, project
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 from mlx_moeflux.models.record import note
+from mlx_moeflux.models.step import CompiledStep
 
 
 class DecoderLayer(nn.Module):
@@ -99,6 +100,7 @@ class DecoderModel(StreamingModel):
         # A new module is in training mode.
         self._kernels.references_only(self.training)
         self._router = router or self.make_router(config, self._kernels)
+        self._step = CompiledStep(self._forward)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = TextModel(config, layers)
         if not config.tie_word_embeddings:
@@ -147,14 +149,25 @@ class DecoderModel(StreamingModel):
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
         cache = self.make_cache() if cache is None else cache
+        if tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache):
+            traces = self._step.traces
+            logits = self._step(tokens, cache)
+            if self._step.traces == traces:
+                self.store.count(tokens.shape[0])  # the store itself was not asked
+            return logits
         with transaction(cache):
-            h = self.model.embed_tokens(tokens)
-            for layer, entry in zip(self.model.layers, cache, strict=True):
-                h = layer(h, entry, chunk=self.prefill_chunk)
-            h = self.model.norm(h[:, -1:] if last_only else h)
-            if self.config.tie_word_embeddings:
-                return self.model.embed_tokens.as_linear(h)
-            return self.lm_head(h)
+            return self._forward(tokens, cache, last_only=last_only)
+
+    def _forward(
+        self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
+    ) -> mx.array:
+        h = self.model.embed_tokens(tokens)
+        for layer, entry in zip(self.model.layers, cache, strict=True):
+            h = layer(h, entry, chunk=self.prefill_chunk)
+        h = h[:, -1:] if last_only else h
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(self.model.norm(h))
+        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

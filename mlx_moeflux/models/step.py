@@ -13,30 +13,35 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.kernels.choice import Kernels
 
 
 class _Attention:
     """What an attention layer asks of its cache, with counts as arrays."""
 
-    def __init__(self, keys, values, columns: mx.array, padding: mx.array | None):
-        self.keys, self.values = keys, values
-        self._columns, self.left_padding = columns, padding
+    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+        self._keys, self._values, *tail = arrays
+        self._tail, self._columns, self.left_padding = tuple(tail), columns, padding
+
+    @property
+    def ends(self) -> tuple[mx.array, ...]:
+        return self._tail
 
     def real_tokens(self, T: int) -> None:
-        return None
-
-    def make_mask(self, T: int) -> None:
         return None
 
     def positions(self, T: int) -> mx.array:
         return self._columns if self.left_padding is None else self._columns - self.left_padding
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> None:
-        self.keys = mx.slice_update(self.keys, keys, self._columns, axes=(2,))
-        self.values = mx.slice_update(self.values, values, self._columns, axes=(2,))
-
-    def buffer(self) -> tuple[mx.array, mx.array, mx.array]:
-        return self.keys, self.values, self._columns + 1
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        self._tail = kernels.append_row(self._tail, keys, values, position=self._columns)
+        return {
+            "k": self._keys,
+            "v": self._values,
+            "length": self._columns + 1,
+            "start": self.left_padding,
+            "tail": self._tail,
+        }
 
 
 class _Recurrent:
@@ -44,8 +49,12 @@ class _Recurrent:
 
     lengths = None
 
-    def __init__(self, conv, delta, columns: mx.array, padding: mx.array | None):
-        self.conv, self.delta = conv, delta
+    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+        self.conv, self.delta = arrays
+
+    @property
+    def ends(self) -> tuple[mx.array, ...]:
+        return self.conv, self.delta
 
     def real_tokens(self, T: int) -> None:
         return None
@@ -57,11 +66,8 @@ class _Recurrent:
         pass
 
 
-# Kind of entry -> its stand-in while tracing, and the attributes that go in and come out.
-_KINDS = {
-    KVCache: (_Attention, ("keys", "values")),
-    RecurrentCache: (_Recurrent, ("conv", "delta")),
-}
+# Kind of entry -> its stand-in while tracing.
+_KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
 
 
 class CompiledStep:
@@ -83,7 +89,6 @@ class CompiledStep:
             and not entry.empty()
             and entry.lengths is None
             and entry.real_tokens(1) is None
-            and None not in entry._arrays()
             for entry in cache
         )
 
@@ -97,37 +102,21 @@ class CompiledStep:
         run = self._compiled.get(kinds)
         if run is None:
             run = self._compiled[kinds] = mx.compile(self._traced(kinds))
-        for entry in cache:
-            if isinstance(entry, KVCache):
-                entry.reserve(1)
         columns = mx.array([cache[0].columns], dtype=mx.int32)
         padding = cache[0].left_padding
-        states = [array for entry in cache for array in entry._arrays()]
-        logits, *states = run(tokens, columns, *([] if padding is None else [padding]), *states)
-        for i, entry in enumerate(cache):
-            first, second = _KINDS[kinds[i]][1]
-            setattr(entry, first, states[2 * i])
-            setattr(entry, second, states[2 * i + 1])
-            entry.advance(1)
+        logits, states = run(tokens, columns, padding, [entry.begin_step() for entry in cache])
+        for entry, ends in zip(cache, states, strict=True):
+            entry.end_step(*ends)
         return logits
 
     def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
-        count = 2 * len(kinds)
-
-        def run(tokens: mx.array, columns: mx.array, *arrays: mx.array):
+        def run(tokens, columns, padding, states):
             self.traces += 1
-            padding = arrays[0] if len(arrays) > count else None
-            states = arrays[len(arrays) - count :]
             entries = [
-                _KINDS[kind][0](states[2 * i], states[2 * i + 1], columns, padding)
-                for i, kind in enumerate(kinds)
+                _KINDS[kind](arrays, columns, padding)
+                for kind, arrays in zip(kinds, states, strict=True)
             ]
             logits = self._forward(tokens, entries)
-            ends = [
-                getattr(entry, name)
-                for entry, kind in zip(entries, kinds, strict=True)
-                for name in _KINDS[kind][1]
-            ]
-            return (logits, *ends)
+            return logits, [entry.ends for entry in entries]
 
         return run

@@ -82,6 +82,22 @@ class Attended:
             "gate": gate,
         }
 
+    def with_tail(self, rows: int):
+        """The newest rows of every sequence apart, and NaN where they were."""
+        length = self.options["length"]
+        start = (length - 1) // rows * rows
+        ends, buffers = [], []
+        for x in self.arrays[1:]:
+            end = np.full((*x.shape[:2], rows, x.shape[3]), np.nan, np.float32)
+            whole = np.array(x.astype(F32))
+            end[:, :, : length - start] = whole[:, :, start:length]
+            whole[:, :, start:] = np.nan
+            ends.append(mx.array(end).astype(x.dtype))
+            buffers.append(mx.array(whole).astype(x.dtype))
+        self.arrays = self.arrays[0], *buffers
+        self.options |= {"tail": tuple(ends)}
+        return self
+
     def case(self, name):
         return Case(name, lambda: [sdpa_fused(*self.arrays, **self.options)], lambda: [self.truth],
                     self.limit)  # fmt: skip
@@ -126,6 +142,18 @@ CASES = {
     "attend_shared_gated": [
         Attended(F32, 2, 6, 2, 3, 50, 256, 256, [41, 33], start=[0, 7], gate=1).case("256, f32"),
         Attended(BF16, 2, 6, 2, 3, 50, 64, 96, 50, gate=2, causal=False).case("64/96, second half"),
+    ],
+    "attend_tail": [
+        Attended(BF16, 1, 264, 2, 1, 64, 32, 32, 50, causal=False).with_tail(16).case("one part"),
+    ],
+    "attend_tail_parts": [
+        Attended(BF16, 2, 6, 2, 1, 192, 64, 96, 99, causal=False).with_tail(32).case("64/96"),
+        Attended(F32, 2, 4, 2, 1, 96, 64, 64, 65, causal=False, start=[3, 0])
+        .with_tail(64)
+        .case("a tail of one row, padded left"),
+    ],
+    "attend_tail_gated": [
+        Attended(F16, 9, 30, 3, 1, 64, 64, 32, 64, causal=False, gate=2).with_tail(64).case("all"),
     ],
     "attend_latent": [latent("few keys", BF16, 2, 4, 9, 50, 64, 32, 45)],
     "attend_latent_parts": [latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75)],
@@ -224,3 +252,28 @@ def test_what_does_not_fit_is_refused(message):
     v = v.astype(options.pop("dtype", F32))
     with emulated(), pytest.raises(ShapeError, match=message):
         sdpa_fused(q, k, v, **{"scale": 1.0, "mask": None} | options)
+
+
+def test_the_reference_reads_the_tail():
+    for dtype, length, rows in ((F32, 65, 64), (F32, 96, 32), (F32, 31, 16)):
+        call = Attended(dtype, 2, 4, 2, 1, 128, 32, 64, length, causal=False).with_tail(rows)
+        clean = [mx.where(mx.isnan(x), 0.0, x) for x in call.arrays]
+        ends = tuple(mx.where(mx.isnan(x), 0.0, x) for x in call.options["tail"])
+        for given in (length, mx.array([length, length])):
+            options = call.options | {"tail": ends, "length": given}
+            assert error(causal_sdpa(*clean, **options), call.truth) <= call.limit + 1e-6
+
+
+def test_a_tail_that_cannot_be():
+    call = Attended(F32, 1, 4, 2, 1, 128, 32, 64, 65, causal=False).with_tail(64)
+    q, k, v = call.arrays
+    keys, values = call.options["tail"]
+    for options in (
+        {"tail": (keys[:, :, :48], values[:, :, :48])},
+        {"tail": (keys, values[..., :32])},
+        {"tail": (keys.astype(F16), values)},
+    ):
+        with pytest.raises(ShapeError), emulated():
+            sdpa_fused(q, k, v, **call.options | options)
+    with pytest.raises(ShapeError, match="one token"), emulated():
+        sdpa_fused(mx.concatenate([q, q], axis=2), k, v, **call.options)

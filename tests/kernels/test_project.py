@@ -96,7 +96,7 @@ def test_wrong_arguments():
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
 def test_gives_the_normalised_rows_too(device, sizes):
-    args, options, truths = arguments(sizes, with_norm=True, residual=False)
+    args, options, _ = arguments(sizes, with_norm=True, residual=False)
     *outputs, normed = project_fused(*args, **options, normed=True)
     rows = float64(args[0])
     truth = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
