@@ -148,7 +148,7 @@ CASES = {
     ],
     "attend_tail_parts": [
         Attended(BF16, 2, 6, 2, 1, 192, 64, 96, 99, causal=False).with_tail(32).case("64/96"),
-        Attended(F32, 2, 4, 2, 1, 96, 64, 64, 65, causal=False, start=[3, 0])
+        Attended(F32, 2, 4, 2, 1, 128, 64, 64, 65, causal=False, start=[3, 0])
         .with_tail(64)
         .case("a tail of one row, padded left"),
     ],
