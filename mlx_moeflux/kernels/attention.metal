@@ -100,7 +100,7 @@ inline void write_attended(
 
 // q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
 // past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
-// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE -1: writes
+// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE 3: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
 template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
@@ -210,14 +210,14 @@ inline void attend_rows(
     total[i] = row_sum(total[i]);
     const int row = row0 + own + sums[0].row(2 * i, lane);
     const size_t at = (size_t(group) * counts.x + position.x) * tokens + row;
-    if (GATE < 0 && row < tokens && sums[0].col(0, lane) == 0) {
+    if (GATE == 3 && row < tokens && sums[0].col(0, lane) == 0) {
       stats[2 * at] = top[i];
       stats[2 * at + 1] = total[i];
     }
     const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
     EACH(n, DV / 8) {
       const int j = 2 * i, column = 8 * n + sums[n].col(j, lane);
-      if (row < tokens && GATE < 0) {
+      if (row < tokens && GATE == 3) {
         store_pack(partial + at * DV + column, pack<float, 2>{sums[n][j], sums[n][j + 1]});
       } else if (row < tokens) {
         write_attended<T, DV, HQ, GATE, 2>(
@@ -401,7 +401,7 @@ inline void attend_shared(
   const size_t out_row = (size_t(group) * counts.x + position.x) * rows + row0;
   if (part == 0) {
     factors[mine] = total > 0.0f ? 1.0f / total : 0.0f;
-    if (GATE < 0 && row0 + mine < rows) {
+    if (GATE == 3 && row0 + mine < rows) {
       stats[2 * (out_row + mine)] = top;
       stats[2 * (out_row + mine) + 1] = total;
     }
@@ -413,7 +413,7 @@ inline void attend_shared(
         const int j = 2 * i, at = 16 * t + sums[t][n].row(j, lane), row = row0 + at;
         const int column = 8 * (NV * w + n) + sums[t][n].col(j, lane);
         const float x0 = sums[t][n][j], x1 = sums[t][n][j + 1];
-        if (row < rows && GATE < 0) {
+        if (row < rows && GATE == 3) {
           store_pack(partial + (out_row + at) * DV + column, pack<float, 2>{x0, x1});
         } else if (row < rows) {
           write_attended<T, DV, HQ, GATE, 2>(

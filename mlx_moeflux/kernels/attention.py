@@ -89,6 +89,10 @@ def _visible(q, k, *, causal, length, start) -> mx.array:
     return mask
 
 
+# What the GATE of a kernel over parts says; MLX names kernels by their templates on CUDA, where a
+# negative number is no name.
+_PARTS = 3
+
 _INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
@@ -268,7 +272,7 @@ def _plan(backend_name: str, call: Call) -> Plan:
         template["TAIL"] = call.tail
     if call.tail:
         form = "tail"
-    template |= {"CAUSAL": call.causal, "GATE": -1 if split else gate}
+    template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
         "template": template,
