@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -34,8 +34,9 @@ from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, backend, launche
 
 # Calls of so many tokens at most read each key once for all heads that share it.
 FEW_TOKENS = 8
-# Threadgroups that a launch should have, and keys that one should see at least.
-ENOUGH_GROUPS, LEAST_KEYS = 264, 64
+# Threadgroups that a launch should have (an H100 has 132 processors): where one takes 16 rows, two
+# for each; and keys that one should see at least.
+ENOUGH_GROUPS, ENOUGH_SMALL_GROUPS, LEAST_KEYS = 132, 264, 64
 # Static threadgroup memory, in bytes.
 MEMORY = {"cuda": 48 * 1024}
 MEMORY_ELSEWHERE = 32 * 1024
@@ -199,9 +200,8 @@ def sdpa_fused(
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a launch depends on. `widths` of queries beyond `q`: those of latent attention."""
+class Call(NamedTuple):
+    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts."""
 
     name: str
     q: tuple[int, ...]
@@ -264,7 +264,8 @@ def _plan(backend_name: str, call: Call) -> Plan:
     rows, groups = pack * T, B * Hq // pack
     height = 16 * (tile["W"] if form == "rows" else tile["MT"])
     blocks = -(-rows // height)
-    parts = max(1, min(ENOUGH_GROUPS // (groups * blocks), -(-capacity // LEAST_KEYS)))
+    enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
+    parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
     split, gated = parts > 1, call.gate is not None
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
@@ -297,7 +298,10 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
     D, Dv, T, Hq, Hkv = call.q[3], call.v[3], call.q[2], call.q[1], call.k[1]
     size = call.dtype.size
     if call.rotary:
-        tiles = _shared_tiles(D + call.rotary, Dv, Hq * T, size, layouts=(2,))
+        sizes = _LATENT_TILES
+        if Hq * T >= _MANY_ROWS and backend_name == "cuda":
+            sizes = ((4, 8, 16), *sizes)
+        tiles = _shared_tiles(sizes, D + call.rotary, Dv, Hq * T, size, layouts=(2,))
         more = {"D2": call.rotary, "PACK": Hq}
         return "latent", _first_that_fits(tiles, limit, more)
     # Sums of 16 rows and queries must fit into a lane's registers.
@@ -310,7 +314,7 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
                 return "rows", {"W": 4, "BN": keys}
         return "rows", None
     pack = Hq // Hkv if T <= FEW_TOKENS else 1
-    tiles = _shared_tiles(D, Dv, pack * T, size, layouts=(0, 1))
+    tiles = _shared_tiles(_SHARED_TILES, D, Dv, pack * T, size, layouts=(0, 1))
     return "shared", _first_that_fits(tiles, limit, {"D2": 0, "PACK": pack})
 
 
@@ -321,12 +325,14 @@ def _first_that_fits(tiles, limit, more) -> dict[str, int] | None:
 # Row tiles, simdgroups and keys of a shared tile, the best first.
 _SHARED_TILES = ((4, 4, 32), (2, 4, 32), (1, 4, 32), (4, 4, 16), (2, 4, 16), (1, 4, 16))
 _LATENT_TILES = ((1, 4, 32), (2, 8, 16), (1, 4, 16))
+# So many rows fill a GPU by blocks of 64; only CUDA gives a lane the registers.
+_MANY_ROWS = 64 * ENOUGH_GROUPS
 
 
-def _shared_tiles(D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, ...]):
+def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, ...]):
     """Tilings of the shared form, the best first: (bytes of threadgroup memory, sizes)."""
     for layout in layouts:
-        for MT, W, keys in _LATENT_TILES if layout == 2 else _SHARED_TILES:
+        for MT, W, keys in sizes:
             # Four bytes a register of a lane: queries of a row tile and sums.
             registers = -(-D // 16 * MT // W) * 2 * size + MT * Dv // W // 2
             if registers > 200 or (MT > 1 and rows <= 8 * MT):
