@@ -8,9 +8,9 @@ float32: the chunkwise form's products lose at most 2^-17 of a float factor and 
 H100, B 1, Hk 16, Hv 32, D 128, bfloat16, microseconds (launches included; MLX 0.32.4's own
 operation takes 170,000 at T = 1024)::
 
-    T             1     8    16    32    64   128  1024  4096  16384
-    recurrent   6.1  13.5  18.9  28.9  48.7  88.0   633
-    chunkwise        20.1  18.9  18.9  26.0  36.3   140   514   1949
+    T             1     8    16    24    64  1024  4096  16384
+    recurrent   6.2  10.3  15.4  20.5  46.3
+    chunkwise              16.8  16.6  18.4  91.9   316   1223
 """
 
 from __future__ import annotations
