@@ -221,11 +221,23 @@ inline float convolve(
   return silu(total);
 }
 
+// A lane's part of a row of the state, or of q or k: four neighbours of every 32.
+template <int E, typename P>
+inline void load_row(thread float* x, P p, float scale) {
+#pragma unroll
+  for (int i = 0; i < E; i += 4) {
+    const auto four = load_pack<4>(p + 8 * i);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      x[i + e] = four.at[e] * scale;
+    }
+  }
+}
+
 // A threadgroup of Simdgroups takes a value head: eight lanes hold a row of the state, Rows rows
-// each, as in gated_delta.metal. The lengths of q and k are not known before all simdgroups have
-// met, so that q and k stay raw and the scales go to what is made of them.
-// token: q, k, v, then the sums of squares of 32 channels each, decay and beta; scratch: a float
-// for each simdgroup. head: sequence and value head.
+// each. The lengths of q and k are known once all simdgroups have met: `token` holds q and k as
+// they come out of the convolution, v, the sums of squares of 32 channels each, decay and beta.
+// scratch: a float for each simdgroup. head: sequence and value head.
 template <
     typename T, int Hk, int Hv, int Dk, int Dv, int W, int Simdgroups, bool Masked, bool Ragged,
     typename V, typename M, typename A, typename U>
@@ -235,45 +247,42 @@ inline void delta_step(
     const device float* state, const device U* norm, const device M* mask,
     const device int* lengths, device T* y, device T* new_conv, device float* new_state,
     float epsilon, int tokens, threadgroup float* token, threadgroup float* scratch, int head,
-    int lane, int simdgroup) {
+    int index) {
   constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32, Own = 2 * Dk + Dv;
   constexpr int Threads = 32 * Simdgroups, Each = (Own + Threads - 1) / Threads;
-  constexpr int Step = 4 * Simdgroups, Rows = Dv / Step;
-  const int n = head / Hv, h = head % Hv, col = 4 * (lane & 7);
-  const int row = 4 * simdgroup + (lane >> 3), index = 32 * simdgroup + lane;
+  constexpr int Step = 4 * Simdgroups, Rows = Dv / Step, E = 4 * N;
+  const int n = head / Hv, h = head % Hv, row = index / 8, col = index % 8 * 4;
   threadgroup float* squares = token + Own;
   threadgroup float* gates = squares + Own / 32;
   qkv += n * tokens * dims;
   conv += n * (W - 1) * dims;
   new_conv += n * (W - 1) * dims;
   mask += Masked ? n * tokens : 0;
-  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
   // The channels of this thread.
   int channel[Each];
   float x[Each];
 #pragma unroll
   for (int i = 0; i < Each; ++i) {
-    const int c = index + i * Threads;
-    channel[i] = c < Dk       ? h / R * Dk + c
-        : c < 2 * Dk          ? (Hk + h / R) * Dk + c - Dk
-        : 2 * Hk * Dk + h * Dv + metal::min(c, Own - 1) - 2 * Dk;
+    const int c = metal::min(index + i * Threads, Own - 1), head = c / Dk * Hk + h / R;
+    channel[i] = c < 2 * Dk ? head * Dk + c % Dk : 2 * (Hk - 1) * Dk + h * Dv + c;
     x[i] = convolve<T, W, Masked>(
         qkv + channel[i], conv + channel[i], weight + channel[i] * W, mask, dims, 0);
   }
-  pack<float, 4> s[Rows][N];
+  float s[Rows][E];
   const long at = ((long)head * Dv + row) * Dk + col;
 #pragma unroll
-  for (int i = 0; i < Rows * N; ++i) {
-    s[i / N][i % N] = load_pack<4>(state + at + i / N * Step * Dk + i % N * 32);
+  for (int r = 0; r < Rows; ++r) {
+    load_row<E>(s[r], state + at + r * Step * Dk, 1.0f);
   }
+  const int length = Ragged ? metal::clamp(lengths[n], 0, tokens) : tokens;
 #pragma unroll
   for (int i = 0; i < Each; ++i) {
-    if (index + i * Threads < Own && (h % R == 0 || index + i * Threads >= 2 * Dk)) {
-      for (int w = 0; w < W - 1; ++w) {
-        const int from = length + w + 1 - W, c = channel[i];
-        T kept = from < 0 ? conv[(length + w) * dims + c] : qkv[from * dims + c];
-        new_conv[w * dims + c] = Masked && from >= 0 && !mask[from] ? T(0.0f) : kept;
-      }
+    const int c = index + i * Threads;
+    for (int w = length; c < Own && (h % R == 0 || c >= 2 * Dk) && w < length + W - 1; ++w) {
+      const int from = w + 1 - W;
+      const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * dims + channel[i]];
+      new_conv[(w - length) * dims + channel[i]] =
+          Masked && from >= 0 && !mask[from] ? T(0.0f) : kept;
     }
   }
   for (int t = 0; t < tokens; ++t) {
@@ -284,16 +293,15 @@ inline void delta_step(
       const float sum = simd_sum(x[i] * x[i]);
       if (c < Own) {
         token[c] = x[i];
-      }
-      if (c < Own && lane == 0) {
-        squares[c / 32] = sum;
+        if (c % 32 == 0) {
+          squares[c / 32] = sum;
+        }
       }
     }
     if (index == Threads - 1) {
-      const bool real = !Masked || mask[t];
       const float g = log_decay_of(float(a[now]), a_log[h], dt_bias[h]);
-      gates[0] = real ? metal::precise::exp(g) : 1.0f;
-      gates[1] = real ? sigmoid(float(b[now])) : 0.0f;
+      gates[0] = Masked && !mask[t] ? 1.0f : metal::precise::exp(g);
+      gates[1] = Masked && !mask[t] ? 0.0f : sigmoid(float(b[now]));
     }
     float gate[Rows];
 #pragma unroll
@@ -308,40 +316,35 @@ inline void delta_step(
       q_squares += squares[i];
       k_squares += squares[N + i];
     }
-    const float q_scale = metal::precise::rsqrt(q_squares * Dk);
-    const float k_scale = metal::precise::rsqrt(k_squares);
-    const float decay = gates[0], rate = gates[1];
-    pack<float, 4> q[N], k[N];
-    float product = 0.0f, total = 0.0f;
+    float q[E], k[E], product = 0.0f, total = 0.0f, out[Rows];
+    load_row<E>(q, token + col, metal::precise::rsqrt(q_squares * Dk));
+    load_row<E>(k, token + Dk + col, metal::precise::rsqrt(k_squares));
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      q[j] = load_pack<4>(token + col + 32 * j);
-      k[j] = load_pack<4>(token + Dk + col + 32 * j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        product += q[j].at[i] * k[j].at[i];
-      }
+    for (int i = 0; i < E; ++i) {
+      product += q[i] * k[i];
     }
-    product = eight_lanes_sum(product) * q_scale * k_scale;
-    float out[Rows];
+    product = eight_lanes_sum(product);
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       float recalled = 0.0f, read = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        recalled += s[r][i / 4].at[i % 4] * k[i / 4].at[i % 4];
-        read += s[r][i / 4].at[i % 4] * q[i / 4].at[i % 4];
+      for (int i = 0; i < E; ++i) {
+        s[r][i] *= gates[0];
+        recalled += s[r][i] * k[i];
+        read += s[r][i] * q[i];
       }
-      recalled = eight_lanes_sum(recalled) * k_scale * decay;
-      read = eight_lanes_sum(read) * q_scale * decay;
-      const float delta = (token[2 * Dk + row + r * Step] - recalled) * rate;
-      out[r] = read + delta * product;
-      total += (lane & 7) == 0 ? out[r] * out[r] : 0.0f;
+      const float old = eight_lanes_sum(recalled);
+      const float delta = (token[2 * Dk + row + r * Step] - old) * gates[1];
+      out[r] = eight_lanes_sum(read) + delta * product;
+      total += col == 0 ? out[r] * out[r] : 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) {
-        s[r][i / 4].at[i % 4] =
-            s[r][i / 4].at[i % 4] * decay + delta * k_scale * k[i / 4].at[i % 4];
+      for (int i = 0; i < E; ++i) {
+        s[r][i] += delta * k[i];
       }
+    }
+    total = simd_sum(total);
+    if (index % 32 == 0) {
+      scratch[index / 32] = total;
     }
     if (t + 1 < tokens) {
 #pragma unroll
@@ -350,17 +353,21 @@ inline void delta_step(
         x[i] = convolve<T, W, Masked>(qkv + c, conv + c, weight + c * W, mask, dims, t + 1);
       }
     }
-    total = threadgroup_sum(total, scratch, lane, simdgroup, Simdgroups);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    total = 0.0f;
+    for (int i = 0; i < Simdgroups; ++i) {
+      total += scratch[i];
+    }
     const float scale = metal::precise::rsqrt(total / Dv + epsilon);
-    if ((lane & 7) == 0) {
 #pragma unroll
-      for (int r = 0; r < Rows; ++r) {
-        y[now * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
-      }
+    for (int r = 0; r < Rows && col == 0; ++r) {
+      y[now * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
     }
   }
 #pragma unroll
   for (int i = 0; i < Rows * N; ++i) {
-    store_pack(new_state + at + i / N * Step * Dk + i % N * 32, s[i / N][i % N]);
+    const int r = i / N, e = i % N * 4;
+    const pack<float, 4> four = {{s[r][e], s[r][e + 1], s[r][e + 2], s[r][e + 3]}};
+    store_pack(new_state + at + r * Step * Dk + 8 * e, four);
   }
 }

@@ -77,8 +77,7 @@ _STEP = MetalKernel(
         delta_step<T, Hk, Hv, Dk, Dv, W, Simdgroups, Masked, Ragged>(
             qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
             new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
-            threadgroup_position_in_grid.x, thread_index_in_simdgroup,
-            simdgroup_index_in_threadgroup);
+            threadgroup_position_in_grid.x, thread_index_in_threadgroup);
     """,
 )  # fmt: skip
 

@@ -5,9 +5,9 @@
 //   left_i = G[C - 1, i].
 // Then every simdgroup walks the chunks with 16 rows of the state in registers:
 //   U = (V - since K S^T) M^T,  y = since Q S^T + U P^T,  S = since_(C-1) S + (left U) K,
-// all transposed, so that results are the left sides of the next products. X and Parts say how float matrices enter products: as tiles of float (Parts 1) or as two
-// bfloats that sum to them up to 2^-17 (Parts 2; q and k are bfloat then, and enter exactly).
-
+// all transposed, so that results are the left sides of the next products. X and Parts say how
+// float matrices enter products: as tiles of float (Parts 1) or as two bfloats that sum to them
+// up to 2^-17 (Parts 2; q and k are bfloat then, and enter exactly).
 
 // ---- Rows of device memory on their way to threadgroup memory, in pieces of 16 bytes: of uint,
 // because CUDA's compiler takes apart those of bfloat where a row may be missing
