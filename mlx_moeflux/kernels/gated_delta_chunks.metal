@@ -17,7 +17,7 @@ struct rows_in_flight {
   pack<uint, 4> at[(Rows * Cols * (int)sizeof(T) / 16 + Threads - 1) / Threads];
 };
 
-// Rows from `count` on are zero.
+// Rows from `count` <= Rows on are zero.
 template <typename T, int Rows, int Cols, int Threads>
 inline void fetch(
     thread rows_in_flight<T, Rows, Cols, Threads>& rows, const device T* p, int stride, int count,
@@ -27,7 +27,7 @@ inline void fetch(
   for (int i = 0; i * Threads < Rows * Row; ++i) {
     const int n = i * Threads + index, row = n / Row;
     pack<uint, 4> piece = {{0, 0, 0, 0}};
-    if (row < count && row < Rows) {
+    if (row < count) {
       piece = load_pack<4>((const device uint*)(p + (long)row * stride + n % Row * N));
     }
     rows.at[i] = piece;
@@ -129,22 +129,28 @@ inline void chunk_factors(
     int lane) {
   constexpr int L = C + 4;
   const float total = metal::precise::exp(simd_prefix_inclusive_sum(log_decay));
-  // a is kept transposed, so that a lane writes, and all read, neighbours.
+  // a is kept transposed, so that a lane writes, and all read, neighbours; its diagonal is not
+  // read.
   float between = 0.0f, decay = 0.0f;
 #pragma unroll
   for (int l = 0; l < C; l += 4) {
-    pack<float, 4> four;
-    float score[4];
+    float decays[4], rates[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = l + e;
-      const float step = simd_broadcast(log_decay, row), rate = simd_broadcast(beta, row);
-      between += row > lane ? step : 0.0f;
-      decay = row < lane ? 0.0f : metal::precise::exp(between);
-      four.at[e] = lane < C && row > lane ? rate * decay * kk[row * L + lane] : 0.0f;
-      score[e] = lane < C ? decay * qk[row * L + lane] : 0.0f;
+      const float step = simd_broadcast(log_decay, l + e);
+      rates[e] = simd_broadcast(beta, l + e);
+      between += l + e > lane ? step : 0.0f;
+      decay = l + e < lane ? 0.0f : metal::precise::exp(between);
+      decays[e] = decay;
     }
     if (lane < C) {
+      pack<float, 4> four;
+      float score[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        four.at[e] = rates[e] * decays[e] * kk[(l + e) * L + lane];
+        score[e] = decays[e] * qk[(l + e) * L + lane];
+      }
       store_pack(a + lane * L + l, four);
       put_factor<X, Parts, C>(p + l * C + lane, score[0], score[1]);
       put_factor<X, Parts, C>(p + (l + 2) * C + lane, score[2], score[3]);
@@ -205,11 +211,7 @@ inline void gated_delta_factors(
   // k k^T and q k^T, the tiles that reach the lower triangle.
   for (int task = simdgroup; task < C / 8; task += Simdgroups) {
     const int m = task / 2, which = task % 2;
-    tile_c c[C / 8];
-#pragma unroll
-    for (int n = 0; n < C / 8; ++n) {
-      fill(c[n], 0.0f);
-    }
+    tile_c c[C / 8] = {};
 #pragma unroll 2
     for (int d = 0; d < Dk; d += 16) {
       tile_a<T> left;
@@ -314,12 +316,7 @@ inline void gated_delta_walk(
       fetch(moving.v, v, Hv * Dv, next, index);
       fetch(moving.gains, gains, 2 * C, 1, index);
     }
-    tile_c u[C / 8], out[C / 8];
-#pragma unroll
-    for (int n = 0; n < C / 8; ++n) {
-      fill(u[n], 0.0f);
-      fill(out[n], 0.0f);
-    }
+    tile_c u[C / 8] = {}, out[C / 8] = {};
 #pragma unroll
     for (int j = 0; j < Dk / 16; ++j) {
       const split_a<X, Parts> a = split<X, Parts>(s[2 * j], s[2 * j + 1]);

@@ -100,24 +100,41 @@ def norm_limit(inputs):
     return max(2 * error(naive, gated_norm(**inputs)), FLOOR)
 
 
-NORM = norm_inputs((1, 3, 2), 96, mx.float32)
+NORM = norm_inputs((1, 3, 2), 192, mx.float32)
 CASES = {
     "delta_step": [
+        *step_cases("masked", mixer_inputs(1, 3, 1, 2, 32, 32, 4, masked=True)),
         *step_cases("two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)),
         *step_cases("one token", mixer_inputs(1, 1, 2, 4, 32, 64, 3), threads=256),
     ],
     "delta_prepare": [
         *prepare_cases("masked", mixer_inputs(2, 11, 1, 2, 64, 32, 4, masked=True, ragged=True)),
-        *prepare_cases("short", mixer_inputs(1, 2, 2, 4, 32, 96, 4, dtype=mx.bfloat16)),
+        *prepare_cases(
+            "short", mixer_inputs(1, 2, 2, 6, 32, 96, 4, dtype=mx.bfloat16, masked=True)
+        ),
     ],
     "gated_rms_norm": [
         Case(
-            "rows of 96",
+            "rows of 192",
             lambda: [delta_mixer_fused.gated_rms_norm_fused(**NORM)],
             lambda: [gated_norm(**NORM)],
             norm_limit(NORM),
         )
     ],
+}
+
+LARGER = "a larger array"
+PAST = "past the end of a thread's array, and nothing reads it"
+EQUIVALENT = {
+    "delta_mixer.metal": {
+        "delta_step: transposed 2 * Dk + Dv -> Dv * Dk + 2": LARGER,
+        "delta_step: transposed 32 * 33 + 2 -> 2 * 33 + 32": LARGER,
+        "finish_head: off by one e < E -> <= (2)": PAST,
+        "keep_window: off by one c < D -> + 1 <": "steps of 32",
+        "delta_prepare: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",
+        "load_row: off by one i < E -> + 1 <": "steps of 4",
+        "delta_step: off by one i < Each -> <= (2)": "no channel is so large: nothing is written",
+    }
 }
 
 
