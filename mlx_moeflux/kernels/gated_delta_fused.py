@@ -24,8 +24,8 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 
-# Tokens from which the chunkwise form is the faster one.
-CHUNKWISE_FROM = 17
+# Tokens from which the chunkwise form is the faster one, by back end; not measured on others.
+CHUNKWISE_FROM = {"cuda": 17}
 
 _FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 _THREADGROUP_BYTES = 32768
@@ -159,8 +159,9 @@ def gated_delta_fused(
     state: mx.array,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Token by token for a few tokens, chunk by chunk from ``CHUNKWISE_FROM`` on."""
-    few = q.shape[1] < CHUNKWISE_FROM
+    """Token by token, and chunk by chunk from ``CHUNKWISE_FROM`` tokens on."""
+    start = CHUNKWISE_FROM.get(metal.backend().name)
+    few = start is None or q.shape[1] < start
     form = gated_delta_recurrent_fused if few else gated_delta_chunkwise_fused
     return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask)
 

@@ -14,7 +14,7 @@ import pytest
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import gated_delta, gated_delta_fused
 from tests.kernels.delta import rule, rule_inputs
-from tests.kernels.harness import DTYPES, Case, error
+from tests.kernels.harness import DTYPES, Case, emulated, error
 
 FLOOR = 1e-5
 
@@ -131,14 +131,24 @@ def test_4096_tokens(dtype):
 def test_a_sequence_in_pieces():
     """The state carries over, whichever form computes a piece."""
     inputs = rule_inputs(1, 75, 1, 2, 32, 32, forgets=True)
-    state, pieces = inputs.pop("state"), []
-    for part in (slice(0, 40), slice(40, 43), slice(43, 75)):
-        piece = {n: a[:, part] for n, a in inputs.items()}
-        y, state = gated_delta_fused.gated_delta_fused(**piece, state=state)
+    truth, state, pieces = rule(inputs), inputs.pop("state"), []
+    for part, form in (
+        (slice(0, 40), gated_delta_fused.gated_delta_chunkwise_fused),
+        (slice(40, 43), gated_delta_fused.gated_delta_recurrent_fused),
+        (slice(43, 75), gated_delta_fused.gated_delta_chunkwise_fused),
+    ):
+        y, state = form(**{n: a[:, part] for n, a in inputs.items()}, state=state)
         pieces.append(y)
-    truth = rule({**inputs, "state": rule_inputs(1, 75, 1, 2, 32, 32, forgets=True)["state"]})
     assert error(mx.concatenate(pieces, axis=1), truth[0]) <= FLOOR
     assert error(state, truth[1]) <= FLOOR
+
+
+@pytest.mark.parametrize(("T", "launched"), [(16, "recurrent"), (17, "walk")])
+def test_the_number_of_tokens_chooses_the_form(T, launched):
+    inputs, seen = rule_inputs(1, T, 1, 1, 32, 32), []
+    with emulated(name="cuda", inspect=seen.append):
+        check(gated_delta_fused.gated_delta_fused, inputs)
+    assert seen[-1].kernel.name == f"gated_delta_{launched}"
 
 
 WRONG = {
