@@ -56,7 +56,7 @@ CHUNKWISE = [
     *cases(
         gated_delta_fused.gated_delta_chunkwise_fused,
         {
-            "masked": rule_inputs(2, 37, 1, 3, 32, 32, masked=True, forgets=True),
+            "masked": rule_inputs(2, 37, 1, 5, 32, 32, masked=True, forgets=True),
             "chunks of 16": rule_inputs(1, 21, 1, 1, 128, 32, forgets=True),
         },
     ),
@@ -82,6 +82,26 @@ CASES = {
     ),
     "gated_delta_factors": CHUNKWISE,
     "gated_delta_walk": CHUNKWISE,
+}
+
+
+STEPS = "the bound is a multiple of the step"
+NOTHING = "the last turn then does nothing"
+EQUIVALENT = {
+    "gated_delta_chunks.metal": {
+        "fetch: off by one i * Threads < Rows * Row -> + 1 <": STEPS,
+        "put: off by one i * Threads < Rows * Row -> <=": NOTHING,
+        "put: off by one i * Threads < Rows * Row -> + 1 <": STEPS,
+        "chunk_factors: off by one l < C -> + 1 <": STEPS,
+        "chunk_factors: off by one l < C -> <= (3)": NOTHING,
+        "chunk_factors: off by one l < C -> + 1 < (3)": "the last turn does nothing",
+        "chunk_factors: off by one r < C -> + 1 <": STEPS,
+        "chunk_factors: off by one l < C -> + 1 < (4)": STEPS,
+        "gated_delta_factors: off by one d < Dk -> + 1 <": STEPS,
+        "gated_delta_factors: off by one n < C / 8 -> <=": NOTHING,
+        "gated_delta_factors: off by one if (n < 2 * m + 2) -> <=": "above the diagonal, unread",
+        "gated_delta_walk: off by one j < Dk / 8 -> <= (2)": "past the end of a thread's array",
+    }
 }
 
 
