@@ -110,7 +110,7 @@ CASES = {
     "delta_prepare": [
         *prepare_cases("masked", mixer_inputs(2, 11, 1, 2, 64, 32, 4, masked=True, ragged=True)),
         *prepare_cases(
-            "short", mixer_inputs(1, 2, 2, 6, 32, 96, 4, dtype=mx.bfloat16, masked=True)
+            "short", mixer_inputs(2, 2, 2, 6, 32, 96, 4, dtype=mx.bfloat16, ragged=True)
         ),
     ],
     "gated_rms_norm": [
