@@ -73,13 +73,15 @@ class Form:
         rows at a time as the scratch holds."""
         n = x.shape[0]
         chunk = self.rows_at_once(mix, weights, bank, x.dtype)
+        if n <= chunk:
+            return mix(x, slots, weights, bank, initial=initial)
         chunk = -(-n // -(-n // chunk))  # of one size: small remainders use a GPU badly
         totals = []
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             before = None if initial is None else initial[part]
             totals.append(mix(x[part], slots[part], weights[part], bank, initial=before))
-        return totals[0] if len(totals) == 1 else mx.concatenate(totals)
+        return mx.concatenate(totals)
 
     def rows_at_once(
         self, mix: ExpertMix, weights: mx.array, bank: ExpertBank, dtype: mx.Dtype

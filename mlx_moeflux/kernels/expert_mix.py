@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +26,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.quantised import FLOATS, ExpertLayout
 
 ABSENT = 0xFFFFFFFF
 MOST_EXPERTS_A_TOKEN = 16
@@ -64,9 +63,10 @@ def expert_mix_pairs(
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
-    layout = checked(x, slots, weights, bank, initial)
-    h = _inner(x, slots, bank, layout)
-    return _outer(h, slots, weights, bank, layout, initial, x.dtype)
+    inner, outer = _pair_launches(x, slots, weights, bank, initial)
+    gate, up, down = bank.arrays
+    h = _INNER(x, slots, *gate, *up, **inner)[0]
+    return _OUTER(h, slots, weights, *down, weights if initial is None else initial, **outer)[0]
 
 
 def expert_mix_grouped(
@@ -83,14 +83,15 @@ def expert_mix_grouped(
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
-    layout = checked(x, slots, weights, bank, initial)
-    return expert_tiles.grouped(x, slots, weights, bank, layout, initial)
+    checked(x, slots, weights, bank, initial)
+    return expert_tiles.grouped(x, slots, weights, bank, initial)
 
 
 def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
     """Whether the kernels know how this bank is stored, and take so many experts a token."""
     try:
-        layout_of(bank)
+        # Found once for a bank.
+        _ = bank.layout
     except UnsupportedError:
         return False
     return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
@@ -98,8 +99,11 @@ def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) ->
 
 def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
     """x ``[N, C]``, slots ``[N, K]`` -> ``[N * K, F]`` float32, silu(gate x) * (up x) of each
-    pair: the first half of the form for few tokens. Rows of absent experts hold anything."""
-    return _inner(x, slots, bank, checked(x, slots, None, bank, None))
+    pair: the first half of :func:`expert_mix_pairs`. Rows of absent experts hold anything."""
+    checked(x, slots, None, bank, None)
+    launch = _inner_launch(bank.layout, *slots.shape, x.dtype)
+    gate, up, _ = bank.arrays
+    return _INNER(x, slots, *gate, *up, **launch)[0]
 
 
 def expert_outer(
@@ -112,60 +116,14 @@ def expert_outer(
     initial: mx.array | None = None,
 ) -> mx.array:
     """What :func:`expert_inner` gave for x of `dtype` -> ``[N, C]`` float32: the second half."""
-    return _outer(h, slots, weights, bank, layout_of(bank), initial, dtype)
+    launch = _outer_launch(bank.layout, *slots.shape, dtype, initial is not None)
+    start = weights if initial is None else initial
+    return _OUTER(h, slots, weights, *bank.arrays[2], start, **launch)[0]
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     """Bytes of scratch that the fused forms need for each pair of a long call."""
-    layout = layout_of(bank)
-    return (layout.C + layout.F) * dtype.size + 16
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes and storage of a bank: C hidden, F inner width."""
-
-    C: int
-    F: int
-    inner: Matrix
-    down: Matrix
-
-
-def layout_of(bank: ExpertBank) -> Layout:
-    """The layout of a bank.
-
-    Raises:
-        ShapeError: Its arrays do not fit together.
-        UnsupportedError: The kernels cannot read it.
-    """
-    key = tuple(
-        part
-        for p in (bank.gate, bank.up, bank.down)
-        for part in (p.weight.shape, p.weight.dtype, p.scales is None or p.scales.dtype, p.spec)
-    )
-    layout = _LAYOUTS.get(key)
-    if layout is None:
-        layout = _LAYOUTS[key] = _layout(bank)
-    return layout
-
-
-_LAYOUTS: dict[tuple[Any, ...], Layout] = {}
-
-
-def _layout(bank: ExpertBank) -> Layout:
-    S, F, _ = bank.gate.weight.shape
-    C = bank.down.weight.shape[1]
-    gate, up, down = matrix_of(bank.gate, C), matrix_of(bank.up, C), matrix_of(bank.down, F)
-    if bank.up.weight.shape[:2] != (S, F) or bank.down.weight.shape[0] != S:
-        shapes = [p.weight.shape for p in (bank.gate, bank.up, bank.down)]
-        raise ShapeError(f"expert matrices {shapes} are not of one size.")
-    if gate != up or bank.gate.weight.dtype != bank.up.weight.dtype or C % 32 or F % 32:
-        raise UnsupportedError(
-            f"expert kernels need gate and up stored alike and widths of multiples of 32, got "
-            f"{bank.gate.spec}, {bank.up.spec}, {C} and {F}; take the reference "
-            "(MOEFLUX_KERNELS=expert_mix=reference)."
-        )
-    return Layout(C, F, gate, down)
+    return (bank.layout.C + bank.layout.F) * dtype.size + 16
 
 
 def checked(
@@ -174,18 +132,18 @@ def checked(
     weights: mx.array | None,
     bank: ExpertBank,
     initial: mx.array | None,
-) -> Layout:
-    """The bank's layout, after all arguments were found to fit.
+) -> None:
+    """See to it that all arguments fit.
 
     Raises:
         ShapeError: They do not.
+        UnsupportedError: The kernels cannot read the bank.
     """
-    layout = layout_of(bank)
-    N, K = slots.shape
-    if x.shape != (N, layout.C) or x.dtype not in FLOATS:
+    C, (N, K) = bank.layout.C, slots.shape
+    if x.shape != (N, C) or x.dtype not in FLOATS:
         raise ShapeError(
-            f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {layout.C}] for "
-            f"{N} rows of slots and experts of width {layout.C}."
+            f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {C}] for {N} rows of slots "
+            f"and experts of width {C}."
         )
     if slots.dtype != mx.uint32 or not 1 <= K <= MOST_EXPERTS_A_TOKEN:
         raise ShapeError(
@@ -196,11 +154,10 @@ def checked(
         raise ShapeError(
             f"weights is {weights.dtype} {list(weights.shape)}; expected float32 [{N}, {K}]."
         )
-    if initial is not None and (initial.shape != (N, layout.C) or initial.dtype != mx.float32):
+    if initial is not None and (initial.shape != (N, C) or initial.dtype != mx.float32):
         raise ShapeError(
-            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 [{N}, {layout.C}]."
+            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 [{N}, {C}]."
         )
-    return layout
 
 
 _INNER = MetalKernel(
@@ -239,7 +196,7 @@ INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 
 
 @functools.lru_cache(maxsize=256)
-def _inner_launch(layout: Layout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
+def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
     C, F, matrix = layout.C, layout.F, layout.inner
     rows, groups = INNER_ROWS, INNER_SIMDGROUPS
     return {
@@ -257,7 +214,7 @@ def _inner_launch(layout: Layout, N: int, K: int, dtype: mx.Dtype) -> dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def _outer_launch(
-    layout: Layout, N: int, K: int, dtype: mx.Dtype, continues: bool
+    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool
 ) -> dict[str, Any]:
     C, F, rows, matrix = layout.C, layout.F, OUTER_ROWS, layout.down
     return {
@@ -273,23 +230,26 @@ def _outer_launch(
     }
 
 
-def _inner(x: mx.array, slots: mx.array, bank: ExpertBank, layout: Layout) -> mx.array:
-    launch = _inner_launch(layout, *slots.shape, x.dtype)
-    return _INNER(x, slots, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
-
-
-def _outer(
-    h: mx.array,
+def _pair_launches(
+    x: mx.array,
     slots: mx.array,
     weights: mx.array,
     bank: ExpertBank,
-    layout: Layout,
     initial: mx.array | None,
-    dtype: mx.Dtype,
-) -> mx.array:
-    launch = _outer_launch(layout, *slots.shape, dtype, initial is not None)
-    start = weights if initial is None else initial
-    return _OUTER(h, slots, weights, *arrays_of(bank.down), start, **launch)[0]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
+    key = (x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
+        () if initial is None else (initial.shape, initial.dtype)
+    )
+    found = bank.launches.get(key)
+    if found is None:
+        checked(x, slots, weights, bank, initial)
+        N, K = slots.shape
+        found = bank.launches[key] = (
+            _inner_launch(bank.layout, N, K, x.dtype),
+            _outer_launch(bank.layout, N, K, x.dtype, initial is not None),
+        )
+    return found
 
 
 for _form in (expert_mix_pairs, expert_mix_grouped):

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from mlx_moeflux.kernels.metal import MetalKernel
-from mlx_moeflux.kernels.quantised import Matrix, arrays_of
+from mlx_moeflux.kernels.quantised import Matrix
 
 if TYPE_CHECKING:
     from mlx_moeflux.kernels.expert_ffn import ExpertBank
-    from mlx_moeflux.kernels.expert_mix import Layout
 
 
 @dataclass(frozen=True)
@@ -195,22 +194,23 @@ def grouped(
     slots: mx.array,
     weights: mx.array,
     bank: ExpertBank,
-    layout: Layout,
     initial: mx.array | None,
     *,
     tile: Tile | None = None,
 ) -> mx.array:
     """What :func:`~mlx_moeflux.kernels.expert_mix.expert_mix` says; arguments were checked."""
     N, K = slots.shape
-    C, F, P = layout.C, layout.F, N * K
+    layout, P = bank.layout, N * K
+    C, F = layout.C, layout.F
+    gate, up, down = bank.arrays
     tile = tile_for(P, bank.slots) if tile is None else tile
     order, offsets = list_pairs(slots, bank.slots)
     tiles = list_tiles(offsets, P, tile.BM)
     lists = (order, offsets, tiles)
     launch = _tile_launch(tile, tiles.shape[0], P, K, C, F, layout.inner, x.dtype)
-    h = _GATED(x, *lists, *arrays_of(bank.gate), *arrays_of(bank.up), **launch)[0]
+    h = _GATED(x, *lists, *gate, *up, **launch)[0]
     launch = _tile_launch(tile, tiles.shape[0], P, K, F, C, layout.down, x.dtype)
-    out = _DOWN(h, *lists, *arrays_of(bank.down), **launch)[0]
+    out = _DOWN(h, *lists, *down, **launch)[0]
     return combine(out, slots, weights, bank.slots, initial)
 
 

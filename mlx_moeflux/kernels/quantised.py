@@ -100,3 +100,35 @@ def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
     if matrix.scales is None:
         return matrix.weight, matrix.weight, matrix.weight
     return matrix.weight, matrix.scales, matrix.biases
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Sizes and storage of a bank of experts: C hidden, F inner width; gate and up are alike."""
+
+    C: int
+    F: int
+    inner: Matrix
+    down: Matrix
+
+
+def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
+    """The layout of a bank ``[slots, F, C]``, ``[slots, F, C]``, ``[slots, C, F]``.
+
+    Raises:
+        ShapeError: Its arrays do not fit together.
+        UnsupportedError: The kernels cannot read it.
+    """
+    S, F, _ = gate.weight.shape
+    C = down.weight.shape[1]
+    found = matrix_of(gate, C), matrix_of(up, C), matrix_of(down, F)
+    if up.weight.shape[:2] != (S, F) or down.weight.shape[0] != S:
+        shapes = [p.weight.shape for p in (gate, up, down)]
+        raise ShapeError(f"expert matrices {shapes} are not of one size.")
+    alike = (p.weight.dtype if p.scales is None else p.scales.dtype for p in (gate, up))
+    if found[0] != found[1] or len(set(alike)) > 1:
+        raise UnsupportedError(
+            f"expert kernels need gate and up stored alike, not {gate.spec} and {up.spec}; take "
+            "the reference (MOEFLUX_KERNELS=expert_mix=reference)."
+        )
+    return ExpertLayout(C, F, found[0], found[2])

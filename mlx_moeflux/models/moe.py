@@ -7,6 +7,7 @@ store and are no parameters at all.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,6 +91,8 @@ class ExpertProjection(nn.Module):
 class SwitchGLU(nn.Module):
     """The routed experts of one resident layer."""
 
+    _kept: tuple[list[mx.array | None], ExpertBank] | None = None
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_proj = ExpertProjection(num_experts, intermediate_size, hidden_size)
@@ -98,9 +101,14 @@ class SwitchGLU(nn.Module):
 
     def bank(self) -> ExpertBank:
         """The parameters as they are now: training replaces the arrays."""
-        return ExpertBank(
-            gate=self.gate_proj.bank(), up=self.up_proj.bank(), down=self.down_proj.bank()
-        )
+        parts = (self["gate_proj"], self["up_proj"], self["down_proj"])
+        now = [part.get(name) for part in parts for name in ("weight", "scales", "biases")]
+        if self._kept is not None and all(map(operator.is_, now, self._kept[0])):
+            return self._kept[1]
+        bank = ExpertBank(*(part.bank() for part in parts))
+        # Kept while nobody trains: old parameters would live on.
+        self._kept = None if self.training else (now, bank)
+        return bank
 
 
 class SparseMoeBlock(nn.Module):

@@ -13,7 +13,6 @@ from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.expert_mix import (
     ABSENT,
-    checked,
     expert_inner,
     expert_mix,
     expert_mix_grouped,
@@ -140,9 +139,8 @@ def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
 @pytest.mark.parametrize("sizes", [SIZES[6], SIZES[7], SIZES[9]])
 def test_every_tile_gives_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
-    layout = checked(x, slots, weights, bank, None)
     results = [
-        expert_tiles.grouped(x, slots, weights, bank, layout, None, tile=tile)
+        expert_tiles.grouped(x, slots, weights, bank, None, tile=tile)
         for tile in expert_tiles.TILES.values()
     ]
     assert all(mx.array_equal(results[0], other).item() for other in results[1:])
@@ -229,8 +227,7 @@ def mixed(sizes, *, absent=0.0, tile=None) -> Case:
     def call():
         if tile is None:
             return [expert_mix_pairs(x, slots, weights, bank, initial=initial)]
-        layout = checked(x, slots, weights, bank, initial)
-        return [expert_tiles.grouped(x, slots, weights, bank, layout, initial, tile=tile)]
+        return [expert_tiles.grouped(x, slots, weights, bank, initial, tile=tile)]
 
     truth = mix(x, slots, weights, bank, initial)
     limit = 2 * np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
