@@ -7,7 +7,6 @@ store and are no parameters at all.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,7 +90,7 @@ class ExpertProjection(nn.Module):
 class SwitchGLU(nn.Module):
     """The routed experts of one resident layer."""
 
-    _kept: tuple[list[mx.array | None], ExpertBank] | None = None
+    _kept: ExpertBank | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -102,12 +101,15 @@ class SwitchGLU(nn.Module):
     def bank(self) -> ExpertBank:
         """The parameters as they are now: training replaces the arrays."""
         parts = (self["gate_proj"], self["up_proj"], self["down_proj"])
-        now = [part.get(name) for part in parts for name in ("weight", "scales", "biases")]
-        if self._kept is not None and all(map(operator.is_, now, self._kept[0])):
-            return self._kept[1]
+        kept = None if self.training else self._kept
+        if kept is not None and all(
+            part["weight"] is of.weight and part.get("scales") is of.scales
+            for part, of in zip(parts, (kept.gate, kept.up, kept.down), strict=True)
+        ):
+            return kept
         bank = ExpertBank(*(part.bank() for part in parts))
-        # Kept while nobody trains: old parameters would live on.
-        self._kept = None if self.training else (now, bank)
+        # Not while somebody trains: old parameters would live on.
+        self._kept = None if self.training else bank
         return bank
 
 

@@ -192,7 +192,7 @@ def load_experts(
                 holder[part] = array.astype(dtype) if refs[0].dtype in FLOATS else array
                 mx.eval(holder[part])
         switch[projection] = holder
-    return switch
+    return switch.eval()
 
 
 def _stack(refs: ExpertRefs) -> mx.array:
