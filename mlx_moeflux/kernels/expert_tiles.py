@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.metal import MetalKernel, backend
 from mlx_moeflux.kernels.quantised import Matrix
 
 if TYPE_CHECKING:
     from mlx_moeflux.kernels.expert_ffn import ExpertBank
+    from mlx_moeflux.kernels.quantised import ExpertLayout
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,31 @@ class Tile:
     def threads(self) -> int:
         return 32 * self.WM * self.WN
 
+    def memory(self, matrices: int) -> int:
+        """Bytes of threadgroup memory."""
+        return (self.BM + matrices * self.BN) * (self.bytes + 16) + 4 * self.BM
 
-# Mean pairs a slot -> tile; all give the same bits.
+    def fits(self, matrices: int, matrix: Matrix, dtype: mx.Dtype) -> bool:
+        """Whether there is memory for it, and a thread's weights belong to one group."""
+        limit = MOST_BYTES.get(backend().name, min(MOST_BYTES.values()))
+        values = self.BN * self.bytes // dtype.size // self.threads
+        return self.memory(matrices) <= limit and (matrix.bits == 0 or values <= matrix.group)
+
+
+SMALL, MIDDLE, LARGE = Tile(16, 64, 128, 1, 4), Tile(32, 64, 128, 1, 4), Tile(64, 64, 128, 2, 2)
+# By the mean number of pairs a slot up to which they suit: tiles of gate and up, and of down, of
+# the same number of pairs; of each the first that fits. All give the same bits.
 TILES = {
-    16: Tile(16, 64, 128, 1, 4),
-    32: Tile(32, 64, 128, 1, 4),
-    64: Tile(64, 64, 128, 2, 2),
+    12: ((SMALL,), (SMALL,)),
+    24: ((MIDDLE,), (MIDDLE,)),
+    128: ((LARGE,), (Tile(64, 128, 128, 1, 4), LARGE)),
+    float("inf"): (
+        (Tile(128, 64, 128, 2, 2),),
+        (Tile(128, 128, 128, 2, 2), Tile(128, 64, 128, 4, 2)),
+    ),
 }
+# What a threadgroup may have: Metal's limit, and CUDA's without asking for more.
+MOST_BYTES = {"metal": 32 * 1024, "cuda": 48 * 1024}
 LIST_SIMDGROUPS, TABLE_SIMDGROUPS = 8, 8
 
 _LISTS = MetalKernel(
@@ -128,10 +147,18 @@ def _sizes(pairs: int, slots: int, tiles: int) -> mx.array:
     return sizes
 
 
-def tile_for(pairs: int, slots: int) -> Tile:
-    """The tile that suits so many pairs among so many slots."""
+def tiles_for(pairs: int, slots: int, layout: ExpertLayout, dtype: mx.Dtype) -> tuple[Tile, Tile]:
+    """The tiles that suit so many pairs among so many slots: of gate and up, and of down."""
     mean = pairs / min(pairs, slots)
-    return TILES[next((size for size in TILES if mean <= 0.75 * size), max(TILES))]
+    last = next(i for i, size in enumerate(TILES) if mean <= size)
+    for gated, down in reversed(list(TILES.values())[: last + 1]):
+        fitting = (
+            [tile for tile in gated if tile.fits(2, layout.inner, dtype)],
+            [tile for tile in down if tile.fits(1, layout.down, dtype)],
+        )
+        if all(fitting):
+            break
+    return fitting[0][0], fitting[1][0]
 
 
 def list_pairs(slots: mx.array, num_slots: int) -> tuple[mx.array, mx.array]:
@@ -196,20 +223,20 @@ def grouped(
     bank: ExpertBank,
     initial: mx.array | None,
     *,
-    tile: Tile | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> mx.array:
     """What :func:`~mlx_moeflux.kernels.expert_mix.expert_mix` says; arguments were checked."""
     N, K = slots.shape
     layout, P = bank.layout, N * K
     C, F = layout.C, layout.F
     gate, up, down = bank.arrays
-    tile = tile_for(P, bank.slots) if tile is None else tile
+    gated, narrow = tiles_for(P, bank.slots, layout, x.dtype) if tiles is None else tiles
     order, offsets = list_pairs(slots, bank.slots)
-    tiles = list_tiles(offsets, P, tile.BM)
-    lists = (order, offsets, tiles)
-    launch = _tile_launch(tile, tiles.shape[0], P, K, C, F, layout.inner, x.dtype)
+    table = list_tiles(offsets, P, gated.BM)
+    lists, entries = (order, offsets, table), table.shape[0]
+    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype)
     h = _GATED(x, *lists, *gate, *up, **launch)[0]
-    launch = _tile_launch(tile, tiles.shape[0], P, K, F, C, layout.down, x.dtype)
+    launch = _tile_launch(narrow, entries, P, K, F, C, layout.down, x.dtype)
     out = _DOWN(h, *lists, *down, **launch)[0]
     return combine(out, slots, weights, bank.slots, initial)
 

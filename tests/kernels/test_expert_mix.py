@@ -139,11 +139,35 @@ def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
 @pytest.mark.parametrize("sizes", [SIZES[6], SIZES[7], SIZES[9]])
 def test_every_tile_gives_the_same_bits(device, sizes):
     x, slots, weights, bank = case(*sizes)
-    results = [
-        expert_tiles.grouped(x, slots, weights, bank, None, tile=tile)
-        for tile in expert_tiles.TILES.values()
+    tried = [
+        (
+            [tile for tile in gated if tile.fits(2, bank.layout.inner, x.dtype)],
+            [tile for tile in down if tile.fits(1, bank.layout.down, x.dtype)],
+        )
+        for gated, down in expert_tiles.TILES.values()
     ]
+    results = [
+        expert_tiles.grouped(x, slots, weights, bank, None, tiles=tiles)
+        for gated, down in tried
+        for tiles in product(gated, down)
+    ]
+    assert len(results) >= 3
     assert all(mx.array_equal(results[0], other).item() for other in results[1:])
+
+
+def test_tiles_suit_the_call_and_the_machine(device):
+    sizes = {"slots": 4, "C": 128, "F": 64, "bits": 4, "dtype": mx.bfloat16}
+    wide = random_bank(**sizes, group=64).layout
+    narrow = random_bank(**sizes, group=32).layout
+    for pairs in (1, 4 * 12, 4 * 13, 4 * 128, 4 * 1000):
+        for layout in (wide, narrow):
+            for dtype in (mx.float32, mx.bfloat16):
+                gated, down = expert_tiles.tiles_for(pairs, 4, layout, dtype)
+                assert gated.BM == down.BM
+                assert gated.fits(2, layout.inner, dtype)
+                assert down.fits(1, layout.down, dtype)
+    many = [expert_tiles.tiles_for(4 * n, 4, wide, mx.bfloat16)[0].BM for n in (1, 20, 100)]
+    assert many == [16, 32, 64]
 
 
 def test_the_two_halves_are_the_form_for_few_tokens(device):
@@ -227,7 +251,7 @@ def mixed(sizes, *, absent=0.0, tile=None) -> Case:
     def call():
         if tile is None:
             return [expert_mix_pairs(x, slots, weights, bank, initial=initial)]
-        return [expert_tiles.grouped(x, slots, weights, bank, initial, tile=tile)]
+        return [expert_tiles.grouped(x, slots, weights, bank, initial, tiles=(tile, tile))]
 
     truth = mix(x, slots, weights, bank, initial)
     limit = 2 * np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
@@ -256,9 +280,9 @@ def tabled() -> Case:
 
 FEW = [mixed(SIZES[1], absent=0.3), mixed(SIZES[0]), mixed(SIZES[5])]
 MANY = [
-    mixed(SIZES[6], absent=0.3, tile=expert_tiles.TILES[16]),
-    mixed(SIZES[7], tile=expert_tiles.TILES[32]),
-    mixed(SIZES[10], tile=expert_tiles.TILES[16]),
+    mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
+    mixed(SIZES[7], tile=expert_tiles.MIDDLE),
+    mixed(SIZES[10], tile=expert_tiles.SMALL),
 ]
 CASES = {
     "expert_inner": FEW,
