@@ -56,11 +56,13 @@ inline float number(W word, int i, float less) {
       as_type<float>(bits_at<BITS>(word, i) | 0x4b000000u), 1.0f / unit, -8388608.0f / unit - less);
 }
 
-// The i-th number of a word, times 2^(i * BITS % 16 - 149).
+#ifdef MOEFLUX_CUDA
+// The i-th number of a word, times 2^(i * BITS % 16 - 149): a float that Metal takes for zero.
 template <int BITS, typename W>
 inline float bare_number(W word, int i) {
   return as_type<float>(bits_at<BITS>(word, i));
 }
+#endif
 
 // ---- Elementwise
 

@@ -243,14 +243,8 @@ inline void expert_tile(
       const int ca = k + BK + a_col, cb = k + BK + b_col;
       #pragma unroll
       for (int i = 0; i < PASSES; ++i) {
-        if (IN % BK == 0 || ca < IN) {
-          next_a[i] = load_pack<M>(from[i] + ca);
-        } else {
-          #pragma unroll
-          for (int j = 0; j < M; ++j) {
-            next_a[i].at[j] = T(0.0f);
-          }
-        }
+        // Past the end weights are zero; values of x must only be numbers.
+        next_a[i] = load_pack<M>(from[i] + metal::min(ca, IN - M));
       }
       fetch<IN, BITS, GROUP>(next_b[0], w0, scales0, biases0, w_row, cb);
       if (GATED) {

@@ -121,7 +121,7 @@ _DOWN = MetalKernel(
     inputs=("x", "order", "offsets", "tiles", "down", "scales", "biases"),
     outputs=("out",),
     body=_TILE.format(
-        matrices=1, gated="false", weights="down, scales, biases, down, scales, biases"
+        matrices=1, gated="false", weights="down, scales, biases, down, scales, scales"
     ),
 )
 

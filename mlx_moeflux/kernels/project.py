@@ -25,7 +25,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
-MOST_WEIGHTS = 6
+MOST_WEIGHTS = 4
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 ROWS, SIMDGROUPS = 4, 4
 
@@ -120,7 +120,7 @@ def project_fused(
     residual: mx.array | None = None,
     normed: bool = False,
 ) -> list[mx.array]:
-    """The module's formula in one launch for a few rows, each on its own, and at most 6 matrices;
+    """The module's formula in one launch for a few rows, each on its own, and at most 4 matrices;
     one rounding, at the end.
 
     Raises:
@@ -162,16 +162,15 @@ def _kernel(count: int, normed: bool) -> MetalKernel:
         uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
     """
     for i in range(count):
-        body += f"""
-            if (group < GROUPS{i}) {{
-                norm_matvec<ROWS{i}, SIMDGROUPS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i}, EXACT,
-                            FORM, RESIDUAL>(
-                    x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, values, sums,
-                    squares, token, group, simdgroup, lane);
-                return;
-            }}
-            group -= GROUPS{i};
+        call = f"""
+            norm_matvec<ROWS{i}, SIMDGROUPS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i}, EXACT, FORM,
+                        RESIDUAL>(
+                x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, values, sums, squares,
+                token, group, simdgroup, lane);
         """
+        if normed or i + 1 < count:
+            call = f"if (group < GROUPS{i}) {{ {call} return; }} group -= GROUPS{i};"
+        body += call
     if normed:
         body += """
             norm_row<SIMDGROUPS, IN>(x, norm, eps, normed, squares, token, simdgroup, lane);

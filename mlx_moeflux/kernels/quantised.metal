@@ -9,19 +9,21 @@
 // the product is read for nothing. The sum loses what is below 2^-77, and terms that cancel in a
 // group: so not for x of float (EXACT).
 
+#ifdef MOEFLUX_CUDA
 template <int BITS, bool EXACT>
 inline constexpr bool reads_tiny() {
-#ifdef MOEFLUX_CUDA
   return BITS != 0 && !EXACT;
-#else
-  return false;
-#endif
 }
+#endif
 
 // What the i-th of N values of x is multiplied with.
 template <int BITS, bool EXACT>
 inline float factor(int i) {
+#ifdef MOEFLUX_CUDA
   return reads_tiny<BITS, EXACT>() ? as_type<float>(uint(227 - i * BITS % 16) << 23) : 1.0f;
+#else
+  return 1.0f;
+#endif
 }
 
 // N columns of a row as they are stored.
@@ -55,21 +57,30 @@ template <int ROWS, int BITS, bool EXACT, int V, typename W, typename S>
 inline void add_rows(
     thread float* acc, const thread slice<V, W, S>* rows, const thread float* x, float sum) {
   const int per = per_word<BITS>();
-  const bool TINY = reads_tiny<BITS, EXACT>();
   // Numbers around zero: the two terms of a group's sum would else cancel.
-  const float middle = TINY ? 0.0f : float(1 << BITS >> 1);
+  float middle = float(1 << BITS >> 1), unit = 1.0f;
+#ifdef MOEFLUX_CUDA
+  const bool TINY = reads_tiny<BITS, EXACT>();
+  if (TINY) {
+    middle = 0.0f;
+    unit = 562949953421312.0f;
+  }
+#endif
   for (int r = 0; r < ROWS; ++r) {
     float dot = 0.0f;
     for (int i = 0; i < V * per; ++i) {
       W word = rows[r].words.at[i / per];
-      float q = TINY ? bare_number<BITS>(word, i % per) : number<BITS>(word, i % per, middle);
+      float q = number<BITS>(word, i % per, middle);
+#ifdef MOEFLUX_CUDA
+      q = TINY ? bare_number<BITS>(word, i % per) : q;
+#endif
       dot = metal::fma(q, x[i], dot);
     }
     if (BITS == 0) {
       acc[r] += dot;
     } else {
       float scale = float(rows[r].scale), bias = metal::fma(middle, scale, float(rows[r].bias));
-      acc[r] += metal::fma(TINY ? scale * 562949953421312.0f : scale, dot, bias * sum);
+      acc[r] += metal::fma(scale * unit, dot, bias * sum);
     }
   }
 }
@@ -99,12 +110,10 @@ inline float stage(
   float squares = 0.0f;
   for (uint p = index; p < steps<IN, N>() * 8 * N; p += threads) {
     const uint chunk = 4 * p / N, part = p % (N / 4);
+    const bool there = IN % (32 * N) == 0 || 4 * p < IN;
     pack<float, 4> out;
     float sum = 0.0f;
-    for (int c = 0; c < 4; ++c) {
-      out.at[c] = 0.0f;
-    }
-    if (IN % (32 * N) == 0 || 4 * p < IN) {
+    if (there) {
       pack<T, 4> in = load_pack<4>(x + 4 * p);
       pack<U, 4> beside;
       if (FORM != PLAIN) {
@@ -125,9 +134,11 @@ inline float stage(
     for (int m = 1; m < N / 4; m *= 2) {
       sum += simd_shuffle_xor(sum, m);
     }
-    store_pack(values + ((chunk / 32 * (N / 4) + part) * 32 + chunk % 32) * 4, out);
-    if (part == 0) {
-      sums[chunk] = sum;
+    if (there) {
+      store_pack(values + ((chunk / 32 * (N / 4) + part) * 32 + chunk % 32) * 4, out);
+      if (part == 0) {
+        sums[chunk] = sum;
+      }
     }
   }
   return squares;

@@ -48,7 +48,9 @@ def random_route(
 ) -> tuple[mx.array, mx.array]:
     """Distinct slots in random order and weights, both ``[tokens, K]``."""
     chosen = np.stack([rng.permutation(slots)[:K] for _ in range(tokens)]).astype(np.uint32)
-    chosen[rng.random(chosen.shape) < absent] = ABSENT
+    # Both what stores write for "none", and what routers do.
+    chosen[rng.random(chosen.shape) < absent / 2] = ABSENT
+    chosen[rng.random(chosen.shape) < absent / 2] = slots
     return mx.array(chosen), mx.array(rng.random((tokens, K)).astype(np.float32))
 
 
@@ -92,7 +94,7 @@ def mix(
     y = np.zeros((len(rows), down.shape[1])) if initial is None else float64(initial)
     for n, k in np.ndindex(chosen.shape):
         s = chosen[n, k]
-        if s != ABSENT:
+        if s < len(gate):
             a, b = product(gate[s], rows[n]), product(up[s], rows[n])
             inner = keep(keep(a / (1 + np.exp(-a))) * b)
             y[n] += share[n, k] * product(down[s], inner)

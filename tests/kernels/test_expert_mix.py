@@ -204,8 +204,8 @@ def test_lists_of_pairs(device, tokens, K, slots, absent):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("none", [ABSENT, 3])
 def test_nobody_chosen(device, form, none):
-    x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None, absent=1.0)
-    slots = mx.where(slots == ABSENT, mx.array(none, mx.uint32), slots)
+    x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None)
+    slots = mx.full(slots.shape, none, mx.uint32)
     y = form(x, slots, weights, bank)
     assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
     assert mx.array_equal(y, expert_mix(x, slots, weights, bank)).item()
@@ -260,7 +260,7 @@ def mixed(sizes, *, absent=0.0, tile=None) -> Case:
 
 
 def listed() -> Case:
-    chosen, _ = random_route(np.random.default_rng(1), tokens=100, K=3, slots=7)
+    chosen, _ = random_route(np.random.default_rng(1), tokens=331, K=3, slots=7)
     flat = np.array(chosen).reshape(-1)
     order = np.argsort(flat, kind="stable")
     offsets = np.searchsorted(flat[order], np.arange(8))
@@ -268,7 +268,7 @@ def listed() -> Case:
 
 
 def tabled() -> Case:
-    counts = np.array([0, 17, 16, 0, 33, 1] + [3] * 300)
+    counts = np.array([0, 17, 16, 0, 33, 1] + [3] * 251)  # one more than threads
     offsets = np.cumsum([0, *counts])
     table = [[s, offsets[s] + i] for s, n in enumerate(counts) for i in range(0, n, 16)]
     pairs = int(offsets[-1])
@@ -278,12 +278,49 @@ def tabled() -> Case:
     return Case("table", lambda: [expert_tiles.list_tiles(given, pairs, 16)], lambda: [table], 0.0)
 
 
-FEW = [mixed(SIZES[1], absent=0.3), mixed(SIZES[0]), mixed(SIZES[5])]
+FEW = [
+    mixed(SIZES[1], absent=0.3),
+    mixed(SIZES[2], absent=0.3),
+    mixed((2, 3, 4, 256, 256, 4, 64, mx.float32, None)),
+    mixed(SIZES[5]),
+]
 MANY = [
     mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
     mixed(SIZES[7], tile=expert_tiles.MIDDLE),
     mixed(SIZES[10], tile=expert_tiles.SMALL),
 ]
+STEP = "both sides are multiples of the step"
+EQUIVALENT = {
+    "expert_tiles.metal": {
+        "list_pairs: off by one start < last -> <=": "one more step finds nobody",
+        "list_tiles: off by one start < slots -> <=": "one more step finds no slot",
+        "fetch: off by one if (col < IN) -> + 1 <": STEP,
+        "fetch: off by one if (BITS != 0 && col < IN) -> + 1 <": STEP,
+        "spread: swapped arguments 1 and 2 of metal::fma: float(scale), q": "a product",
+        "place: off by one / sizeof(T), STEP = per > M ? per : M -> >=": "the larger of equals",
+        "place: off by one i < WORDS * per -> + 1 <": STEP,
+        "place: off by one j < STEP -> + 1 < (2)": STEP,
+        "expert_tile: off by one j < TN -> <=": "fills accumulators that are filled next",
+        "expert_tile: off by one k < IN -> + 1 <": STEP,
+        "expert_tile: off by one if (k + BK < IN) -> + 1 <": STEP,
+        "expert_tile: off by one kk < BK -> + 1 <": STEP,
+        "expert_tile: off by one e < 4 -> + 1 <": STEP,
+        "expert_tile: off by one if (row < rows && col < OUT) -> + 1 < (2)": STEP,
+    },
+    "quantised.metal": {
+        "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
+        "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": "a product",
+        "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": "a product",
+        "add_rows: swapped arguments 1 and 2 of metal::fma: scale * unit, dot": "a product",
+        "stage: transposed 4 * part + c -> c * part + 4": "Metal's factors are 1",
+        "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
+        "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
+        "load_x: off by one i < N -> + 1 <": STEP,
+        "expert_inner: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+        "expert_outer: off by one at < IN -> + 1 <": STEP,
+        "norm_matvec: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+    },
+}
 CASES = {
     "expert_inner": FEW,
     "expert_outer": FEW,
