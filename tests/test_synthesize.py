@@ -15,7 +15,7 @@ from mlx_moeflux.synthesize import lru_hit_rate, measure_skew, synthesize
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("like", ["qwen3.5-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize("like", ["qwen3.5-tiny", "qwen3-tiny", "qwen3-next-tiny"])
 def test_mlx_lm_loads_it_and_agrees(tmp_path, like, bits):
     from mlx_lm.utils import load_model as mlx_lm_load
 
@@ -79,6 +79,8 @@ def test_published_sizes():
         ("qwen3-30b-a3b", 48, 2_654_208),
         ("qwen3-235b-a22b", 94, 10_616_832),
         ("deepseek-v3", 61, 24_772_608),
+        ("kimi-k2", 61, 24_772_608),
+        ("qwen3-next-80b-a3b", 48, 1_769_472),
     ):
         shape = SHAPES[name]
         weights = 3 * shape.hidden_size * shape.moe_intermediate_size

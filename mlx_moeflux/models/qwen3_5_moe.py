@@ -7,6 +7,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
@@ -53,14 +54,25 @@ class GatedDeltaNet(nn.Module):
         C, Hv = config.hidden_size, config.linear_num_value_heads
         self.config, self._kernels = config, kernels
         self.conv1d = Convolution(config.conv_dim, config.linear_conv_kernel_dim)
-        self.in_proj_qkv = nn.Linear(C, config.conv_dim, bias=False)
-        self.in_proj_z = nn.Linear(C, config.value_dim, bias=False)
-        self.in_proj_b = nn.Linear(C, Hv, bias=False)
-        self.in_proj_a = nn.Linear(C, Hv, bias=False)
+        self.make_projections()
         self.dt_bias = mx.ones((Hv,))
         self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (Hv,)))
         self.norm = GatedNorm(config.linear_value_head_dim)
         self.out_proj = nn.Linear(config.value_dim, C, bias=False)
+
+    def make_projections(self) -> None:
+        """Make what :meth:`project` computes with."""
+        C, Hv = self.config.hidden_size, self.config.linear_num_value_heads
+        self.in_proj_qkv = nn.Linear(C, self.config.conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(C, self.config.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(C, Hv, bias=False)
+        self.in_proj_a = nn.Linear(C, Hv, bias=False)
+
+    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+        """x ``[B, T, C]`` -> of norm(x) all queries, keys and values ``[B, T, conv_dim]``, the
+        output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``."""
+        inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
+        return project(self._kernels, x, *inputs, norm=norm)
 
     def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
@@ -72,9 +84,8 @@ class GatedDeltaNet(nn.Module):
         if conv is None:
             conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
             state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
-        inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
         y, cache.conv, cache.delta = kernels.delta_mixer(
-            *project(kernels, x, *inputs, norm=norm),
+            *self.project(x, norm),
             conv_weight=self.conv1d.weight[..., 0],
             conv_state=conv,
             state=state,

@@ -88,14 +88,10 @@ class Config:
         return parsed
 
     def _check(self, file: Path | str, raw: dict[str, Any]) -> None:
-        for name, value, computed in (
-            ("hidden_act", self.hidden_act, "silu"),
-            ("attention_bias", self.attention_bias, False),
-            ("attn_output_gate", self.attn_output_gate, True),
-            ("mlp_only_layers", raw.get("mlp_only_layers") or [], []),
-            ("decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1),
-        ):
-            only(file, name, value, computed)
+        only(file, "hidden_act", self.hidden_act, "silu")
+        only(file, "attention_bias", self.attention_bias, False)
+        only(file, "attn_output_gate", self.attn_output_gate, True)
+        self._check_sparse(file, raw)
         sizes = [n for n, kind in self.__annotations__.items() if kind in ("int", "float")]
         positive(self, file, *sizes)
         divides(self, file, "num_key_value_heads", "num_attention_heads")
@@ -113,6 +109,10 @@ class Config:
         unknown = set(self.layer_types) - {LINEAR, FULL}
         if unknown:
             raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
+
+    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
+        only(file, "mlp_only_layers", raw.get("mlp_only_layers") or [], [])
+        only(file, "decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1)
 
     def is_linear(self, layer: int) -> bool:
         """Whether `layer` is a gated delta net (else gated attention)."""

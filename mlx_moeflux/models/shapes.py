@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from mlx_moeflux.models import deepseek_v3, qwen3_5_moe_config, qwen3_moe
+from mlx_moeflux.models import deepseek_v3, qwen3_5_moe_config, qwen3_moe, qwen3_next
 from mlx_moeflux.models.rope import Rope
 
 _QWEN = qwen3_5_moe_config.Config(
@@ -60,6 +60,17 @@ _DEEPSEEK = deepseek_v3.Config(
     rms_norm_eps=1e-6,
     max_position_embeddings=163840,
     rope=Rope(theta=1e4, factor=40.0, original=4096.0, mscale=1.0, mscale_all_dim=1.0),
+)
+
+_NEXT = qwen3_next.Config(
+    **asdict(_QWEN)
+    | {
+        "vocab_size": 151936,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "intermediate_size": 5120,
+    }
 )
 
 # Published shapes, from the models' config.json (transformers' defaults for the first). Those
@@ -118,7 +129,39 @@ SHAPES: dict[str, Any] = {
         num_experts_per_tok=4,
         max_position_embeddings=8192,
     ),
+    "qwen3-next-80b-a3b": _NEXT,
+    "qwen3-next-tiny": replace(
+        _NEXT,
+        vocab_size=1024,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
     "deepseek-v3": _DEEPSEEK,
+    "kimi-k2": replace(
+        _DEEPSEEK,
+        vocab_size=163840,
+        num_attention_heads=64,
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        num_nextn_predict_layers=0,
+        max_position_embeddings=131072,
+        rope=replace(_DEEPSEEK.rope, theta=5e4, factor=32.0, beta_fast=1.0),
+    ),
     "deepseek-tiny": replace(
         _DEEPSEEK,
         vocab_size=1024,

@@ -33,6 +33,11 @@ EXPERT_BYTES = {
     "deepseek-v3-4bit": 58 * 256 * 24_772_608,
     "cogito-v2-671b": 58 * 256 * 3 * 2048 * 7168 * 2,
     "cogito-v2-671b-4bit": 58 * 256 * 24_772_608,
+    "kimi-k2": 60 * 384 * 3 * 2048 * 7168 * 2,
+    "kimi-k2-thinking": 60 * 384 * 3 * 2048 * 7168 * 5 // 8,  # groups of 32
+    "kimi-k2-4bit": 60 * 384 * 24_772_608,
+    "qwen3-next-80b-a3b": 48 * 512 * 3 * 512 * 2048 * 2,
+    "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
     "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
 }
 
@@ -53,7 +58,9 @@ def opened(name: str):
     model = kind(kind.Config.from_dict(config, file="config.json"))
     sparse = model.moe_blocks()
     kinds = ["sparse" if i in sparse else "dense" for i in range(len(model.layers))]
-    kinds = config.get("text_config", {}).get("layer_types", kinds)
+    if hasattr(model.config, "is_linear"):
+        linear = [model.config.is_linear(i) for i in range(len(model.layers))]
+        kinds = ["linear_attention" if one else "full_attention" for one in linear]
     refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
         lambda path: kind.NAME_RULES.canonical(f"{path}.")[:-1]
@@ -73,7 +80,8 @@ def test_both_sides_come_out_empty(name):
         return
     dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.")
     assert all(d.startswith(dropped) for d in mapped.dropped)
-    assert bool(mapped.dropped) == (name.startswith("qwen3.5") or name == "deepseek-v3")
+    drops = name.startswith("qwen3.5") or name in ("deepseek-v3", "qwen3-next-80b-a3b")
+    assert bool(mapped.dropped) == drops
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
     assert set(layouts) == set(model.moe_blocks())
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
