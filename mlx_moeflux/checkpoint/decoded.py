@@ -146,13 +146,21 @@ class BlockScaledRef(DecodedRef):
         rows, width = self.shape
         codes, decoded = raw[0].reshape(rows, width), out.view(np.uint16).reshape(rows, width)
         scales = floats(raw[1], self.sources[1].dtype).reshape(-1, -(-width // self.block[1]))
-        for start, stop in self._row_chunks():
-            values = E4M3[codes[start:stop]]
-            row = (self.first + np.arange(start, stop)) // self.block[0]
-            for column in range(scales.shape[1]):
-                part = slice(column * self.block[1], (column + 1) * self.block[1])
-                values[:, part] *= scales[row, column][:, None]
-            decoded[start:stop] = bfloat16(values)
+        step, columns = self.block
+        for i in range(scales.shape[0]):
+            part = slice(max(i * step - self.first, 0), max((i + 1) * step - self.first, 0))
+            # What each of the 256 codes means in each block of these rows.
+            meaning = bfloat16(E4M3 * scales[i][:, None])  # [blocks, 256]
+            for j in range(scales.shape[1]):
+                place = part, slice(j * columns, (j + 1) * columns)
+                decoded[place] = meaning[j][codes[place]]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`: tables of a row of blocks, and one block."""
+        blocks = -(-self.shape[1] // self.block[1])
+        one = min(self.block[0] * self.block[1], prod(self.shape))
+        return SCRATCH_PER_ELEMENT * (256 * blocks + one)
 
 
 class ScaledRef(DecodedRef):

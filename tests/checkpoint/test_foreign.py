@@ -75,9 +75,22 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def written(request, tmp_path_factory) -> tuple[Path, Path]:
-    path = FORMS[request.param](tmp_path_factory.mktemp("foreign"))
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """Form -> its directory, written when first asked for; to be copied before it is changed."""
+    known: dict[str, Path] = {}
+
+    def form(name: str) -> Path:
+        if name not in known:
+            known[name] = FORMS[name](tmp_path_factory.mktemp("foreign"))
+        return known[name]
+
+    return form
+
+
+@pytest.fixture(params=FORMS)
+def written(request, forms) -> tuple[Path, Path]:
+    path = forms(request.param)
     return path, path.parent / "meaning"
 
 
@@ -168,17 +181,17 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_bad_tensors_are_one_line(tmp_path, case):
+def test_bad_tensors_are_one_line(forms, tmp_path, case):
     form, change, kind = BAD_TENSORS[case]
-    path = changed(FORMS[form](tmp_path / "good"), tmp_path, change)
+    path = changed(forms(form), tmp_path, change)
     with pytest.raises(kind) as caught:
         load_model(path)
     assert BASE in str(caught.value) or "experts" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_file_is_one_line(tmp_path):
-    path = FORMS["fp8"](tmp_path)
+def test_a_truncated_file_is_one_line(forms, tmp_path):
+    path = Path(shutil.copytree(forms("fp8"), tmp_path / "copy"))
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
