@@ -67,18 +67,11 @@ def fp8_blocks(weight: np.ndarray, block: tuple[int, int]):
 
 def int4_groups(weight: np.ndarray, group: int):
     """int32 words of 8 values (lowest bits first, 8 stands for zero) and bfloat16 scales."""
-    rows, width = weight.shape
-    words = np.zeros((rows, width // 8), np.int64)
-    scales = np.zeros((rows, width // group), np.uint16)
-    for r in range(rows):
-        for g in range(width // group):
-            part = weight[r, g * group : (g + 1) * group]
-            scales[r, g] = bf16_bits(np.abs(part).max() / 7 + 1e-6)
-            scale = float(bf16_values(scales[r, g : g + 1])[0])
-            for i, value in enumerate(part):
-                q = int(np.clip(round(float(value) / scale), -8, 7)) + 8
-                column = g * group + i
-                words[r, column // 8] |= q << (4 * (column % 8))
+    groups = weight.reshape(len(weight), -1, group).astype(np.float64)
+    scales = bf16_bits(np.abs(groups).max(axis=-1) / 7 + 1e-6)
+    q = np.rint(groups / bf16_values(scales).astype(np.float64)[..., None])
+    q = (np.clip(q, -8, 7) + 8).astype(np.int64).reshape(len(weight), -1, 8)
+    words = (q << (4 * np.arange(8))).sum(axis=-1)
     return words.astype(np.uint32).view(np.int32), scales
 
 
