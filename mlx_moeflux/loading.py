@@ -139,9 +139,13 @@ def load_model(
         )
         if verbose:
             print(model.plan, file=sys.stderr)  # noqa: T201
+            if checkpoint.approximated:
+                print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
     else:
         _check_store(store, model, layouts, dtype)
     model.set_store(store)
+    if checkpoint.approximated:
+        store.stats().mark_lossy(checkpoint.approximated)
     if router.num_experts_per_tok < own_k:
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
     return model
