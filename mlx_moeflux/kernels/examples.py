@@ -88,19 +88,19 @@ def _rope(x: Normal) -> Arguments:
     return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
 
 
-def _mla_attention(x: Normal) -> Arguments:
+def _latent_attention(x: Normal) -> Arguments:
     queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
     cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
     return (*queries, *cache), {"length": T + 2, "scale": 0.1, "mask": "causal"}
 
 
-def _mla_prefill(x: Normal) -> Arguments:
+def _latent_prefill(x: Normal) -> Arguments:
     w_k, w_v = x(HQ, LATENT, DN), x(HQ, LATENT, DV)
 
     def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
         return latent @ w_k[first:last], latent @ w_v[first:last]
 
-    (_, *rest), options = _mla_attention(x)
+    (_, *rest), options = _latent_attention(x)
     return (x(B, HQ, T, DN), *rest), options | {"expand": expand}
 
 
@@ -161,8 +161,8 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "rope": _rope,
     "append_row": _append_row,
     "sdpa": _sdpa,
-    "mla_attention": _mla_attention,
-    "mla_prefill": _mla_prefill,
+    "latent_attention": _latent_attention,
+    "latent_prefill": _latent_prefill,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,

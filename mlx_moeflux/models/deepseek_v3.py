@@ -22,7 +22,7 @@ from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.mla import SCORES_AT_ONCE
+from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
 from mlx_moeflux.models.layers import SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention

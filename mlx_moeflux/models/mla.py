@@ -72,7 +72,7 @@ class HeadMatrices:
 class LatentAttention(nn.Module):
     """Attention whose keys and values are linear maps of one latent per position.
 
-    config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.mla`.
+    config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.latent`.
 
     Shapes:
         x: ``[B, T, C]``; returns x plus what comes of norm(x).
@@ -125,18 +125,19 @@ class LatentAttention(nn.Module):
             "scale": config.rope.attention_factor,
             "interleaved": config.rope_interleave,
         }
-        mask = cache.make_mask(T)
+        start = cache.left_padding
         q_rope = kernels.rope(q_rope, self._periods, **rope)
         key_rope = kernels.rope(key_rope, self._periods, **rope)
         cache.update_and_fetch(self.kv_a_layernorm(latent), key_rope)
         latent, key_rope, length = cache.buffer()
-        options = {"length": length, "scale": self.scale, "mask": mask}
+        options = {"length": length, "scale": self.scale, "start": start}
+        options["mask"] = None if T == 1 else "causal"
         if self.absorbs(T):
             q_latent = self._key_heads(q_nope)  # [B, H, T, R]
-            y = kernels.mla_attention(q_latent, q_rope, latent, key_rope, **options)
+            y = kernels.latent_attention(q_latent, q_rope, latent, key_rope, **options)
             y = self._values(0, H)(y)
         else:
-            y = kernels.mla_prefill(
+            y = kernels.latent_prefill(
                 q_nope, q_rope, latent, key_rope, expand=self._expand, **options
             )
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)

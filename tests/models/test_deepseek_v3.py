@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
-from mlx_moeflux.kernels import mla
+from mlx_moeflux.kernels import latent as kernel
 from mlx_moeflux.kernels.router import sigmoid_top_k
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
@@ -46,7 +46,7 @@ def attention_in_float64(q, k, v, scale, visible):
     return np.einsum("bhts,bhsd->bhtd", p / p.sum(axis=-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [None, "start", "mask"])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 43), (5, 43), (43, 43), (17, 31)])
 def test_both_forms_are_attention_over_keys_and_values(T, S, padded, monkeypatch):
     """Over blocks of every kind: of keys, of heads, and of single keys."""
@@ -63,7 +63,8 @@ def test_both_forms_are_attention_over_keys_and_values(T, S, padded, monkeypatch
     if padded:
         first = np.array([min(3, S - T), 0])[:, None, None, None]
         visible = visible & (np.arange(S) >= first) | (np.arange(S) == np.arange(S - T, S)[:, None])
-        mask = mx.array(visible)
+        if padded == "mask":
+            mask = mx.array(visible)
     expected = attention_in_float64(queries, keys, latent @ w_v.swapaxes(1, 2), 0.3, visible)
 
     def f32(array):
@@ -82,13 +83,15 @@ def test_both_forms_are_attention_over_keys_and_values(T, S, padded, monkeypatch
         )
 
     options = {"length": S, "scale": 0.3, "mask": mask}
+    if padded == "start":
+        options["start"] = mx.array(first.reshape(-1).astype(np.int32))
     for bound, keys_at_once in ((16 << 20, 512), (200, 8), (30, 512), (2, 4), (B * H * T * 7, 5)):
-        monkeypatch.setattr(mla, "SCORES_AT_ONCE", bound)
-        monkeypatch.setattr(mla, "KEYS_AT_ONCE", keys_at_once)
-        absorbed = mla.mla_attention(f32(q_nope) @ k_heads, f32(q_rope), *cache, **options)
+        monkeypatch.setattr(kernel, "SCORES_AT_ONCE", bound)
+        monkeypatch.setattr(kernel, "KEYS_AT_ONCE", keys_at_once)
+        absorbed = kernel.latent_attention(f32(q_nope) @ k_heads, f32(q_rope), *cache, **options)
         absorbed = absorbed @ v_heads.swapaxes(1, 2)
         assert relative_error(absorbed, f32(expected)) <= 2e-6
-        direct = mla.mla_prefill(f32(q_nope), f32(q_rope), *cache, expand=expand, **options)
+        direct = kernel.latent_prefill(f32(q_nope), f32(q_rope), *cache, expand=expand, **options)
         assert relative_error(direct, f32(expected)) <= 2e-6
 
 
@@ -123,10 +126,12 @@ def test_64k_positions_keep_to_their_arithmetic(monkeypatch):
     q = mx.random.normal((1, H, T, R), key=mx.random.key(T)).astype(mx.bfloat16) * 0.01
     q_rope = mx.random.normal((1, H, T, Dr), key=mx.random.key(9)).astype(mx.bfloat16)
     mx.eval(q, q_rope)
-    monkeypatch.setattr(mla, "SCORES_AT_ONCE", 1 << 20)
+    monkeypatch.setattr(kernel, "SCORES_AT_ONCE", 1 << 20)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    y = mla.mla_attention(q, q_rope, latent, key_rope, length=length, scale=0.1, mask="causal")
+    y = kernel.latent_attention(
+        q, q_rope, latent, key_rope, length=length, scale=0.1, mask="causal"
+    )
     mx.eval(y)
     held = mx.get_peak_memory() - before
     assert mx.isfinite(y).all().item()
@@ -147,7 +152,7 @@ def test_a_prefill_holds_scores_of_some_heads_only():
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     options = {"length": S, "scale": 0.1, "mask": "causal", "expand": expand}
-    y = mla.mla_prefill(q, r, latent, latent, **options)
+    y = kernel.latent_prefill(q, r, latent, latent, **options)
     mx.eval(y)
     assert mx.isfinite(y).all().item()
     assert mx.get_peak_memory() - before < H * T * S * 4 / 1.5

@@ -3,8 +3,8 @@
 Head h has keys ``k_s = [W_K(h) c_s, r_s]`` and values ``v_s = W_V(h) c_s`` of the latent c_s and
 the rotary key r_s of position s, which all heads share. Two forms of the same sum:
 
-    absorbed      score = (W_K(h)^T q_nope) c_s + q_rope r_s,  y = W_V(h) (sum p_s c_s)
-    materialised  score = q_nope (W_K(h) c_s) + q_rope r_s,    y = sum p_s (W_V(h) c_s)
+    absorbed      score = (W_K(h)^T q_nope) c_s + q_rotary r_s,  y = W_V(h) (sum p_s c_s)
+    materialised  score = q_nope (W_K(h) c_s) + q_rotary r_s,    y = sum p_s (W_V(h) c_s)
 
 Neither ever holds scores of all heads, queries and keys: keys are taken some at a time with a
 running softmax in float32.
@@ -12,10 +12,12 @@ running softmax in float32.
 Evaluates: every stretch of keys and heads, unless one stretch takes all.
 
 Shapes:
-    latent: ``[B, 1, capacity, R]``; key_rope: ``[B, 1, capacity, Dr]``: whole buffers, of which
-    the first `length` rows count and no other is read. The T queries are the last of them: query
-    t sees keys up to length - T + t.
+    latents: ``[B, 1, capacity, R]``; rotary_keys: ``[B, 1, capacity, Dr]``: whole buffers, of
+    which the first `length` rows count and no other is read. The T queries are the last of them:
+    query t sees keys up to length - T + t.
     mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, length]``.
+    start: None, or int32 ``[B]``: the first key of each sequence; a query before it sees itself
+    alone, and its result means nothing.
 """
 
 from __future__ import annotations
@@ -33,35 +35,36 @@ _NEVER = -1e30
 Mask = mx.array | str | None
 
 
-def mla_attention(
+def latent_attention(
     q_latent: mx.array,
-    q_rope: mx.array,
-    latent: mx.array,
-    key_rope: mx.array,
+    q_rotary: mx.array,
+    latents: mx.array,
+    rotary_keys: mx.array,
     *,
     length: int,
     scale: float,
     mask: Mask,
+    start: mx.array | None = None,
 ) -> mx.array:
     """The absorbed form.
 
-    q_latent ``[B, H, T, R]`` (W_K^T q_nope), q_rope ``[B, H, T, Dr]`` -> ``[B, H, T, R]``, the
+    q_latent ``[B, H, T, R]`` (W_K^T q_nope), q_rotary ``[B, H, T, Dr]`` -> ``[B, H, T, R]``, the
     weighted latents, in the dtype of q_latent.
     """
     B, H, T, R = q_latent.shape
     heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
-    q = mx.concatenate([q_latent, q_rope], axis=-1).astype(mx.float32) * scale
+    q = mx.concatenate([q_latent, q_rotary], axis=-1).astype(mx.float32) * scale
     parts = []
     for first in range(0, H, heads):
         # All heads read the same keys: one product of h T rows.
         h = min(heads, H - first)
         rows = q[:, first : first + h].reshape(B, 1, h * T, -1)
         total = _RunningSoftmax()
-        for start, stop in _blocks(length, B * max(h * T, rows.shape[-1])):
-            c, r = latent[:, :, start:stop], key_rope[:, :, start:stop]
+        for begin, end in _blocks(length, B * max(h * T, rows.shape[-1])):
+            c, r = latents[:, :, begin:end], rotary_keys[:, :, begin:end]
             keys = mx.concatenate([c, r], axis=-1).astype(mx.float32)
             scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, h, T, -1)
-            scores = _masked(scores, mask, start, length).reshape(B, 1, h * T, -1)
+            scores = _masked(scores, mask, begin, length, start).reshape(B, 1, h * T, -1)
             total.add(scores, keys[..., :R])
         parts.append(total.result().reshape(B, h, T, R).astype(q_latent.dtype))
         if heads < H:
@@ -69,20 +72,21 @@ def mla_attention(
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def mla_prefill(
+def latent_prefill(
     q_nope: mx.array,
-    q_rope: mx.array,
-    latent: mx.array,
-    key_rope: mx.array,
+    q_rotary: mx.array,
+    latents: mx.array,
+    rotary_keys: mx.array,
     *,
     expand: Callable[[mx.array, int, int], tuple[mx.array, mx.array]],
     length: int,
     scale: float,
     mask: Mask,
+    start: mx.array | None = None,
 ) -> mx.array:
     """The materialised form: less work when many queries share the keys.
 
-    q_nope ``[B, H, T, Dn]``, q_rope ``[B, H, T, Dr]`` -> ``[B, H, T, Dv]`` in the dtype of
+    q_nope ``[B, H, T, Dn]``, q_rotary ``[B, H, T, Dr]`` -> ``[B, H, T, Dv]`` in the dtype of
     q_nope. expand: (latents ``[B, 1, s, R]``, first head, last head + 1) -> keys
     ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of those heads.
     """
@@ -91,14 +95,14 @@ def mla_prefill(
     parts = []
     for first in range(0, H, heads):
         last = min(first + heads, H)
-        q_n, q_r = (q[:, first:last].astype(mx.float32) * scale for q in (q_nope, q_rope))
+        q_n, q_r = (q[:, first:last].astype(mx.float32) * scale for q in (q_nope, q_rotary))
         total = _RunningSoftmax()
-        for start, stop in _blocks(length, B * (last - first) * T):
-            c, r = latent[:, :, start:stop], key_rope[:, :, start:stop]
+        for begin, end in _blocks(length, B * (last - first) * T):
+            c, r = latents[:, :, begin:end], rotary_keys[:, :, begin:end]
             k, v = expand(c, first, last)
             scores = q_n @ k.astype(mx.float32).swapaxes(-1, -2)
             scores = scores + q_r @ r.astype(mx.float32).swapaxes(-1, -2)
-            total.add(_masked(scores, mask, start, length), v.astype(mx.float32))
+            total.add(_masked(scores, mask, begin, length, start), v.astype(mx.float32))
         parts.append(total.result().astype(q_nope.dtype))
         if heads < H:
             mx.eval(parts[-1])
@@ -145,16 +149,18 @@ def _blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, length)
 
 
-def _masked(scores: mx.array, mask: Mask, start: int, length: int) -> mx.array:
-    """scores ``[B, h, T, s]`` of the keys from `start` on, those hidden at `_NEVER`."""
+def _masked(
+    scores: mx.array, mask: Mask, begin: int, length: int, start: mx.array | None
+) -> mx.array:
+    """scores ``[B, h, T, s]`` of the keys from `begin` on, those hidden at `_NEVER`."""
     T, s = scores.shape[-2:]
-    if mask is None:
-        return scores
-    if isinstance(mask, str):
-        if start + s <= length - T + 1:
-            return scores
-        query = mx.arange(length - T, length)[:, None]
-        visible = mx.arange(start, start + s)[None] <= query
-    else:
-        visible = mask[..., start : start + s]
-    return mx.where(visible, scores, _NEVER)
+    key, query = mx.arange(begin, begin + s), mx.arange(length - T, length)[:, None]
+    visible = None
+    if isinstance(mask, mx.array):
+        visible = mask[..., begin : begin + s]
+    elif mask is not None and begin + s > length - T + 1:
+        visible = key <= query
+    if start is not None:
+        real = key >= start[:, None, None, None]
+        visible = (real if visible is None else visible & real) | (key == query)
+    return scores if visible is None else mx.where(visible, scores, _NEVER)
