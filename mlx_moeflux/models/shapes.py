@@ -176,7 +176,7 @@ SHAPES: dict[str, Any] = {
         q_lora_rank=64,
         kv_lora_rank=64,
         qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
+        qk_rope_head_dim=64,
         v_head_dim=64,
         max_position_embeddings=8192,
     ),
