@@ -309,7 +309,7 @@ class Model(DecoderModel):
         residual = 10 * tokens * config.hidden_size + shared
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
         heads = chunk * config.num_attention_heads * (width + 4 * config.v_head_dim)
-        attention = heads + 16 * SCORES_AT_ONCE
+        attention = heads + 8 * SCORES_AT_ONCE
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
 
