@@ -67,6 +67,7 @@ def load_model(
     eviction: str | Eviction = "lru",
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
     events: EventHook | None = None,
+    fuse: bool | None = None,
     strict_config: bool = True,
     verbose: bool = False,
 ) -> StreamingModel:
@@ -85,6 +86,8 @@ def load_model(
             their protocols state shapes, and a wrong shape raises here. kernels: operation ->
             the name of a form or a callable, or a text such as "auto,sdpa=reference".
         events: Listener of the expert store.
+        fuse: Lay matrices of the same input one behind another (``model.prepare()``); None: where
+            that saves time, on GPUs.
         strict_config: Refuse keys of config.json that nobody reads.
         verbose: Print the plan, one line on stderr.
 
@@ -148,6 +151,8 @@ def load_model(
         store.stats().mark_lossy(checkpoint.approximated)
     if router.num_experts_per_tok < own_k:
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
+    if fuse or (fuse is None and mx.default_device() != mx.cpu):
+        model.prepare()
     return model
 
 

@@ -3,10 +3,10 @@
     y_i[n] = (residual[n] +) w_i norm(x[n]),   norm(x) = weight x / sqrt(mean x^2 + eps)
 
 Shapes:
-    x: ``[N, C]``; norm: ``[C]`` or None (x is taken as it is); weights: matrices
-    ``[out_i, C]``, quantised each in its own way or not; residual: ``[N, out]`` like x or None,
-    with one matrix only.
-    returns: a list of ``[N, out_i]`` in the dtype of x, and with `normed` norm(x) ``[N, C]``
+    x: ``[..., C]``; norm: ``[C]`` or None (x is taken as it is); weights: matrices
+    ``[out_i, C]``, quantised each in its own way or not, or several that lie one behind another;
+    residual: ``[..., out]`` like x or None, with one matrix only.
+    returns: a list of ``[..., out_i]`` in the dtype of x, and with `normed` norm(x) ``[..., C]``
     behind them.
 """
 
@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -25,22 +26,30 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
-MOST_WEIGHTS = 4
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 ROWS, SIMDGROUPS = 4, 4
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix ``[out, in]``; see :class:`~mlx_moeflux.kernels.expert_ffn.ProjectionBank`."""
+    """A matrix ``[out, in]``; see :class:`~mlx_moeflux.kernels.expert_ffn.ProjectionBank`.
+
+    outs: Rows of each, where several matrices lie one behind another.
+    """
 
     weight: mx.array
     scales: mx.array | None = None
     biases: mx.array | None = None
     spec: QuantSpec | None = None
+    outs: tuple[int, ...] = ()
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Widths of what it gives."""
+        return self.outs or (self.weight.shape[0],)
 
     def matmul(self, x: mx.array) -> mx.array:
-        """x ``[N, in]`` -> ``[N, out]``."""
+        """x ``[..., in]`` -> ``[..., out]``."""
         if self.spec is None:
             return x @ self.weight.T
         return mx.quantized_matmul(
@@ -80,7 +89,11 @@ def project(
     """The module's formula in stock MLX. Of a weight nothing is asked but ``matmul``."""
     if norm is not None:
         x = mx.fast.rms_norm(x, norm, eps)
-    products = [weight.matmul(x).astype(x.dtype) for weight in weights]
+    products = []
+    for weight in weights:
+        y = weight.matmul(x).astype(x.dtype)
+        outs = getattr(weight, "outs", ())
+        products += mx.split(y, list(accumulate(outs))[:-1], axis=-1) if outs else [y]
     if residual is not None:
         products = [residual + products[0]]
     return [*products, x] if normed else products
@@ -105,7 +118,7 @@ def project_dequantised(
             "dense products of float32 are not exact enough; take the reference."
         )
     dense = [
-        Weight(weight.dense(x.dtype)) if isinstance(weight, Weight) else weight
+        Weight(weight.dense(x.dtype), outs=weight.outs) if isinstance(weight, Weight) else weight
         for weight in weights
     ]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed)
@@ -120,40 +133,52 @@ def project_fused(
     residual: mx.array | None = None,
     normed: bool = False,
 ) -> list[mx.array]:
-    """The module's formula in one launch for a few rows, each on its own, and at most 4 matrices;
-    one rounding, at the end.
+    """The module's formula in one launch for a few rows, each on its own, with one rounding, at
+    the end, for the combinations of matrices in STRUCTURES.
 
     Raises:
-        ShapeError: Shapes or dtypes do not fit together, or there are too many matrices.
-        UnsupportedError: A matrix is stored in another way, or there is no GPU.
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
+            there is no GPU.
     """
-    N, C = x.shape
-    if N < 1 or not 1 <= len(weights) <= MOST_WEIGHTS:
-        raise ShapeError(
-            f"{N} rows and {len(weights)} matrices; one launch takes 1 to {MOST_WEIGHTS}."
-        )
-    if x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
+    C = x.shape[-1]
+    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    if normed and norm is None:
-        raise ShapeError("without a norm there is no normed x to return.")
-    parts = tuple((matrix_of(w, C), w.weight.shape[0]) for w in weights)
+    parts = tuple((matrix_of(w, C), w.results) for w in weights)
     if residual is not None and (
-        len(weights) > 1 or residual.shape != (N, parts[0][1]) or residual.dtype != x.dtype
+        sum(len(outs) for _, outs in parts) != 1
+        or residual.shape != (*x.shape[:-1], parts[0][1][0])
+        or residual.dtype != x.dtype
     ):
         raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
-    arrays = [array for weight in weights for array in arrays_of(weight)]
-    return _KERNELS[len(weights), normed](
-        x,
-        x if norm is None else norm,
-        filled(eps),
-        x if residual is None else residual,
-        *arrays,
-        **_launch(N, C, x.dtype, norm is not None, residual is not None, normed, parts),
-    )
+    ends = "normed" if normed else "residual" if residual is not None else ""
+    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        raise UnsupportedError(
+            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
+            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
+        )
+    arrays = [x] if norm is None else [x, norm, filled(eps)]
+    if residual is not None:
+        arrays.append(residual)
+    for weight in weights:
+        arrays += arrays_of(weight)
+    return kernel(*arrays, **_launch(x.shape, x.dtype, norm is not None, ends, parts))
 
 
-def _kernel(count: int, normed: bool) -> MetalKernel:
-    """The kernel for `count` matrices: threadgroups are dealt out among them."""
+# How many results each of the matrices of a launch gives.
+STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+
+
+def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
+    """The kernel of a structure: threadgroups are dealt out among the results.
+
+    ends: "normed" gives norm(x) too, "residual" adds one to the one result.
+    """
+    matrices = [m for m, count in enumerate(structure) for _ in range(count)]
+    own = "norm, eps" if norm else "x, nullptr"
+    own += ", residual" if ends == "residual" else ", x"
     body = """
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
@@ -161,36 +186,43 @@ def _kernel(count: int, normed: bool) -> MetalKernel:
         uint group = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
         uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
     """
-    for i in range(count):
+    for i, m in enumerate(matrices):
         call = f"""
-            norm_matvec<ROWS{i}, SIMDGROUPS, IN, OUT{i}, BITS{i}, GROUP{i}, V{i}, EXACT, FORM,
-                        RESIDUAL>(
-                x, norm, eps, residual, w{i}, scales{i}, biases{i}, y{i}, values, sums, squares,
-                token, group, simdgroup, lane);
+            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, EXACT,
+                        FORM, RESIDUAL>(
+                x, {own}, w{m}, scales{m}, biases{m}, y{i}, values, sums, squares, token, group,
+                simdgroup, lane);
         """
-        if normed or i + 1 < count:
+        if ends == "normed" or i + 1 < len(matrices):
             call = f"if (group < GROUPS{i}) {{ {call} return; }} group -= GROUPS{i};"
         body += call
-    if normed:
+    if ends == "normed":
         body += """
             norm_row<SIMDGROUPS, IN>(x, norm, eps, normed, squares, token, simdgroup, lane);
         """
+    outputs = [f"y{i}" for i in range(len(matrices))] + ["normed"] * (ends == "normed")
+    inputs = ("x", "norm", "eps") if norm else ("x",)
+    inputs += ("residual",) if ends == "residual" else ()
     return MetalKernel(
-        f"project_{count}" + "_normed" * normed,
+        "_".join(["project", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
         file="quantised.metal",
         inputs=(
-            *("x", "norm", "eps", "residual"),
-            *(f"{part}{i}" for i in range(count) for part in ("w", "scales", "biases")),
+            *inputs,
+            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
         ),
-        outputs=(*(f"y{i}" for i in range(count)), *(("normed",) if normed else ())),
+        outputs=outputs,
         body=body,
     )
 
 
 _KERNELS = {
-    (count, normed): _kernel(count, normed)
-    for count in range(1, MOST_WEIGHTS + 1)
-    for normed in (False, True)
+    key: _kernel(*key)
+    for key in (
+        *((structure, True, "") for structure in STRUCTURES),
+        *((structure, True, "normed") for structure in ((1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1))),
+        ((1,), False, ""),
+        ((1,), False, "residual"),
+    )
 }
 launches(*_KERNELS.values())(project_fused)
 
@@ -205,29 +237,34 @@ def filled(value: float) -> mx.array:
 
 @functools.lru_cache(maxsize=256)
 def _launch(
-    N: int,
-    C: int,
+    shape: tuple[int, ...],
     dtype: mx.Dtype,
     norm: bool,
-    residual: bool,
-    normed: bool,
-    parts: tuple[tuple[Matrix, int], ...],
+    ends: str,
+    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
 ) -> dict[str, Any]:
-    template = {"IN": C, "FORM": int(norm), "RESIDUAL": residual, "EXACT": dtype == mx.float32}
-    template["SIMDGROUPS"] = SIMDGROUPS
-    groups, staged, sums = 0, 0, 0
-    for i, (matrix, out) in enumerate(parts):
-        own, tile, memory = tiling(matrix, out, C)
-        groups += own
-        staged, sums = map(max, (staged, sums), memory)
-        template |= {f"{name}{i}": value for name, value in tile.items()}
-        template |= {f"GROUPS{i}": own, f"OUT{i}": out}
+    *leading, C = shape
+    template = {"IN": C, "FORM": int(norm), "RESIDUAL": ends == "residual"}
+    template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
+    groups, staged, sums, shapes = 0, 0, 0, []
+    for m, (matrix, outs) in enumerate(parts):
+        for out, end in zip(outs, accumulate(outs), strict=True):
+            own, tile, memory = tiling(matrix, out, C)
+            groups += own
+            staged, sums = map(max, (staged, sums), memory)
+            i = len(shapes)
+            template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": end - out, f"OUT{i}": out}
+            template |= {f"GROUPS{i}": own}
+            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V")}
+            shapes.append((*leading, out))
+    normed = ends == "normed"
+    shapes += [shape] * normed
     return {
         "template": template | {"STAGED": staged, "SUMS": sums},
-        "grid": ((groups + normed) * SIMDGROUPS * 32, N, 1),
+        "grid": ((groups + normed) * SIMDGROUPS * 32, math.prod(leading), 1),
         "threadgroup": (32 * SIMDGROUPS, 1, 1),
-        "output_shapes": [(N, out) for _, out in parts] + [(N, C)] * normed,
-        "output_dtypes": [dtype] * (len(parts) + normed),
+        "output_shapes": shapes,
+        "output_dtypes": [dtype] * len(shapes),
     }
 
 

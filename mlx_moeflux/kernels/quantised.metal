@@ -280,10 +280,11 @@ inline void expert_outer(
   }
 }
 
-// ROWS rows of w form(x) for each simdgroup, FORM as above; returns the first. All lanes get the
+// ROWS rows of w form(x) for each simdgroup, FORM as above, of the OUT rows of w from BASE on;
+// returns the first. All lanes get the
 // totals.
-template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          int FORM, typename T, typename U, typename W, typename S>
+template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, int FORM, typename T, typename U, typename W, typename S>
 inline uint rows_of(
     thread float* totals,
     const device T* x,
@@ -300,9 +301,9 @@ inline uint rows_of(
     uint lane) {
   const int per = per_word<BITS>(), N = V * per, STEPS = steps<IN, N>();
   const uint row = metal::min((group * SIMDGROUPS + simdgroup) * ROWS, uint(OUT - ROWS));
-  w += ulong(row) * (IN / per);
-  scales += ulong(row) * (IN / GROUP);
-  biases += ulong(row) * (IN / GROUP);
+  w += ulong(BASE + row) * (IN / per);
+  scales += ulong(BASE + row) * (IN / GROUP);
+  biases += ulong(BASE + row) * (IN / GROUP);
   slice<V, W, S> rows[2][ROWS];
   fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
   float square = stage<IN, BITS, EXACT, N, FORM>(
@@ -350,8 +351,8 @@ inline bool owns_rows(uint group, uint simdgroup) {
 }
 
 // y[row ...] = (residual +) w form(x).
-template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          int FORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
+template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, int FORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
 inline void norm_matvec(
     const device T* x,
     const device U* norm_weight,
@@ -369,7 +370,7 @@ inline void norm_matvec(
     uint simdgroup,
     uint lane) {
   float totals[ROWS];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, FORM>(
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, EXACT, FORM>(
       totals, x + token * IN, norm_weight, eps, w, scales, biases, values, sums, squares, group,
       simdgroup, lane);
   if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {
@@ -423,7 +424,7 @@ inline void add_shared(
     uint simdgroup,
     uint lane) {
   float totals[ROWS];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, SWIGLU>(
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, EXACT, SWIGLU>(
       totals, gate + token * IN, up + token * IN, experts, w, scales, biases, values, sums, values,
       group, simdgroup, lane);
   if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {

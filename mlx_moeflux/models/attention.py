@@ -43,7 +43,7 @@ class Attention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q, k, v = project(kernels, x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        q, k, v = project(kernels, x, *self.stacks()[0], norm=norm)
         q = q.reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
         k, v = k.reshape(B, T, Hkv, Dh), v.reshape(B, T, Hkv, Dh)
         gate = q if self.gated else None
@@ -64,3 +64,7 @@ class Attention(nn.Module):
         y = kernels.sdpa(q, **cache.append(kernels, k, v) | options, scale=Dh**-0.5, gate=gate)
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return project(kernels, y, self.o_proj, residual=x)[0]
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.q_proj, self.k_proj, self.v_proj)]

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.layers import stack
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.record import record
 
@@ -56,6 +57,18 @@ class StreamingModel(nn.Module):
         step need ``model.forget_steps()``."""
         self.forget_steps()
         return super().update(*args, **kwargs)
+
+    def prepare(self) -> None:
+        """Lay matrices that read the same input one behind another, layer by layer.
+
+        ``parameters()``, saving and loading keep the checkpoint's names: parameters are rows of
+        what was laid together. A module says which of its own by ``stacks()``.
+        """
+        for layer in self.layers:
+            for module in layer.children().values():
+                for linears in getattr(module, "stacks", list)():
+                    stack(*linears)
+        self.forget_steps()
 
     def forget_steps(self) -> None:
         """Trace decode steps again: a trace keeps the parameters and banks that it met."""

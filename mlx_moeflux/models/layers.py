@@ -49,6 +49,72 @@ def weight_of(linear: nn.Module) -> Weight | Applied:
     return Applied(linear)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one input that were laid one behind another: fewer arrays for a launch.
+
+    linears: Whose parameters are now rows of `weights`; they are as `rows` while nobody replaces
+    them.
+    """
+
+    linears: tuple[nn.Module, ...]
+    weights: list[Weight]
+    rows: list[mx.array]
+
+    def holds(self, linears: tuple[nn.Module, ...]) -> bool:
+        """Whether `linears` are these, with the parameters that were stacked."""
+        return len(linears) == len(self.linears) and all(
+            a is b and a.get("weight") is w
+            for a, b, w in zip(linears, self.linears, self.rows, strict=True)
+        )
+
+
+def stack(*linears: nn.Module) -> None:
+    """Lay neighbours among `linears` that are stored alike one behind another. Their parameters
+    become rows of what comes of it, under their own names; nothing is held twice.
+
+    Evaluates: the new arrays.
+    """
+    weights, done = [], 0
+    while done < len(linears):
+        first = weight_of(linears[done])
+        group = [linears[done]]
+        for other in linears[done + 1 :]:
+            if not _alike(first, weight_of(other)):
+                break
+            group.append(other)
+        weights.append(first if len(group) == 1 else _stacked(group, first))
+        done += len(group)
+    linears[0]._stack = Stack(linears, weights, [each.get("weight") for each in linears])
+
+
+def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
+    if not isinstance(a, Weight) or not isinstance(b, Weight) or a.spec != b.spec:
+        return False
+    scales = [None if w.scales is None else w.scales.dtype for w in (a, b)]
+    return (
+        a.weight.shape[1:] == b.weight.shape[1:]
+        and a.weight.dtype == b.weight.dtype
+        and scales[0] == scales[1]
+    )
+
+
+def _stacked(group: list[nn.Module], first: Weight) -> Weight:
+    outs = tuple(each.weight.shape[0] for each in group)
+    whole = {}
+    for name in ("weight", "scales", "biases"):
+        if getattr(first, name) is None:
+            continue
+        whole[name] = mx.concatenate([each[name] for each in group])
+        mx.eval(whole[name])
+        start = 0
+        for each, out in zip(group, outs, strict=True):
+            each[name] = whole[name][start : start + out]
+            mx.eval(each[name])
+            start += out
+    return Weight(**whole, spec=first.spec, outs=outs)
+
+
 def project(
     kernels: Kernels,
     x: mx.array,
@@ -60,9 +126,10 @@ def project(
     """x ``[..., C]``, normalised first if `norm` is given, through every one of `linears`:
     ``[..., out_i]`` each, `residual` added to the one; with `normed` the normalised x behind
     them."""
-    rows = x.reshape(-1, x.shape[-1])
+    known = getattr(linears[0], "_stack", None)
+    if known is not None and known.holds(linears):
+        weights = known.weights
+    else:
+        weights = [weight_of(each) for each in linears]
     options = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-    if residual is not None:
-        options["residual"] = residual.reshape(rows.shape[0], -1)
-    ys = kernels.project(rows, [weight_of(each) for each in linears], **options, normed=normed)
-    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys]
+    return kernels.project(x, weights, **options, residual=residual, normed=normed)

@@ -189,19 +189,16 @@ class SharedExpertMoeBlock(SparseMoeBlock):
 
     def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.enter`; the shared expert's two products, and its score."""
-        expert = self.shared_expert
-        logits, gate, up, score, post = project(
-            self._kernels,
-            rows,
-            self.gate,
-            expert.gate_proj,
-            expert.up_proj,
-            self.shared_expert_gate,
-            norm=norm,
-            normed=True,
+        logits, score, gate, up, post = project(
+            self._kernels, rows, *self.stacks()[0], norm=norm, normed=True
         )
         note(self, gate_score=score)
         return post, logits, (gate, up, score)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        expert = self.shared_expert
+        return [(self.gate, self.shared_expert_gate, expert.gate_proj, expert.up_proj)]
 
     def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """See :meth:`SparseMoeBlock.leave`."""

@@ -71,8 +71,11 @@ class GatedDeltaNet(nn.Module):
     def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
         """x ``[B, T, C]`` -> of norm(x) all queries, keys and values ``[B, T, conv_dim]``, the
         output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``."""
-        inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
-        return project(self._kernels, x, *inputs, norm=norm)
+        return project(self._kernels, x, *self.stacks()[0], norm=norm)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
 
     def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels

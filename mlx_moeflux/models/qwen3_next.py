@@ -76,12 +76,16 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         B, T, _ = x.shape
         Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.value_dim // Hk
-        qkvz, ba = project(self._kernels, x, self.in_proj_qkvz, self.in_proj_ba, norm=norm)
+        qkvz, ba = project(self._kernels, x, *self.stacks()[0], norm=norm)
         parts = mx.split(qkvz.reshape(B, T, Hk, -1), [Dk, 2 * Dk, 2 * Dk + values], axis=-1)
         q, k, v, z = (part.reshape(B, T, -1) for part in parts)
         b, a = mx.split(ba.reshape(B, T, Hk, -1), 2, axis=-1)
         qkv = mx.concatenate([q, k, v], axis=-1)
         return qkv, z, a.reshape(B, T, -1), b.reshape(B, T, -1)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.in_proj_qkvz, self.in_proj_ba)]
 
 
 class Model(qwen3_5_moe.Model):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.project import MOST_WEIGHTS, Weight, project, project_fused
+from mlx_moeflux.kernels.project import _KERNELS, Weight, project, project_fused
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
 
@@ -57,8 +57,7 @@ def limits(args, options, truths):
     ]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("with_norm", "residual"), [(True, False), (False, True)])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
 def test_agrees_with_float64(device, sizes, with_norm, residual):
     args, options, truths = arguments(sizes, with_norm=with_norm, residual=residual)
@@ -83,8 +82,6 @@ def test_wrong_arguments():
     x = random_array(rng, (2, 64), mx.float32)
     for call in (
         lambda: project_fused(mx.zeros((0, 64)), [weight]),
-        lambda: project_fused(x, [weight] * 5),
-        lambda: project_fused(x, []),
         lambda: project_fused(x[:, :32], [weight]),
         lambda: project_fused(x, [weight], norm=mx.ones((32,))),
         lambda: project_fused(x, [weight], residual=x),
@@ -107,21 +104,54 @@ def test_gives_the_normalised_rows_too(device, sizes):
         assert mx.array_equal(y, expected).item()
 
 
-def parts_case(count: int, *, residual: bool = False, normed: bool = False) -> Case:
-    """`count` matrices of different sizes and bits."""
-    parts = [(5 + i, (4, 8, 2, 0)[i % 4], 32) for i in range(count)]
-    sizes = (2 if residual else 1, 96, parts, mx.float32)
-    args, options, truths = arguments(sizes, with_norm=True, residual=residual)
-    limit = max(limits(args, options, truths))
-    name = f"{count}" + "-residual" * residual + "-normed" * normed
-    if normed:
-        options["normed"] = True
-        rows = float64(args[0])
-        scale = np.sqrt((rows**2).mean(-1, keepdims=True) + EPS)
-        truths = [*truths, rows / scale * float64(options["norm"])]
-    return Case(name, lambda: project_fused(*args, **options), lambda: truths, limit)
+@pytest.mark.parametrize("structure", [(4,), (2, 2)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_matrices_one_behind_another_are_as_if_apart(device, dtype, structure):
+    rng = np.random.default_rng(3)
+    apart, together = [], []
+    for m, count in enumerate(structure):
+        options = {"bits": (4, 8)[m], "group": 32, "dtype": dtype}
+        parts = [random_matrix(rng, (3 + 4 * i, 96), **options) for i in range(count)]
+        apart += [Weight(*part) for part in parts]
+        arrays = [mx.concatenate([part[i] for part in parts]) for i in range(3)]
+        outs = tuple(part[0].shape[0] for part in parts)
+        together.append(Weight(*arrays, parts[0][3], outs))
+    x, norm = random_array(rng, (2, 1, 96), dtype), random_array(rng, (96,), dtype)
+    expected = project_fused(x, apart, norm=norm)
+    assert [y.shape for y in expected] == [(2, 1, n) for w in together for n in w.outs]
+    for form, same in ((project_fused, True), (project, False)):
+        for y, other in zip(form(x, together, norm=norm), expected, strict=True):
+            assert y.shape == other.shape
+            if same:
+                assert mx.array_equal(y, other).item()
+            else:
+                assert error(y, float64(other)) <= 0.03 * np.abs(float64(other)).max()
 
 
-CASES = {f"project_{n}": [parts_case(n)] for n in range(1, MOST_WEIGHTS + 1)}
-CASES |= {f"project_{n}_normed": [parts_case(n, normed=True)] for n in range(1, MOST_WEIGHTS + 1)}
-CASES["project_1"].append(parts_case(1, residual=True))
+def case(structure, norm: bool, ends: str) -> Case:
+    """Matrices of different sizes and bits, two rows."""
+    rng = np.random.default_rng(len(structure))
+    weights, truths, x = [], [], random_array(rng, (2, 96), mx.float32)
+    scale = random_array(rng, (96,), mx.float32)
+    rows = float64(x)
+    if norm:
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
+    for m, count in enumerate(structure):
+        outs = tuple(5 + 2 * i + m for i in range(count))
+        bits = (4, 8, 2, 0)[m]
+        matrix = random_matrix(rng, (sum(outs), 96), bits=bits, group=32, dtype=mx.float32)
+        weights.append(Weight(*matrix, outs))
+        product = rows @ dense(weights[-1]).T
+        truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
+    options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
+    if ends == "residual":
+        options["residual"] = random_array(rng, (2, 5), mx.float32)
+        truths = [truths[0] + float64(options["residual"])]
+    if ends == "normed":
+        truths.append(rows)
+    limit = max(limits((x, weights), options, truths))
+    name = "-".join([*map(str, structure), str(norm), ends])
+    return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
+
+
+CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}

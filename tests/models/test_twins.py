@@ -45,7 +45,9 @@ def test_left_padding_is_that_of_transformers(case):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("case", ["text_top3", "qwen3_moe_window", "deepseek_v3_direct", "qwen3_next_top3"])
+@pytest.mark.parametrize(
+    "case", ["text_top3", "qwen3_moe_window", "deepseek_v3_direct", "qwen3_next_top3"]
+)
 def test_the_planned_state_is_what_the_cache_takes(case, dtype):
     """Of chunks that end before, at and behind the steps in which the buffers grow."""
     with load_model(GOLDEN / case, dtype=dtype) as model:
