@@ -13,6 +13,7 @@ from mlx_moeflux.cli import main
 from mlx_moeflux.convert import convert
 from mlx_moeflux.generation import generate_step
 from mlx_moeflux.loading import load, load_model
+from mlx_moeflux.mlx_lm_plugin import register_cache_classes
 from mlx_moeflux.models.shapes import SHAPES
 from mlx_moeflux.synthesize import synthesize
 
@@ -75,6 +76,25 @@ def test_generation_and_mlx_lm_as_the_client(directory):
             model, tokenizer, prompts(), max_tokens=MAX_TOKENS, return_token_ids=True
         )
         assert together.token_ids == expected
+
+
+def test_a_saved_prompt_goes_on(directory, tmp_path):
+    """Through mlx-lm's files, whose loader looks our entries up by name."""
+    cache = pytest.importorskip("mlx_lm.models.cache")
+    register_cache_classes()
+    prompt, file = prompts()[1], str(tmp_path / "cache.safetensors")
+    with load_model(directory, expert_memory="20%") as model:
+        expected = whole_text(model, prompt)
+        entries = cache.make_prompt_cache(model)
+        mx.eval(model(mx.array([prompt[:-1]]), entries))
+        cache.save_prompt_cache(file, entries)
+        loaded = cache.load_prompt_cache(file)
+        assert [type(entry) for entry in loaded] == [type(entry) for entry in entries]
+        for resumed in (loaded, entries):
+            ids = generate_step(
+                mx.array(prompt[-1:]), model, max_tokens=MAX_TOKENS, prompt_cache=resumed
+            )
+            assert [int(token) for token, _ in ids] == expected
 
 
 def test_the_command_line(directory, capsys):

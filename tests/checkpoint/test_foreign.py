@@ -67,6 +67,23 @@ def test_fp8_blocks_of_128(tmp_path, shape):
         ref.rows(0, shape[0] + 1)
 
 
+def test_scales_in_bfloat16(tmp_path):
+    """As Qwen publishes its FP8."""
+    codes = np.random.default_rng(1).integers(0, 120, (70, 90)).astype(np.uint8)
+    scales = foreign.bf16_bits(np.random.default_rng(2).uniform(0.5, 2, (3, 2)))
+    (tmp_path / "x").write_bytes(codes.tobytes() + scales.tobytes())
+    ref = BlockScaledRef(
+        "x",
+        TensorRef("x", tmp_path / "x", 0, "F8_E4M3", codes.shape),
+        TensorRef("s", tmp_path / "x", codes.size, "BF16", scales.shape),
+        block=(32, 64),
+    )
+    each = np.repeat(np.repeat(foreign.bf16_values(scales), 32, 0), 64, 1)[:70, :90]
+    expected = foreign.bf16_bits(foreign.E4M3_VALUES[codes].astype(np.float32) * each)
+    assert np.array_equal(bits(ref.load()), expected)
+    assert np.array_equal(bits(ref.rows(31, 66).load()), expected[31:66])
+
+
 FORMS = {
     "fp8": lambda out: foreign.write_fp8(TWIN, out, (48, 40)),
     "fp8 in blocks of 128": lambda out: foreign.write_fp8(TWIN, out, (128, 128)),
