@@ -1,7 +1,7 @@
 """Decode and prefill time of a layer of DeepSeek-V3, here and in mlx-lm, against the limits.
 
-    python benchmarks/latent_layer.py --out /tmp/layers                 # writes 9 GB once
-    python benchmarks/latent_layer.py --out /tmp/tiny --like deepseek-tiny --tokens 64
+    python benchmarks/latent_layer.py --out layers                 # writes 9 GB once
+    python benchmarks/latent_layer.py --out tiny --like deepseek-tiny --tokens 64
 
 A checkpoint of random 4-bit weights with the full shape's three dense layers and one MoE layer is
 loaded resident by both. Times are medians of calls that are evaluated one by one, so they hold the
