@@ -59,13 +59,13 @@ class Stack:
 
     linears: tuple[nn.Module, ...]
     weights: list[Weight]
-    rows: list[mx.array]
+    rows: list[tuple[mx.array | None, mx.array | None]]
 
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
         """Whether `linears` are these, with the parameters that were stacked."""
         return len(linears) == len(self.linears) and all(
-            a is b and a.get("weight") is w
-            for a, b, w in zip(linears, self.linears, self.rows, strict=True)
+            a is b and a.get("weight") is w and a.get("scales") is s
+            for a, b, (w, s) in zip(linears, self.linears, self.rows, strict=True)
         )
 
 
@@ -85,7 +85,8 @@ def stack(*linears: nn.Module) -> None:
             group.append(other)
         weights.append(first if len(group) == 1 else _stacked(group, first))
         done += len(group)
-    linears[0]._stack = Stack(linears, weights, [each.get("weight") for each in linears])
+    rows = [(each.get("weight"), each.get("scales")) for each in linears]
+    linears[0]._stack = Stack(linears, weights, rows)
 
 
 def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:

@@ -97,8 +97,11 @@ class Model(qwen3_5_moe.Model):
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
-        """See :meth:`DecoderModel.mlx_lm_keys`."""
-        return {k: v for k, v in asdict(config).items() if k != "layer_types"}
+        """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm knows intervals only, no list of layers."""
+        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
+        interval = full[0] + 1 if full else config.num_hidden_layers + 1
+        keys = {k: v for k, v in asdict(config).items() if k != "layer_types"}
+        return keys | {"full_attention_interval": interval}
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Mixer, then MoE block with a gated shared expert, or dense MLP."""

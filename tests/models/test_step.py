@@ -7,6 +7,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.tail import TAIL_ROWS
@@ -18,11 +19,15 @@ def close(a: mx.array, b: mx.array) -> bool:
     return error <= 2e-5 * scale
 
 
-@pytest.fixture(scope="module", params=["resident", "streamed"])
+@pytest.fixture(scope="module", params=["resident", "streamed", "stacked"])
 def model(request):
-    memory = "auto" if request.param == "resident" else "100%"
-    with load_model(BUNDLED_MODEL, expert_memory=memory, dtype=mx.float32) as model:
+    memory = "50%" if request.param == "streamed" else "auto"
+    stacked = request.param == "stacked"
+    options = {"expert_memory": memory, "dtype": mx.float32, "fuse": stacked}
+    with load_model(BUNDLED_MODEL, **options) as model:
         if request.param == "streamed":
+            for layer in model.store.layers:
+                model.store.resize(layer, model.store.num_experts)
             model.store.preload()
         yield model
 
@@ -138,3 +143,24 @@ def test_rows_appended_through_the_tail_are_in_the_buffers():
         else:
             check()
     check()
+
+
+def test_stacked_parameters_keep_their_names_and_values():
+    with (
+        load_model(BUNDLED_MODEL, fuse=False) as plain,
+        load_model(BUNDLED_MODEL, fuse=True) as stacked,
+    ):
+        ours, theirs = (dict(tree_flatten(m.parameters())) for m in (plain, stacked))
+        assert ours.keys() == theirs.keys()
+        assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)
+        layer = stacked.layers[0]
+        linears = layer.linear_attn.stacks()[0]
+        assert linears[0]._stack.holds(linears)
+        assert len(linears[0]._stack.weights) == 1
+        # A replaced parameter is what counts.
+        tokens = mx.array([[3, 1, 4]])
+        for model in (plain, stacked):
+            mixer = model.layers[0].linear_attn
+            mixer.in_proj_z.scales = 2 * mixer.in_proj_z.scales
+        assert not linears[0]._stack.holds(linears)
+        assert close(stacked(tokens), plain(tokens))
