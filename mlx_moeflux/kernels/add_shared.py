@@ -3,14 +3,15 @@
     y = residual + experts + sigmoid(score) w (silu(gate) up)
 
 Shapes:
-    residual: ``[N, C]``; experts: ``[N, C]`` float32; gate, up: ``[N, F]``, the shared expert's
-    first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix ``[C, F]``.
-    returns: ``[N, C]`` in the dtype of residual.
+    residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32; gate, up: ``[N, F]``, the shared
+    expert's first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix ``[C, F]``.
+    returns: like residual.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -34,7 +35,10 @@ def add_shared(
 ) -> mx.array:
     """The module's formula in stock MLX."""
     shared = down.matmul(nn.silu(gate) * up)
-    return moe_combine.moe_combine(residual, experts, shared=shared, score=score)
+    rows = residual.reshape(experts.shape)
+    return moe_combine.moe_combine(rows, experts, shared=shared, score=score).reshape(
+        residual.shape
+    )
 
 
 def add_shared_dequantised(
@@ -57,7 +61,9 @@ def add_shared_dequantised(
         )
     inner = nn.silu(gate) * up
     shared = inner @ down.dense(inner.dtype).T if isinstance(down, Weight) else down.matmul(inner)
-    return moe_combine.moe_combine_fused(residual, experts, shared=shared, score=score)
+    rows = residual.reshape(experts.shape)
+    y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
+    return y.reshape(residual.shape)
 
 
 launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
@@ -94,7 +100,8 @@ def add_shared_fused(
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The matrix is stored in another way, or there is no GPU.
     """
-    (N, C), F = residual.shape, gate.shape[-1]
+    C, F = residual.shape[-1], gate.shape[-1]
+    N = residual.size // C
     matrix = matrix_of(down, F)
     if residual.dtype not in FLOATS or any(a.dtype != residual.dtype for a in (gate, up)):
         raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
@@ -106,21 +113,22 @@ def add_shared_fused(
             f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _launch(N, C, F, residual.dtype, score is not None, matrix)
+    launch = _launch(residual.shape, F, residual.dtype, score is not None, matrix)
     scores = gate if score is None else score
     return _KERNEL(residual, experts, gate, up, scores, *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _launch(
-    N: int, C: int, F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
 ) -> dict[str, Any]:
+    *leading, C = shape
     groups, tile, (staged, sums) = tiling(matrix, C, F)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, "SCORED": scored, **tile}
     return {
         "template": template | {"SIMDGROUPS": SIMDGROUPS, "STAGED": staged, "SUMS": sums},
-        "grid": (groups * SIMDGROUPS * 32, N, 1),
+        "grid": (groups * SIMDGROUPS * 32, math.prod(leading), 1),
         "threadgroup": (32 * SIMDGROUPS, 1, 1),
-        "output_shapes": [(N, C)],
+        "output_shapes": [shape],
         "output_dtypes": [dtype],
     }

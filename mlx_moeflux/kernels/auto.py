@@ -24,6 +24,7 @@ _AXES |= {"rope": 2, "latent_attention": 2, "latent_prefill": 2}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
     "project": lambda x, *_, **__: x.size // x.shape[-1],
+    "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
 
 

@@ -7,7 +7,7 @@ Shapes:
     ``[out_i, C]``, quantised each in its own way or not, or several that lie one behind another;
     residual: ``[..., out]`` like x or None, with one matrix only.
     returns: a list of ``[..., out_i]`` in the dtype of x, and with `normed` norm(x) ``[..., C]``
-    behind them.
+    behind them; with `flat` all of them ``[N, ...]``.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ def project(
     eps: float = 1e-6,
     residual: mx.array | None = None,
     normed: bool = False,
+    flat: bool = False,
 ) -> list[mx.array]:
     """The module's formula in stock MLX. Of a weight nothing is asked but ``matmul``."""
+    if flat:
+        x = x.reshape(-1, x.shape[-1])
     if norm is not None:
         x = mx.fast.rms_norm(x, norm, eps)
     products = []
@@ -107,6 +110,7 @@ def project_dequantised(
     eps: float = 1e-6,
     residual: mx.array | None = None,
     normed: bool = False,
+    flat: bool = False,
 ) -> list[mx.array]:
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs.
 
@@ -121,7 +125,7 @@ def project_dequantised(
         Weight(weight.dense(x.dtype), outs=weight.outs) if isinstance(weight, Weight) else weight
         for weight in weights
     ]
-    return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed)
+    return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 
 
 def project_fused(
@@ -132,6 +136,7 @@ def project_fused(
     eps: float = 1e-6,
     residual: mx.array | None = None,
     normed: bool = False,
+    flat: bool = False,
 ) -> list[mx.array]:
     """The module's formula in one launch for a few rows, each on its own, with one rounding, at
     the end, for the combinations of matrices in STRUCTURES.
@@ -164,7 +169,8 @@ def project_fused(
         arrays.append(residual)
     for weight in weights:
         arrays += arrays_of(weight)
-    return kernel(*arrays, **_launch(x.shape, x.dtype, norm is not None, ends, parts))
+    shape = (x.size // C, C) if flat else x.shape
+    return kernel(*arrays, **_launch(shape, x.dtype, norm is not None, ends, parts))
 
 
 # How many results each of the matrices of a launch gives.

@@ -202,17 +202,19 @@ class MoeBlock(SparseMoeBlock):
             width = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = SwiGLU(C, width)
 
-    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
-        shared = ()
-        if "shared_experts" in self:
-            expert = self.shared_experts
-            *shared, post = project(
-                self._kernels, rows, expert.gate_proj, expert.up_proj, norm=norm, normed=True
-            )
-        else:
-            post = norm(rows)
+        stacks = self.stacks()
+        if not stacks:
+            post = norm(x).reshape(-1, x.shape[-1])
+            return post, self.gate(post), ()
+        *shared, post = project(self._kernels, x, *stacks[0], norm=norm, normed=True, flat=True)
         return post, self.gate(post), shared
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        expert = self.get("shared_experts")
+        return [] if expert is None else [(expert.gate_proj, expert.up_proj)]
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """See :meth:`SparseMoeBlock.route`."""
@@ -220,15 +222,15 @@ class MoeBlock(SparseMoeBlock):
             return self._router(logits, self.gate.e_score_correction_bias)
         return self._router(logits)
 
-    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """See :meth:`SparseMoeBlock.leave`; the shared experts' sum is not scaled."""
         if not shared:
-            return self._kernels.moe_combine(rows, experts)
+            return super().leave(x, experts, shared)
         gate, up = shared
         down = weight_of(self.shared_experts.down_proj)
         if recorded(self, "shared_out"):
             note(self, shared_out=down.matmul(nn.silu(gate) * up))
-        return self._kernels.add_shared(rows, experts, gate, up, down)
+        return self._kernels.add_shared(x, experts, gate, up, down)
 
 
 class Model(DecoderModel):

@@ -123,14 +123,15 @@ def project(
     norm: nn.RMSNorm | None = None,
     residual: mx.array | None = None,
     normed: bool = False,
+    flat: bool = False,
 ) -> list[mx.array]:
     """x ``[..., C]``, normalised first if `norm` is given, through every one of `linears`:
     ``[..., out_i]`` each, `residual` added to the one; with `normed` the normalised x behind
-    them."""
+    them. flat: ``[N, out_i]`` instead."""
     known = getattr(linears[0], "_stack", None)
     if known is not None and known.holds(linears):
         weights = known.weights
     else:
         weights = [weight_of(each) for each in linears]
     options = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-    return kernels.project(x, weights, **options, residual=residual, normed=normed)
+    return kernels.project(x, weights, **options, residual=residual, normed=normed, flat=flat)

@@ -146,32 +146,34 @@ class SparseMoeBlock(nn.Module):
         self._store = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
-        B, T, C = x.shape
-        rows = x.reshape(B * T, C)
-        post, logits, shared = self.enter(rows, norm)  # [N, C], [N, E]
+        post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
             # Padding asks for no expert: nothing is read for it and no expert is shared with it.
-            real = mask.reshape(B * T, 1)
+            real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
         experts = self._store.experts(self.layer, post, ids, weights)  # [N, C] float32
-        note(self, h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights)
-        return self.leave(rows, experts, shared).reshape(x.shape)
+        if recorded(self, "h_post"):
+            note(self, h_post=post.reshape(x.shape))
+        note(self, router_logits=logits, ids=ids, weights=weights)
+        return self.leave(x, experts, shared)
 
-    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """rows ``[N, C]`` -> norm(rows), the router's logits ``[N, E]``, and what :meth:`leave`
-        wants to have of the shared expert."""
-        logits, post = project(self._kernels, rows, self.gate, norm=norm, normed=True)
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
+        :meth:`leave` wants to have of the shared expert."""
+        logits, post = project(self._kernels, x, self.gate, norm=norm, normed=True, flat=True)
         return post, logits, None
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """logits ``[N, E]`` -> ids and weights as a :class:`Router` has them."""
         return self._router(logits)
 
-    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
-        """The residual ``[N, C]``, the routed experts' sum and the shared expert, added."""
-        return self._kernels.moe_combine(rows, experts)
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """The residual ``[B, T, C]``, the routed experts' sum ``[N, C]`` and the shared expert,
+        added: ``[B, T, C]``."""
+        rows = x.reshape(experts.shape)
+        return self._kernels.moe_combine(rows, experts).reshape(x.shape)
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
@@ -187,10 +189,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def enter(self, rows: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.enter`; the shared expert's two products, and its score."""
         logits, score, gate, up, post = project(
-            self._kernels, rows, *self.stacks()[0], norm=norm, normed=True
+            self._kernels, x, *self.stacks()[0], norm=norm, normed=True, flat=True
         )
         note(self, gate_score=score)
         return post, logits, (gate, up, score)
@@ -200,10 +202,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         expert = self.shared_expert
         return [(self.gate, self.shared_expert_gate, expert.gate_proj, expert.up_proj)]
 
-    def leave(self, rows: mx.array, experts: mx.array, shared: Any) -> mx.array:
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """See :meth:`SparseMoeBlock.leave`."""
         gate, up, score = shared
         down = weight_of(self.shared_expert.down_proj)
         if recorded(self, "shared_out"):
             note(self, shared_out=down.matmul(nn.silu(gate) * up))
-        return self._kernels.add_shared(rows, experts, gate, up, down, score=score)
+        return self._kernels.add_shared(x, experts, gate, up, down, score=score)

@@ -31,6 +31,16 @@ class Convolution(nn.Module):
     def __init__(self, dims: int, width: int):
         super().__init__()
         self.weight = mx.random.uniform(-0.5, 0.5, (dims, width, 1))
+        self._taps: tuple[mx.array, mx.array] | None = None
+
+    def taps(self) -> mx.array:
+        """The weight as ``[conv_dim, width]``; evaluated and kept while nobody trains."""
+        if self.training:
+            return self.weight[..., 0]
+        if self._taps is None or self._taps[0] is not self.weight:
+            self._taps = self.weight, self.weight[..., 0]
+            mx.eval(self._taps)
+        return self._taps[1]
 
 
 class GatedNorm(nn.Module):
@@ -89,7 +99,7 @@ class GatedDeltaNet(nn.Module):
             state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
         y, cache.conv, cache.delta = kernels.delta_mixer(
             *self.project(x, norm),
-            conv_weight=self.conv1d.weight[..., 0],
+            conv_weight=self.conv1d.taps(),
             conv_state=conv,
             state=state,
             a_log=self.A_log,

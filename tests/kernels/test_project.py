@@ -128,6 +128,17 @@ def test_matrices_one_behind_another_are_as_if_apart(device, dtype, structure):
                 assert error(y, float64(other)) <= 0.03 * np.abs(float64(other)).max()
 
 
+def test_flat_results(device):
+    rng = np.random.default_rng(5)
+    weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=32, dtype=mx.float32))
+    x, norm = random_array(rng, (2, 3, 64), mx.float32), random_array(rng, (64,), mx.float32)
+    for form in (project, project_fused):
+        y, normed = form(x, [weight], norm=norm, normed=True, flat=True)
+        assert (y.shape, normed.shape) == ((6, 6), (6, 64))
+        shaped, _ = form(x, [weight], norm=norm, normed=True)
+        assert mx.array_equal(y.reshape(2, 3, 6), shaped).item()
+
+
 def case(structure, norm: bool, ends: str) -> Case:
     """Matrices of different sizes and bits, two rows."""
     rng = np.random.default_rng(len(structure))
