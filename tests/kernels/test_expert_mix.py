@@ -303,6 +303,7 @@ EQUIVALENT = {
         "expert_tile: off by one j < TN -> <=": "fills accumulators that are filled next",
         "expert_tile: off by one k < IN -> + 1 <": STEP,
         "expert_tile: off by one if (k + BK < IN) -> + 1 <": STEP,
+        "expert_tile: off by one if (k + BK < IN) -> <=": "fetches once more, for nothing",
         "expert_tile: off by one kk < BK -> + 1 <": STEP,
         "expert_tile: off by one e < 4 -> + 1 <": STEP,
         "expert_tile: off by one if (row < rows && col < OUT) -> + 1 < (2)": STEP,
