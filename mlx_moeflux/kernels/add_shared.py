@@ -4,7 +4,8 @@
 
 Shapes:
     residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32; gate, up: ``[N, F]``, the shared
-    expert's first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix ``[C, F]``.
+    expert's first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix
+    ``[C, F]``.
     returns: like residual.
 """
 
