@@ -1,47 +1,40 @@
 // Norm of each head, then rotation of its first DIMS values: a simdgroup owns one head of one
 // token, a lane owns packs of P neighbours.
 
-// Everything is read, and angles are taken, before the simdgroup meets: one wait for memory.
 template <typename T, typename W, int D, int P, int DIMS, bool INTERLEAVED, bool NORM>
 inline void norm_rope_row(
     const device T* x, const device W* weight, const device float* frequencies, float eps,
-    const device int* offset, int t, device T* y, uint lane) {
+    int position, device T* y, uint lane) {
   constexpr int N = D / 32 / P, HALF = DIMS / 2;
-  pack<T, P> own[N], other[N];
-  float scale[N][P], other_scale[N][P], angle[N][P];
+  float inverse = 1.0f;
+  if (NORM) {
+    float squares = 0.0f;
+    for (int j = 0; j < N; ++j) {
+      const pack<T, P> own = load_pack<P>(x + P * (int(lane) + 32 * j));
+      for (int e = 0; e < P; ++e) {
+        squares += float(own.at[e]) * float(own.at[e]);
+      }
+    }
+    inverse = metal::precise::rsqrt(simd_sum(squares) / float(D) + eps);
+  }
   for (int j = 0; j < N; ++j) {
     const int column = P * (int(lane) + 32 * j);
-    const bool turns = column < DIMS, second = column >= HALF;
-    const int at = INTERLEAVED || !turns ? column : second ? column - HALF : column + HALF;
-    own[j] = load_pack<P>(x + column);
-    other[j] = load_pack<P>(x + at);
-    for (int e = 0; e < P; ++e) {
-      const int partner = INTERLEAVED ? e ^ 1 : e;
-      scale[j][e] = NORM ? float(weight[column + e]) : 1.0f;
-      other_scale[j][e] = NORM ? float(weight[at + partner]) : 1.0f;
-      const int pair = INTERLEAVED ? (column + e) / 2 : metal::min(column, at) + e;
-      angle[j][e] = turns ? frequencies[pair] : 0.0f;
-    }
-  }
-  const float position = float(offset[0] + t);
-  float squares = 0.0f;
-  for (int j = 0; j < N; ++j) {
-    for (int e = 0; e < P; ++e) {
-      squares += float(own[j].at[e]) * float(own[j].at[e]);
-    }
-  }
-  const float inverse = NORM ? metal::precise::rsqrt(simd_sum(squares) / float(D) + eps) : 1.0f;
-  for (int j = 0; j < N; ++j) {
-    const int column = P * (int(lane) + 32 * j);
+    const bool second = column >= HALF;
+    const bool alone = INTERLEAVED || column >= DIMS;
+    const int other = alone ? column : second ? column - HALF : column + HALF;
+    const pack<T, P> own = load_pack<P>(x + column), partner = load_pack<P>(x + other);
     pack<T, P> out;
     for (int e = 0; e < P; ++e) {
-      float value = float(own[j].at[e]) * inverse * scale[j][e];
+      const int at = INTERLEAVED ? e ^ 1 : e;
+      const float a = float(own.at[e]) * inverse * (NORM ? float(weight[column + e]) : 1.0f);
+      float value = a;
       if (column < DIMS) {
-        const float partner = float(other[j].at[INTERLEAVED ? e ^ 1 : e]) * inverse;
-        const float turned =
-            partner * other_scale[j][e] * metal::precise::sin(position * angle[j][e]);
-        const bool later = INTERLEAVED ? (e & 1) != 0 : column >= HALF;
-        value = value * metal::precise::cos(position * angle[j][e]) + (later ? turned : -turned);
+        const float b = float(partner.at[at]) * inverse * (NORM ? float(weight[other + at]) : 1.0f);
+        const int pair = INTERLEAVED ? (column + e) / 2 : metal::min(column, other) + e;
+        const float angle = float(position) * frequencies[pair];
+        const float turned = b * metal::precise::sin(angle);
+        const bool later = INTERLEAVED ? (e & 1) != 0 : second;
+        value = a * metal::precise::cos(angle) + (later ? turned : -turned);
       }
       out.at[e] = T(value);
     }
@@ -70,14 +63,15 @@ inline void norm_rope(
   if (b >= batch) {
     return;
   }
+  const int position = offset[b] + t;
   if (h < HQ) {
     norm_rope_row<T, WQ, D, P, DIMS, INTERLEAVED, NORMQ>(
-        q + (size_t(n) * HQ + h) * LQ, q_weight, frequencies, eps[0], offset + b, t,
+        q + (size_t(n) * HQ + h) * LQ, q_weight, frequencies, eps[0], position,
         q_out + ((size_t(b) * HQ + h) * tokens + t) * D, lane);
   } else if (h < HQ + HK) {
     h -= HQ;
     norm_rope_row<T, WK, D, P, DIMS, INTERLEAVED, NORMK>(
-        k + (size_t(n) * HK + h) * D, k_weight, frequencies, eps[0], offset + b, t,
+        k + (size_t(n) * HK + h) * D, k_weight, frequencies, eps[0], position,
         k_out + ((size_t(b) * HK + h) * tokens + t) * D, lane);
   } else {
     h -= HQ + HK;

@@ -44,9 +44,10 @@ def norm_rope(
     periods = None if frequencies is None else 1.0 / frequencies
 
     def normed_and_turned(x, weight):
+        dtype = x.dtype
         if weight is not None:
             x = mx.fast.rms_norm(x, weight, eps)
-        return mx.fast.rope(
+        turned = mx.fast.rope(
             x.swapaxes(1, 2),
             dims,
             traditional=traditional,
@@ -55,6 +56,7 @@ def norm_rope(
             offset=offset,
             freqs=periods,
         )
+        return turned.astype(dtype)
 
     q, k = normed_and_turned(q, q_weight), normed_and_turned(k, k_weight)
     return q, k, None if v is None else v.swapaxes(1, 2)

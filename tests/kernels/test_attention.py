@@ -60,11 +60,17 @@ class Attended:
     """One random call of attention, its truth and the error that is allowed."""
 
     def __init__(
-        self, dtype, B, Hq, Hkv, T, capacity, D, Dv, length, *, start=None, gate=0, causal=True
-    ):
+        self, dtype, B, Hq, Hkv, T, capacity, D, Dv, length, *, start=None, gate=0, causal=True,
+        growing=False,
+    ):  # fmt: skip
         mx.random.seed(B * T + capacity)
         draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
         q, k, v = draw(B, Hq, T, D), draw(B, Hkv, capacity, D), draw(B, Hkv, capacity, Dv)
+        if growing:
+            # Later keys weigh more: the running maximum rises by more than 2^8 at a time.
+            k = (k * mx.linspace(0.1, 30.0, capacity)[:, None]).astype(dtype)
+            # Neighbouring rows have maxima far apart.
+            q = (q * mx.array([1.0, 50.0])[mx.arange(T) % 2][:, None]).astype(dtype)
         gate = draw(B, T, Hq, gate * Dv) if gate else None
         lengths = [length] * B if isinstance(length, int) else length
         starts = [0] * B if start is None else start
@@ -123,25 +129,32 @@ def latent(name, dtype, B, H, T, capacity, R, P, length):
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
 CASES = {
     "attend_rows": [
-        Attended(BF16, 12, 22, 2, 9, 40, 48, 32, 33).case("heads fill the GPU, 48/32"),
+        Attended(F16, 2, 66, 3, 9, 140, 48, 32, [129, 140], start=[0, 135], growing=True).case(
+            "heads fill the GPU, a tile of one key, queries without keys"
+        ),
     ],
     "attend_rows_parts": [
         Attended(F16, 2, 2, 1, 70, 100, 48, 32, 100, causal=False).case("48/32, all visible"),
         Attended(F32, 1, 4, 2, 20, 130, 64, 64, [129], start=[45]).case("float32, padded left"),
     ],
     "attend_rows_gated": [
-        Attended(F16, 9, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
+        Attended(F16, 5, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
     ],
     "attend_shared": [
         Attended(BF16, 1, 6, 2, 3, 60, 64, 32, 60).case("one part, 64/32"),
+        Attended(F32, 2, 3, 3, 2, 64, 32, 64, [64, 33], start=[0, 32], growing=True).case(
+            "tiles of one key, queries without keys"
+        ),
     ],
     "attend_shared_parts": [
         Attended(BF16, 2, 6, 2, 2, 130, 64, 96, 99).case("64/96"),
         Attended(F16, 2, 6, 2, 5, 130, 80, 32, 130, causal=False).case("80/32, all visible"),
+        Attended(F32, 1, 16, 2, 6, 161, 32, 32, 161, growing=True).case("rows of four tiles"),
     ],
     "attend_shared_gated": [
         Attended(F32, 2, 6, 2, 3, 50, 256, 256, [41, 33], start=[0, 7], gate=1).case("256, f32"),
         Attended(BF16, 2, 6, 2, 3, 50, 64, 96, 50, gate=2, causal=False).case("64/96, second half"),
+        Attended(F32, 1, 2, 1, 3, 50, 256, 256, 50, gate=2, causal=False).case("256, second half"),
     ],
     "attend_tail": [
         Attended(BF16, 1, 264, 2, 1, 64, 32, 32, 50, causal=False).with_tail(16).case("one part"),
@@ -155,14 +168,49 @@ CASES = {
     "attend_tail_gated": [
         Attended(F16, 9, 30, 3, 1, 64, 64, 32, 64, causal=False, gate=2).with_tail(64).case("all"),
     ],
-    "attend_latent": [latent("few keys", BF16, 2, 4, 9, 50, 64, 32, 45)],
+    "attend_latent": [latent("a tile of one key", BF16, 2, 4, 9, 50, 64, 32, 33)],
     "attend_latent_parts": [latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75)],
     "attend_combine": [
         Attended(BF16, 1, 2, 2, 1, 300, 32, 32, 280).case("parts without keys"),
+        Attended(F32, 2, 2, 2, 2, 600, 32, 32, 600, start=[0, 599], growing=True).case(
+            "more parts than simdgroups, queries without keys"
+        ),
     ],
     "attend_combine_gated": [
         Attended(F16, 2, 6, 2, 2, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
     ],
+}
+
+TWICE, STAGED = "rows in one part are given twice", "a tile is staged that nobody reads"
+EQUIVALENT = {
+    "attention.metal": {
+        "attend_shared: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
+        "attend_shared_parts: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
+        "attend_shared_gated: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
+        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": "columns "
+        "are multiples of a pack",
+        "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
+        "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
+        "attend_rows: off by one t < M -> + 1 <": "a block of queries ends at a multiple of 16",
+        "attend_rows: off by one first < high -> <=": "a tile without keys adds nothing",
+        "attend_rows: off by one if (first + BN > open && first + 8 * n + -> >=": "keys are "
+        "compared with their limit in vain",
+        "attend_rows: off by one if (first + BN < high) -> <=": STAGED,
+        "attend_rows: swapped arguments 2 and 3 of stage: D, 0": TWICE,
+        "attend_rows: swapped arguments 2 and 3 of stage: D, 0 (2)": TWICE,
+        "attend_rows: swapped arguments 2 and 3 of stage: D, 0 (3)": TWICE,
+        "attend_rows: swapped arguments 2 and 3 of stage: DV, 0": TWICE,
+        "attend_rows: swapped arguments 1 and 2 of metal::fma: s[n][j], to_base2": "commutes",
+        "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
+        "past the end are not written",
+        "attend_shared: off by one if (t == tile && k0 + i < D / 16) -> <=": "queries are loaded "
+        "that no product takes",
+        "attend_shared: off by one first < high -> <=": "a tile without keys adds nothing",
+        "attend_shared: off by one AYOUT == 0 && first + BN < high) -> <=": STAGED,
+        "attend_shared: off by one AYOUT != 0 && first + BN < high) -> <=": STAGED,
+        "attend_shared: swapped arguments 2 and 3 of stage: DV, 0": TWICE,
+        "attend_shared: swapped arguments 2 and 3 of stage: DV, 0 (2)": TWICE,
+    }
 }
 
 SHAPES = {
