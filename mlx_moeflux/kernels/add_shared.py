@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.project import SIMDGROUPS, Weight, tiling
@@ -51,17 +51,12 @@ def add_shared_dequantised(
     *,
     score: mx.array | None = None,
 ) -> mx.array:
-    """:func:`add_shared` for many rows: the matrix is made dense first, the sum is one launch.
-
-    Raises:
-        UnsupportedError: residual is float32; see ``project_dequantised``.
-    """
-    if residual.dtype == mx.float32:
-        raise UnsupportedError(
-            "dense products of float32 are not exact enough; take the reference."
-        )
+    """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
+    ``project_dequantised``), the sum is one launch."""
     inner = nn.silu(gate) * up
-    shared = inner @ down.dense(inner.dtype).T if isinstance(down, Weight) else down.matmul(inner)
+    if isinstance(down, Weight) and inner.dtype != mx.float32:
+        down = Weight(down.dense(inner.dtype))
+    shared = down.matmul(inner).astype(inner.dtype)
     rows = residual.reshape(experts.shape)
     y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
     return y.reshape(residual.shape)

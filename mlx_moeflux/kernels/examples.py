@@ -22,7 +22,7 @@ Normal = Callable[..., mx.array]
 
 B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
 N, E, K, C, F = 7, 9, 3, 64, 32
-LATENT, DR, DN = 96, 32, 24
+LATENT, DR, DN = 64, 32, 24
 
 
 def _causal_conv(x: Normal) -> Arguments:

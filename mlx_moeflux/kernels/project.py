@@ -112,19 +112,13 @@ def project_dequantised(
     normed: bool = False,
     flat: bool = False,
 ) -> list[mx.array]:
-    """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs.
-
-    Raises:
-        UnsupportedError: x is float32, of which dense products on NVIDIA keep 11 bits (TF32).
-    """
-    if x.dtype == mx.float32:
-        raise UnsupportedError(
-            "dense products of float32 are not exact enough; take the reference."
-        )
-    dense = [
-        Weight(weight.dense(x.dtype), outs=weight.outs) if isinstance(weight, Weight) else weight
-        for weight in weights
-    ]
+    """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
+    for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
+    dense = weights
+    if x.dtype != mx.float32:
+        dense = [
+            Weight(w.dense(x.dtype), outs=w.outs) if isinstance(w, Weight) else w for w in weights
+        ]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 
 

@@ -8,7 +8,7 @@ import pytest
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import error
 
-FUSED = {"sdpa": "fused", "norm_rope": "fused"}
+REFERENCE, FUSED = "reference", "reference,sdpa=fused,norm_rope=fused"
 
 
 def logits(kernels, *, padding):
@@ -28,9 +28,18 @@ def logits(kernels, *, padding):
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_model_says_the_same_with_fused_attention(device, padding):
-    reference = logits({"sdpa": "reference", "norm_rope": "reference"}, padding=padding)
+    reference = logits(REFERENCE, padding=padding)
     fused = logits(FUSED, padding=padding)
     scale = max(float(mx.abs(r).max()) for r in reference)
     # bfloat16 on a GPU, float32 elsewhere; six layers.
     limit = scale * (0.05 if device == "gpu" else 1e-4)
+    assert max(map(error, fused, reference)) <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_model_says_the_same_with_all_kernels(whole_device, padding):
+    reference, fused = logits(REFERENCE, padding=padding), logits(None, padding=padding)
+    scale = max(float(mx.abs(r).max()) for r in reference)
+    limit = scale * (0.05 if whole_device == "gpu" else 1e-4)
     assert max(map(error, fused, reference)) <= limit

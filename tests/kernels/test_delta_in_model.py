@@ -12,7 +12,8 @@ from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 def logits(form: str, *, T: int, left: list[int]) -> list[np.ndarray]:
     """Of a prompt of T columns and of two tokens after it; `left`: padding of each row."""
     rng = np.random.default_rng(T)
-    with load_model(BUNDLED_MODEL, dtype=mx.float32, kernels=f"delta_mixer={form}") as model:
+    kernels = f"reference,delta_mixer={form}"
+    with load_model(BUNDLED_MODEL, dtype=mx.float32, kernels=kernels) as model:
         assert model.kernels.names()["delta_mixer"] == form
         tokens = mx.array(rng.integers(0, model.config.vocab_size, (len(left), T + 2)))
         cache = model.make_cache()

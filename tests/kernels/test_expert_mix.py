@@ -20,23 +20,10 @@ from mlx_moeflux.kernels.expert_mix import (
     expert_outer,
     pair_bytes,
 )
-from tests.kernels.experts import mix, random_array, random_bank, random_route
-from tests.kernels.harness import Case, emulated, error, require_gpu
+from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
+from tests.kernels.harness import Case, error
 
 FORMS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
-# What the launches between hold for absent experts is never read.
-BETWEEN = ("h", "order", "out")
-
-
-@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "gpu":
-        require_gpu()
-        yield
-    else:
-        with emulated(partly_written=BETWEEN):
-            yield
-
 
 # tokens, K, slots, C, F, bits, group, dtype, bits of down
 SIZES = [
@@ -69,7 +56,7 @@ def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
 @pytest.mark.parametrize("absent", [0.0, 0.3])
-def test_agrees_with_float64(device, sizes, absent):
+def test_agrees_with_float64(whole_device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
     initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
     y = form_of(sizes)(x, slots, weights, bank, initial=initial)
@@ -88,7 +75,7 @@ def test_reference_agrees_with_float64(absent):
 
 
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], SIZES[7], SIZES[10]])
-def test_slots_change_no_bit(device, sizes):
+def test_slots_change_no_bit(whole_device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
     y = form_of(sizes)(x, slots, weights, bank)
@@ -112,7 +99,7 @@ def test_slots_change_no_bit(device, sizes):
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9]])
-def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
+def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
     y = form_of(sizes)(x, slots, weights, bank)
@@ -125,7 +112,7 @@ def test_tokens_together_or_apart_give_the_same_bits(device, sizes):
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[8]])
-def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
+def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     y = form_of(sizes)(x, slots, weights, bank)
     tokens, K = slots.shape
@@ -137,7 +124,7 @@ def test_a_sum_cut_in_k_gives_the_same_bits(device, sizes):
 
 
 @pytest.mark.parametrize("sizes", [SIZES[6], SIZES[7], SIZES[9]])
-def test_every_tile_gives_the_same_bits(device, sizes):
+def test_every_tile_gives_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     tried = [
         (
@@ -155,7 +142,7 @@ def test_every_tile_gives_the_same_bits(device, sizes):
     assert all(mx.array_equal(results[0], other).item() for other in results[1:])
 
 
-def test_tiles_suit_the_call_and_the_machine(device):
+def test_tiles_suit_the_call_and_the_machine(whole_device):
     sizes = {"slots": 4, "C": 128, "F": 64, "bits": 4, "dtype": mx.bfloat16}
     wide = random_bank(**sizes, group=64).layout
     narrow = random_bank(**sizes, group=32).layout
@@ -170,7 +157,7 @@ def test_tiles_suit_the_call_and_the_machine(device):
     assert many == [16, 32, 64]
 
 
-def test_the_two_halves_are_the_form_for_few_tokens(device):
+def test_the_two_halves_are_the_form_for_few_tokens(whole_device):
     x, slots, weights, bank = case(*SIZES[1])
     h = expert_inner(x, slots, bank)
     assert h.shape == (9, 64)
@@ -182,7 +169,7 @@ def test_the_two_halves_are_the_form_for_few_tokens(device):
     ("tokens", "K", "slots", "absent"),
     [(1, 1, 1, 0.0), (300, 3, 5, 0.2), (17, 16, 512, 0.0), (40, 2, 600, 0.5), (9, 4, 4, 1.0)],
 )
-def test_lists_of_pairs(device, tokens, K, slots, absent):
+def test_lists_of_pairs(whole_device, tokens, K, slots, absent):
     chosen, _ = random_route(
         np.random.default_rng(tokens), tokens=tokens, K=K, slots=slots, absent=absent
     )
@@ -203,7 +190,7 @@ def test_lists_of_pairs(device, tokens, K, slots, absent):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("none", [ABSENT, 3])
-def test_nobody_chosen(device, form, none):
+def test_nobody_chosen(whole_device, form, none):
     x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None)
     slots = mx.full(slots.shape, none, mx.uint32)
     y = form(x, slots, weights, bank)
