@@ -69,6 +69,7 @@ def test_imports_point_one_way(file):
     [
         ("mlx_moeflux", "mlx"),
         ("mlx_moeflux.experts.policy", "mlx"),
+        ("mlx_moeflux.cli.policies", "mlx"),
         ("mlx_moeflux.checkpoint.tensors", "mlx"),
         ("mlx_moeflux.loading", "mlx_lm"),
         ("mlx_moeflux.generation", "torch"),

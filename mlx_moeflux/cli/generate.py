@@ -83,6 +83,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-threads", type=int, default=8, help="reads under way at once, default %(default)s"
     )
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--eviction", default="lru", help="who leaves a full bank, see 'policies'; default lru")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--stats", action="store_true", help="print what the experts cost, layer by layer")
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         expert_memory=args.expert_memory,
         expert_threads=args.expert_threads,
         expert_reader=args.expert_reader,
+        eviction=args.eviction,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,
         verbose=True,

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
@@ -23,7 +24,7 @@ from mlx_moeflux.experts.compute import (
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
-from mlx_moeflux.experts.policy import Clock, Eviction, make_eviction
+from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
@@ -220,8 +221,9 @@ class StreamedStore:
         self._check_ids(state.layer, host)
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
-        pairs = Pairs.of(host, self.num_experts)
-        needed = self._touch(state, pairs)
+        asked = Asked.of(host, self.num_experts, state.tokens)
+        self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
+        pairs, needed = Pairs.of(host, self.num_experts), asked.needed
         if len(needed) > state.table.slots:
             total = ExpertSum(x, weights, self._form)
             return sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
@@ -233,23 +235,6 @@ class StreamedStore:
                 f"layer {layer}: ids must ascend in each row and be at most {self.num_experts}, "
                 f"got {ids[0].tolist()} in the first row."
             )
-
-    def _touch(self, state: StreamedLayer, pairs: Pairs) -> list[int]:
-        """Tell the policy who is asked for; the distinct experts, ascending."""
-        needed, last, uses = np.unique(
-            pairs.expert[::-1], return_index=True, return_counts=True
-        )  # the first of the reversed pairs is the last use
-        last = len(pairs) - 1 - last
-        by_last_use = np.argsort(last)
-        for expert, at, count in zip(
-            needed[by_last_use].tolist(),
-            last[by_last_use].tolist(),
-            uses[by_last_use].tolist(),
-            strict=True,
-        ):
-            clock = Clock(state.tokens + int(pairs.token[at]), state.layer, int(pairs.rank[at]))
-            self.eviction.touch(state.layer, expert, clock, count)
-        return needed.tolist()
 
     def _at_once(
         self,

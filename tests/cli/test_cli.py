@@ -14,6 +14,7 @@ import pytest
 from mlx_moeflux import generate, generation, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
+from mlx_moeflux.experts.evictions import EVICTIONS
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
     "generate": """
-        --chat-template-config --expert-memory --expert-reader --expert-threads
+        --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
@@ -36,6 +37,7 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
     "check": "--operation",
+    "policies": "",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 
@@ -155,6 +157,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["generate", "--expert-memory", "1kB"], "663552"),
         (["generate", "--expert-memory", "much"], "much"),
+        (["generate", "--eviction", "mru"], "'mru'; there are lru"),
         (["generate", "--chat-template-config", "{"], "--chat-template-config"),
         (["generate", "--system-prompt", "x"], "--system-prompt"),
         (["generate", "--extra-eos-token", "nonesuch"], "nonesuch"),
@@ -183,6 +186,18 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
         main(["--version"])
     assert done.value.code == 0
     assert re.fullmatch(r"mlx_moeflux \d+\.\d+\.\d+ \(mlx [\d.]+, .+\)\n", capsys.readouterr().out)
+
+
+def test_policies_are_listed_and_selected_by_name(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "--eviction"
+    assert [line.split()[0] for line in lines[1:]] == list(EVICTIONS)
+    texts = set()
+    for name in EVICTIONS:
+        assert main(["generate", "-m", "6", "--expert-memory", "25%", "--eviction", name]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
 
 
 def test_convert_and_generate_from_it(tmp_path):

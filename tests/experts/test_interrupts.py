@@ -15,8 +15,8 @@ import pytest
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts import sweep as sweep_module
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.evictions import LRU
 from mlx_moeflux.experts.layer import MAX_UNEVALUATED
-from mlx_moeflux.experts.policy import LRU
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits

@@ -1,0 +1,25 @@
+"""``mlx_moeflux policies``: what can be chosen by name."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_moeflux.experts.evictions import EVICTIONS
+
+POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {"--eviction": EVICTIONS}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    for option, policies in POLICIES.items():
+        print(option)
+        for name, kind in policies.items():
+            paragraph = inspect.getdoc(kind).split("\n\n")[0]
+            print(f"  {name:8} {' '.join(paragraph.split())}")
+    return 0
