@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError, InputError
-from mlx_moeflux.experts import sweep as sweep_module
+from mlx_moeflux.experts import turns as turns_module
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
 from mlx_moeflux.experts.evictions import LRU
 from mlx_moeflux.experts.layer import MAX_UNEVALUATED
@@ -22,7 +22,7 @@ from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits
 
 ROUNDS = 150
-PACKAGE = os.path.dirname(sweep_module.__file__)
+PACKAGE = os.path.dirname(turns_module.__file__)
 
 # Calls that miss, hit, evict and sweep.
 CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
@@ -154,7 +154,7 @@ def test_interrupted_at_any_event(experts, open_store, kind, overlap):
 
 def test_interrupted_at_every_line(experts, monkeypatch):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
-    monkeypatch.setattr(sweep_module, "READ_AHEAD", 2)
+    monkeypatch.setattr(turns_module, "READ_AHEAD", 2)
     countdown = 0
 
     def tracer(frame, event, argument):
