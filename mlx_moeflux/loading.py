@@ -244,6 +244,7 @@ def _resident(
         num_experts=model.config.num_experts,
         events=events,
         ffn=model.kernels.expert_ffn,
+        block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from mlx_moeflux.errors import InputError, UnsupportedError
@@ -86,6 +87,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction", default="lru", help="who leaves a full bank, see 'policies'; default lru")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
+    add("--trace", metavar="FILE", help="record which experts every token chooses")
     add("--stats", action="store_true", help="print what the experts cost, layer by layer")
 
 
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         max_context=args.max_context,
         verbose=True,
     )
-    with model:
+    with model, model.trace(args.trace) if args.trace else nullcontext():
         prompt, options = _prompt(args, tokenizer)
         last = None
         with _PrefillBar() as bar:

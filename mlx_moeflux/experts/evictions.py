@@ -167,10 +167,13 @@ class CLOCK:
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
     ) -> list[int]:
         ring = self._rings[layer]
-        for expert in _unknown(ring, resident, ()) if len(ring) < len(resident) else ():
-            ring[expert] = False
         victims: list[int] = []
+        steps = 2 * len(ring)  # two rounds take everyone whom the ring knows
         while len(victims) < count:
+            if not steps:
+                ring.update(dict.fromkeys(_unknown(ring, resident, ()), False))
+                steps = 2 * len(ring)
+            steps -= 1
             expert, marked = next(iter(ring.items()))
             if expert not in resident:
                 del ring[expert]
@@ -242,8 +245,6 @@ class S3FIFO:
     ) -> list[int]:
         queues = self._layers[layer]
         small, main = queues.small, queues.main
-        if len(small) + len(main) < len(resident):
-            small.update(dict.fromkeys(_unknown(queues, resident, ()), 0))
         share = max(1, int(self._share * len(resident)))
         victims: list[int] = []
 
@@ -264,8 +265,9 @@ class S3FIFO:
                     main[expert] -= 1
                     main.move_to_end(expert)
                     continue
-            else:
-                expert = first(small)
+            elif (expert := first(small)) is None:
+                small.update(dict.fromkeys(_unknown(queues, resident, ()), 0))
+                continue
             victims.append(expert)
         return victims
 

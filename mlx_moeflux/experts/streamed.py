@@ -97,6 +97,17 @@ class StreamedStore:
         """MoE layer id -> number of slots."""
         return {layer: state.table.slots for layer, state in self._layers.items()}
 
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """MoE layer id -> bytes of one expert."""
+        return {layer: state.bank.layout.nbytes for layer, state in self._layers.items()}
+
+    @property
+    def cold(self) -> bool:
+        """No expert is resident and none was asked for."""
+        states = self._layers.values()
+        return not any(state.tokens or state.table.slot_of for state in states)
+
     def residents(self, layer: int) -> dict[int, int]:
         """Expert -> slot of a layer, as it is now."""
         with self._lock:

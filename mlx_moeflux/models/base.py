@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.events import both
+from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.record import record
@@ -101,6 +104,26 @@ class StreamingModel(nn.Module):
     ) -> AbstractContextManager[dict[int, dict[str, mx.array]]]:
         """Keep intermediate arrays of the next calls: see :mod:`mlx_moeflux.models.record`."""
         return record(self.layers, chosen=layers, names=names)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
+        """Record which experts every token chooses into a file, see
+        :mod:`mlx_moeflux.experts.trace`. While this lasts every layer synchronises.
+
+        Raises:
+            InputError: The file cannot be written, or the store has no events.
+        """
+        store = self._store
+        info = TraceInfo.of(
+            store, experts_per_token=self._router.num_experts_per_tok, model=self.identity
+        )
+        with TraceWriter(path, info) as writer:
+            before = store.events
+            store.events = both(before, writer)
+            try:
+                yield writer
+            finally:
+                store.events = before
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.

@@ -26,7 +26,7 @@ OPTIONS = {
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
-        --system-prompt --temp --top-k --top-p --use-default-chat-template --verbose
+        --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start

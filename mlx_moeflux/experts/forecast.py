@@ -1,0 +1,115 @@
+"""From a replay and a measured profile of a machine to the time of a token. No MLX."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.simulate import Simulation
+from mlx_moeflux.experts.trace import Trace
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one machine needs for one model.
+
+    token_seconds: A decode step with every expert resident. sync_seconds: What a layer that must
+    look costs more, its ids on their way to the host included. read_seconds: Until 1, 2, 3, ...
+    blocks that were asked for at once have all arrived; beyond its end the last step goes on.
+    """
+
+    token_seconds: float
+    sync_seconds: float
+    read_seconds: tuple[float, ...]
+
+    def __post_init__(self):
+        numbers = (self.token_seconds, self.sync_seconds, *self.read_seconds)
+        if not self.read_seconds or any(not n >= 0 for n in numbers):
+            raise InputError("a profile needs times that are not negative, one read at least.")
+
+    @classmethod
+    def of_disk(
+        cls, gigabytes_per_second: float, block_bytes: int, *, token_seconds: float, latency=1e-4
+    ) -> Profile:
+        """A disk of that bandwidth, reached as soon as two blocks are under way."""
+        each = block_bytes / (1e9 * gigabytes_per_second)
+        return cls(token_seconds, 0.0, (latency + each, latency + 2 * each))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: It is no profile.
+        """
+        try:
+            data: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            times = {name: data[name] for name in ("token_seconds", "sync_seconds")}
+            return cls(**times, read_seconds=tuple(data["read_seconds"]))
+        except (OSError, ValueError, KeyError, TypeError) as cause:
+            raise InputError(f"{path} is not a profile of a machine ({cause!r}).") from cause
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def reading(self, blocks: int) -> float:
+        """Seconds until `blocks` blocks have arrived."""
+        times = self.read_seconds
+        if blocks <= 0:
+            return 0.0
+        if blocks <= len(times):
+            return times[blocks - 1]
+        step = times[-1] - times[-2] if len(times) > 1 else times[-1]
+        return times[-1] + (blocks - len(times)) * step
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand."""
+
+    tokens: int
+    compute: float
+    sync: float
+    demand: float
+
+    @property
+    def seconds(self) -> float:
+        """All of a token."""
+        return self.compute + self.sync + self.demand
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Its inverse."""
+        return 1 / self.seconds if self.seconds else float("inf")
+
+
+def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast:
+    """What the decode steps of `trace` would take after `simulation` of it.
+
+    Prefill is left out: it computes while it reads, and what counts there is bytes.
+
+    Raises:
+        InputError: The trace has no decode step.
+    """
+    layers = simulation.info.layers
+    looking = sum(simulation.slots[layer] < simulation.info.num_experts for layer in layers)
+    steps, demand = 0, 0.0
+    for call, missed in zip(trace, simulation.misses, strict=True):
+        if len(call.ids) == 1:
+            steps += 1
+            demand += profile.reading(missed)
+    if not steps:
+        raise InputError("the trace has no decode step; record one that generates text.")
+    tokens = steps / len(layers)
+    return Forecast(
+        tokens=round(tokens),
+        compute=profile.token_seconds,
+        sync=looking * profile.sync_seconds,
+        demand=demand / tokens,
+    )

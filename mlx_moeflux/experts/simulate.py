@@ -1,0 +1,199 @@
+"""Replays a trace through any policy at any budget, as the streamed store would. No MLX.
+
+The store and this share what decides: :class:`~mlx_moeflux.experts.asked.Asked`, the policies, the
+order of a sweep and the rules of reading ahead. What they count is therefore equal, not similar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from mlx_moeflux.errors import InputError, MemoryBudgetError
+from mlx_moeflux.experts.asked import Asked
+from mlx_moeflux.experts.bounds import Belady
+from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
+from mlx_moeflux.experts.policy import Eviction, choose_victims, make_eviction
+from mlx_moeflux.experts.trace import Trace, TraceInfo
+from mlx_moeflux.experts.turns import BankFull, Plan, take_turns
+
+
+@dataclass
+class Counts:
+    """What one layer met, in the terms of :class:`~mlx_moeflux.experts.stats.LayerStats`."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits by lookups; 1 when nothing had to be looked up."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+@dataclass
+class Simulation:
+    """What a replay gave. layers: By MoE layer id. misses: Of every call, in the trace's order."""
+
+    info: TraceInfo
+    eviction: str
+    slots: dict[int, int]
+    layers: dict[int, Counts]
+    misses: list[int] = field(default_factory=list)
+
+    @property
+    def total(self) -> Counts:
+        """The sum over the layers."""
+        total = Counts()
+        for counts in self.layers.values():
+            for each in fields(Counts):
+                setattr(total, each.name, getattr(total, each.name) + getattr(counts, each.name))
+        return total
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers."""
+        return self.total.hit_rate
+
+    def __str__(self) -> str:
+        total = self.total
+        return (
+            f"{self.eviction}: hit rate {100 * total.hit_rate:.1f} % of {total.lookups}, "
+            f"{total.bytes_read / 1e9:.3f} GB read"
+        )
+
+
+def simulate(
+    trace: Trace,
+    budget: str | float | Mapping[int, int] = "25%",
+    *,
+    eviction: str | Eviction = "lru",
+) -> Simulation:
+    """Replay `trace` from empty banks.
+
+    Args:
+        budget: As ``load(expert_memory=...)`` takes it, or layer -> slots.
+        eviction: A name, ``belady`` for the best that is possible, or an object, which is reset.
+
+    Raises:
+        InputError: The budget or the policy cannot be used.
+        MemoryBudgetError: It does not hold one token's experts.
+    """
+    slots = slots_of(trace, budget)
+    policy = Belady(trace) if eviction == Belady.name else make_eviction(eviction)
+    policy.reset()
+    name = getattr(policy, "name", type(policy).__name__)
+    replay = _Replay(trace.info, policy, slots)
+    misses = [replay.call(layer, asked) for layer, asked in asked_by(trace)]
+    for layer, counts in replay.counts.items():
+        counts.hits = counts.lookups - counts.misses
+        counts.bytes_read = counts.misses * trace.info.block_bytes[layer]
+    return Simulation(trace.info, name, slots, replay.counts, misses)
+
+
+def asked_by(trace: Trace) -> list[tuple[int, Asked]]:
+    """(layer, what it was asked for) of every call; made once for each trace."""
+    known = trace.__dict__.get("_asked")
+    if known is None or len(known) != len(trace.calls):
+        E = trace.info.num_experts
+        known = [(call.layer, Asked.of(call.ids, E, call.token)) for call in trace.calls]
+        trace.__dict__["_asked"] = known
+    return known
+
+
+def slots_of(trace: Trace, budget: str | float | Mapping[int, int]) -> dict[int, int]:
+    """MoE layer id -> slots, as loading would give them.
+
+    Raises:
+        InputError, MemoryBudgetError: See :func:`simulate`.
+    """
+    info = trace.info
+    if isinstance(budget, Mapping):
+        slots = {layer: budget.get(layer, 0) for layer in info.layers}
+        for layer, count in slots.items():
+            if not info.experts_per_token <= count <= info.num_experts:
+                raise MemoryBudgetError(
+                    f"layer {layer} cannot have {count} slots; give {info.experts_per_token} to "
+                    f"{info.num_experts}."
+                )
+        return slots
+    total = sum(info.block_bytes.values()) * info.num_experts
+    asked = parse_budget(budget, total)
+    if asked is None:
+        raise InputError("a replay needs a budget in numbers; give one such as 2GB or 25%.")
+    return slots_for_budget(
+        asked,
+        info.block_bytes,
+        num_experts=info.num_experts,
+        experts_per_token=info.experts_per_token,
+    )
+
+
+class _Bank:
+    """One layer's residents; a dict, so that they have the order that the store's have."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.residents: dict[int, None] = {}
+
+    def __contains__(self, expert: object) -> bool:
+        return expert in self.residents
+
+
+class _Replay:
+    """Does to names of experts what :class:`StreamedStore` does to their bytes."""
+
+    def __init__(self, info: TraceInfo, policy: Eviction, slots: Mapping[int, int]):
+        self.policy = policy
+        self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
+        self.counts = {layer: Counts() for layer in info.layers}
+
+    def call(self, layer: int, asked: Asked) -> int:
+        """One call of a layer; its misses."""
+        bank, counts, needed = self.banks[layer], self.counts[layer], asked.needed
+        self.policy.touch(layer, asked.experts, asked.last, asked.uses)
+        counts.lookups += len(needed)
+        if len(needed) > bank.slots:
+            return self._sweep(layer, bank, needed)
+        residents = bank.residents
+        missing = [expert for expert in needed if expert not in residents]
+        if missing:
+            counts.misses += len(missing)
+            self._make_room(layer, bank, len(missing), frozenset(needed))
+            self._read(layer, bank, missing)
+        return len(missing)
+
+    def _sweep(self, layer: int, bank: _Bank, needed: list[int]) -> int:
+        before = self.counts[layer].misses
+        plan, reading = Plan(bank, needed), []
+
+        def begin(full: BankFull) -> None:
+            self.counts[layer].misses += len(full.missing)
+            self._make_room(layer, bank, len(full.missing), plan.protected)
+            reading.append(full.missing)
+
+        def finish() -> None:
+            self._read(layer, bank, reading.pop())
+
+        take_turns(plan, begin, finish, lambda full: None)
+        return self.counts[layer].misses - before
+
+    def _make_room(self, layer: int, bank: _Bank, count: int, protected) -> None:
+        residents = bank.residents
+        short = count + len(residents) - bank.slots
+        if short <= 0:
+            return
+        for expert in choose_victims(
+            self.policy, layer, short, resident=residents.keys(), protected=protected
+        ):
+            del residents[expert]
+            self.policy.evict(layer, expert)
+        self.counts[layer].evictions += short
+
+    def _read(self, layer: int, bank: _Bank, missing: list[int]) -> None:
+        for expert in missing:
+            bank.residents[expert] = None
+            self.policy.admit(layer, expert)
