@@ -18,6 +18,7 @@ from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.policy import Eviction, make_eviction
+from mlx_moeflux.experts.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
@@ -66,6 +67,8 @@ def load_model(
     reader: Reader | None = None,
     eviction: str | Eviction = "lru",
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    prefetch: str | Prefetch = "none",
+    keep_all_ahead: bool = False,
     events: EventHook | None = None,
     strict_config: bool = True,
     verbose: bool = False,
@@ -81,9 +84,10 @@ def load_model(
             statistics.
         max_context: Tokens a sequence may have, at most the config's limit.
         dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
-        router, store, reader, eviction, kernels: Replacements for the parts of the same name;
-            their protocols state shapes, and a wrong shape raises here. kernels: operation ->
-            the name of a form or a callable, or a text such as "auto,sdpa=reference".
+        router, store, reader, eviction, prefetch, kernels: Replacements for the parts of the same
+            name; their protocols state shapes, and a wrong shape raises here. kernels: operation
+            -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
+        keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
         events: Listener of the expert store.
         strict_config: Refuse keys of config.json that nobody reads.
         verbose: Print the plan, one line on stderr.
@@ -92,6 +96,7 @@ def load_model(
         MoefluxError: One of its kinds, in one sentence.
     """
     memory, eviction = measure_memory(), make_eviction(eviction)
+    prefetch = make_prefetch(prefetch)
     checkpoint = open_checkpoint(path)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
@@ -134,6 +139,8 @@ def load_model(
             given=reader is not None,
             threads=expert_threads,
             eviction=eviction,
+            prefetch=prefetch,
+            keep_all_ahead=keep_all_ahead,
             events=events,
             dtype=dtype,
         )
@@ -187,7 +194,9 @@ def _make_store(
     reader: Reader,
     given: bool,
     threads: int,
-    eviction: str | Eviction,
+    eviction: Eviction,
+    prefetch: Prefetch | None,
+    keep_all_ahead: bool,
     events: EventHook | None,
     dtype: mx.Dtype,
 ) -> tuple[ExpertStore, Plan]:
@@ -219,6 +228,8 @@ def _make_store(
             reader,
             plan.slots,
             eviction=eviction,
+            prefetch=prefetch,
+            keep_all_ahead=keep_all_ahead,
             threads=threads,
             events=events,
             ffn=model.kernels.expert_ffn,

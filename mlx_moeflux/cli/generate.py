@@ -85,6 +85,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
     add("--eviction", default="lru", help="who leaves a full bank, see 'policies'; default lru")
+    add("--prefetch", default="none", help="what is read before it is asked for; default none")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--trace", metavar="FILE", help="record which experts every token chooses")
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         expert_threads=args.expert_threads,
         expert_reader=args.expert_reader,
         eviction=args.eviction,
+        prefetch=args.prefetch,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,
         verbose=True,
@@ -200,6 +202,8 @@ def stats_table(experts: Any, model: Any) -> str:
             f"{name!s:5} "
             + " ".join(f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
         )
+    if experts.total.proposed:
+        lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
     kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
     return "\n".join([*lines, f"kernels: {kernels}", *(f"lossy: {what}" for what in experts.lossy)])
 

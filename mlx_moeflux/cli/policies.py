@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_moeflux.experts.evictions import EVICTIONS
+from mlx_moeflux.experts.prefetch import PREFETCHES
 
-POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {"--eviction": EVICTIONS}
+POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
+    "--eviction": EVICTIONS,
+    "--prefetch": PREFETCHES,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

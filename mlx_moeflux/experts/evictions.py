@@ -170,7 +170,7 @@ class CLOCK:
         victims: list[int] = []
         steps = 2 * len(ring)  # two rounds take everyone whom the ring knows
         while len(victims) < count:
-            if not steps:
+            if not steps or not ring:
                 ring.update(dict.fromkeys(_unknown(ring, resident, ()), False))
                 steps = 2 * len(ring)
             steps -= 1

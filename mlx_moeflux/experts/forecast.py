@@ -71,17 +71,20 @@ class Profile:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand."""
+    """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand and for
+    reads ahead; hidden: seconds of reads ahead that computing covered, part of no sum."""
 
     tokens: int
     compute: float
     sync: float
     demand: float
+    ahead: float = 0.0
+    hidden: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All of a token."""
-        return self.compute + self.sync + self.demand
+        return self.compute + self.sync + self.demand + self.ahead
 
     @property
     def tokens_per_second(self) -> float:
@@ -92,18 +95,23 @@ class Forecast:
 def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast:
     """What the decode steps of `trace` would take after `simulation` of it.
 
-    Prefill is left out: it computes while it reads, and what counts there is bytes.
+    Prefill is left out: it computes while it reads, and what counts there is bytes. What is read
+    ahead of a layer has the computing of one layer to hide behind.
 
     Raises:
         InputError: The trace has no decode step.
     """
     layers = simulation.info.layers
     looking = sum(simulation.slots[layer] < simulation.info.num_experts for layer in layers)
-    steps, demand = 0, 0.0
-    for call, missed in zip(trace, simulation.misses, strict=True):
+    cover = profile.token_seconds / len(layers)
+    ahead = simulation.ahead or [0] * len(simulation.misses)
+    steps, demand, waited, hidden = 0, 0.0, 0.0, 0.0
+    for call, missed, early in zip(trace, simulation.misses, ahead, strict=True):
         if len(call.ids) == 1:
             steps += 1
             demand += profile.reading(missed)
+            hidden += min(profile.reading(early), cover)
+            waited += max(profile.reading(early) - cover, 0.0)
     if not steps:
         raise InputError("the trace has no decode step; record one that generates text.")
     tokens = steps / len(layers)
@@ -112,4 +120,6 @@ def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast
         compute=profile.token_seconds,
         sync=looking * profile.sync_seconds,
         demand=demand / tokens,
+        ahead=waited / tokens,
+        hidden=hidden / tokens,
     )

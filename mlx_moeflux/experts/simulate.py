@@ -6,7 +6,7 @@ order of a sweep and the rules of reading ahead. What they count is therefore eq
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
@@ -14,6 +14,13 @@ from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.bounds import Belady
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
 from mlx_moeflux.experts.policy import Eviction, choose_victims, make_eviction
+from mlx_moeflux.experts.prefetch import (
+    MOST_PAIRS,
+    Prefetch,
+    blocks_ahead,
+    make_prefetch,
+    next_layer,
+)
 from mlx_moeflux.experts.trace import Trace, TraceInfo
 from mlx_moeflux.experts.turns import BankFull, Plan, take_turns
 
@@ -27,6 +34,10 @@ class Counts:
     misses: int = 0
     evictions: int = 0
     bytes_read: int = 0
+    prefetches: int = 0
+    prefetched_hits: int = 0
+    proposed: int = 0
+    foreseen: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -36,13 +47,15 @@ class Counts:
 
 @dataclass
 class Simulation:
-    """What a replay gave. layers: By MoE layer id. misses: Of every call, in the trace's order."""
+    """What a replay gave. layers: By MoE layer id. misses, ahead: Blocks that every call, in the
+    trace's order, had to read, and that were being read for it before it came."""
 
     info: TraceInfo
     eviction: str
     slots: dict[int, int]
     layers: dict[int, Counts]
     misses: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
 
     @property
     def total(self) -> Counts:
@@ -71,12 +84,17 @@ def simulate(
     budget: str | float | Mapping[int, int] = "25%",
     *,
     eviction: str | Eviction = "lru",
+    prefetch: str | Prefetch | None = None,
+    recorded: bool = False,
 ) -> Simulation:
     """Replay `trace` from empty banks.
 
     Args:
         budget: As ``load(expert_memory=...)`` takes it, or layer -> slots.
         eviction: A name, ``belady`` for the best that is possible, or an object, which is reset.
+        prefetch: A name, None, or an object, which is reset. Everything that is read ahead arrives,
+            as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
+            given up, which is right for the set-up that recorded it.
 
     Raises:
         InputError: The budget or the policy cannot be used.
@@ -86,20 +104,34 @@ def simulate(
     policy = Belady(trace) if eviction == Belady.name else make_eviction(eviction)
     policy.reset()
     name = getattr(policy, "name", type(policy).__name__)
-    replay = _Replay(trace.info, policy, slots)
-    misses = [replay.call(layer, asked) for layer, asked in asked_by(trace)]
+    ahead = make_prefetch(prefetch)
+    if ahead is not None:
+        ahead.reset()
+        if ahead.looks_ahead and all(call.guess is None for call in trace):
+            raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
+    replay = _Replay(trace.info, policy, slots, ahead)
+    result = Simulation(trace.info, name, slots, replay.counts)
+    for call, asked in zip(trace.calls, asked_by(trace), strict=True):
+        layer = call.layer
+        if ahead is not None:
+            result.ahead.append(len(replay.banks[layer].ahead))
+            replay.land(layer, asked, call.dropped if recorded else ())
+        result.misses.append(replay.call(layer, asked))
+        if ahead is not None and call.ids.size <= MOST_PAIRS:
+            replay.read_ahead(layer, call.guess or ())
     for layer, counts in replay.counts.items():
         counts.hits = counts.lookups - counts.misses
-        counts.bytes_read = counts.misses * trace.info.block_bytes[layer]
-    return Simulation(trace.info, name, slots, replay.counts, misses)
+        blocks = counts.misses + counts.prefetches
+        counts.bytes_read = blocks * trace.info.block_bytes[layer]
+    return result
 
 
-def asked_by(trace: Trace) -> list[tuple[int, Asked]]:
-    """(layer, what it was asked for) of every call; made once for each trace."""
+def asked_by(trace: Trace) -> list[Asked]:
+    """What every call asked for; made once for each trace."""
     known = trace.__dict__.get("_asked")
     if known is None or len(known) != len(trace.calls):
         E = trace.info.num_experts
-        known = [(call.layer, Asked.of(call.ids, E, call.token)) for call in trace.calls]
+        known = [Asked.of(call.ids, E, call.token) for call in trace.calls]
         trace.__dict__["_asked"] = known
     return known
 
@@ -138,6 +170,9 @@ class _Bank:
     def __init__(self, slots: int):
         self.slots = slots
         self.residents: dict[int, None] = {}
+        self.ahead: list[int] = []
+        self.fresh: set[int] = set()
+        self.proposal: frozenset[int] = frozenset()
 
     def __contains__(self, expert: object) -> bool:
         return expert in self.residents
@@ -146,8 +181,14 @@ class _Bank:
 class _Replay:
     """Does to names of experts what :class:`StreamedStore` does to their bytes."""
 
-    def __init__(self, info: TraceInfo, policy: Eviction, slots: Mapping[int, int]):
-        self.policy = policy
+    def __init__(
+        self,
+        info: TraceInfo,
+        policy: Eviction,
+        slots: Mapping[int, int],
+        prefetch: Prefetch | None,
+    ):
+        self.policy, self.prefetch, self.layers = policy, prefetch, info.layers
         self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
         self.counts = {layer: Counts() for layer in info.layers}
 
@@ -159,6 +200,8 @@ class _Replay:
         if len(needed) > bank.slots:
             return self._sweep(layer, bank, needed)
         residents = bank.residents
+        if bank.fresh:
+            self._use(layer, bank, needed)
         missing = [expert for expert in needed if expert not in residents]
         if missing:
             counts.misses += len(missing)
@@ -166,12 +209,43 @@ class _Replay:
             self._read(layer, bank, missing)
         return len(missing)
 
+    def land(self, layer: int, asked: Asked, dropped: Collection[int]) -> None:
+        """Enter what was read ahead, but `dropped`; count what was foreseen."""
+        bank, counts, needed = self.banks[layer], self.counts[layer], frozenset(asked.needed)
+        arrived = [expert for expert in bank.ahead if expert not in dropped]
+        self._read(layer, bank, arrived)
+        bank.fresh.update(arrived)
+        counts.prefetches += len(arrived)
+        counts.proposed += len(bank.proposal)
+        counts.foreseen += len(bank.proposal & needed)
+        bank.ahead, bank.proposal = [], frozenset()
+        self.prefetch.asked(layer, asked.experts, asked.last)
+
+    def read_ahead(self, layer: int, guess: Sequence[int]) -> None:
+        """Begin to read what the next layer may need."""
+        following = next_layer(self.layers, layer)
+        if following is None or self.banks[following].ahead:
+            return
+        bank = self.banks[following]
+        proposal = self.prefetch.propose(following, guess)
+        bank.proposal = frozenset(proposal)
+        blocks = blocks_ahead(self.prefetch, proposal, bank, bank.slots)
+        if blocks:
+            self._make_room(following, bank, len(blocks), bank.proposal)
+            bank.ahead = blocks
+
+    def _use(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
+        used = bank.fresh.intersection(experts)
+        self.counts[layer].prefetched_hits += len(used)
+        bank.fresh -= used
+
     def _sweep(self, layer: int, bank: _Bank, needed: list[int]) -> int:
         before = self.counts[layer].misses
         plan, reading = Plan(bank, needed), []
 
         def begin(full: BankFull) -> None:
             self.counts[layer].misses += len(full.missing)
+            self._use(layer, bank, full.experts)
             self._make_room(layer, bank, len(full.missing), plan.protected)
             reading.append(full.missing)
 
@@ -181,7 +255,7 @@ class _Replay:
         take_turns(plan, begin, finish, lambda full: None)
         return self.counts[layer].misses - before
 
-    def _make_room(self, layer: int, bank: _Bank, count: int, protected) -> None:
+    def _make_room(self, layer: int, bank: _Bank, count: int, protected: Container[int]) -> None:
         residents = bank.residents
         short = count + len(residents) - bank.slots
         if short <= 0:
@@ -190,6 +264,7 @@ class _Replay:
             self.policy, layer, short, resident=residents.keys(), protected=protected
         ):
             del residents[expert]
+            bank.fresh.discard(expert)
             self.policy.evict(layer, expert)
         self.counts[layer].evictions += short
 

@@ -15,14 +15,18 @@ class LayerStats:
     lookups: Distinct experts asked for, summed over the calls that had to look. A layer that
         holds every expert does not look.
     hits, misses: The lookups that found the expert resident, and those that did not.
-    reads, bytes_read: Blocks and bytes that arrived: one block for each miss, plus what
-        `preload` read unasked.
+    reads, bytes_read: Blocks and bytes that arrived: one block for each miss, plus what was read
+        unasked by `preload` or a prefetcher.
     read_seconds: Time inside reads, summed over the threads.
     stall_seconds: Time the caller waited for reads.
     compute_seconds: Time inside the store without stalls. Evaluation is lazy: it includes
         waiting for the ids, hence for everything that leads to them, and not what is evaluated
         after the call.
     evictions: Experts that lost their slot.
+    prefetches: Blocks that were read before anyone asked for them, contained in `reads`.
+    prefetched_hits: Hits that found such a block for the first time.
+    proposed, foreseen: Experts that the prefetcher named, resident or not, and those of them that
+        the next call asked for.
     """
 
     tokens: int = 0
@@ -35,6 +39,10 @@ class LayerStats:
     stall_seconds: float = 0.0
     compute_seconds: float = 0.0
     evictions: int = 0
+    prefetches: int = 0
+    prefetched_hits: int = 0
+    proposed: int = 0
+    foreseen: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -106,4 +114,9 @@ class ExpertStats:
             f"stalls {total.stall_seconds:.2f} s",
             f"compute {total.compute_seconds:.2f} s",
         ]
+        if total.proposed:
+            parts.append(
+                f"read ahead {total.prefetches}, of which {total.prefetched_hits} used; foreseen "
+                f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
+            )
         return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])

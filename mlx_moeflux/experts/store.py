@@ -28,6 +28,10 @@ class ExpertStore(Protocol):
             x: ``[N, C]``; ids: ``[N, K]`` uint32, ascending in each row; weights: ``[N, K]``
             float32. An id equal to E marks padding: no expert, whatever its weight.
             returns: ``[N, C]`` float32.
+
+        A store with a true attribute `looks_ahead` is also given ``ahead=``, ``[N, K]`` uint32:
+        what the router of the next MoE layer would choose now, the likeliest first; E marks
+        padding. It is None for the last layer and for long calls.
         """
         ...
 

@@ -21,10 +21,18 @@ from mlx_moeflux.experts.compute import (
     few_pairs,
     from_whole_bank,
 )
-from mlx_moeflux.experts.events import Chosen, EventHook
+from mlx_moeflux.experts.events import Chosen, EventHook, Guess
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.policy import Eviction, make_eviction
+from mlx_moeflux.experts.prefetch import (
+    MOST_PAIRS,
+    Prefetch,
+    blocks_ahead,
+    make_prefetch,
+    merged,
+    next_layer,
+)
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
@@ -39,11 +47,13 @@ class StreamedStore:
     See :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
     reader: Closed with the store. slots: For each MoE layer, or one number for all.
-    eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. threads: Reads under way
-    at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode
-    step's hits while its misses are read. ffn: The operation that computes the pairs.
-    scratch_bytes: What one step of a long call may allocate besides its result, None for what
-    suits the device.
+    eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. prefetch: A name or a
+    :class:`~mlx_moeflux.experts.prefetch.Prefetch`. keep_all_ahead: Every block that was read ahead
+    is waited for when its layer is called, so that hits do not depend on time; otherwise those
+    that are not needed and not begun are given up. threads: Reads under way at once. events:
+    Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode step's hits while its
+    misses are read. ffn: The operation that computes the pairs. scratch_bytes: What one step of a
+    long call may allocate besides its result, None for what suits the device.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -61,6 +71,8 @@ class StreamedStore:
         slots: int | Mapping[int, int],
         *,
         eviction: str | Eviction = "lru",
+        prefetch: str | Prefetch | None = None,
+        keep_all_ahead: bool = False,
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
         overlap: bool = False,
@@ -71,7 +83,8 @@ class StreamedStore:
             raise InputError(f"{threads} threads cannot read experts; give at least 1.")
         self.reader, self.threads, self.events, self.overlap = reader, threads, events, overlap
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
-        self.eviction = make_eviction(eviction)
+        self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
+        self.keep_all_ahead = keep_all_ahead
         self._form = Form(ffn=ffn, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
@@ -108,12 +121,25 @@ class StreamedStore:
         states = self._layers.values()
         return not any(state.tokens or state.table.slot_of for state in states)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`experts` wants to be told what the next layer's router would choose."""
+        return self.prefetch is not None and self.prefetch.looks_ahead
+
     def residents(self, layer: int) -> dict[int, int]:
         """Expert -> slot of a layer, as it is now."""
         with self._lock:
             return dict(self._state(layer).table.slot_of)
 
-    def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+    def experts(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        *,
+        ahead: mx.array | None = None,
+    ) -> mx.array:
         """See :meth:`ExpertStore.experts`.
 
         Raises:
@@ -126,7 +152,7 @@ class StreamedStore:
             state = self._state(layer)
             start, stalled = perf_counter(), state.stats.stall_seconds
             try:
-                y = self._experts(state, x, ids, weights)
+                y, asked, guess = self._experts(state, x, ids, weights, ahead)
                 state.settled()
             finally:
                 if state.unsettled:
@@ -135,6 +161,8 @@ class StreamedStore:
                 state.stats.compute_seconds += spent
             state.stats.tokens += x.shape[0]
             state.tokens += x.shape[0]
+            if asked is not None and ids.size <= MOST_PAIRS:
+                self._read_ahead(layer, guess)
             return y
 
     def stats(self) -> ExpertStats:
@@ -149,6 +177,7 @@ class StreamedStore:
         with self._lock:
             for layer in self.layers if layers is None else layers:
                 state = self._state(layer)
+                state.land((), wait=True, events=self.events)
                 absent = missing_of(state.table, range(self.num_experts))[: state.table.free]
                 if not absent:
                     continue
@@ -217,28 +246,69 @@ class StreamedStore:
         return state
 
     def _experts(
-        self, state: StreamedLayer, x: mx.array, ids: mx.array, weights: mx.array
-    ) -> mx.array:
+        self,
+        state: StreamedLayer,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        ahead: mx.array | None,
+    ) -> tuple[mx.array, Asked | None, tuple[int, ...]]:
+        """The result, what was asked for (None if nobody looked), and the guess."""
         if ids.shape[1] > state.table.slots:
             raise MemoryBudgetError(
                 f"a token needs {ids.shape[1]} experts but layer {state.layer} has "
                 f"{state.table.slots} slots; give the experts more memory or use fewer a token."
             )
-        if state.table.complete and self.events is None:
+        if state.table.complete and self.events is None and self.prefetch is None:
             # Nothing that reads a complete bank need be remembered: its slots never change.
-            table = state.device_table()
-            return from_whole_bank(x, ids, weights, state.bank.experts, self._form, table=table)
+            table, bank = state.device_table(), state.bank.experts
+            return from_whole_bank(x, ids, weights, bank, self._form, table=table), None, ()
+        if ahead is not None:
+            mx.eval(ids, ahead)
         host = np.array(ids)
         self._check_ids(state.layer, host)
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         asked = Asked.of(host, self.num_experts, state.tokens)
-        self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
-        pairs, needed = Pairs.of(host, self.num_experts), asked.needed
+        needed = asked.needed
+        self._prepare(state, asked)
+        pairs = Pairs.of(host, self.num_experts)
         if len(needed) > state.table.slots:
             total = ExpertSum(x, weights, self._form)
-            return sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
-        return self._at_once(state, pairs, needed, x, weights)
+            y = sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
+        else:
+            y = self._at_once(state, pairs, needed, x, weights)
+        guess = () if ahead is None else merged(ahead.tolist(), self.num_experts)
+        return y, asked, guess
+
+    def _prepare(self, state: StreamedLayer, asked: Asked) -> None:
+        """Enter what was read ahead; tell the policies what is asked for."""
+        if self.prefetch is not None:
+            needed = frozenset(asked.needed)
+            waited = state.land(needed, wait=self.keep_all_ahead, events=self.events)
+            if hasattr(self.prefetch, "waited"):
+                self.prefetch.waited(state.layer, waited)
+            state.stats.proposed += len(state.proposal)
+            state.stats.foreseen += len(state.proposal & needed)
+            state.proposal = frozenset()
+            self.prefetch.asked(state.layer, asked.experts, asked.last)
+        self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
+
+    def _read_ahead(self, layer: int, guess: tuple[int, ...]) -> None:
+        """Begin to read what the next layer may need."""
+        following = next_layer(self.layers, layer)
+        if self.prefetch is None or following is None:
+            return
+        if guess and self.events is not None:
+            self.events(Guess(following, guess))
+        state = self._state(following)
+        if state.reading_ahead:
+            return
+        proposal = self.prefetch.propose(following, guess)
+        state.proposal = frozenset(proposal)
+        blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
+        if blocks:
+            state.read_ahead(self._threads, blocks, state.proposal, self.events)
 
     def _check_ids(self, layer: int, ids: np.ndarray) -> None:
         if ids.max() > self.num_experts or (ids[:, 1:] < ids[:, :-1]).any():

@@ -76,6 +76,7 @@ class TraceInfo:
             model=model,
             slots=getattr(store, "slots", None),
             eviction=getattr(eviction, "name", type(eviction).__name__) if eviction else "",
+            prefetch=getattr(getattr(store, "prefetch", None), "name", "none"),
             cold=getattr(store, "cold", True),
         )
 

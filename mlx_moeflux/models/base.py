@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.models.moe import SparseMoeBlock
+from mlx_moeflux.models.moe import Following, SparseMoeBlock
 from mlx_moeflux.models.record import record
 
 # Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
@@ -91,8 +92,18 @@ class StreamingModel(nn.Module):
     def set_store(self, store) -> None:
         """Give every MoE block the store that computes its experts."""
         self._store = store
-        for block in self.moe_blocks().values():
-            block._store = store
+        blocks = self.moe_blocks()
+        for block in blocks.values():
+            block._store, block._following = store, None
+        if getattr(store, "looks_ahead", False):
+            for layer, following in pairwise(blocks):
+                block = blocks[following]
+                blocks[layer]._following = Following(
+                    self.layers[following].post_attention_layernorm,
+                    block.gate,
+                    block._router,
+                    block.num_experts,
+                )
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
         """MoE layer id -> block."""

@@ -15,6 +15,7 @@ from mlx_moeflux import generate, generation, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
 from mlx_moeflux.experts.evictions import EVICTIONS
+from mlx_moeflux.experts.prefetch import PREFETCHES
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -25,7 +26,8 @@ OPTIONS = {
         --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
-        --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
+        --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
+        --stats --stop
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
@@ -158,6 +160,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--expert-memory", "1kB"], "663552"),
         (["generate", "--expert-memory", "much"], "much"),
         (["generate", "--eviction", "mru"], "'mru'; there are lru"),
+        (["generate", "--prefetch", "all"], "'all'; there are none, last, ahead"),
         (["generate", "--chat-template-config", "{"], "--chat-template-config"),
         (["generate", "--system-prompt", "x"], "--system-prompt"),
         (["generate", "--extra-eos-token", "nonesuch"], "nonesuch"),
@@ -191,12 +194,15 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
 def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "--eviction"
-    assert [line.split()[0] for line in lines[1:]] == list(EVICTIONS)
+    names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES]
+    assert [line.split()[0] for line in lines] == names
     texts = set()
-    for name in EVICTIONS:
-        assert main(["generate", "-m", "6", "--expert-memory", "25%", "--eviction", name]) == 0
-        texts.add(capsys.readouterr().out)
+    choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]
+    for choice in choices:
+        assert main(["generate", "-m", "6", "--expert-memory", "25%", "--stats", *choice]) == 0
+        out, err = capsys.readouterr()
+        texts.add(out)
+        assert ("read ahead" in err) == (choice[0] == "--prefetch")
     assert len(texts) == 1
 
 

@@ -28,31 +28,6 @@ PACKAGE = os.path.dirname(turns_module.__file__)
 CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
 
 
-class Wrapped:
-    """A reader that runs `before` ahead of every read, in the reading thread."""
-
-    name = "wrapped"
-
-    def __init__(self, reader, before):
-        self._reader, self._before = reader, before
-        self.layers, self.num_experts = reader.layers, reader.num_experts
-        self.layout, self.close = reader.layout, reader.close
-
-    def read(self, layer, expert, into):
-        result = self._before(layer, expert, into)
-        return self._reader.read(layer, expert, into) if result is None else result
-
-
-@pytest.fixture
-def wrapped(experts, open_store):
-    """A function that opens a store whose reader calls `before` first."""
-
-    def wrapped(before, slots=4, **options):
-        return open_store(slots, Wrapped(make_reader("pread", experts.refs), before), **options)
-
-    return wrapped
-
-
 def all_is_well(store, experts):
     """The tables agree with each other and the bank, and every call is right."""
     assert bank_is_right(store, experts)

@@ -23,12 +23,16 @@ from mlx_moeflux.experts.bounds import (
 )
 from mlx_moeflux.experts.evictions import EVICTIONS, LRU
 from mlx_moeflux.experts.forecast import Profile, forecast
+from mlx_moeflux.experts.prefetch import PREFETCHES
 from mlx_moeflux.experts.simulate import simulate, slots_of
 from mlx_moeflux.experts.synthetic import zipf_trace
 from mlx_moeflux.experts.trace import Call, Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.experts.helpers import C, K, random_experts, write_experts
 
+COUNTED = ["lookups", "hits", "misses", "evictions", "bytes_read", "prefetches"]
+COUNTED += ["prefetched_hits", "proposed", "foreseen"]
+PREFETCH = ["none", *PREFETCHES]
 BUDGETS = ["12.5%", "20%", "45%", "95%"]
 
 
@@ -42,25 +46,28 @@ def same_counts(live, simulated):
     """All layers of two accounts agree, number by number."""
     for layer, counts in simulated.layers.items():
         stats = live.layers[layer]
-        for name in ("lookups", "hits", "misses", "evictions", "bytes_read"):
+        for name in COUNTED:
             assert getattr(counts, name) == getattr(stats, name), (layer, name)
     return True
 
 
+@pytest.mark.parametrize("prefetch", PREFETCH)
 @pytest.mark.parametrize("memory", BUDGETS)
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_live_is_simulated_on_the_bundled_model(tmp_path, eviction, memory):
+def test_live_is_simulated_on_the_bundled_model(tmp_path, eviction, memory, prefetch):
     random = np.random.default_rng(3)
-    with load_model(BUNDLED_MODEL, expert_memory=memory, eviction=eviction) as model:
+    options = {"eviction": eviction, "prefetch": prefetch}
+    with load_model(BUNDLED_MODEL, expert_memory=memory, keep_all_ahead=True, **options) as model:
         with model.trace(tmp_path / "x"):
             cache = model.make_cache()
-            for T in (17, *[1] * 12, 5, *[1] * 6):
+            for T in (9, *[1] * 5, 4, *[1] * 3):
                 mx.eval(model(mx.array(random.integers(0, 4096, (1, T))), cache))
         live = model.store.stats().snapshot()
     trace = Trace.open(tmp_path / "x")
-    replayed = simulate(trace, memory, eviction=eviction)
+    replayed = simulate(trace, memory, **options)
     assert replayed.slots == trace.info.slots
     assert replayed.total.misses > 0
+    assert prefetch == "none" or replayed.total.proposed > 0
     assert same_counts(live, replayed)
     recorded = trace.recorded()
     total = replayed.total
@@ -73,30 +80,43 @@ def many_experts(tmp_path_factory):
     return write_experts(tmp_path_factory.mktemp("many"), experts, "packed")
 
 
+@pytest.mark.parametrize("prefetch", PREFETCH)
 @pytest.mark.parametrize("slots", [K, 6, {3: 11, 5: 5}, 23])
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, slots):
-    """Prompts that sweep among the decode steps, layers of different sizes, padding."""
+def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, slots, prefetch):
+    """Prompts that sweep among the decode steps, layers of different sizes, padding; guesses that
+    are right two times in three."""
     from mlx_moeflux.experts.readers import make_reader
     from mlx_moeflux.experts.streamed import StreamedStore
 
     source = zipf_trace(
         num_experts=24, experts_per_token=K, layers=2, tokens=40, skew=1.2, prompt=20, seed=4
     )
-    reader = make_reader("pread", many_experts.refs)
-    with StreamedStore(reader, slots, eviction=eviction) as store:
+    reader, random = make_reader("pread", many_experts.refs), np.random.default_rng(1)
+    options = {"eviction": eviction, "prefetch": prefetch}
+    with StreamedStore(reader, slots, keep_all_ahead=True, **options) as store:
         with TraceWriter(tmp_path / "x", TraceInfo.of(store, experts_per_token=K)) as writer:
             store.events = writer
-            for call in source:
-                N = len(call.ids)
+            for i, call in enumerate(source):
+                N, ahead = len(call.ids), None
+                if store.looks_ahead and call.layer == 0 and N == 1:
+                    ahead = random.permutation(source.calls[i + 1].ids[0])
+                    wrong = random.integers(24)
+                    if wrong not in ahead:
+                        ahead[random.integers(K)] = wrong
+                    ahead = mx.array(ahead[None].astype(np.uint32))
                 ids = call.ids.astype(np.uint32)
                 if N == 1 and call.token % 7 == 0:
                     ids[0, -1] = 24
-                store.experts((3, 5)[call.layer], mx.ones((N, C)), mx.array(ids), mx.ones((N, K)))
+                more = {} if ahead is None else {"ahead": ahead}
+                layer, ids = (3, 5)[call.layer], mx.array(ids)
+                store.experts(layer, mx.ones((N, C)), ids, mx.ones((N, K)), **more)
         live = store.stats().snapshot()
         trace = Trace.open(tmp_path / "x")
-        replayed = simulate(trace, store.slots, eviction=eviction)
+        replayed = simulate(trace, store.slots, **options)
     assert same_counts(live, replayed)
+    if prefetch == "ahead":
+        assert 0.4 < replayed.total.foreseen / replayed.total.proposed < 0.9
 
 
 def trace_of(*rows, num_experts=9, layer=0):
@@ -173,6 +193,8 @@ def test_budgets_are_those_of_loading():
         slots_of(trace, "auto")
     with pytest.raises(InputError, match="no eviction"):
         simulate(trace, "50%", eviction="mru")
+    with pytest.raises(InputError, match="no guesses to look ahead with"):
+        simulate(trace, "50%", prefetch="ahead")
 
 
 def test_baselines_keep_what_they_say():
@@ -234,6 +256,11 @@ def test_forecast_by_hand(tmp_path):
     assert result.tokens_per_second == pytest.approx(1 / 0.013)
     full = forecast(trace, simulate(trace, "100%"), profile)
     assert full.sync == 0
+    ahead = simulate(trace, {0: 2})
+    ahead.ahead = [0, 1, 5, 0]
+    result = forecast(trace, ahead, Profile(0.0021, 0, (0.002, 0.003)))
+    assert result.hidden == pytest.approx((0.002 + 0.0021) / 4)
+    assert result.ahead == pytest.approx((0.006 - 0.0021) / 4)
     disk = Profile.of_disk(2, 2_000_000, token_seconds=0.01, latency=0)
     assert disk.reading(4) == pytest.approx(0.004)
 
