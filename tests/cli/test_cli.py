@@ -39,6 +39,9 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
     "check": "--operation",
+    "plan": """
+        --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
+    """,
     "policies": "",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
@@ -171,6 +174,10 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--max-context", "3"], "context of 3"),
         (["convert", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
+        (["plan", "no/such/thing/x"], "no/such/thing/x"),
+        (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
+        (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
+        (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
         (["synthesize", "--like", "nothing", "--out", "x"], "nothing"),
     ],
 )
