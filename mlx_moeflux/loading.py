@@ -17,6 +17,7 @@ from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
@@ -65,8 +66,8 @@ def load_model(
     router: Router | None = None,
     store: ExpertStore | None = None,
     reader: Reader | None = None,
-    eviction: str | Eviction = "lru",
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch = "none",
     keep_all_ahead: bool = False,
     events: EventHook | None = None,

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
@@ -84,7 +85,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-threads", type=int, default=8, help="reads under way at once, default %(default)s"
     )
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
-    add("--eviction", default="lru", help="who leaves a full bank, see 'policies'; default lru")
+    add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
     add("--prefetch", default="none", help="what is read before it is asked for; default none")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")

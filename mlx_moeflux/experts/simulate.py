@@ -13,6 +13,7 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.bounds import Belady
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.policy import Eviction, choose_victims, make_eviction
 from mlx_moeflux.experts.prefetch import (
     MOST_PAIRS,
@@ -83,7 +84,7 @@ def simulate(
     trace: Trace,
     budget: str | float | Mapping[int, int] = "25%",
     *,
-    eviction: str | Eviction = "lru",
+    eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
     recorded: bool = False,
 ) -> Simulation:

@@ -22,6 +22,7 @@ from mlx_moeflux.experts.compute import (
     from_whole_bank,
 )
 from mlx_moeflux.experts.events import Chosen, EventHook, Guess
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.policy import Eviction, make_eviction
@@ -70,7 +71,7 @@ class StreamedStore:
         reader: Reader,
         slots: int | Mapping[int, int],
         *,
-        eviction: str | Eviction = "lru",
+        eviction: str | Eviction = DEFAULT_EVICTION,
         prefetch: str | Prefetch | None = None,
         keep_all_ahead: bool = False,
         threads: int = DEFAULT_THREADS,
@@ -104,6 +105,11 @@ class StreamedStore:
     def nbytes(self) -> int:
         """Bytes of all slots and of the reader's private buffers."""
         return self._bank.nbytes + self.threads * getattr(self.reader, "staging_bytes", 0)
+
+    @property
+    def bank_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._bank.nbytes
 
     @property
     def slots(self) -> dict[int, int]:
@@ -207,6 +213,17 @@ class StreamedStore:
         with self._lock:
             state = self._state(layer)
             state.resize(self._checked(layer, slots), self.events)
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """Give every layer its number of slots: those that shrink first, so that no more memory is
+        held than before or after, but for one layer's bank."""
+        with self._lock:
+            changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
+            for layer in sorted(changes, key=changes.get):
+                if changes[layer]:
+                    self.resize(layer, slots[layer])
+                    # What MLX keeps of the old bank would count twice.
+                    mx.clear_cache()
 
     def close(self) -> None:
         """Wait for reads; free bank, files and threads. A second call does nothing."""

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
@@ -135,6 +137,33 @@ class StreamingModel(nn.Module):
                 yield writer
             finally:
                 store.events = before
+
+    def set_expert_memory(self, budget: str | float) -> None:
+        """Give the streamed experts another budget, as ``load(expert_memory=...)`` takes it, now:
+        banks shrink and grow, the policy chooses who leaves. Results stay the same, bit for bit.
+
+        Raises:
+            InputError: The experts are not streamed, or `budget` cannot be read.
+            MemoryBudgetError: It is too small for one token.
+        """
+        store = self._store
+        if not hasattr(store, "resize_all"):
+            raise InputError("these experts are not streamed; load with a smaller expert_memory.")
+        with self.lock:
+            asked = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)
+            if asked is None:
+                raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
+            slots = slots_for_budget(
+                asked,
+                store.block_bytes,
+                num_experts=store.num_experts,
+                experts_per_token=self._router.num_experts_per_tok,
+                staging_bytes=store.nbytes - store.bank_bytes,
+            )
+            store.resize_all(slots)
+            if self.plan is not None:
+                why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
+                self.plan = replace(self.plan, slots=slots, budget_bytes=asked, why=why)
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.

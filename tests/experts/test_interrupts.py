@@ -15,7 +15,7 @@ import pytest
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts import turns as turns_module
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
-from mlx_moeflux.experts.evictions import LRU
+from mlx_moeflux.experts.evictions import EVICTIONS, LRU
 from mlx_moeflux.experts.layer import MAX_UNEVALUATED
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
@@ -127,7 +127,8 @@ def test_interrupted_at_any_event(experts, open_store, kind, overlap):
     all_is_well(store, experts)
 
 
-def test_interrupted_at_every_line(experts, monkeypatch):
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
     monkeypatch.setattr(turns_module, "READ_AHEAD", 2)
     countdown = 0
@@ -145,9 +146,10 @@ def test_interrupted_at_every_line(experts, monkeypatch):
     call, other = random_call(4, seed=3), random_call(1, seed=8)
     right = [experts.resident().experts(3, *c) for c in (call, other)]
     lines, finished = 0, False
-    with StreamedStore(make_reader("pread", experts.refs), K, threads=2) as store:
+    reader = make_reader("pread", experts.refs)
+    with StreamedStore(reader, K, threads=2, eviction=eviction) as store:
         while not finished:
-            lines += 7
+            lines += 7 if eviction == "lru" else 17
             countdown = lines
             sys.settrace(tracer)
             try:

@@ -89,7 +89,7 @@ def test_names_and_objects():
 
 def test_events_and_counts_in_order(open_store, experts):
     events = []
-    store = open_store(K, prefetch=Fixed(4, 2), keep_all_ahead=True)
+    store = open_store(K, prefetch=Fixed(4, 2), keep_all_ahead=True, eviction="lru")
     ask(store, 5, 0, 1, 2)  # 4 and 2 on their way into layer 3
     store.events = lambda event: events.append(event)
     ask(store, 3, 2, 5, 6)

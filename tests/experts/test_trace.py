@@ -147,7 +147,7 @@ def test_a_model_traces_itself_and_keeps_its_listener(tmp_path):
     assert trace.info.model == identity
     assert trace.info.cold
     assert trace.info.slots == dict.fromkeys(range(6), 8)
-    assert trace.info.eviction == "lru"
+    assert trace.info.eviction == "lfu"
     chosen = [e for e in seen[:traced] if isinstance(e, Chosen)]
     assert len(seen) > traced
     assert len(trace) == len(chosen) == 6
