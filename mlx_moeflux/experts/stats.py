@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass
@@ -57,6 +58,8 @@ class LayerStats:
 class ExpertStats:
     """The account of a store: `layers` by MoE layer id, and the marks of lossy choices.
 
+    calls: What each call cost, a :class:`~mlx_moeflux.experts.attribution.CallCost` each, while
+        ``model.attribute()`` lasts; else None.
     lossy: What makes results differ from the full model's, such as ``experts_per_token 4 of 8``.
         It describes the set-up and survives :meth:`reset`.
     """
@@ -64,6 +67,7 @@ class ExpertStats:
     def __init__(self, layers: Iterable[int]):
         self.layers: dict[int, LayerStats] = {layer: LayerStats() for layer in layers}
         self.lossy: list[str] = []
+        self.calls: list[Any] | None = None
 
     @property
     def total(self) -> LayerStats:
@@ -82,16 +86,24 @@ class ExpertStats:
 
     def reset(self) -> None:
         """Set every count to zero, in place."""
+        if self.calls is not None:
+            self.calls = []
         for layer in self.layers:
             self.layers[layer] = LayerStats()
 
     def snapshot(self) -> ExpertStats:
         """A copy that no longer changes."""
-        return copy.deepcopy(self)
+        result = ExpertStats(())
+        result.layers = copy.deepcopy(self.layers)
+        result.lossy = list(self.lossy)
+        result.calls = None if self.calls is None else list(self.calls)
+        return result
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """What happened after `earlier`, a snapshot of the same store without a reset between."""
         result = self.snapshot()
+        if self.calls is not None:
+            result.calls = self.calls[len(earlier.calls or ()) :]
         for layer, stats in result.layers.items():
             before = earlier.layers[layer]
             for field in fields(LayerStats):
@@ -100,9 +112,13 @@ class ExpertStats:
         return result
 
     def as_dict(self) -> dict[str, object]:
-        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers."""
+        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers, and
+        ``"calls"`` if there are any."""
         layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
-        return {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        if self.calls is not None:
+            data["calls"] = [call.as_dict() for call in self.calls]
+        return data
 
     def __str__(self) -> str:
         total = self.total

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.attribution import Attribution
 from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
@@ -137,6 +138,26 @@ class StreamingModel(nn.Module):
                 yield writer
             finally:
                 store.events = before
+
+    @contextmanager
+    def attribute(self) -> Iterator[None]:
+        """While this lasts, ``store.stats().calls`` and the ``experts.calls`` of a response tell
+        what each call of each layer cost, see :mod:`mlx_moeflux.experts.attribution`. Every layer
+        synchronises.
+
+        Raises:
+            InputError: The store has no events.
+        """
+        store, stats = self._store, self._store.stats()
+        if not hasattr(store, "events"):
+            raise InputError(f"{type(store).__name__} has no events to attribute costs from.")
+        before, listener = store.events, Attribution(stats)
+        stats.calls, store.events = [], both(before, listener)
+        try:
+            yield
+        finally:
+            listener.end_of_call()
+            stats.calls, store.events = None, before
 
     def set_expert_memory(self, budget: str | float) -> None:
         """Give the streamed experts another budget, as ``load(expert_memory=...)`` takes it, now:
