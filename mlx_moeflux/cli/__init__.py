@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare every kernel with its reference on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
+    "trace": "draw or replay what generate --trace recorded",
     "plan": "say whether a model fits and how fast it can be, from its headers alone",
     "policies": "list who may decide which experts stay in memory",
 }

@@ -21,24 +21,32 @@ class Profile:
     token_seconds: A decode step with every expert resident. sync_seconds: What a layer that must
     look costs more, its ids on their way to the host included. read_seconds: Until 1, 2, 3, ...
     blocks that were asked for at once have all arrived; beyond its end the last step goes on.
+    host_seconds: Of a token outside the model: sampling, text.
     """
 
     token_seconds: float
     sync_seconds: float
     read_seconds: tuple[float, ...]
+    host_seconds: float = 0.0
 
     def __post_init__(self):
-        numbers = (self.token_seconds, self.sync_seconds, *self.read_seconds)
+        numbers = (self.token_seconds, self.sync_seconds, self.host_seconds, *self.read_seconds)
         if not self.read_seconds or any(not n >= 0 for n in numbers):
             raise InputError("a profile needs times that are not negative, one read at least.")
 
     @classmethod
     def of_disk(
-        cls, gigabytes_per_second: float, block_bytes: int, *, token_seconds: float, latency=1e-4
+        cls,
+        gigabytes_per_second: float,
+        block_bytes: int,
+        *,
+        token_seconds: float,
+        sync_seconds: float = 0.0,
+        latency: float = 1e-4,
     ) -> Profile:
         """A disk of that bandwidth, reached as soon as two blocks are under way."""
         each = block_bytes / (1e9 * gigabytes_per_second)
-        return cls(token_seconds, 0.0, (latency + each, latency + 2 * each))
+        return cls(token_seconds, sync_seconds, (latency + each, latency + 2 * each))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Profile:
@@ -49,7 +57,8 @@ class Profile:
         """
         try:
             data: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-            times = {name: data[name] for name in ("token_seconds", "sync_seconds")}
+            names = ("token_seconds", "sync_seconds", "host_seconds")
+            times = {name: data[name] for name in names}
             return cls(**times, read_seconds=tuple(data["read_seconds"]))
         except (OSError, ValueError, KeyError, TypeError) as cause:
             raise InputError(f"{path} is not a profile of a machine ({cause!r}).") from cause
@@ -72,7 +81,7 @@ class Profile:
 @dataclass(frozen=True)
 class Forecast:
     """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand and for
-    reads ahead; hidden: seconds of reads ahead that computing covered, part of no sum."""
+    reads ahead, the host; hidden: seconds of reads ahead that computing covered, part of no sum."""
 
     tokens: int
     compute: float
@@ -80,11 +89,12 @@ class Forecast:
     demand: float
     ahead: float = 0.0
     hidden: float = 0.0
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All of a token."""
-        return self.compute + self.sync + self.demand + self.ahead
+        return self.compute + self.sync + self.demand + self.ahead + self.host
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,4 +132,5 @@ def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast
         demand=demand / tokens,
         ahead=waited / tokens,
         hidden=hidden / tokens,
+        host=profile.host_seconds,
     )

@@ -43,6 +43,7 @@ OPTIONS = {
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
     """,
     "policies": "",
+    "trace": "--budget --out --profile",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 
@@ -175,6 +176,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["convert", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
         (["plan", "no/such/thing/x"], "no/such/thing/x"),
+        (["trace", "show", "no.trace"], "no.trace"),
         (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
         (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
