@@ -19,6 +19,7 @@ RANK = {
     "synthesize": 1,
     "mlx_lm_plugin": 1,
     "loading": 2,
+    "evaluation": 2,
     "planning": 2,
     "plots": 3,
     "generation": 3,

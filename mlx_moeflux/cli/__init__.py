@@ -20,12 +20,13 @@ COMMANDS = {
     "synthesize": "write a checkpoint of random weights in a published shape",
     "trace": "draw or replay what generate --trace recorded",
     "plan": "say whether a model fits and how fast it can be, from its headers alone",
+    "evaluate-knob": "compare a lossy choice with the exact model on fixed prompts",
     "policies": "list who may decide which experts stay in memory",
 }
 
 
 def command_module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
 
 
 class Version(argparse.Action):

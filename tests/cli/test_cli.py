@@ -43,6 +43,9 @@ OPTIONS = {
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
     """,
     "policies": "",
+    "evaluate-knob": """
+        --bits --expert-memory --experts-per-token --json --max-tokens --model --other
+    """,
     "trace": "--budget --out --profile",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
