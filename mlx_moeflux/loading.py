@@ -18,6 +18,7 @@ from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.forecast import open_tuning
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
@@ -59,7 +60,7 @@ def load_model(
     *,
     expert_memory: str | float | None = "auto",
     expert_reader: str = "auto",
-    expert_threads: int = DEFAULT_THREADS,
+    expert_threads: int | None = None,
     experts_per_token: int | None = None,
     max_context: int | None = None,
     dtype: mx.Dtype | None = None,
@@ -68,8 +69,9 @@ def load_model(
     reader: Reader | None = None,
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
     eviction: str | Eviction = DEFAULT_EVICTION,
-    prefetch: str | Prefetch = "none",
+    prefetch: str | Prefetch | None = None,
     keep_all_ahead: bool = False,
+    profile: str | os.PathLike[str] | None = None,
     events: EventHook | None = None,
     strict_config: bool = True,
     verbose: bool = False,
@@ -80,7 +82,7 @@ def load_model(
         expert_memory: Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of
             all of them), a number, or ``auto``. Everything: the experts become parameters.
         expert_reader: ``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.
-        expert_threads: Reads under way at once.
+        expert_threads: Reads under way at once; 8.
         experts_per_token: Fewer than the model's own is faster and lossy; marked as such in the
             statistics.
         max_context: Tokens a sequence may have, at most the config's limit.
@@ -88,6 +90,9 @@ def load_model(
         router, store, reader, eviction, prefetch, kernels: Replacements for the parts of the same
             name; their protocols state shapes, and a wrong shape raises here. kernels: operation
             -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
+            name; their protocols state shapes, and a wrong shape raises here.
+        profile: A file that ``tune`` wrote for this model: what it found, where the arguments above
+            leave the choice.
         keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
         events: Listener of the expert store.
         strict_config: Refuse keys of config.json that nobody reads.
@@ -97,8 +102,19 @@ def load_model(
         MoefluxError: One of its kinds, in one sentence.
     """
     memory, eviction = measure_memory(), make_eviction(eviction)
-    prefetch = make_prefetch(prefetch)
     checkpoint = open_checkpoint(path)
+    tuned: dict[str, Any] = {}
+    if profile is not None:
+        tuned = open_tuning(profile)
+        if tuned["model"] != checkpoint.identity():
+            raise InputError(f"{profile} is of another model than {path}; tune this one.")
+    if expert_memory in (None, "auto"):
+        expert_memory = tuned.get("expert_memory", "auto")
+    if expert_reader == "auto":
+        expert_reader = tuned.get("expert_reader", "auto")
+    if expert_threads is None:
+        expert_threads = tuned.get("expert_threads", DEFAULT_THREADS)
+    prefetch = make_prefetch(tuned.get("prefetch") if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
         checkpoint.config, file=checkpoint.config_file, strict=strict_config
@@ -134,7 +150,7 @@ def load_model(
             model,
             mapped,
             layouts,
-            budget="auto" if expert_memory is None else expert_memory,
+            budget=expert_memory,
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
             given=reader is not None,

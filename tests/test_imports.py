@@ -20,6 +20,7 @@ RANK = {
     "mlx_lm_plugin": 1,
     "loading": 2,
     "evaluation": 2,
+    "tuning": 1,
     "planning": 2,
     "plots": 3,
     "generation": 3,

@@ -20,6 +20,7 @@ COMMANDS = {
     "synthesize": "write a checkpoint of random weights in a published shape",
     "trace": "draw or replay what generate --trace recorded",
     "plan": "say whether a model fits and how fast it can be, from its headers alone",
+    "tune": "measure which memory, reader, threads and prefetch suit this machine",
     "evaluate-knob": "compare a lossy choice with the exact model on fixed prompts",
     "policies": "list who may decide which experts stay in memory",
 }

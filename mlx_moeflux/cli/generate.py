@@ -81,12 +81,11 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command that runs a model understands."""
     add = parser.add_argument
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
-    add(
-        "--expert-threads", type=int, default=8, help="reads under way at once, default %(default)s"
-    )
+    add("--expert-threads", type=int, help="reads under way at once, default 8")
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
-    add("--prefetch", default="none", help="what is read before it is asked for; default none")
+    add("--prefetch", help="what is read before it is asked for; default none")
+    add("--profile", metavar="FILE", help="what tune found, where these options leave it open")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--trace", metavar="FILE", help="record which experts every token chooses")
@@ -103,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         expert_reader=args.expert_reader,
         eviction=args.eviction,
         prefetch=args.prefetch,
+        profile=args.profile,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,
         verbose=True,

@@ -78,6 +78,21 @@ class Profile:
         return times[-1] + (blocks - len(times)) * step
 
 
+def open_tuning(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of :func:`~mlx_moeflux.loading.load_model` in a file that ``tune``
+    wrote, and the ``model`` that it is for.
+
+    Raises:
+        InputError: It is no such file.
+    """
+    names = ("model", "expert_memory", "expert_reader", "expert_threads", "prefetch")
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {name: data[name] for name in names}
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise InputError(f"{path} is no profile; write one with tune ({cause!r}).") from cause
+
+
 @dataclass(frozen=True)
 class Forecast:
     """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand and for

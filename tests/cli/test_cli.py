@@ -27,7 +27,7 @@ OPTIONS = {
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
-        --stats --stop
+        --profile --stats --stop
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
@@ -43,6 +43,7 @@ OPTIONS = {
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
     """,
     "policies": "",
+    "tune": "--budgets --model --out --repeats --tokens",
     "evaluate-knob": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
     """,
@@ -180,6 +181,8 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
         (["plan", "no/such/thing/x"], "no/such/thing/x"),
         (["trace", "show", "no.trace"], "no.trace"),
+        (["tune", "--tokens", "0"], "--tokens"),
+        (["generate", "--profile", "no.json"], "no.json"),
         (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
         (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
