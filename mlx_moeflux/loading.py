@@ -90,7 +90,6 @@ def load_model(
         router, store, reader, eviction, prefetch, kernels: Replacements for the parts of the same
             name; their protocols state shapes, and a wrong shape raises here. kernels: operation
             -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
-            name; their protocols state shapes, and a wrong shape raises here.
         profile: A file that ``tune`` wrote for this model: what it found, where the arguments above
             leave the choice.
         keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
