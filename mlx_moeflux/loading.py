@@ -14,6 +14,7 @@ from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
+from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
@@ -71,6 +72,7 @@ def load_model(
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
     keep_all_ahead: bool = False,
+    balance: str | Balance | None = None,
     profile: str | os.PathLike[str] | None = None,
     events: EventHook | None = None,
     strict_config: bool = True,
@@ -87,9 +89,9 @@ def load_model(
             statistics.
         max_context: Tokens a sequence may have, at most the config's limit.
         dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
-        router, store, reader, eviction, prefetch, kernels: Replacements for the parts of the same
-            name; their protocols state shapes, and a wrong shape raises here. kernels: operation
-            -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
+        router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
+            the same name; their protocols state shapes, and a wrong shape raises here. kernels:
+            operation -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
         profile: A file that ``tune`` wrote for this model: what it found, where the arguments above
             leave the choice.
         keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
@@ -157,6 +159,7 @@ def load_model(
             eviction=eviction,
             prefetch=prefetch,
             keep_all_ahead=keep_all_ahead,
+            balance=make_balance(balance),
             events=events,
             dtype=dtype,
         )
@@ -213,6 +216,7 @@ def _make_store(
     eviction: Eviction,
     prefetch: Prefetch | None,
     keep_all_ahead: bool,
+    balance: Balance | None,
     events: EventHook | None,
     dtype: mx.Dtype,
 ) -> tuple[ExpertStore, Plan]:
@@ -246,6 +250,7 @@ def _make_store(
             eviction=eviction,
             prefetch=prefetch,
             keep_all_ahead=keep_all_ahead,
+            balance=balance,
             threads=threads,
             events=events,
             ffn=model.kernels.expert_ffn,

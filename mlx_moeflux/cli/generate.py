@@ -85,6 +85,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
     add("--prefetch", help="what is read before it is asked for; default none")
+    add("--balance", default="none", help="who moves slots between layers; default none")
     add("--profile", metavar="FILE", help="what tune found, where these options leave it open")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         expert_reader=args.expert_reader,
         eviction=args.eviction,
         prefetch=args.prefetch,
+        balance=args.balance,
         profile=args.profile,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx_moeflux.experts.balance import BALANCES
 from mlx_moeflux.experts.evictions import EVICTIONS
 from mlx_moeflux.experts.prefetch import PREFETCHES
 
 POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "--eviction": EVICTIONS,
     "--prefetch": PREFETCHES,
+    "--balance": BALANCES,
 }
 
 

@@ -78,6 +78,9 @@ class StreamedLayer:
         self._ahead: list[tuple[Target, Fetch]] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
+        # Since whoever shares out slots was told last.
+        self.missed: list[int] = []
+        self.victims: list[int] = []
         self._readers_of_bank: list[Reading] = []
         self._device_table: mx.array | None = None
 
@@ -137,6 +140,8 @@ class StreamedLayer:
             absent, fresh = expert in missing, expert in self._fresh
             self.stats.lookups += 1
             self.stats.misses += absent
+            if absent:
+                self.missed.append(expert)
             self.stats.hits += not absent
             self.stats.prefetched_hits += fresh
             self._fresh.discard(expert)
@@ -172,6 +177,7 @@ class StreamedLayer:
         self.unsettled, self._device_table = True, None
         slot = self.table.remove(expert)
         self._fresh.discard(expert)
+        self.victims.append(expert)
         self._policy.evict(self.layer, expert)
         self.stats.evictions += 1
         if events is not None:
@@ -277,6 +283,12 @@ class StreamedLayer:
         self._ahead.clear()
         self.unsettled = False
         return waited
+
+    def take_news(self) -> tuple[list[int], list[int]]:
+        """Experts that were missed and that lost their slots since the last time."""
+        news = self.missed, self.victims
+        self.missed, self.victims = [], []
+        return news
 
     @property
     def reading_ahead(self) -> bool:

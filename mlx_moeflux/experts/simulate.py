@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.asked import Asked
+from mlx_moeflux.experts.balance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.bounds import Belady
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
@@ -86,6 +87,7 @@ def simulate(
     *,
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
+    balance: str | Balance | None = None,
     recorded: bool = False,
 ) -> Simulation:
     """Replay `trace` from empty banks.
@@ -97,8 +99,10 @@ def simulate(
             as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
             given up, which is right for the set-up that recorded it.
 
+        balance: A name, None, or an object, which is reset: moves slots between layers.
+
     Raises:
-        InputError: The budget or the policy cannot be used.
+        InputError: The budget or a policy cannot be used.
         MemoryBudgetError: It does not hold one token's experts.
     """
     slots = slots_of(trace, budget)
@@ -110,6 +114,9 @@ def simulate(
         ahead.reset()
         if ahead.looks_ahead and all(call.guess is None for call in trace):
             raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
+    shift = make_balance(balance)
+    if shift is not None:
+        shift.reset()
     replay = _Replay(trace.info, policy, slots, ahead)
     result = Simulation(trace.info, name, slots, replay.counts)
     for call, asked in zip(trace.calls, asked_by(trace), strict=True):
@@ -118,7 +125,10 @@ def simulate(
             result.ahead.append(len(replay.banks[layer].ahead))
             replay.land(layer, asked, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, asked))
-        if ahead is not None and call.ids.size <= MOST_PAIRS:
+        short = call.ids.size <= MOST_PAIRS
+        if shift is not None:
+            replay.balance(shift, layer, call.token + len(call.ids), call.ids.shape[1], short)
+        if ahead is not None and short:
             replay.read_ahead(layer, call.guess or ())
     for layer, counts in replay.counts.items():
         counts.hits = counts.lookups - counts.misses
@@ -174,6 +184,8 @@ class _Bank:
         self.ahead: list[int] = []
         self.fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
+        self.missed: list[int] = []
+        self.victims: list[int] = []
 
     def __contains__(self, expert: object) -> bool:
         return expert in self.residents
@@ -190,6 +202,7 @@ class _Replay:
         prefetch: Prefetch | None,
     ):
         self.policy, self.prefetch, self.layers = policy, prefetch, info.layers
+        self.info = info
         self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
         self.counts = {layer: Counts() for layer in info.layers}
 
@@ -205,6 +218,7 @@ class _Replay:
             self._use(layer, bank, needed)
         missing = [expert for expert in needed if expert not in residents]
         if missing:
+            bank.missed += missing
             counts.misses += len(missing)
             self._make_room(layer, bank, len(missing), frozenset(needed))
             self._read(layer, bank, missing)
@@ -214,12 +228,10 @@ class _Replay:
         """Enter what was read ahead, but `dropped`; count what was foreseen."""
         bank, counts, needed = self.banks[layer], self.counts[layer], frozenset(asked.needed)
         arrived = [expert for expert in bank.ahead if expert not in dropped]
-        self._read(layer, bank, arrived)
-        bank.fresh.update(arrived)
-        counts.prefetches += len(arrived)
+        self._arrive(layer, bank, arrived)
         counts.proposed += len(bank.proposal)
         counts.foreseen += len(bank.proposal & needed)
-        bank.ahead, bank.proposal = [], frozenset()
+        bank.proposal = frozenset()
         self.prefetch.asked(layer, asked.experts, asked.last)
 
     def read_ahead(self, layer: int, guess: Sequence[int]) -> None:
@@ -235,6 +247,27 @@ class _Replay:
             self._make_room(following, bank, len(blocks), bank.proposal)
             bank.ahead = blocks
 
+    def balance(self, shift: Balance, layer: int, token: int, least: int, short: bool) -> None:
+        """Tell `shift` of a call; after the last layer of a short one, resize as it says."""
+        bank = self.banks[layer]
+        shift.called(layer, bank.missed, bank.victims)
+        bank.missed, bank.victims = [], []
+        if layer != self.layers[-1] or not short:
+            return
+        slots = {each: self.banks[each].slots for each in self.layers}
+        limits = {"least": least, "most": self.info.num_experts, "bytes_of": self.info.block_bytes}
+        for each, count in changes_in_order(shift, token, slots, **limits):
+            bank = self.banks[each]
+            self._arrive(each, bank, bank.ahead)
+            bank.slots = count
+            self._make_room(each, bank, 0, ())
+
+    def _arrive(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
+        self._read(layer, bank, experts)
+        bank.fresh.update(experts)
+        bank.ahead = []
+        self.counts[layer].prefetches += len(experts)
+
     def _use(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
         used = bank.fresh.intersection(experts)
         self.counts[layer].prefetched_hits += len(used)
@@ -246,6 +279,7 @@ class _Replay:
 
         def begin(full: BankFull) -> None:
             self.counts[layer].misses += len(full.missing)
+            bank.missed += full.missing
             self._use(layer, bank, full.experts)
             self._make_room(layer, bank, len(full.missing), plan.protected)
             reading.append(full.missing)
@@ -266,10 +300,11 @@ class _Replay:
         ):
             del residents[expert]
             bank.fresh.discard(expert)
+            bank.victims.append(expert)
             self.policy.evict(layer, expert)
         self.counts[layer].evictions += short
 
-    def _read(self, layer: int, bank: _Bank, missing: list[int]) -> None:
+    def _read(self, layer: int, bank: _Bank, missing: Sequence[int]) -> None:
         for expert in missing:
             bank.residents[expert] = None
             self.policy.admit(layer, expert)

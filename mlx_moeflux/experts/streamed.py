@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.asked import Asked
+from mlx_moeflux.experts.balance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
@@ -36,7 +37,7 @@ from mlx_moeflux.experts.prefetch import (
 )
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
-from mlx_moeflux.experts.store import check_call
+from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
 from mlx_moeflux.kernels.expert_ffn import expert_ffn
 
@@ -51,10 +52,12 @@ class StreamedStore:
     eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. prefetch: A name or a
     :class:`~mlx_moeflux.experts.prefetch.Prefetch`. keep_all_ahead: Every block that was read ahead
     is waited for when its layer is called, so that hits do not depend on time; otherwise those
-    that are not needed and not begun are given up. threads: Reads under way at once. events:
-    Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode step's hits while its
-    misses are read. ffn: The operation that computes the pairs. scratch_bytes: What one step of a
-    long call may allocate besides its result, None for what suits the device.
+    that are not needed and not begun are given up. balance: A name or a
+    :class:`~mlx_moeflux.experts.balance.Balance`, who moves slots between layers. threads: Reads
+    under way at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a
+    decode step's hits while its misses are read. ffn: The operation that computes the pairs.
+    scratch_bytes: What one step of a long call may allocate besides its result, None for what
+    suits the device.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -74,6 +77,7 @@ class StreamedStore:
         eviction: str | Eviction = DEFAULT_EVICTION,
         prefetch: str | Prefetch | None = None,
         keep_all_ahead: bool = False,
+        balance: str | Balance | None = None,
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
         overlap: bool = False,
@@ -85,7 +89,7 @@ class StreamedStore:
         self.reader, self.threads, self.events, self.overlap = reader, threads, events, overlap
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
-        self.keep_all_ahead = keep_all_ahead
+        self.keep_all_ahead, self.balance = keep_all_ahead, make_balance(balance)
         self._form = Form(ffn=ffn, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
@@ -167,7 +171,13 @@ class StreamedStore:
                 state.stats.compute_seconds += spent
             state.stats.tokens += x.shape[0]
             state.tokens += x.shape[0]
-            if asked is not None and ids.size <= MOST_PAIRS:
+            short = asked is not None and ids.size <= MOST_PAIRS
+            news = state.take_news()
+            if self.balance is not None:
+                self.balance.called(layer, *news)
+                if short and layer == self.layers[-1]:
+                    self._move_slots(state.tokens, ids.shape[1])
+            if short:
                 self._read_ahead(layer, guess)
             return y
 
@@ -283,7 +293,7 @@ class StreamedStore:
         if ahead is not None:
             mx.eval(ids, ahead)
         host = np.array(ids)
-        self._check_ids(state.layer, host)
+        check_ids(state.layer, host, self.num_experts)
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         asked = Asked.of(host, self.num_experts, state.tokens)
@@ -311,6 +321,13 @@ class StreamedStore:
             self.prefetch.asked(state.layer, asked.experts, asked.last)
         self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
 
+    def _move_slots(self, token: int, least: int) -> None:
+        """Let the balance share out the slots anew, at the end of a token."""
+        limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
+        changes = changes_in_order(self.balance, token, self.slots, **limits)
+        for layer, slots in changes:
+            self.resize(layer, slots)
+
     def _read_ahead(self, layer: int, guess: tuple[int, ...]) -> None:
         """Begin to read what the next layer may need."""
         following = next_layer(self.layers, layer)
@@ -326,13 +343,6 @@ class StreamedStore:
         blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
         if blocks:
             state.read_ahead(self._threads, blocks, state.proposal, self.events)
-
-    def _check_ids(self, layer: int, ids: np.ndarray) -> None:
-        if ids.max() > self.num_experts or (ids[:, 1:] < ids[:, :-1]).any():
-            raise ShapeError(
-                f"layer {layer}: ids must ascend in each row and be at most {self.num_experts}, "
-                f"got {ids[0].tolist()} in the first row."
-            )
 
     def _at_once(
         self,

@@ -14,6 +14,7 @@ import pytest
 from mlx_moeflux import generate, generation, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
+from mlx_moeflux.experts.balance import BALANCES
 from mlx_moeflux.experts.evictions import EVICTIONS
 from mlx_moeflux.experts.prefetch import PREFETCHES
 from mlx_moeflux.loading import BUNDLED_MODEL
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
     "generate": """
-        --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
+        --balance --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
@@ -168,6 +169,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--expert-memory", "1kB"], "663552"),
         (["generate", "--expert-memory", "much"], "much"),
         (["generate", "--eviction", "mru"], "'mru'; there are lru"),
+        (["generate", "--balance", "all"], "'all'; there are none, shift"),
         (["generate", "--prefetch", "all"], "'all'; there are none, last, ahead"),
         (["generate", "--chat-template-config", "{"], "--chat-template-config"),
         (["generate", "--system-prompt", "x"], "--system-prompt"),
@@ -209,7 +211,7 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
 def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES]
+    names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES, "--balance", *BALANCES]
     assert [line.split()[0] for line in lines] == names
     texts = set()
     choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]

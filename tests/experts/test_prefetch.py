@@ -1,6 +1,7 @@
 """Oracle: the resident store, bit for bit; rules worked by hand; the replay of recorded events."""
 
 import sys
+import threading
 import time
 
 import mlx.core as mx
@@ -113,10 +114,18 @@ def test_events_and_counts_in_order(open_store, experts):
 
 
 def test_what_is_not_needed_and_not_begun_is_given_up(wrapped, experts):
-    slow = wrapped(lambda *_: time.sleep(0.02), slots=4, prefetch=Fixed(0, 1, 2), threads=1)
+    begun = threading.Event()
+
+    def before(layer, expert, into):
+        if layer == 5:
+            begun.set()
+        time.sleep(0.02)
+
+    slow = wrapped(before, slots=4, prefetch=Fixed(0, 1, 2), threads=1)
     events = []
     slow.events = lambda e: events.append(e) if isinstance(e, PrefetchDrop) else None
     ask(slow, 3, 4, 5, 6)
+    assert begun.wait(10)
     right = experts.resident()
     assert same_bits(ask(slow, 5, 2, 4, 5), ask(right, 5, 2, 4, 5))
     assert [e.expert for e in events] == [1]  # 0 had begun, 2 was needed
