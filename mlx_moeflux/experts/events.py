@@ -108,8 +108,16 @@ class PrefetchDrop(NamedTuple):
     slot: int
 
 
+class Resize(NamedTuple):
+    """Between calls a layer was given another number of slots, after an :class:`Evict` for each
+    expert that had to leave. A balance's own moves are not told of: it can be replayed."""
+
+    layer: int
+    slots: int
+
+
 Event = Chosen | Hit | Miss | Evict | ReadStart | ReadEnd
-Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop
+Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
 EventHook = Callable[[Event], None]
 
 

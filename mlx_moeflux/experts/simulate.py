@@ -97,7 +97,8 @@ def simulate(
         eviction: A name, ``belady`` for the best that is possible, or an object, which is reset.
         prefetch: A name, None, or an object, which is reset. Everything that is read ahead arrives,
             as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
-            given up, which is right for the set-up that recorded it.
+            given up, and banks are resized as it says, which is right for the set-up that
+            recorded it.
 
         balance: A name, None, or an object, which is reset: moves slots between layers.
 
@@ -130,6 +131,8 @@ def simulate(
             replay.balance(shift, layer, call.token + len(call.ids), call.ids.shape[1], short)
         if ahead is not None and short:
             replay.read_ahead(layer, call.guess or ())
+        for each, count in call.resized if recorded else ():
+            replay.resize(each, count)
     for layer, counts in replay.counts.items():
         counts.hits = counts.lookups - counts.misses
         blocks = counts.misses + counts.prefetches
@@ -257,10 +260,14 @@ class _Replay:
         slots = {each: self.banks[each].slots for each in self.layers}
         limits = {"least": least, "most": self.info.num_experts, "bytes_of": self.info.block_bytes}
         for each, count in changes_in_order(shift, token, slots, **limits):
-            bank = self.banks[each]
-            self._arrive(each, bank, bank.ahead)
-            bank.slots = count
-            self._make_room(each, bank, 0, ())
+            self.resize(each, count)
+
+    def resize(self, layer: int, slots: int) -> None:
+        """Give a layer so many slots; the policy chooses who leaves a smaller bank."""
+        bank = self.banks[layer]
+        self._arrive(layer, bank, bank.ahead)
+        bank.slots = slots
+        self._make_room(layer, bank, 0, ())
 
     def _arrive(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
         self._read(layer, bank, experts)

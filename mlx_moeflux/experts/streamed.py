@@ -22,7 +22,7 @@ from mlx_moeflux.experts.compute import (
     few_pairs,
     from_whole_bank,
 )
-from mlx_moeflux.experts.events import Chosen, EventHook, Guess
+from mlx_moeflux.experts.events import Chosen, EventHook, Guess, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
@@ -221,8 +221,9 @@ class StreamedStore:
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:
-            state = self._state(layer)
-            state.resize(self._checked(layer, slots), self.events)
+            self._state(layer).resize(self._checked(layer, slots), self.events)
+            if self.events is not None:
+                self.events(Resize(layer, self.slots[layer]))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots: those that shrink first, so that no more memory is
@@ -326,7 +327,7 @@ class StreamedStore:
         limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
         changes = changes_in_order(self.balance, token, self.slots, **limits)
         for layer, slots in changes:
-            self.resize(layer, slots)
+            self._state(layer).resize(slots, self.events)
 
     def _read_ahead(self, layer: int, guess: tuple[int, ...]) -> None:
         """Begin to read what the next layer may need."""

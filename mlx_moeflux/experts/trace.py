@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -27,6 +27,7 @@ from mlx_moeflux.experts.events import (
     PrefetchEnd,
     PrefetchStart,
     ReadEnd,
+    Resize,
 )
 
 FORMAT, VERSION = "mlx_moeflux.trace", 1
@@ -36,6 +37,7 @@ _CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
 _RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
 _GUESS = struct.Struct("<cBH")  # kind, count, layer
 _PREFETCH = struct.Struct("<cxHH")  # kind, layer, expert
+_RESIZE = struct.Struct("<cxHI")  # kind, layer, slots
 _KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
 
 
@@ -114,7 +116,8 @@ class Call:
     token: Tokens that the layer had seen before. nanoseconds: Since the beginning of the trace,
     when the ids were known. dropped: Experts that were being read ahead for this call and were
     given up. guess: The experts of the next layer as guessed after this call, None without a
-    look-ahead. result: None if the recording ended within the call or had nothing to look up.
+    look-ahead. prefetches: Those that were then read ahead. resized: (layer, slots) of what was
+    resized after it. result: None if the recording ended within the call or had nothing to look up.
     """
 
     layer: int
@@ -125,6 +128,7 @@ class Call:
     dropped: tuple[int, ...] = ()
     guess: tuple[int, ...] | None = None
     prefetches: tuple[int, ...] = ()
+    resized: tuple[tuple[int, int], ...] = ()
     result: Result | None = None
 
 
@@ -204,6 +208,7 @@ class TraceWriter:
             ReadEnd: self._read,
             Chosen: self._chosen,
             Guess: self._guess,
+            Resize: self._resize,
             **dict.fromkeys(_KINDS, self._prefetch),
         }
 
@@ -243,6 +248,10 @@ class TraceWriter:
             self._end_of_call()
         self._file.write(_PREFETCH.pack(_KINDS[type(event)], event.layer, event.expert))
 
+    def _resize(self, event: Resize) -> None:
+        self._end_of_call()
+        self._file.write(_RESIZE.pack(b"S", event.layer, event.slots))
+
     def close(self) -> None:
         """Write what is left; a second call does nothing."""
         if self._file.closed:
@@ -275,7 +284,12 @@ class _Records:
     def read(self) -> None:
         """All records, up to the end or to the first one that is cut off."""
         kinds = {b"C": self._call, b"R": self._result, b"G": self._guess}
-        kinds |= {b"P": self._prefetch, b"A": self._prefetch, b"D": self._prefetch}
+        kinds |= {
+            b"S": self._resize,
+            b"P": self._prefetch,
+            b"A": self._prefetch,
+            b"D": self._prefetch,
+        }
         while self._at < len(self._data):
             kind = self._data[self._at : self._at + 1]
             if kind == b"E":
@@ -315,6 +329,14 @@ class _Records:
             self._last().prefetches += (expert,)
         elif kind == b"D":
             self._last().dropped += (expert,)
+
+    def _resize(self) -> None:
+        _, layer, slots = self._fields(_RESIZE)
+        trace = self._trace
+        if trace.calls:
+            trace.calls[-1].resized += ((layer, slots),)
+        elif trace.info.slots is not None:
+            trace.info = replace(trace.info, slots={**trace.info.slots, layer: slots})
 
     def _last(self) -> Call:
         if not self._trace.calls:

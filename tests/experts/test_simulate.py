@@ -119,6 +119,22 @@ def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, 
         assert 0.4 < replayed.total.foreseen / replayed.total.proposed < 0.9
 
 
+def test_live_is_simulated_when_the_budget_changes(tmp_path):
+    budgets, options = ["15%", "70%", "40%", "100%"], {"eviction": "lfu", "prefetch": "ahead"}
+    random = np.random.default_rng(3)
+    with load_model(BUNDLED_MODEL, expert_memory="30%", keep_all_ahead=True, **options) as model:
+        with model.trace(tmp_path / "x"):
+            model.set_expert_memory("20%")
+            cache = model.make_cache()
+            for budget in budgets:
+                for T in (3, 1, 1):
+                    mx.eval(model(mx.array(random.integers(0, 4096, (1, T))), cache))
+                model.set_expert_memory(budget)
+        live = model.store.stats().snapshot()
+    trace = Trace.open(tmp_path / "x")
+    assert same_counts(live, simulate(trace, trace.info.slots, recorded=True, **options))
+
+
 def trace_of(*rows, num_experts=9, layer=0):
     """One call of one layer for each row of experts."""
     rows = [np.array([sorted(row)], np.uint16) for row in rows]

@@ -20,6 +20,7 @@ from mlx_moeflux.experts.events import (
     PrefetchStart,
     ReadEnd,
     ReadStart,
+    Resize,
     both,
 )
 from mlx_moeflux.experts.trace import Result, Trace, TraceInfo, TraceWriter
@@ -41,6 +42,7 @@ EVENTS = [
     Evict(5, 3, 0),
     PrefetchStart(5, 7, 0),
     PrefetchStart(5, 1, 1),
+    Resize(5, 6),
     Chosen(5, 12, IDS[:1], WEIGHTS[:1]),
     PrefetchEnd(5, 7, 0, 2000, 0.25),
     PrefetchDrop(5, 1, 1),
@@ -67,6 +69,7 @@ def test_what_is_written_is_read(file):
     assert (first.weights == WEIGHTS).all()
     assert first.guess == (7, 1)
     assert first.prefetches == (7, 1)
+    assert (first.resized, second.resized) == (((5, 6),), ())
     assert first.result == Result(2, 1, 1, 1000, 0.5)
     assert (second.layer, second.token, second.dropped) == (5, 12, (1,))
     assert second.guess is None
@@ -86,6 +89,7 @@ def test_the_file_is_what_the_document_says(file):
     assert struct.unpack_from("<cxHIIIQd", rest, 48) == (b"R", 3, 2, 1, 1, 1000, 0.5)
     assert struct.unpack_from("<cBH2H", rest, 80) == (b"G", 2, 5, 7, 1)
     assert struct.unpack_from("<cxHH", rest, 88) == (b"P", 5, 7)
+    assert struct.unpack_from("<cxHI", rest, 100) == (b"S", 5, 6)
     assert rest[-1:] == b"E"
 
 
