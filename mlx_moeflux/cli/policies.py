@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Mapping
+from textwrap import fill
 from typing import Any
 
 from mlx_moeflux.experts.balance import BALANCES
@@ -27,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
         print(option)
         for name, kind in policies.items():
             paragraph = inspect.getdoc(kind).split("\n\n")[0]
-            print(f"  {name:8} {' '.join(paragraph.split())}")
+            print(fill(f"  {name:8} {paragraph}", width=100, subsequent_indent=" " * 11))
     return 0

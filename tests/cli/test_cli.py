@@ -212,7 +212,7 @@ def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES, "--balance", *BALANCES]
-    assert [line.split()[0] for line in lines] == names
+    assert [line.split()[0] for line in lines if not line.startswith(" " * 11)] == names
     texts = set()
     choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]
     for choice in choices:

@@ -138,7 +138,7 @@ def test_what_is_not_needed_and_not_begun_is_given_up(wrapped, experts):
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("keep", [False, True])
 def test_no_bit_changes(open_store, experts, name, eviction, keep):
-    options = {"eviction": eviction, "prefetch": name, "keep_all_ahead": keep}
+    options = {"eviction": eviction, "prefetch": name, "keep_all_ahead": keep, "overlap": keep}
     store, resident = open_store(4, **options), experts.resident()
     random = np.random.default_rng(0)
     for seed, n in enumerate((1, 1, 2, 1, 30, 1, 1, 1, 3, 1)):
