@@ -171,13 +171,12 @@ class StreamedStore:
                 state.stats.compute_seconds += spent
             state.stats.tokens += x.shape[0]
             state.tokens += x.shape[0]
-            short = asked is not None and ids.size <= MOST_PAIRS
-            news = state.take_news()
+            short, news = ids.size <= MOST_PAIRS, state.take_news()
             if self.balance is not None:
                 self.balance.called(layer, *news)
                 if short and layer == self.layers[-1]:
                     self._move_slots(state.tokens, ids.shape[1])
-            if short:
+            if short and asked is not None:
                 self._read_ahead(layer, guess)
             return y
 

@@ -62,6 +62,31 @@ def test_names_and_objects():
         make_balance(object())
 
 
+class Greedy(Shift):
+    """Takes a slot from the last layer, and gives it to the first, whenever that is possible."""
+
+    def share(self, token, slots, *, least, most):
+        first, last = min(slots), max(slots)
+        if token % 3 or slots[last] - 1 < least or slots[first] + 1 > most:
+            return slots
+        return {**slots, first: slots[first] + 1, last: slots[last] - 1}
+
+
+@pytest.mark.parametrize("listener", [None, lambda event: None])
+def test_slots_move_the_same_whether_or_not_somebody_listens(listener):
+    """The last layer begins complete: nobody looks into it."""
+    options = {"expert_memory": "97%", "balance": Greedy(), "events": listener}
+    with load_model(BUNDLED_MODEL) as resident, load_model(BUNDLED_MODEL, **options) as model:
+        model.store.resize(5, 32)
+        model.store.resize(0, 20)
+        model.store.preload()
+        a, b = resident.make_cache(), model.make_cache()
+        for t in range(20):
+            tokens = mx.array([[7 * t % 4096]])
+            assert mx.array_equal(resident(tokens, a), model(tokens, b))
+        assert (model.store.slots[0], model.store.slots[5]) == (26, 26)
+
+
 @pytest.mark.parametrize("prefetch", ["none", "ahead"])
 @pytest.mark.parametrize("eviction", ["lfu", "s3fifo"])
 def test_live_is_simulated_and_exact_while_slots_move(tmp_path, eviction, prefetch):
