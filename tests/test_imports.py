@@ -22,6 +22,7 @@ RANK = {
     "evaluation": 2,
     "tuning": 1,
     "planning": 2,
+    "sizes": 3,
     "plots": 3,
     "generation": 3,
     "prompt": 4,

@@ -16,13 +16,8 @@ from mlx_moeflux.cli import main
 from mlx_moeflux.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from mlx_moeflux.planning import (
-    Header,
-    measure_sizes,
-    open_sizes,
-    plan_model,
-    typical_hit_rate,
-)
+from mlx_moeflux.planning import plan_model, typical_hit_rate
+from mlx_moeflux.sizes import Header, measure_sizes, open_sizes
 from tests.models.test_published import opened
 
 MEMORIES = ["16GB", "32GB", "64GB", "128GB"]

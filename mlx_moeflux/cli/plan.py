@@ -7,7 +7,8 @@ import json
 import sys
 
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.planning import MEMORY_GBPS, SSD_GBPS, open_sizes, plan_model
+from mlx_moeflux.planning import MEMORY_GBPS, SSD_GBPS, plan_model
+from mlx_moeflux.sizes import open_sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

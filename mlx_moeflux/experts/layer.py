@@ -15,6 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import (
     EventHook,
@@ -264,8 +265,10 @@ class StreamedLayer:
         for _, fetch in self._ahead:
             if fetch in unwanted:
                 fetch.drain()
-            else:
-                fetch.wait()
+                continue
+            error = fetch.wait()
+            if error is not None and not isinstance(error, ExpertFileError):
+                raise error
         waited = perf_counter() - start
         self.stats.stall_seconds += waited
         for target, fetch in self._ahead:

@@ -153,6 +153,21 @@ def next_layer(layers: Sequence[int], layer: int) -> int | None:
     return None if following == layer else following
 
 
+def proposed(policy: Prefetch, layer: int, guess: Sequence[int], num_experts: int) -> Sequence[int]:
+    """Ask `policy` and hold it to its contract.
+
+    Raises:
+        InputError: It named an expert twice or one that does not exist.
+    """
+    proposal = policy.propose(layer, guess)
+    if len(set(proposal)) != len(proposal) or not all(0 <= e < num_experts for e in proposal):
+        raise InputError(
+            f"the prefetch {getattr(policy, 'name', type(policy).__name__)} proposed "
+            f"{list(proposal)} for layer {layer}; expected different experts below {num_experts}."
+        )
+    return proposal
+
+
 def blocks_ahead(
     policy: Prefetch, proposal: Sequence[int], resident: Container[int], slots: int
 ) -> list[int]:

@@ -22,6 +22,7 @@ from mlx_moeflux.experts.prefetch import (
     blocks_ahead,
     make_prefetch,
     next_layer,
+    proposed,
 )
 from mlx_moeflux.experts.trace import Trace, TraceInfo
 from mlx_moeflux.experts.turns import BankFull, Plan, take_turns
@@ -243,7 +244,7 @@ class _Replay:
         if following is None or self.banks[following].ahead:
             return
         bank = self.banks[following]
-        proposal = self.prefetch.propose(following, guess)
+        proposal = proposed(self.prefetch, following, guess, self.info.num_experts)
         bank.proposal = frozenset(proposal)
         blocks = blocks_ahead(self.prefetch, proposal, bank, bank.slots)
         if blocks:

@@ -34,6 +34,7 @@ from mlx_moeflux.experts.prefetch import (
     make_prefetch,
     merged,
     next_layer,
+    proposed,
 )
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
@@ -338,7 +339,7 @@ class StreamedStore:
         state = self._state(following)
         if state.reading_ahead:
             return
-        proposal = self.prefetch.propose(following, guess)
+        proposal = proposed(self.prefetch, following, guess, self.num_experts)
         state.proposal = frozenset(proposal)
         blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
         if blocks:

@@ -238,6 +238,30 @@ def test_a_read_ahead_that_fails_is_forgotten_unless_needed(wrapped, experts, ke
     assert bank_is_right(store, experts)
 
 
+@pytest.mark.parametrize("proposal", [(1, 1), (0, E), (-1,)])
+def test_a_prefetcher_is_held_to_its_contract(open_store, experts, proposal):
+    store = open_store(4, prefetch=Fixed(*proposal))
+    with pytest.raises(InputError, match=r"fixed proposed .* for layer 5; expected different"):
+        ask(store, 3, 4, 5, 6)
+    store.prefetch = None
+    assert same_bits(ask(store, 5, 0, 4, 5), ask(experts.resident(), 5, 0, 4, 5))
+    assert bank_is_right(store, experts)
+
+
+def test_a_bug_in_a_reader_is_not_hidden(wrapped, experts):
+    def before(layer, expert, into):
+        if bug and layer == 5:
+            raise KeyError("a bug")
+
+    bug, store = True, wrapped(before, prefetch=Fixed(0))
+    ask(store, 3, 4, 5, 6)
+    with pytest.raises(KeyError, match="a bug"):
+        ask(store, 5, 0, 4, 5)
+    bug = False
+    assert same_bits(ask(store, 5, 0, 4, 5), ask(experts.resident(), 5, 0, 4, 5))
+    assert bank_is_right(store, experts)
+
+
 @pytest.mark.parametrize("action", ["resize", "preload", "close", "residents", "smaller"])
 def test_anything_may_come_while_blocks_are_on_their_way(wrapped, experts, action):
     store = wrapped(lambda *_: time.sleep(0.005), slots=4, prefetch=Fixed(0, 1), threads=1)
