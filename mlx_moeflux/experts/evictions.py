@@ -7,12 +7,12 @@ of its arguments.
 
 from __future__ import annotations
 
-import heapq
-import math
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
+
+from mlx_moeflux.experts.lowest import Lowest, unknown
 
 
 class LRU:
@@ -43,7 +43,7 @@ class LRU:
                 victims.append(expert)
         if len(victims) < count:
             # Residents that this object was never told of are older than anything it knows.
-            victims = _unknown(order, resident, protected) + victims
+            victims = unknown(order, resident, protected) + victims
         return victims[:count]
 
     def evict(self, layer: int, expert: int) -> None:
@@ -67,23 +67,28 @@ class LFU:
 
     name = "lfu"
 
+    # A use weighs 2^(its token / half-life), so that no expert's sum changes while it is not used.
+    # When the weights have grown by 2^500 all sums are divided by as much.
+    _MOST = 500
+
     def __init__(self, half_life: float = 32):
         self._rate = 1 / half_life
-        self._queues: dict[int, _Lowest] = defaultdict(lambda: _Lowest(-math.inf))
+        self.reset()
 
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
-        # The logarithm of the sum of 2^(time of a use / half-life): as good as the decayed sum
-        # for comparing, and no expert's value changes while it is not used.
-        keys, rate = self._queues[layer].keys, self._rate
+        queue = self._queues[layer]
+        if experts and last[-1] * self._rate - self._base[layer] > self._MOST:
+            growth = last[-1] * self._rate - self._base[layer]
+            self._base[layer] += growth
+            queue.scale(2.0**-growth)
+        keys, base, rate = queue.keys, self._base[layer], self._rate
+        time, weight = -1, 0.0
         for expert, at, n in zip(experts, last, uses, strict=True):
-            new, old = at * rate, keys.get(expert, -math.inf)
-            if n > 1:
-                new += math.log2(n)
-            if old > new:
-                new, old = old, new
-            keys[expert] = new + math.log2(1 + 2.0 ** (old - new))
+            if at != time:
+                time, weight = at, 2.0 ** (at * rate - base)
+            keys[expert] = keys.get(expert, 0.0) + n * weight
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
@@ -97,7 +102,8 @@ class LFU:
         self._queues[layer].admit(expert)
 
     def reset(self) -> None:
-        self._queues.clear()
+        self._queues: dict[int, Lowest] = defaultdict(lambda: Lowest(0.0))
+        self._base: dict[int, float] = defaultdict(float)
 
 
 class Static:
@@ -139,7 +145,7 @@ class Static:
         self._known: dict[int, dict[int, int]] = defaultdict(dict)
         for layer, counts in (self._counts or {}).items():
             self._known[layer] = dict(counts)
-        self._queues: dict[int, _Lowest] = defaultdict(lambda: _Lowest((-1, 0)))
+        self._queues: dict[int, Lowest] = defaultdict(lambda: Lowest((-1, 0)))
 
 
 class CLOCK:
@@ -168,10 +174,13 @@ class CLOCK:
     ) -> list[int]:
         ring = self._rings[layer]
         victims: list[int] = []
-        steps = 2 * len(ring)  # two rounds take everyone whom the ring knows
+        steps, complete = 2 * len(ring), False  # two rounds take everyone whom the ring knows
         while len(victims) < count:
             if not steps or not ring:
-                ring.update(dict.fromkeys(_unknown(ring, resident, ()), False))
+                if complete:
+                    break
+                complete = True
+                ring.update(dict.fromkeys(unknown(ring, resident, ()), False))
                 steps = 2 * len(ring)
             steps -= 1
             expert, marked = next(iter(ring.items()))
@@ -266,7 +275,10 @@ class S3FIFO:
                     main.move_to_end(expert)
                     continue
             elif (expert := first(small)) is None:
-                small.update(dict.fromkeys(_unknown(queues, resident, ()), 0))
+                others = unknown(queues, resident, protected)
+                if not others:
+                    break
+                small.update(dict.fromkeys(others, 0))
                 continue
             victims.append(expert)
         return victims
@@ -314,7 +326,7 @@ class Random:
         if layer not in self._generators:
             self._generators[layer] = random.Random(f"{self._seed} {layer}")
         able = sorted(expert for expert in resident if expert not in protected)
-        return self._generators[layer].sample(able, count)
+        return self._generators[layer].sample(able, min(count, len(able)))
 
     def evict(self, layer: int, expert: int) -> None:
         pass
@@ -324,56 +336,6 @@ class Random:
 
     def reset(self) -> None:
         self._generators.clear()
-
-
-class _Lowest:
-    """Residents by a key that never falls, so that the lowest is found in logarithmic time.
-
-    keys: Expert -> key, also of experts that are not resident; `floor` where there is none. Its
-    owner writes it. A key that has grown since it was queued is noticed when its turn comes.
-    """
-
-    def __init__(self, floor: Any):
-        self.keys: dict[int, Any] = {}
-        self._floor = floor
-        self._heap: list[tuple[Any, int]] = []
-        self._queued: set[int] = set()
-
-    def admit(self, expert: int) -> None:
-        if expert not in self._queued:
-            self._queued.add(expert)
-            heapq.heappush(self._heap, (self.keys.get(expert, self._floor), expert))
-
-    def lowest(self, count: int, resident: Collection[int], protected: Container[int]) -> list[int]:
-        """The `count` residents outside `protected` with the lowest keys, ascending."""
-        victims: list[int] = []
-        passed: dict[int, Any] = {}
-        while len(victims) < count:
-            if not self._heap:
-                # Residents are missing that nobody told of, or since an interruption.
-                self._queued.clear()
-                for expert in resident:
-                    self.admit(expert)
-                victims, passed = [], {}
-            key, expert = heapq.heappop(self._heap)
-            if expert not in resident:
-                self._queued.discard(expert)
-            elif key != (now := self.keys.get(expert, self._floor)):
-                heapq.heappush(self._heap, (now, expert))
-            elif expert not in passed:
-                passed[expert] = key
-                if expert not in protected:
-                    victims.append(expert)
-        for expert, key in passed.items():
-            heapq.heappush(self._heap, (key, expert))
-        return victims
-
-
-def _unknown(
-    known: Container[int], resident: Collection[int], protected: Container[int]
-) -> list[int]:
-    """Residents that a policy was never told of, ascending."""
-    return sorted(e for e in resident if e not in known and e not in protected)
 
 
 EVICTIONS: dict[str, Callable[[], Any]] = {

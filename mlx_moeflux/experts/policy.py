@@ -89,6 +89,8 @@ def choose_victims(
         InputError: It named too few, too many, the same twice, or an expert it may not.
     """
     victims = list(policy.choose(layer, count, resident=resident, protected=protected))
+    if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:
+        return victims
     fair = all(e in resident and e not in protected for e in victims)
     if len(victims) != count or len(set(victims)) != count or not fair:
         raise InputError(

@@ -121,7 +121,11 @@ def simulate(
         shift.reset()
     replay = _Replay(trace.info, policy, slots, ahead)
     result = Simulation(trace.info, name, slots, replay.counts)
-    for call, asked in zip(trace.calls, asked_by(trace), strict=True):
+    calls = zip(trace.calls, asked_by(trace), strict=True)
+    if ahead is None and shift is None and not recorded:
+        result.misses = [replay.call(call.layer, asked) for call, asked in calls]
+        calls = ()
+    for call, asked in calls:
         layer = call.layer
         if ahead is not None:
             result.ahead.append(len(replay.banks[layer].ahead))

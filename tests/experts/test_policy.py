@@ -135,6 +135,46 @@ def test_lfu_orders_by_the_decayed_sum(uses):
         assert sums[first] <= sums[then] * (1 + 1e-9)
 
 
+def test_lfu_forgets_nothing_recent_when_its_sums_are_divided():
+    """A policy that began late and one that has long been at it choose alike."""
+    old, young = Bank(LFU(half_life=2), 4), Bank(LFU(half_life=2), 4)
+    for token in range(0, 1200, 3):
+        old.ask(token % EXPERTS)
+        old.token = token
+    old.drop(len(old.resident))
+    old.token = young.token = 1198  # the sums are divided soon after 1000 and again after 2000
+    for step in range(1000):
+        old.token = young.token = 1198 + 2 * step
+        expert = step * step % EXPERTS
+        first, second = old.ask(expert), young.ask(expert)
+        if step > 40:
+            assert first == second
+    assert old.resident == young.resident
+
+
+def test_lfu_knows_all_residents_after_its_sums_were_divided():
+    bank = Bank(LFU(half_life=1), 4)
+    bank.ask(1, uses=50)
+    bank.ask(2, uses=40)
+    bank.token = 600  # nobody has to leave when this divides the sums
+    bank.ask(3)
+    bank.ask(4)
+    assert bank.ask(5) == [1]  # 50 uses, a token older than 40: 50 against 80
+    assert bank.ask(6) == [2]
+    assert bank.ask(7) == [3]
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_more_victims_than_there_are_are_refused(name):
+    bank = Bank(make_eviction(name), 4)
+    for expert in range(6):
+        bank.ask(expert)
+    for protected in ((), (3, 5)):
+        with pytest.raises(InputError, match="expected 5 different"):
+            bank.drop(5, protected)
+    bank.ask(7)
+
+
 def test_lfu_lives_long():
     policy = LFU(half_life=1)
     bank = Bank(policy, 2)
