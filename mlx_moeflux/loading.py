@@ -14,10 +14,14 @@ from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
+from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.events import EventHook
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.forecast import open_tuning
 from mlx_moeflux.experts.policy import Eviction, make_eviction
+from mlx_moeflux.experts.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
@@ -57,15 +61,19 @@ def load_model(
     *,
     expert_memory: str | float | None = "auto",
     expert_reader: str = "auto",
-    expert_threads: int = DEFAULT_THREADS,
+    expert_threads: int | None = None,
     experts_per_token: int | None = None,
     max_context: int | None = None,
     dtype: mx.Dtype | None = None,
     router: Router | None = None,
     store: ExpertStore | None = None,
     reader: Reader | None = None,
-    eviction: str | Eviction = "lru",
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    eviction: str | Eviction = DEFAULT_EVICTION,
+    prefetch: str | Prefetch | None = None,
+    keep_all_ahead: bool = False,
+    balance: str | Balance | None = None,
+    profile: str | os.PathLike[str] | None = None,
     events: EventHook | None = None,
     fuse: bool | None = None,
     strict_config: bool = True,
@@ -77,14 +85,17 @@ def load_model(
         expert_memory: Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of
             all of them), a number, or ``auto``. Everything: the experts become parameters.
         expert_reader: ``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.
-        expert_threads: Reads under way at once.
+        expert_threads: Reads under way at once; 8.
         experts_per_token: Fewer than the model's own is faster and lossy; marked as such in the
             statistics.
         max_context: Tokens a sequence may have, at most the config's limit.
         dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
-        router, store, reader, eviction, kernels: Replacements for the parts of the same name;
-            their protocols state shapes, and a wrong shape raises here. kernels: operation ->
-            the name of a form or a callable, or a text such as "auto,sdpa=reference".
+        router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
+            the same name; their protocols state shapes, and a wrong shape raises here. kernels:
+            operation -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
+        profile: A file that ``tune`` wrote for this model: what it found, where the arguments above
+            leave the choice.
+        keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
         events: Listener of the expert store.
         fuse: Lay matrices of the same input one behind another (``model.prepare()``); None: where
             that saves time, on GPUs.
@@ -96,6 +107,18 @@ def load_model(
     """
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
+    tuned: dict[str, Any] = {}
+    if profile is not None:
+        tuned = open_tuning(profile)
+        if tuned["model"] != checkpoint.identity():
+            raise InputError(f"{profile} is of another model than {path}; tune this one.")
+    if expert_memory in (None, "auto"):
+        expert_memory = tuned.get("expert_memory", "auto")
+    if expert_reader == "auto":
+        expert_reader = tuned.get("expert_reader", "auto")
+    if expert_threads is None:
+        expert_threads = tuned.get("expert_threads", DEFAULT_THREADS)
+    prefetch = make_prefetch(tuned.get("prefetch") if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
         checkpoint.config, file=checkpoint.config_file, strict=strict_config
@@ -131,12 +154,15 @@ def load_model(
             model,
             mapped,
             layouts,
-            budget="auto" if expert_memory is None else expert_memory,
+            budget=expert_memory,
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
             given=reader is not None,
             threads=expert_threads,
             eviction=eviction,
+            prefetch=prefetch,
+            keep_all_ahead=keep_all_ahead,
+            balance=make_balance(balance),
             events=events,
             dtype=dtype,
         )
@@ -196,7 +222,10 @@ def _make_store(
     reader: Reader,
     given: bool,
     threads: int,
-    eviction: str | Eviction,
+    eviction: Eviction,
+    prefetch: Prefetch | None,
+    keep_all_ahead: bool,
+    balance: Balance | None,
     events: EventHook | None,
     dtype: mx.Dtype,
 ) -> tuple[ExpertStore, Plan]:
@@ -228,6 +257,9 @@ def _make_store(
             reader,
             plan.slots,
             eviction=eviction,
+            prefetch=prefetch,
+            keep_all_ahead=keep_all_ahead,
+            balance=balance,
             threads=threads,
             events=events,
             ffn=model.kernels.expert_ffn,
@@ -255,6 +287,7 @@ def _resident(
         events=events,
         ffn=model.kernels.expert_ffn,
         mix=model.kernels.expert_mix,
+        block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
     )
 
 

@@ -46,6 +46,32 @@ def test_swap_router_trades_reads_for_text():
     assert bits[-1] > bits[0]
 
 
+def test_a_replay_gives_the_live_hits_and_policies_are_ordered():
+    out = run("examples/trace_and_replay.py")
+    live, replayed = re.search(r"hits live (\d+), replayed (\d+)", out).groups()
+    assert live == replayed
+    rows = {line.split()[0]: list(map(float, line.split()[1:])) for line in out.splitlines()
+            if re.match(r"[a-z0-9]+ +\d+\.\d+ +\d", line)}  # fmt: skip
+    assert {"lru", "lfu", "belady", "shuffled"} <= set(rows)
+    for name in set(rows) - {"shuffled"}:
+        assert all(a <= b for a, b in zip(rows[name], rows["belady"], strict=True))
+    times = [float(t) for t in re.findall(r"([\d.]+) ms a token", out)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_policy_of_ones_own_lies_between_nothing_and_belady():
+    out = run("examples/swap_policy.py")
+    rows = [list(map(float, row)) for row in re.findall(r"%  +([\d.]+)  +([\d.]+)  +([\d.]+)", out)]
+    assert len(rows) == 3
+    assert all(0 < mine <= best for _, mine, best in rows)
+    assert "same text: True" in out
+
+
+@pytest.mark.parametrize("name", ["swap_policy", "trace_and_replay"])
+def test_short_examples_stay_short(name):
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60
+
+
 def test_train_tiny_learns_saves_goes_on_and_loads(tmp_path):
     from mlx_moeflux import generate, load
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.convert import convert
+from mlx_moeflux.experts.evictions import EVICTIONS
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
 from mlx_moeflux.models import model_class
@@ -74,6 +75,15 @@ def test_every_reader_gives_the_same_bits(resident, reader):
     tokens = tokens_of(40, 2)
     with load_model(BUNDLED_MODEL, expert_memory="20%", expert_reader=reader) as model:
         assert mx.array_equal(resident(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_every_eviction_gives_the_same_bits(resident, eviction):
+    with load_model(BUNDLED_MODEL, expert_memory="25%", eviction=eviction) as model:
+        a, b = resident.make_cache(), model.make_cache()
+        for T in (40, 1, 1, 7, 1, 1):
+            tokens = tokens_of(T, seed=T)
+            assert mx.array_equal(resident(tokens, a), model(tokens, b))
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,16 @@ import sys
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, MoefluxError, UnsupportedError
+from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.errors import (
+    CheckpointError,
+    ConfigError,
+    MemoryBudgetError,
+    MoefluxError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -56,6 +63,39 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
             f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
         )
     return _download(name, revision)
+
+
+def remote_headers(
+    repo_id: str, *, revision: str | None = None
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """config.json and, by name, dtype and shape of every tensor of a repository on the hub, with a
+    few ranged reads: no weight is downloaded.
+
+    Raises:
+        CheckpointError, UnsupportedError: As :func:`resolve`; the second also without safetensors.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    if not _REPO_ID.fullmatch(repo_id):
+        raise CheckpointError(
+            f"{repo_id!r} is neither a directory nor a hub id of the form org/name; check the path."
+        )
+    try:
+        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
+        found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=revision)
+    except errors.NotASafetensorsRepoError as cause:
+        raise UnsupportedError(
+            f"{repo_id} holds no .safetensors weights; choose a repository that does."
+        ) from cause
+    except (OSError, errors.HTTPError, errors.HFValidationError) as cause:
+        raise _translated(cause, repo_id, revision) from cause
+    tensors = {
+        name: (info.dtype, tuple(info.shape))
+        for part in found.files_metadata.values()
+        for name, info in part.tensors.items()
+    }
+    return read_json_object(Path(file), error=ConfigError), tensors
 
 
 def needed_files(names: Iterable[str]) -> list[str]:

@@ -18,11 +18,16 @@ COMMANDS = {
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare every kernel with its reference on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
+    "trace": "draw or replay what generate --trace wrote",
+    "plan": "say whether a model fits and how fast it can be",
+    "tune": "find the memory and threads that suit this machine",
+    "evaluate-knob": "compare a lossy choice with the exact model",
+    "policies": "list who may decide which experts stay in memory",
 }
 
 
 def command_module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
 
 
 class Version(argparse.Action):

@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
@@ -79,12 +81,15 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command that runs a model understands."""
     add = parser.add_argument
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
-    add(
-        "--expert-threads", type=int, default=8, help="reads under way at once, default %(default)s"
-    )
+    add("--expert-threads", type=int, help="reads under way at once, default 8")
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
+    add("--prefetch", help="what is read before it is asked for; default none")
+    add("--balance", default="none", help="who moves slots between layers; default none")
+    add("--profile", metavar="FILE", help="what tune found, where these options leave it open")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
+    add("--trace", metavar="FILE", help="record which experts every token chooses")
     add("--stats", action="store_true", help="print what the experts cost, layer by layer")
 
 
@@ -96,11 +101,15 @@ def run(args: argparse.Namespace) -> int:
         expert_memory=args.expert_memory,
         expert_threads=args.expert_threads,
         expert_reader=args.expert_reader,
+        eviction=args.eviction,
+        prefetch=args.prefetch,
+        balance=args.balance,
+        profile=args.profile,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,
         verbose=True,
     )
-    with model:
+    with model, model.trace(args.trace) if args.trace else nullcontext():
         prompt, options = _prompt(args, tokenizer)
         last = None
         with _PrefillBar() as bar:
@@ -196,6 +205,8 @@ def stats_table(experts: Any, model: Any) -> str:
             f"{name!s:5} "
             + " ".join(f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
         )
+    if experts.total.proposed:
+        lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
     kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
     return "\n".join([*lines, f"kernels: {kernels}", *(f"lossy: {what}" for what in experts.lossy)])
 

@@ -103,6 +103,10 @@ class Fetch:
         results = (self._results[i] for i in range(len(self._targets)))
         return next((r for r in results if isinstance(r, BaseException)), None)
 
+    def abandon(self) -> None:
+        """Let no further read begin."""
+        self._abandoned = True
+
     def drain(self) -> None:
         """Let no further read begin and wait until none is under way.
 
@@ -111,7 +115,7 @@ class Fetch:
         interrupt = None
         while True:
             try:
-                self._abandoned = True
+                self.abandon()
                 self._wait_for(self._begun)
                 break
             except KeyboardInterrupt as error:

@@ -15,9 +15,20 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.bank import LayerBank
-from mlx_moeflux.experts.events import EventHook, Evict, Hit, Miss, ReadEnd, ReadStart
-from mlx_moeflux.experts.fetch import Fetch, ReadThreads, Target
+from mlx_moeflux.experts.events import (
+    EventHook,
+    Evict,
+    Hit,
+    Miss,
+    PrefetchDrop,
+    PrefetchEnd,
+    PrefetchStart,
+    ReadEnd,
+    ReadStart,
+)
+from mlx_moeflux.experts.fetch import Arrival, Fetch, ReadThreads, Target
 from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.slots import SlotTable
@@ -65,6 +76,13 @@ class StreamedLayer:
         self.unsettled = False
         self._reader, self._policy, self._all_stats = reader, policy, stats
         self._fetch: Fetch | None = None
+        # Blocks on their way that nobody has asked for yet, and residents that came so.
+        self._ahead: list[tuple[Target, Fetch]] = []
+        self._fresh: set[int] = set()
+        self.proposal: frozenset[int] = frozenset()
+        # Since whoever shares out slots was told last.
+        self.missed: list[int] = []
+        self.victims: list[int] = []
         self._readers_of_bank: list[Reading] = []
         self._device_table: mx.array | None = None
 
@@ -99,6 +117,7 @@ class StreamedLayer:
         it is dropped it keeps one bank of this layer more in memory.
         """
         assert self._fetch is None, "the bank changes while it is read into"
+        assert not self._ahead, "the bank changes while it is read into"
         if not all(reading.ended() for reading in self._readers_of_bank):
             self.bank.resize(self.bank.slots)
         self._readers_of_bank.clear()
@@ -121,12 +140,16 @@ class StreamedLayer:
     ) -> None:
         """Count, and tell of, every needed expert, ascending."""
         for expert in needed:
-            absent = expert in missing
+            absent, fresh = expert in missing, expert in self._fresh
             self.stats.lookups += 1
             self.stats.misses += absent
+            if absent:
+                self.missed.append(expert)
             self.stats.hits += not absent
+            self.stats.prefetched_hits += fresh
+            self._fresh.discard(expert)
             if events is not None:
-                events((Miss if absent else Hit)(self.layer, expert))
+                events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, fresh))
 
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None
@@ -156,6 +179,8 @@ class StreamedLayer:
         """Let `expert` lose its slot."""
         self.unsettled, self._device_table = True, None
         slot = self.table.remove(expert)
+        self._fresh.discard(expert)
+        self.victims.append(expert)
         self._policy.evict(self.layer, expert)
         self.stats.evictions += 1
         if events is not None:
@@ -194,16 +219,86 @@ class StreamedLayer:
         self.stats.stall_seconds += perf_counter() - start
         arrivals = self._fetch.arrivals()
         for arrival in arrivals:
-            self.table.put(arrival.expert, arrival.slot)
-            self._policy.admit(self.layer, arrival.expert)
-            self.stats.reads += 1
-            self.stats.bytes_read += arrival.nbytes
-            self.stats.read_seconds += arrival.seconds
+            self._enter(arrival)
             if events is not None:
                 events(ReadEnd(self.layer, *arrival))
         if error is not None:
             raise error
         self._fetch = None
+
+    def _enter(self, arrival: Arrival) -> None:
+        self.table.put(arrival.expert, arrival.slot)
+        self._policy.admit(self.layer, arrival.expert)
+        self.stats.reads += 1
+        self.stats.bytes_read += arrival.nbytes
+        self.stats.read_seconds += arrival.seconds
+
+    def read_ahead(
+        self,
+        threads: ReadThreads,
+        experts: Sequence[int],
+        protected: Container[int],
+        events: EventHook | None,
+    ) -> None:
+        """Begin to read `experts`, which are absent and which nobody has asked for yet."""
+        slots = self.make_room(len(experts), protected, events)
+        for expert, slot in zip(experts, slots, strict=True):
+            target = Target(expert, slot, self.bank.slot_views(slot))
+            if events is not None:
+                events(PrefetchStart(self.layer, expert, slot))
+            fetch = Fetch(self._reader, self.layer, [target])
+            self._ahead.append((target, fetch))
+            fetch.start(threads)
+        self.unsettled = False
+
+    def land(self, needed: Container[int], *, wait: bool, events: EventHook | None) -> float:
+        """Enter the blocks that were read ahead; the seconds that this had to wait.
+
+        wait: Wait for all of them; otherwise those that are not `needed` and not begun are given
+        up, and their slots are free again. A read that failed is given up too.
+        """
+        if not self._ahead:
+            return 0.0
+        self.unsettled = True
+        start = perf_counter()
+        unwanted = [] if wait else [f for target, f in self._ahead if target.expert not in needed]
+        for fetch in unwanted:
+            fetch.abandon()
+        for _, fetch in self._ahead:
+            if fetch in unwanted:
+                fetch.drain()
+                continue
+            error = fetch.wait()
+            if error is not None and not isinstance(error, ExpertFileError):
+                raise error
+        waited = perf_counter() - start
+        self.stats.stall_seconds += waited
+        for target, fetch in self._ahead:
+            arrivals = fetch.arrivals()
+            for arrival in arrivals:
+                self._enter(arrival)
+                self._fresh.add(arrival.expert)
+                self.stats.prefetches += 1
+                if events is not None:
+                    events(PrefetchEnd(self.layer, *arrival))
+            if not arrivals:
+                self.table.give_back(target.slot)
+                if events is not None:
+                    events(PrefetchDrop(self.layer, target.expert, target.slot))
+        self._ahead.clear()
+        self.unsettled = False
+        return waited
+
+    def take_news(self) -> tuple[list[int], list[int]]:
+        """Experts that were missed and that lost their slots since the last time."""
+        news = self.missed, self.victims
+        self.missed, self.victims = [], []
+        return news
+
+    @property
+    def reading_ahead(self) -> bool:
+        """Blocks are on their way that nobody has asked for yet."""
+        return bool(self._ahead)
 
     def settled(self) -> None:
         """Everything that was begun is finished."""
@@ -217,12 +312,17 @@ class StreamedLayer:
         if self._fetch is not None:
             self._fetch.drain()
             self._fetch = None
+        for _, fetch in self._ahead:
+            fetch.drain()
+        self._ahead.clear()
+        self._fresh.clear()
         self._device_table = None
         self.table.rebuild()
         self.unsettled = False
 
     def resize(self, slots: int, events: EventHook | None) -> None:
         """Change the number of slots; the policy chooses who leaves when there are too many."""
+        self.land((), wait=True, events=events)
         excess = len(self.table) - slots
         if excess > 0:
             resident = self.table.slot_of.keys()

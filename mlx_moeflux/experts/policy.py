@@ -1,4 +1,4 @@
-"""Which expert gives up its slot when another is needed. Pure Python, no MLX.
+"""Which expert gives up its slot when another is needed: the protocol. Pure Python, no MLX.
 
 A policy sees a logical clock only, never time, so that a recorded trace can be replayed. It
 advises and does not keep the books: the set of residents that it is given is the truth, also
@@ -7,34 +7,33 @@ after an interrupted call in which it was not told of everything.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Container
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Container, Sequence
+from typing import Protocol
 
 from mlx_moeflux.errors import InputError
-
-
-class Clock(NamedTuple):
-    """When an expert was asked for: the layer's count of tokens before this one, the layer, and
-    the place among the token's experts (ascending ids)."""
-
-    token: int
-    layer: int
-    order: int
+from mlx_moeflux.experts.evictions import EVICTIONS
 
 
 class Eviction(Protocol):
     """Chooses victims. Replace it with ``load(eviction=...)``.
 
-    For each call of a layer the store calls `touch` for every distinct expert that the tokens
-    ask for, in the order of their last use; then, once or several times, `choose`, `evict` for
-    each victim, and `admit` for each expert whose block has arrived.
+    For each call of a layer the store calls `touch` once, with everything that the tokens ask
+    for; then, once or several times, `choose`, `evict` for each victim, and `admit` for each
+    expert whose block has arrived. Between calls `choose`, `evict` and `admit` may come for
+    blocks that nobody has asked for yet, and when the bank is resized.
     """
 
     name: str
 
-    def touch(self, layer: int, expert: int, clock: Clock, uses: int) -> None:
-        """`uses` tokens of this call ask for `expert`, resident or not, the last at `clock`."""
+    def touch(
+        self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
+    ) -> None:
+        """The tokens of a call ask for `experts`, resident or not.
+
+        experts: Different ones, in the order of their last use: by token, then in the router's
+        order (ascending ids). last: The token of that use, counted by the layer since the store
+        was opened. uses: How many tokens of the call ask for it.
+        """
         ...
 
     def choose(
@@ -55,59 +54,6 @@ class Eviction(Protocol):
     def reset(self) -> None:
         """Every bank is empty; forget everything."""
         ...
-
-
-class LRU:
-    """Evicts the expert whose last use is longest ago; one that was never asked for goes first.
-
-    A call costs the length of its answer plus the residents and newcomers that must be skipped.
-    """
-
-    name = "lru"
-
-    def __init__(self):
-        self._order: dict[int, OrderedDict[int, None]] = {}
-
-    def touch(self, layer: int, expert: int, clock: Clock, uses: int) -> None:
-        """See :meth:`Eviction.touch`."""
-        order = self._order.setdefault(layer, OrderedDict())
-        order[expert] = None
-        order.move_to_end(expert)
-
-    def choose(
-        self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
-    ) -> list[int]:
-        """See :meth:`Eviction.choose`."""
-        order = self._order.get(layer, {})
-        victims: list[int] = []
-        for expert in order:
-            if len(victims) == count:
-                return victims
-            if expert in resident and expert not in protected:
-                victims.append(expert)
-        if len(victims) < count:
-            # Residents that this object was never told of are older than anything it knows.
-            unknown = sorted(e for e in resident if e not in order and e not in protected)
-            victims = (unknown + victims)[:count]
-        return victims
-
-    def evict(self, layer: int, expert: int) -> None:
-        """See :meth:`Eviction.evict`."""
-        self._order.get(layer, {}).pop(expert, None)
-
-    def admit(self, layer: int, expert: int) -> None:
-        """See :meth:`Eviction.admit`."""
-        order = self._order.setdefault(layer, OrderedDict())
-        if expert not in order:
-            order[expert] = None
-            order.move_to_end(expert, last=False)
-
-    def reset(self) -> None:
-        """See :meth:`Eviction.reset`."""
-        self._order.clear()
-
-
-EVICTIONS: dict[str, Callable[[], Eviction]] = {"lru": LRU}
 
 
 def make_eviction(policy: str | Eviction) -> Eviction:
@@ -143,6 +89,8 @@ def choose_victims(
         InputError: It named too few, too many, the same twice, or an expert it may not.
     """
     victims = list(policy.choose(layer, count, resident=resident, protected=protected))
+    if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:
+        return victims
     fair = all(e in resident and e not in protected for e in victims)
     if len(victims) != count or len(set(victims)) != count or not fair:
         raise InputError(

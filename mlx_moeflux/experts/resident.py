@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, ShapeError
-from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
+from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, block_bytes, from_whole_bank
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
@@ -23,7 +23,8 @@ class ResidentStore:
         training replaces parameter arrays.
     events: Listener that is told what the router chose.
     ffn, mix: The operations that compute experts. scratch_bytes: What one step of a long call may
-        allocate besides its result; None is what suits the device.
+        allocate besides its result; None is what suits the device. block_bytes: MoE layer id ->
+        bytes of one expert on disk, for traces.
 
     Evaluates: nothing, unless there is a listener. Gradients flow to x, weights and the arrays
     of the banks.
@@ -39,12 +40,20 @@ class ResidentStore:
         ffn: ExpertFFN = expert_ffn,
         mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
+        block_bytes: Mapping[int, int] | None = None,
     ):
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
         self.events = events
         self._banks = banks
         self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
-        self._stats = ExpertStats(self.layers)
+        self._stats, self._block_bytes = ExpertStats(self.layers), block_bytes
+
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """MoE layer id -> bytes of one expert on disk, or here if no disk is known."""
+        if self._block_bytes is not None:
+            return dict(self._block_bytes)
+        return {layer: block_bytes(self._banks(layer)) for layer in self.layers}
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""

@@ -47,6 +47,10 @@ class SlotTable:
         """A free slot, the lowest, for the caller to fill."""
         return heapq.heappop(self._free)
 
+    def give_back(self, slot: int) -> None:
+        """`slot`, which was taken, stays empty."""
+        heapq.heappush(self._free, slot)
+
     def put(self, expert: int, slot: int) -> None:
         """The bytes of `expert` are now in `slot`, which was taken."""
         assert self.expert_of[slot] == EMPTY, "a slot in use was filled"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass
@@ -15,14 +16,18 @@ class LayerStats:
     lookups: Distinct experts asked for, summed over the calls that had to look. A layer that
         holds every expert does not look.
     hits, misses: The lookups that found the expert resident, and those that did not.
-    reads, bytes_read: Blocks and bytes that arrived: one block for each miss, plus what
-        `preload` read unasked.
+    reads, bytes_read: Blocks and bytes that arrived: one block for each miss, plus what was read
+        unasked by `preload` or a prefetcher.
     read_seconds: Time inside reads, summed over the threads.
     stall_seconds: Time the caller waited for reads.
     compute_seconds: Time inside the store without stalls. Evaluation is lazy: it includes
         waiting for the ids, hence for everything that leads to them, and not what is evaluated
         after the call.
     evictions: Experts that lost their slot.
+    prefetches: Blocks that were read before anyone asked for them, contained in `reads`.
+    prefetched_hits: Hits that found such a block for the first time.
+    proposed, foreseen: Experts that the prefetcher named, resident or not, and those of them that
+        the next call asked for.
     """
 
     tokens: int = 0
@@ -35,6 +40,10 @@ class LayerStats:
     stall_seconds: float = 0.0
     compute_seconds: float = 0.0
     evictions: int = 0
+    prefetches: int = 0
+    prefetched_hits: int = 0
+    proposed: int = 0
+    foreseen: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -49,6 +58,8 @@ class LayerStats:
 class ExpertStats:
     """The account of a store: `layers` by MoE layer id, and the marks of lossy choices.
 
+    calls: What each call cost, a :class:`~mlx_moeflux.experts.attribution.CallCost` each, while
+        ``model.attribute()`` lasts; else None.
     lossy: What makes results differ from the full model's, such as ``experts_per_token 4 of 8``.
         It describes the set-up and survives :meth:`reset`.
     """
@@ -56,6 +67,7 @@ class ExpertStats:
     def __init__(self, layers: Iterable[int]):
         self.layers: dict[int, LayerStats] = {layer: LayerStats() for layer in layers}
         self.lossy: list[str] = []
+        self.calls: list[Any] | None = None
 
     @property
     def total(self) -> LayerStats:
@@ -74,16 +86,24 @@ class ExpertStats:
 
     def reset(self) -> None:
         """Set every count to zero, in place."""
+        if self.calls is not None:
+            self.calls = []
         for layer in self.layers:
             self.layers[layer] = LayerStats()
 
     def snapshot(self) -> ExpertStats:
         """A copy that no longer changes."""
-        return copy.deepcopy(self)
+        result = ExpertStats(())
+        result.layers = copy.deepcopy(self.layers)
+        result.lossy = list(self.lossy)
+        result.calls = None if self.calls is None else list(self.calls)
+        return result
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """What happened after `earlier`, a snapshot of the same store without a reset between."""
         result = self.snapshot()
+        if self.calls is not None:
+            result.calls = self.calls[len(earlier.calls or ()) :]
         for layer, stats in result.layers.items():
             before = earlier.layers[layer]
             for field in fields(LayerStats):
@@ -92,9 +112,13 @@ class ExpertStats:
         return result
 
     def as_dict(self) -> dict[str, object]:
-        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers."""
+        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers, and
+        ``"calls"`` if there are any."""
         layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
-        return {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        if self.calls is not None:
+            data["calls"] = [call.as_dict() for call in self.calls]
+        return data
 
     def __str__(self) -> str:
         total = self.total
@@ -106,4 +130,9 @@ class ExpertStats:
             f"stalls {total.stall_seconds:.2f} s",
             f"compute {total.compute_seconds:.2f} s",
         ]
+        if total.proposed:
+            parts.append(
+                f"read ahead {total.prefetches}, of which {total.prefetched_hits} used; foreseen "
+                f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
+            )
         return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])

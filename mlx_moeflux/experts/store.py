@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.experts.stats import ExpertStats
@@ -28,6 +29,10 @@ class ExpertStore(Protocol):
             x: ``[N, C]``; ids: ``[N, K]`` uint32, ascending in each row; weights: ``[N, K]``
             float32. An id equal to E marks padding: no expert, whatever its weight.
             returns: ``[N, C]`` float32.
+
+        A store with a true attribute `looks_ahead` is also given ``ahead=``, ``[N, K]`` uint32:
+        what the router of the next MoE layer would choose now, the likeliest first; E marks
+        padding. It is None for the last layer and for long calls.
         """
         ...
 
@@ -52,3 +57,12 @@ def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Non
         )
     if not ids.size:
         raise ShapeError(f"layer {layer}: {shapes}; there must be a token and an expert.")
+
+
+def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
+    """Raise :class:`ShapeError` unless ids ``[N, K]``, read from the device, are in range."""
+    if ids.max() > num_experts or (ids[:, 1:] < ids[:, :-1]).any():
+        raise ShapeError(
+            f"layer {layer}: ids must ascend in each row and be at most {num_experts}, got "
+            f"{ids[0].tolist()} in the first row."
+        )

@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts.asked import Asked
+from mlx_moeflux.experts.balance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
@@ -23,13 +25,23 @@ from mlx_moeflux.experts.compute import (
     few_pairs,
     from_whole_bank,
 )
-from mlx_moeflux.experts.events import Chosen, EventHook
+from mlx_moeflux.experts.events import Chosen, EventHook, Guess, Resize
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
-from mlx_moeflux.experts.policy import Clock, Eviction, make_eviction
+from mlx_moeflux.experts.policy import Eviction, make_eviction
+from mlx_moeflux.experts.prefetch import (
+    MOST_PAIRS,
+    Prefetch,
+    blocks_ahead,
+    make_prefetch,
+    merged,
+    next_layer,
+    proposed,
+)
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
-from mlx_moeflux.experts.store import check_call
+from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
 from mlx_moeflux.kernels.expert_ffn import expert_ffn
 from mlx_moeflux.kernels.expert_mix import expert_mix
@@ -42,9 +54,13 @@ class StreamedStore:
     See :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
     reader: Closed with the store. slots: For each MoE layer, or one number for all.
-    eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. threads: Reads under way
-    at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode
-    step's hits while its misses are read. ffn, mix: The operations that compute experts.
+    eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. prefetch: A name or a
+    :class:`~mlx_moeflux.experts.prefetch.Prefetch`. keep_all_ahead: Every block that was read ahead
+    is waited for when its layer is called, so that hits do not depend on time; otherwise those
+    that are not needed and not begun are given up. balance: A name or a
+    :class:`~mlx_moeflux.experts.balance.Balance`, who moves slots between layers. threads: Reads
+    under way at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a
+    decode step's hits while its misses are read. ffn, mix: The operations that compute experts.
     scratch_bytes: What one step of a long call may allocate besides its result, None for what
     suits the device.
 
@@ -63,7 +79,10 @@ class StreamedStore:
         reader: Reader,
         slots: int | Mapping[int, int],
         *,
-        eviction: str | Eviction = "lru",
+        eviction: str | Eviction = DEFAULT_EVICTION,
+        prefetch: str | Prefetch | None = None,
+        keep_all_ahead: bool = False,
+        balance: str | Balance | None = None,
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
         overlap: bool = False,
@@ -75,7 +94,8 @@ class StreamedStore:
             raise InputError(f"{threads} threads cannot read experts; give at least 1.")
         self.reader, self.threads, self.events, self.overlap = reader, threads, events, overlap
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
-        self.eviction = make_eviction(eviction)
+        self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
+        self.keep_all_ahead, self.balance = keep_all_ahead, make_balance(balance)
         self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
@@ -99,16 +119,45 @@ class StreamedStore:
         return self._bank.nbytes + self.threads * getattr(self.reader, "staging_bytes", 0)
 
     @property
+    def bank_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._bank.nbytes
+
+    @property
     def slots(self) -> dict[int, int]:
         """MoE layer id -> number of slots."""
         return {layer: state.table.slots for layer, state in self._layers.items()}
+
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """MoE layer id -> bytes of one expert."""
+        return {layer: state.bank.layout.nbytes for layer, state in self._layers.items()}
+
+    @property
+    def cold(self) -> bool:
+        """No expert is resident and none was asked for."""
+        states = self._layers.values()
+        return not any(state.tokens or state.table.slot_of for state in states)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`experts` wants to be told what the next layer's router would choose."""
+        return self.prefetch is not None and self.prefetch.looks_ahead
 
     def residents(self, layer: int) -> dict[int, int]:
         """Expert -> slot of a layer, as it is now."""
         with self._lock:
             return dict(self._state(layer).table.slot_of)
 
-    def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
+    def experts(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        *,
+        ahead: mx.array | None = None,
+    ) -> mx.array:
         """See :meth:`ExpertStore.experts`.
 
         Raises:
@@ -121,7 +170,7 @@ class StreamedStore:
             state = self._state(layer)
             start, stalled = perf_counter(), state.stats.stall_seconds
             try:
-                y = self._experts(state, x, ids, weights)
+                y, asked, guess = self._experts(state, x, ids, weights, ahead)
                 state.settled()
             finally:
                 if state.unsettled:
@@ -130,6 +179,13 @@ class StreamedStore:
                 state.stats.compute_seconds += spent
             state.stats.tokens += x.shape[0]
             state.tokens += x.shape[0]
+            short, news = ids.size <= MOST_PAIRS, state.take_news()
+            if self.balance is not None:
+                self.balance.called(layer, *news)
+                if short and layer == self.layers[-1]:
+                    self._move_slots(state.tokens, ids.shape[1])
+            if short and asked is not None:
+                self._read_ahead(layer, guess)
             return y
 
     @property
@@ -156,6 +212,7 @@ class StreamedStore:
         with self._lock:
             for layer in self.layers if layers is None else layers:
                 state = self._state(layer)
+                state.land((), wait=True, events=self.events)
                 absent = missing_of(state.table, range(self.num_experts))[: state.table.free]
                 if not absent:
                     continue
@@ -183,9 +240,21 @@ class StreamedStore:
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:
-            state = self._state(layer)
             self.generation += 1
-            state.resize(self._checked(layer, slots), self.events)
+            self._state(layer).resize(self._checked(layer, slots), self.events)
+            if self.events is not None:
+                self.events(Resize(layer, self.slots[layer]))
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """Give every layer its number of slots: those that shrink first, so that no more memory is
+        held than before or after, but for one layer's bank."""
+        with self._lock:
+            changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
+            for layer in sorted(changes, key=changes.get):
+                if changes[layer]:
+                    self.resize(layer, slots[layer])
+                    # What MLX keeps of the old bank would count twice.
+                    mx.clear_cache()
 
     def close(self) -> None:
         """Wait for reads; free bank, files and threads. A second call does nothing."""
@@ -225,51 +294,76 @@ class StreamedStore:
         return state
 
     def _experts(
-        self, state: StreamedLayer, x: mx.array, ids: mx.array, weights: mx.array
-    ) -> mx.array:
+        self,
+        state: StreamedLayer,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        ahead: mx.array | None,
+    ) -> tuple[mx.array, Asked | None, tuple[int, ...]]:
+        """The result, what was asked for (None if nobody looked), and the guess."""
         if ids.shape[1] > state.table.slots:
             raise MemoryBudgetError(
                 f"a token needs {ids.shape[1]} experts but layer {state.layer} has "
                 f"{state.table.slots} slots; give the experts more memory or use fewer a token."
             )
-        if state.table.complete and self.events is None:
+        if state.table.complete and self.events is None and self.prefetch is None:
             # Nothing that reads a complete bank need be remembered: its slots never change.
-            table = state.device_table()
-            return from_whole_bank(x, ids, weights, state.bank.experts, self._form, table=table)
+            table, bank = state.device_table(), state.bank.experts
+            return from_whole_bank(x, ids, weights, bank, self._form, table=table), None, ()
+        if ahead is not None:
+            mx.eval(ids, ahead)
         host = np.array(ids)
-        self._check_ids(state.layer, host)
+        check_ids(state.layer, host, self.num_experts)
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
+        asked = Asked.of(host, self.num_experts, state.tokens)
+        needed = asked.needed
+        self._prepare(state, asked)
         pairs = Pairs.of(host, self.num_experts)
-        needed = self._touch(state, pairs)
         if len(needed) > state.table.slots:
             total = ExpertSum(x, weights, self._form)
-            return sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
-        return self._at_once(state, pairs, needed, x, weights)
+            y = sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
+        else:
+            y = self._at_once(state, pairs, needed, x, weights)
+        guess = () if ahead is None else merged(ahead.tolist(), self.num_experts)
+        return y, asked, guess
 
-    def _check_ids(self, layer: int, ids: np.ndarray) -> None:
-        if ids.max() > self.num_experts or (ids[:, 1:] < ids[:, :-1]).any():
-            raise ShapeError(
-                f"layer {layer}: ids must ascend in each row and be at most {self.num_experts}, "
-                f"got {ids[0].tolist()} in the first row."
-            )
+    def _prepare(self, state: StreamedLayer, asked: Asked) -> None:
+        """Enter what was read ahead; tell the policies what is asked for."""
+        if self.prefetch is not None:
+            needed = frozenset(asked.needed)
+            waited = state.land(needed, wait=self.keep_all_ahead, events=self.events)
+            if hasattr(self.prefetch, "waited"):
+                self.prefetch.waited(state.layer, waited)
+            state.stats.proposed += len(state.proposal)
+            state.stats.foreseen += len(state.proposal & needed)
+            state.proposal = frozenset()
+            self.prefetch.asked(state.layer, asked.experts, asked.last)
+        self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
 
-    def _touch(self, state: StreamedLayer, pairs: Pairs) -> list[int]:
-        """Tell the policy who is asked for; the distinct experts, ascending."""
-        needed, last, uses = np.unique(
-            pairs.expert[::-1], return_index=True, return_counts=True
-        )  # the first of the reversed pairs is the last use
-        last = len(pairs) - 1 - last
-        by_last_use = np.argsort(last)
-        for expert, at, count in zip(
-            needed[by_last_use].tolist(),
-            last[by_last_use].tolist(),
-            uses[by_last_use].tolist(),
-            strict=True,
-        ):
-            clock = Clock(state.tokens + int(pairs.token[at]), state.layer, int(pairs.rank[at]))
-            self.eviction.touch(state.layer, expert, clock, count)
-        return needed.tolist()
+    def _move_slots(self, token: int, least: int) -> None:
+        """Let the balance share out the slots anew, at the end of a token."""
+        limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
+        changes = changes_in_order(self.balance, token, self.slots, **limits)
+        for layer, slots in changes:
+            self._state(layer).resize(slots, self.events)
+
+    def _read_ahead(self, layer: int, guess: tuple[int, ...]) -> None:
+        """Begin to read what the next layer may need."""
+        following = next_layer(self.layers, layer)
+        if self.prefetch is None or following is None:
+            return
+        if guess and self.events is not None:
+            self.events(Guess(following, guess))
+        state = self._state(following)
+        if state.reading_ahead:
+            return
+        proposal = proposed(self.prefetch, following, guess, self.num_experts)
+        state.proposal = frozenset(proposal)
+        blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
+        if blocks:
+            state.read_ahead(self._threads, blocks, state.proposal, self.events)
 
     def _at_once(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -12,9 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.attribution import Attribution
+from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
+from mlx_moeflux.experts.events import both
+from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import stack
-from mlx_moeflux.models.moe import SparseMoeBlock
+from mlx_moeflux.models.moe import Following, SparseMoeBlock
 from mlx_moeflux.models.record import record
 
 if TYPE_CHECKING:
@@ -137,8 +144,13 @@ class StreamingModel(nn.Module):
         """Give every MoE block the store that computes its experts."""
         self._store = store
         self.forget_steps()
-        for block in self.moe_blocks().values():
-            block._store = store
+        blocks = self.moe_blocks()
+        for block in blocks.values():
+            block._store, block._following = store, None
+        if getattr(store, "looks_ahead", False):
+            for layer, following in pairwise(blocks):
+                norm = self.layers[following].post_attention_layernorm
+                blocks[layer]._following = Following(norm, blocks[following])
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
         """MoE layer id -> block."""
@@ -156,6 +168,73 @@ class StreamingModel(nn.Module):
                 yield kept
         finally:
             self._recordings -= 1
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
+        """Record which experts every token chooses into a file, see
+        :mod:`mlx_moeflux.experts.trace`. While this lasts every layer synchronises.
+
+        Raises:
+            InputError: The file cannot be written, or the store has no events.
+        """
+        store = self._store
+        info = TraceInfo.of(
+            store, experts_per_token=self._router.num_experts_per_tok, model=self.identity
+        )
+        with TraceWriter(path, info) as writer:
+            before = store.events
+            store.events = both(before, writer)
+            try:
+                yield writer
+            finally:
+                store.events = before
+
+    @contextmanager
+    def attribute(self) -> Iterator[None]:
+        """While this lasts, ``store.stats().calls`` and the ``experts.calls`` of a response tell
+        what each call of each layer cost, see :mod:`mlx_moeflux.experts.attribution`. Every layer
+        synchronises.
+
+        Raises:
+            InputError: The store has no events.
+        """
+        store, stats = self._store, self._store.stats()
+        if not hasattr(store, "events"):
+            raise InputError(f"{type(store).__name__} has no events to attribute costs from.")
+        before, listener = store.events, Attribution(stats)
+        stats.calls, store.events = [], both(before, listener)
+        try:
+            yield
+        finally:
+            listener.end_of_call()
+            stats.calls, store.events = None, before
+
+    def set_expert_memory(self, budget: str | float) -> None:
+        """Give the streamed experts another budget, as ``load(expert_memory=...)`` takes it, now:
+        banks shrink and grow, the policy chooses who leaves. Results stay the same, bit for bit.
+
+        Raises:
+            InputError: The experts are not streamed, or `budget` cannot be read.
+            MemoryBudgetError: It is too small for one token.
+        """
+        store = self._store
+        if not hasattr(store, "resize_all"):
+            raise InputError("these experts are not streamed; load with a smaller expert_memory.")
+        with self.lock:
+            asked = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)
+            if asked is None:
+                raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
+            slots = slots_for_budget(
+                asked,
+                store.block_bytes,
+                num_experts=store.num_experts,
+                experts_per_token=self._router.num_experts_per_tok,
+                staging_bytes=store.nbytes - store.bank_bytes,
+            )
+            store.resize_all(slots)
+            if self.plan is not None:
+                why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
+                self.plan = replace(self.plan, slots=slots, budget_bytes=asked, why=why)
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.

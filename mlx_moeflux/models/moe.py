@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.experts.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.models.layers import SwiGLU, project, weight_of
@@ -71,6 +72,22 @@ def check_router(router: Router, num_experts: int) -> None:
             f"{name} returned ids {rows[0]}; each row must be ascending, distinct and below "
             f"{num_experts}."
         )
+
+
+@dataclass(frozen=True)
+class Following:
+    """What the next MoE layer's router would choose on a hidden state of this one: a guess, since
+    the layers between have not seen it yet."""
+
+    norm: nn.Module
+    block: SparseMoeBlock
+
+    def __call__(self, hidden: mx.array, ids: mx.array) -> mx.array:
+        """hidden ``[N, C]``, this layer's ids ``[N, K]`` (E marks padding) -> ``[N, K]`` uint32,
+        the likeliest first."""
+        guess, weights = self.block.route(self.block.gate(self.norm(hidden)))
+        guess = mx.take_along_axis(guess, mx.argsort(-weights, axis=-1), axis=-1)
+        return mx.where(ids[:, :1] == self.block.num_experts, ids[:, :1], guess)
 
 
 class ExpertProjection(nn.Module):
@@ -143,7 +160,7 @@ class SparseMoeBlock(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
-        self._store = None
+        self._store = self._following = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
         post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
@@ -153,7 +170,10 @@ class SparseMoeBlock(nn.Module):
             real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        experts = self._store.experts(self.layer, post, ids, weights)  # [N, C] float32
+        options = {}
+        if self._following is not None and ids.size <= MOST_PAIRS:
+            options["ahead"] = self._following(x.reshape(post.shape), ids)
+        experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] f32
         if recorded(self, "h_post"):
             note(self, h_post=post.reshape(x.shape))
         note(self, router_logits=logits, ids=ids, weights=weights)

@@ -14,6 +14,9 @@ import pytest
 from mlx_moeflux import generate, generation, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
+from mlx_moeflux.experts.balance import BALANCES
+from mlx_moeflux.experts.evictions import EVICTIONS
+from mlx_moeflux.experts.prefetch import PREFETCHES
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -21,11 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
     "generate": """
-        --chat-template-config --expert-memory --expert-reader --expert-threads
+        --balance --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
-        --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
-        --system-prompt --temp --top-k --top-p --use-default-chat-template --verbose
+        --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
+        --profile --stats --stop
+        --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
@@ -36,6 +40,15 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
     "check": "--operation",
+    "plan": """
+        --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
+    """,
+    "policies": "",
+    "tune": "--budgets --model --out --repeats --tokens",
+    "evaluate-knob": """
+        --bits --expert-memory --experts-per-token --json --max-tokens --model --other
+    """,
+    "trace": "--budget --out --profile",
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 
@@ -155,6 +168,9 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["generate", "--expert-memory", "1kB"], "663552"),
         (["generate", "--expert-memory", "much"], "much"),
+        (["generate", "--eviction", "mru"], "'mru'; there are lru"),
+        (["generate", "--balance", "all"], "'all'; there are none, shift"),
+        (["generate", "--prefetch", "all"], "'all'; there are none, last, ahead"),
         (["generate", "--chat-template-config", "{"], "--chat-template-config"),
         (["generate", "--system-prompt", "x"], "--system-prompt"),
         (["generate", "--extra-eos-token", "nonesuch"], "nonesuch"),
@@ -165,6 +181,13 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--max-context", "3"], "context of 3"),
         (["convert", "--model", "no/such/thing/x"], "no/such/thing/x"),
         (["convert", "--model", str(BUNDLED_MODEL), "--upload-repo"], "--upload-repo"),
+        (["plan", "no/such/thing/x"], "no/such/thing/x"),
+        (["trace", "show", "no.trace"], "no.trace"),
+        (["tune", "--tokens", "0"], "--tokens"),
+        (["generate", "--profile", "no.json"], "no.json"),
+        (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
+        (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
+        (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
         (["synthesize", "--like", "nothing", "--out", "x"], "nothing"),
     ],
 )
@@ -183,6 +206,21 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
         main(["--version"])
     assert done.value.code == 0
     assert re.fullmatch(r"mlx_moeflux \d+\.\d+\.\d+ \(mlx [\d.]+, .+\)\n", capsys.readouterr().out)
+
+
+def test_policies_are_listed_and_selected_by_name(capsys):
+    assert main(["policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES, "--balance", *BALANCES]
+    assert [line.split()[0] for line in lines if not line.startswith(" " * 11)] == names
+    texts = set()
+    choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]
+    for choice in choices:
+        assert main(["generate", "-m", "6", "--expert-memory", "25%", "--stats", *choice]) == 0
+        out, err = capsys.readouterr()
+        texts.add(out)
+        assert ("read ahead" in err) == (choice[0] == "--prefetch")
+    assert len(texts) == 1
 
 
 def test_convert_and_generate_from_it(tmp_path):

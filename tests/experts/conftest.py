@@ -5,7 +5,7 @@ import pytest
 
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from tests.experts.helpers import K, random_experts, write_experts
+from tests.experts.helpers import K, Wrapped, random_experts, write_experts
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +40,13 @@ def open_store(experts):
     yield open_store
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def wrapped(experts, open_store):
+    """A function that opens a store whose reader calls `before` first."""
+
+    def wrapped(before, slots=4, **options):
+        return open_store(slots, Wrapped(make_reader("pread", experts.refs), before), **options)
+
+    return wrapped

@@ -159,3 +159,18 @@ def banks(model) -> list[int]:
     """Which arrays hold the experts; others would after a thread kept a result to itself."""
     model.hand_over()
     return [id(bank.arrays) for bank in model.store._bank.layers.values()]
+
+
+class Wrapped:
+    """A reader that runs `before` ahead of every read, in the reading thread."""
+
+    name = "wrapped"
+
+    def __init__(self, reader, before):
+        self._reader, self._before = reader, before
+        self.layers, self.num_experts = reader.layers, reader.num_experts
+        self.layout, self.close = reader.layout, reader.close
+
+    def read(self, layer, expert, into):
+        result = self._before(layer, expert, into)
+        return self._reader.read(layer, expert, into) if result is None else result

@@ -13,44 +13,19 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError, InputError
-from mlx_moeflux.experts import sweep as sweep_module
+from mlx_moeflux.experts import turns as turns_module
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from mlx_moeflux.experts.evictions import EVICTIONS, LRU
 from mlx_moeflux.experts.layer import MAX_UNEVALUATED
-from mlx_moeflux.experts.policy import LRU
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import C, E, K, bank_is_right, random_call, same_bits
 
 ROUNDS = 150
-PACKAGE = os.path.dirname(sweep_module.__file__)
+PACKAGE = os.path.dirname(turns_module.__file__)
 
 # Calls that miss, hit, evict and sweep.
 CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
-
-
-class Wrapped:
-    """A reader that runs `before` ahead of every read, in the reading thread."""
-
-    name = "wrapped"
-
-    def __init__(self, reader, before):
-        self._reader, self._before = reader, before
-        self.layers, self.num_experts = reader.layers, reader.num_experts
-        self.layout, self.close = reader.layout, reader.close
-
-    def read(self, layer, expert, into):
-        result = self._before(layer, expert, into)
-        return self._reader.read(layer, expert, into) if result is None else result
-
-
-@pytest.fixture
-def wrapped(experts, open_store):
-    """A function that opens a store whose reader calls `before` first."""
-
-    def wrapped(before, slots=4, **options):
-        return open_store(slots, Wrapped(make_reader("pread", experts.refs), before), **options)
-
-    return wrapped
 
 
 def all_is_well(store, experts):
@@ -152,9 +127,10 @@ def test_interrupted_at_any_event(experts, open_store, kind, overlap):
     all_is_well(store, experts)
 
 
-def test_interrupted_at_every_line(experts, monkeypatch):
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
-    monkeypatch.setattr(sweep_module, "READ_AHEAD", 2)
+    monkeypatch.setattr(turns_module, "READ_AHEAD", 2)
     countdown = 0
 
     def tracer(frame, event, argument):
@@ -170,9 +146,10 @@ def test_interrupted_at_every_line(experts, monkeypatch):
     call, other = random_call(4, seed=3), random_call(1, seed=8)
     right = [experts.resident().experts(3, *c) for c in (call, other)]
     lines, finished = 0, False
-    with StreamedStore(make_reader("pread", experts.refs), K, threads=2) as store:
+    reader = make_reader("pread", experts.refs)
+    with StreamedStore(reader, K, threads=2, eviction=eviction) as store:
         while not finished:
-            lines += 7
+            lines += 7 if eviction == "lru" else 17
             countdown = lines
             sys.settrace(tracer)
             try:

@@ -8,7 +8,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts import streamed
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
-from mlx_moeflux.experts.policy import LRU, Clock
+from mlx_moeflux.experts.evictions import LRU
 from mlx_moeflux.experts.readers import READERS, make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import (
@@ -275,18 +275,22 @@ def test_the_policy_sees_the_last_use_in_order(open_store):
     class Listening(LRU):
         seen = ()
 
-        def touch(self, layer, expert, clock, uses):
-            self.seen = (*self.seen, (layer, expert, clock, uses))
-            super().touch(layer, expert, clock, uses)
+        def touch(self, layer, experts, last, uses):
+            self.seen = (*self.seen, (layer, experts, last, uses))
+            super().touch(layer, experts, last, uses)
 
     policy = Listening()
     store = open_store(E, eviction=policy)
     ids = mx.array([[1, 4], [0, 4], [1, E]], mx.uint32)
     for _ in range(2):
         store.experts(5, mx.ones((3, C)), ids, mx.ones((3, 2)))
-    first = [(5, 0, Clock(1, 5, 0), 1), (5, 4, Clock(1, 5, 1), 2), (5, 1, Clock(2, 5, 0), 2)]
-    again = [(5, e, Clock(c.token + 3, 5, c.order), u) for _, e, c, u in first]
-    assert list(policy.seen) == first + again
+    one = mx.array([[2, E]], mx.uint32)
+    store.experts(5, mx.ones((1, C)), one, mx.ones((1, 2)))
+    assert policy.seen == (
+        (5, [0, 4, 1], [1, 1, 2], [1, 2, 2]),
+        (5, [0, 4, 1], [4, 4, 5], [1, 2, 2]),
+        (5, [2], [6], [1]),
+    )
 
 
 def test_resize_keeps_the_most_recent(experts, open_store):
@@ -348,7 +352,7 @@ def test_wrong_options_are_refused(open_store):
     with pytest.raises(InputError, match="layer 5 cannot have 0 slots"):
         open_store({3: K})
     with pytest.raises(InputError, match="no eviction"):
-        open_store(K, eviction="random")
+        open_store(K, eviction="mru")
 
 
 def test_slots_differ_by_layer_and_are_counted(experts, open_store):

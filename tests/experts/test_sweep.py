@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_moeflux.experts import sweep as sweep_module
+from mlx_moeflux.experts import turns as turns_module
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.sweep import READ_AHEAD, Plan
+from mlx_moeflux.experts.turns import READ_AHEAD, Plan
 from tests.experts.helpers import (
     FOUR_BIT,
     bank_is_right,
@@ -26,7 +26,7 @@ MANY = 23
 @pytest.mark.parametrize("slots", [4, 9, MANY - 1])
 def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, monkeypatch, slots, n):
     """Bank-fulls of at most three reads, so that residents wait and reads run ahead."""
-    monkeypatch.setattr(sweep_module, "READ_AHEAD", 3)
+    monkeypatch.setattr(turns_module, "READ_AHEAD", 3)
     experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")
     resident = experts.resident()
     with StreamedStore(make_reader("pread", experts.refs), slots) as store:

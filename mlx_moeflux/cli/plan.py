@@ -1,0 +1,50 @@
+"""``mlx_moeflux plan``: will it fit, and how fast can it be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.planning import MEMORY_GBPS, SSD_GBPS, plan_model
+from mlx_moeflux.sizes import open_sizes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="directory or Hugging Face id, of which only headers are read")
+    add("--memory", help="of the machine, such as 32GB (default: this one's)")
+    add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
+    add("--context", type=int, default=8192, help="positions, default %(default)s")
+    add("--bits", type=int, help="as if converted to so many bits")
+    add("--ssd-gbps", type=float, default=SSD_GBPS, help="default %(default)s GB/s")
+    add("--memory-gbps", type=float, default=MEMORY_GBPS, help="default %(default)s GB/s")
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--json", action="store_true", help="numbers instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.context < 1:
+        raise InputError(f"--context is {args.context}; give at least 1.")
+    sizes = open_sizes(args.model, revision=args.revision, context=args.context, bits=args.bits)
+    plan = plan_model(
+        args.model,
+        sizes,
+        memory=args.memory or _measured(),
+        expert_memory=args.expert_memory,
+        ssd_gbps=args.ssd_gbps,
+        memory_gbps=args.memory_gbps,
+    )
+    if args.json:
+        json.dump(plan.as_dict(), sys.stdout, indent=2)
+        print()
+    else:
+        print(plan)
+    return 0
+
+
+def _measured():
+    from mlx_moeflux.experts.budget import measure_memory
+
+    return measure_memory()

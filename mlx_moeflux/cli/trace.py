@@ -1,0 +1,46 @@
+"""``mlx_moeflux trace``: what a recorded run looked like."""
+
+from __future__ import annotations
+
+import argparse
+
+from mlx_moeflux.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("action", choices=["show", "replay"], help="pictures, or a table of policies")
+    add("file", help="recorded with generate --trace FILE")
+    add("--out", default="trace-pictures", help="directory of the pictures, default %(default)s")
+    add("--profile", help="of this machine, as tune writes it, for the times")
+    add("--budget", nargs="+", default=["12.5%", "25%", "50%", "75%"], help="of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux.experts.forecast import Profile
+    from mlx_moeflux.experts.trace import Trace
+
+    trace = Trace.open(args.file)
+    if not trace.calls:
+        raise InputError(f"{args.file} holds no call; record one that generates text.")
+    profile = Profile.open(args.profile) if args.profile else None
+    if args.action == "replay":
+        print(replays(trace, args.budget))
+        return 0
+    from mlx_moeflux.plots import show
+
+    for file in show(trace, args.out, profile=profile):
+        print(file)
+    return 0
+
+
+def replays(trace, budgets: list[str]) -> str:
+    """Hit rates in percent, a line for each policy."""
+    from mlx_moeflux.experts.evictions import EVICTIONS
+    from mlx_moeflux.experts.simulate import simulate
+
+    lines = ["hit rate " + "".join(f"{budget:>9}" for budget in budgets)]
+    for name in (*EVICTIONS, "belady"):
+        rates = (100 * simulate(trace, budget, eviction=name).hit_rate for budget in budgets)
+        lines.append(f"{name:9}" + "".join(f"{rate:9.1f}" for rate in rates))
+    return "\n".join(lines)

@@ -1,0 +1,139 @@
+"""How slots are shared out among layers while a model runs. Pure Python, no MLX.
+
+By default every layer keeps what it was given. A balance moves slots at token boundaries, through
+the banks' resize, from layers that would miss them least to those that would use them most; it sees
+a logical clock only, like every policy, and the simulator follows the same rules.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mlx_moeflux.errors import InputError
+
+
+class Balance(Protocol):
+    """Moves slots between layers. Replace it with ``load(balance=...)``."""
+
+    name: str
+
+    def called(self, layer: int, misses: Sequence[int], evicted: Sequence[int]) -> None:
+        """A call of `layer` had to read `misses`; `evicted` lost their slots for them."""
+        ...
+
+    def share(
+        self, token: int, slots: Mapping[int, int], *, least: int, most: int
+    ) -> Mapping[int, int]:
+        """Layer -> slots from now on, or the given ones to change nothing; asked after the last
+        layer of each short call. token: Tokens that this layer has seen. The sum may not grow, and
+        each must stay within `least` and `most`."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
+        ...
+
+
+class Shift:
+    """Every `period` tokens the layer whose last victims were wanted back least often gives `step`
+    slots to the one whose were wanted back most often, if that is `margin` times as often.
+
+    A layer's last victims are as many as `step`: those that it would have kept with that many
+    slots more.
+    """
+
+    name = "shift"
+
+    def __init__(self, period: int = 128, step: int = 2, margin: float = 1.5):
+        self._period, self._step, self._margin = period, step, margin
+        self.reset()
+
+    def called(self, layer: int, misses: Sequence[int], evicted: Sequence[int]) -> None:
+        ghosts = self._ghosts.setdefault(layer, OrderedDict())
+        wanted = sum(ghosts.pop(expert, None) is not None for expert in misses)
+        self._wanted[layer] = self._wanted.get(layer, 0) + wanted
+        ghosts.update(dict.fromkeys(evicted, True))
+        while len(ghosts) > self._step:
+            ghosts.popitem(last=False)
+
+    def share(
+        self, token: int, slots: Mapping[int, int], *, least: int, most: int
+    ) -> Mapping[int, int]:
+        if token < self._next:
+            return slots
+        self._next = token + self._period
+        wanted, self._wanted = self._wanted, {}
+        able = [layer for layer in slots if slots[layer] - self._step >= least]
+        needy = [layer for layer in slots if slots[layer] + self._step <= most]
+        if not able or not needy:
+            return slots
+        # Ties go to the lowest layer, whatever the order of the mapping.
+        giver = min(able, key=lambda layer: (wanted.get(layer, 0), layer))
+        taker = max(needy, key=lambda layer: (wanted.get(layer, 0), -layer))
+        if wanted.get(taker, 0) <= self._margin * wanted.get(giver, 0):
+            return slots
+        return {
+            **slots, giver: slots[giver] - self._step, taker: slots[taker] + self._step
+        }  # fmt: skip
+
+    def reset(self) -> None:
+        self._next = self._period
+        self._wanted: dict[int, int] = {}
+        self._ghosts: dict[int, OrderedDict[int, bool]] = {}
+
+
+NONE = "none"
+BALANCES: dict[str, Callable[[], Any]] = {Shift.name: Shift}
+
+
+def make_balance(policy: str | Balance | None) -> Balance | None:
+    """A balance by name, the given object if it fits :class:`Balance`, or None for ``none``.
+
+    Raises:
+        InputError: The name is unknown or a method is missing.
+    """
+    if policy is None or policy == NONE:
+        return None
+    if isinstance(policy, str):
+        if policy not in BALANCES:
+            names = ", ".join((NONE, *BALANCES))
+            raise InputError(f"no balance is called '{policy}'; there are {names}.")
+        return BALANCES[policy]()
+    for name in ("called", "share", "reset"):
+        if not callable(getattr(policy, name, None)):
+            raise InputError(
+                f"the balance {type(policy).__name__} has no method '{name}'; see the Balance "
+                "protocol."
+            )
+    return policy
+
+
+def changes_in_order(
+    policy: Balance,
+    token: int,
+    slots: Mapping[int, int],
+    *,
+    least: int,
+    most: int,
+    bytes_of: Mapping[int, int],
+) -> list[tuple[int, int]]:
+    """(layer, slots) of every bank to resize, those that shrink first.
+
+    Raises:
+        InputError: The policy gave away more bytes than there are, or a number out of range.
+    """
+    wanted = policy.share(token, slots, least=least, most=most)
+    if wanted is slots:
+        return []
+    before, after = (sum(n * bytes_of[layer] for layer, n in s.items()) for s in (slots, wanted))
+    if set(wanted) != set(slots) or after > before or not all(
+        least <= n <= most for n in wanted.values()
+    ):  # fmt: skip
+        raise InputError(
+            f"the balance {getattr(policy, 'name', type(policy).__name__)} gave slots {wanted}; "
+            f"they must be {least} to {most} a layer and no more bytes than {dict(slots)}."
+        )
+    changed = [(layer, n) for layer, n in wanted.items() if n != slots[layer]]
+    return sorted(changed, key=lambda change: (change[1] - slots[change[0]], change[0]))
