@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "mlx_moeflux"
 
 # Lower numbers may import from higher ones only.
 RANK = {
-    "cli": 0,
+    "cli": -1,
+    "benchmarking": 0,
     "convert": 1,
     "conversion": 2,
     "synthesize": 1,

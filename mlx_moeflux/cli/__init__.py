@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare every kernel with its reference on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
+    "benchmark": "measure speed and memory, and what bounds them",
 }
 
 

@@ -36,6 +36,13 @@ OPTIONS = {
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
     "check": "--operation",
+    "benchmark": """
+        --batch-size --cold --compare --context --delay --expert-memory --expert-reader
+        --expert-threads --experts-per-token --generation-tokens --layers --markdown --max-context
+        --model --num-trials --pipeline --plot --prefill-step-size --prompt-tokens
+        --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
+        -b -g -n -p -qa
+    """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 
