@@ -25,6 +25,7 @@ RANK = {
     "detokenizer": 8,
     "sampling": 4,
     "tokenizer": 4,
+    "profiling": 4,
     "models": 4,
     "experts": 5,
     "cache": 5,

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_moeflux._version import __version__
 from mlx_moeflux.backend import describe_backend
 from mlx_moeflux.benchmarking import exact, pages
+from mlx_moeflux.benchmarking.account import Account, cache_state
 from mlx_moeflux.benchmarking.card import (
     Card,
     disk_bandwidth,
@@ -33,20 +34,18 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.readers import make_reader
-from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.weights import default_dtype
+from mlx_moeflux.profiling.capture import check_capture, gpu_capture
+from mlx_moeflux.profiling.stages import Profiler
 
 Say = Callable[[str], None]
 
-COLD_SHARE = 0.02
-"""Pages that may stay when the page cache was emptied."""
+PROFILED_STEPS, PROFILED_BATCH = 16, 8
 CHECKED_SEQUENCES = 4
 """Of a batch, as many are checked for exactness."""
-FROM_DISK = 0.95
-"""Bytes read that must have come from the disk for a run to count as cold."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,10 @@ class Options:
     """What to measure.
 
     expert_memory: Budgets, one sweep. contexts: Prompt lengths. compare: "mlx-lm" or None.
-    cold: Empty the page cache before every trial and after every token. load: More options of
-    :func:`~mlx_moeflux.loading.load_model`.
+    cold: Empty the page cache before every trial and after every token. profile: Time the stages
+    of a prompt, decode steps and batched steps after the trials. trace: A file for its slices.
+    capture: Options of :func:`~mlx_moeflux.profiling.capture.gpu_capture` for one more run.
+    load: More options of :func:`~mlx_moeflux.loading.load_model`.
     """
 
     expert_memory: tuple[str, ...] = ("auto",)
@@ -70,12 +71,16 @@ class Options:
     threads: int = 8
     reader: str = "auto"
     seed: int = 0
+    profile: bool = False
+    trace: Path | None = None
+    capture: dict[str, Any] | None = None
     load: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; those of `load` as text."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return plain | {"load": {name: str(value) for name, value in self.load.items()}}
+        load = {name: str(value) for name, value in self.load.items()}
+        return plain | {"load": load, "trace": None if self.trace is None else str(self.trace)}
 
     def check(self) -> None:
         """Raise :class:`InputError` for what cannot be measured."""
@@ -88,6 +93,8 @@ class Options:
             raise InputError(f"prefill_step_size is {self.prefill_step_size}; give at least 1.")
         if self.compare not in (None, "mlx-lm"):
             raise InputError(f"there is no comparison with '{self.compare}'; give mlx-lm.")
+        if self.capture is not None:
+            check_capture(self.capture["file"])
         if self.cold and not hasattr(os, "posix_fadvise"):
             raise InputError("this system cannot empty its page cache; leave out --cold.")
 
@@ -227,7 +234,7 @@ class _Bench:
         batch_size = options.batch_size
         self.say(f"Timing with {prompt_tokens=}, {generation_tokens=}, {batch_size=}.")
         found: list[tuple[Timing, Timing | None]] = []
-        accounts: list[_Account] = []
+        accounts: list[Account] = []
         for i in range(options.trials):
             if options.delay:
                 time.sleep(options.delay)
@@ -249,20 +256,36 @@ class _Bench:
                 result.limit_tps = min(result.limit_tps, limit)
         for line in run_lines(result):
             self.say(line)
+        if options.capture is not None:
+            with gpu_capture(model, **options.capture):
+                run(ours, stream)
+        if options.profile:
+            result.profile = self._profile(ours, stream)
         return result
 
-    def _trial(self, ours: Ours, theirs: MlxLm | None, stream: Stream) -> tuple[Timing, _Account]:
-        cold = self.options.cold and not ours.model.plan.resident
-        account = _Account(ours.model.store.stats())
-        between = None
-        if cold:
+    def _profile(self, ours: Ours, stream: Stream) -> dict[str, Any]:
+        """Stages of one sequence's prompt and steps, then of batched ones."""
+        vocabulary = ours.model.config.vocab_size
+        batch = max(self.options.batch_size, PROFILED_BATCH)
+        batched = Stream.random(
+            batch=batch, prompt=4, following=PROFILED_STEPS, vocabulary=vocabulary, seed=1
+        )
+        with Profiler(ours.model) as profiler:
+            run(ours, Stream(stream.prompt[:1], stream.following[:1, : PROFILED_STEPS + 1]))
+            run(ours, batched)
+        self.say(profiler.table())
+        if self.options.trace is not None:
+            profiler.write_trace(self.options.trace)
+        return profiler.as_dict()
+
+    def _trial(self, ours: Ours, theirs: MlxLm | None, stream: Stream) -> tuple[Timing, Account]:
+        streams, cold, between = not ours.model.plan.resident, self.options.cold, None
+        if cold and streams:
             pages.evict(self.files)
-            account.cached = pages.cached_share(self.files)
             if ours.model.store.reader.name != "direct":
                 between = partial(pages.evict, self.files)
-        else:
-            account.cached = None if ours.model.plan.resident else pages.cached_share(self.files)
-        account.begin()
+        cached = pages.cached_share(self.files) if streams else None
+        account = Account(ours.model.store.stats(), cached=cached)
         timing = run(
             ours,
             stream,
@@ -306,7 +329,7 @@ class _Bench:
             }
         return result
 
-    def _streaming(self, ours: Ours, routing: Routing, accounts: list[_Account]) -> Streaming:
+    def _streaming(self, ours: Ours, routing: Routing, accounts: list[Account]) -> Streaming:
         slots, experts = ours.model.store.slots, ours.model.config.num_experts
         steps = self.options.generation_tokens - 1
         totals = [account.decode.total for account in accounts]
@@ -318,44 +341,8 @@ class _Bench:
             stall=float(np.median([total.stall_seconds / steps for total in totals])),
             sync=sum(count < experts for count in slots.values()),
             from_disk=float(np.median(shares)) if len(shares) == len(accounts) else None,
-            state=_state(accounts, cold=self.options.cold),
+            state=cache_state(accounts, cold=self.options.cold),
         )
-
-
-class _Account:
-    """The store's and the system's counters around one trial."""
-
-    def __init__(self, stats: ExpertStats):
-        self._stats = stats
-        self.cached: float | None = None
-        self.from_disk: float | None = None
-        self.decode = stats
-
-    def begin(self) -> None:
-        self._start, self._disk = self._stats.snapshot(), pages.bytes_from_disk()
-        self._first = self._start
-
-    def first_token(self) -> None:
-        self._first = self._stats.snapshot()
-
-    def end(self) -> None:
-        self.decode = self._stats.since(self._first)
-        read, now = self._stats.since(self._start).total.bytes_read, pages.bytes_from_disk()
-        if now is not None and read:
-            self.from_disk = (now - self._disk) / read
-
-
-def _state(accounts: list[_Account], *, cold: bool) -> str:
-    """What the counters say about the page cache, whatever was asked for."""
-    shares = [account.from_disk for account in accounts]
-    cached = [account.cached for account in accounts]
-    if None in shares or None in cached:
-        return "unverified"
-    if cold and max(cached) <= COLD_SHARE and min(shares) >= FROM_DISK:
-        return "cold"
-    if not cold and max(shares) <= 1 - FROM_DISK:
-        return "warm"
-    return "unverified"
 
 
 def _averages(timings: list[Timing]) -> str:

@@ -80,6 +80,7 @@ class Run:
     ratios: dict[str, Spread] = field(default_factory=dict)
     streaming: Streaming | None = None
     distinct: float = 0.0
+    profile: dict[str, Any] | None = None
 
     @property
     def percent_of_limit(self) -> float:

@@ -8,8 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mlx_moeflux.cli.generate import Refuse
+from mlx_moeflux.cli.look import add_look_arguments, trace_file
 from mlx_moeflux.errors import InputError, UnsupportedError
 
 REFUSED = {
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
     add("--markdown", type=_file, metavar="FILE", help="append a table of the results")
     add("--plot", type=_file, metavar="FILE.png", help="draw the results")
+    add_look_arguments(parser)
     for flag in REFUSED:
         add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=_Refuse)
 
@@ -83,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
         threads=args.expert_threads,
         reader=args.expert_reader,
         seed=args.seed,
+        profile=args.profile is not None,
+        trace=trace_file(args),
+        capture=_capture(args),
         load={name: value for name, value in load.items() if value is not None},
     )
     options.check()
@@ -94,6 +100,12 @@ def run(args: argparse.Namespace) -> int:
         output.plot(report, args.plot)
     print(json.dumps(report.as_dict()))
     return 0
+
+
+def _capture(args: argparse.Namespace) -> dict[str, Any] | None:
+    if not args.gpu_capture:
+        return None
+    return {"file": args.gpu_capture, "layer": args.capture_layer, "token": args.capture_token}
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_moeflux.cli.look import add_look_arguments, looking
 from mlx_moeflux.errors import InputError, UnsupportedError
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", type=_boolean, default=True, help="print speeds at the end")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_expert_arguments(parser)
+    add_look_arguments(parser)
     for flag in REFUSED:
         add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=Refuse)
 
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     with model:
         prompt, options = _prompt(args, tokenizer)
         last = None
-        with _PrefillBar() as bar:
+        with looking(args, model), _PrefillBar() as bar:
             stream = generation.stream_generate(
                 model,
                 tokenizer,

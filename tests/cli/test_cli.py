@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -27,6 +28,7 @@ OPTIONS = {
         --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed --stats --stop
         --system-prompt --temp --top-k --top-p --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
+        --capture-layer --capture-token --gpu-capture --profile
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
@@ -37,9 +39,10 @@ OPTIONS = {
     """,
     "check": "--operation",
     "benchmark": """
-        --batch-size --cold --compare --context --delay --expert-memory --expert-reader
-        --expert-threads --experts-per-token --generation-tokens --layers --markdown --max-context
-        --model --num-trials --pipeline --plot --prefill-step-size --prompt-tokens
+        --batch-size --capture-layer --capture-token --cold --compare --context --delay
+        --expert-memory --expert-reader --expert-threads --experts-per-token --generation-tokens
+        --gpu-capture --layers --markdown --max-context --model --num-trials --pipeline --plot
+        --prefill-step-size --profile --prompt-tokens
         --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
         -b -g -n -p -qa
     """,
@@ -236,3 +239,16 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     assert done.stdout.endswith("def")
     assert "Traceback" not in done.stderr
+
+
+def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = run("generate", "-m", "4", "--verbose", "F", "--profile", str(trace))
+    assert done.returncode == 0, done.stderr
+    plain = run("generate", "-m", "4", "--verbose", "F")
+    assert done.stdout == plain.stdout
+    assert "delta net" in done.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+    done = run("generate", "-m", "4", "--profile", str(tmp_path / "no" / "trace.json"))
+    assert done.returncode == 1
+    assert "is no directory" in done.stderr
