@@ -21,6 +21,7 @@ RANK = {
     "mlx_lm_plugin": 1,
     "loading": 2,
     "generation": 3,
+    "memory": 8,
     "prompt": 4,
     "detokenizer": 8,
     "sampling": 4,

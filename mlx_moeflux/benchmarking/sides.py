@@ -20,6 +20,7 @@ import numpy as np
 from mlx_moeflux import generation
 from mlx_moeflux.benchmarking.exact import DECODE_TOKENS, forced_logits
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
+from mlx_moeflux.memory import LIMITS, Needs
 
 MLX_LM_PREFILL = 2048
 
@@ -159,25 +160,28 @@ class Ours:
 
     def steps(self, stream: Stream, report: Report) -> Iterator[Any]:
         """See :meth:`Side.steps`."""
-        B, P = stream.prompt.shape
+        (B, P), model = stream.prompt.shape, self.model
         if B == 1:
-            return generation.generate_step(
+            yield from generation.generate_step(
                 mx.array(stream.prompt[0]),
-                self.model,
+                model,
                 max_tokens=stream.following.shape[1],
                 sampler=ForcedSampler(stream),
                 prefill_step_size=self._size,
                 prompt_progress_callback=report,
             )
-        cache = self.model.make_cache()
-        return _batched(
-            lambda ids: self.model(ids, cache, last_only=True)[:, -1],
-            cache,
-            stream,
-            report,
-            chunk=self._size or P,
-            handed_over=self.model.hand_over,
-        )
+            return
+        cache = model.make_cache()
+        positions = B * (P + stream.following.shape[1])
+        with LIMITS.held(Needs.of(model, prompt_tokens=B * P, positions=positions)):
+            yield from _batched(
+                lambda ids: model(ids, cache, last_only=True)[:, -1],
+                cache,
+                stream,
+                report,
+                chunk=self._size or P,
+                handed_over=model.hand_over,
+            )
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """See :meth:`Side.logits`."""
