@@ -85,7 +85,11 @@ class Limits:
         if self._cache is None:
             # A limit is only told when it is changed.
             self._cache = mx.set_cache_limit(LEAST_CACHE_BYTES)
-        mx.set_cache_limit(min(self._cache, sum(needs.cache for needs in self._needs)))
+        limit = min(self._cache, sum(needs.cache for needs in self._needs))
+        mx.set_cache_limit(limit)
+        if mx.get_cache_memory() > limit:
+            # Or every buffer that is freed would go back to the system from now on.
+            mx.clear_cache()
         if not on_metal:
             return
         wired: dict[int, int] = {}

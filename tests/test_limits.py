@@ -92,6 +92,14 @@ def test_a_tight_limit_stays_tight():
         mx.set_cache_limit(limit)
 
 
+def test_what_is_kept_beyond_the_limit_is_let_go(original):
+    # Evaluated and dropped: MLX keeps the buffer.
+    mx.eval(mx.zeros(100 << 20, mx.uint8))
+    assert mx.get_cache_memory() >= 100 << 20
+    with LIMITS.held(Needs(owner=1, cache=50 << 20, wired=0)):
+        assert mx.get_cache_memory() <= 50 << 20
+
+
 def test_wired_is_trunk_and_bank_and_state(wired):
     limits = Limits()
     needs = Needs(owner=1, cache=1, wired=3_000_000)

@@ -18,8 +18,8 @@ class Account:
     """What one trial read.
 
     cached: Share of the experts' pages that were in memory before it. from_disk: Bytes that came
-    from disks by bytes read; both None where nobody can tell. decode: The store's account after
-    the first token.
+    from disks by bytes read; both None where nobody can tell. prompt, decode: The store's account
+    up to the first token, and from there.
     """
 
     def __init__(self, stats: ExpertStats, *, cached: float | None):
@@ -27,13 +27,14 @@ class Account:
         self._start = self._first = stats.snapshot()
         self._disk = pages.bytes_from_disk()
         self.from_disk: float | None = None
-        self.decode = stats
+        self.prompt = self.decode = stats
 
     def first_token(self) -> None:
         self._first = self._stats.snapshot()
 
     def end(self) -> None:
         self.decode = self._stats.since(self._first)
+        self.prompt = self._first.since(self._start)
         read, now = self._stats.since(self._start).total.bytes_read, pages.bytes_from_disk()
         if now is not None and read:
             self.from_disk = (now - self._disk) / read

@@ -43,7 +43,15 @@ def run_lines(run: Run) -> list[str]:
         lines.append(
             f"hit rate {100 * s.hit_rate:.1f} % (tokens shuffled, LRU: {100 * s.shuffled:.1f} %), "
             f"{format_bytes(s.missed)} read and {1000 * s.stall:.2f} ms stalled a step, "
-            f"{s.sync} layers synchronise; {s.state}: {disk} of the bytes read came from disk"
+            f"{s.sync} layers synchronise; {format_bytes(s.prompt_read)} read for the prompt; "
+            f"{s.state}: {disk} of the bytes read came from disk"
+        )
+    if run.beside_resident is not None:
+        b = run.beside_resident
+        disk = "" if b.disk_seconds is None else f"; the disk needs {1000 * b.disk_seconds:.2f} ms"
+        lines.append(
+            f"{100 * b.speed:.1f} % of the resident speed (prompt {100 * b.prompt_speed:.1f} %), "
+            f"{1000 * b.seconds_more:.2f} ms a step more{disk}"
         )
     return lines
 

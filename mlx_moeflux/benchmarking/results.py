@@ -50,6 +50,7 @@ class Streaming:
     """What the experts cost while decoding, a step on average.
 
     missed: Bytes read for a step; stall: seconds waited for them; sync: partly resident layers.
+    prompt_read: Bytes read for the prompt.
     hit_rate, shuffled: Of the decode steps' look-ups, and what an LRU of the same size would hit
     if the same tokens came in random order. from_disk: Bytes that came from a disk by bytes read,
     None where nobody counts. state: "cold", "warm" or "unverified", as found, not as asked.
@@ -59,9 +60,21 @@ class Streaming:
     shuffled: float
     missed: float
     stall: float
+    prompt_read: float
     sync: int
     from_disk: float | None
     state: str
+
+
+@dataclass(frozen=True)
+class BesideResident:
+    """What streaming costs: speeds by those of the resident model, seconds that a step takes
+    more, and the seconds that its missed bytes need at the disk's measured speed."""
+
+    speed: float
+    seconds_more: float
+    disk_seconds: float | None
+    prompt_speed: float
 
 
 @dataclass
@@ -79,6 +92,7 @@ class Run:
     theirs: Speeds | None = None
     ratios: dict[str, Spread] = field(default_factory=dict)
     streaming: Streaming | None = None
+    beside_resident: BesideResident | None = None
     distinct: float = 0.0
     profile: dict[str, Any] | None = None
 

@@ -115,7 +115,6 @@ def run(
     """
     B, P = stream.prompt.shape
     mx.synchronize()
-    mx.clear_cache()
     mx.reset_peak_memory()
     began, first, paused = time.perf_counter(), None, 0.0
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="directory or Hugging Face id (default: the bundled model)")
     add("--prompt-tokens", "-p", type=int, default=512, help="default %(default)s")
     add("--generation-tokens", "-g", type=int, default=1024, help="default %(default)s")
-    add("--batch-size", "-b", type=int, default=1, help="default %(default)s")
+    add("--batch-size", "-b", type=_counts, default=(1,), metavar="N,...", help="default 1")
     add("--num-trials", "-n", type=int, default=5, help="default %(default)s")
     add("--prefill-step-size", type=int, help="tokens a call (default: all; mlx-lm: 2048)")
     add("--delay", type=float, default=0, help="seconds before each trial, default %(default)s")
@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.benchmarking import report as output
-    from mlx_moeflux.benchmarking.bench import Options, benchmark
+    from mlx_moeflux.benchmarking.bench import benchmark
+    from mlx_moeflux.benchmarking.options import Options
 
     if args.plot:
         output.require_matplotlib()
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         expert_memory=args.expert_memory,
         contexts=args.context or (args.prompt_tokens,),
         generation_tokens=args.generation_tokens,
-        batch_size=args.batch_size,
+        batch_sizes=args.batch_size,
         trials=args.num_trials,
         delay=args.delay,
         prefill_step_size=args.prefill_step_size,

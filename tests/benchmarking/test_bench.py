@@ -10,10 +10,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.benchmarking import report as output
-from mlx_moeflux.benchmarking.bench import Options, benchmark
+from mlx_moeflux.benchmarking.account import Account, cache_state
+from mlx_moeflux.benchmarking.bench import benchmark
+from mlx_moeflux.benchmarking.options import Options
 from mlx_moeflux.benchmarking.results import Spread
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import ExactnessError, UnsupportedError
+from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.kernels.moe_combine import moe_combine
 
@@ -61,6 +64,14 @@ def test_results_add_up(found):
     # Four layers look up four experts each a step; a miss is one block of 13,824 bytes.
     assert s.missed == pytest.approx((1 - s.hit_rate) * 16 * 13_824)
     assert s.sync == 4
+    # Nine tokens of a prompt find the banks empty but for one expert a layer.
+    assert 4 * 3 * 13_824 <= s.prompt_read <= 4 * 32 * 13_824
+    b = streamed.beside_resident
+    step = {r.resident: 1 / r.ours.generation_tps.median for r in report.runs}
+    assert b.speed == pytest.approx(step[True] / step[False])
+    assert b.seconds_more == pytest.approx(step[False] - step[True])
+    assert b.disk_seconds is None or b.disk_seconds == pytest.approx(s.missed / report.card["disk"])
+    assert resident.beside_resident is None
     assert s.state in ("cold", "unverified")
     assert streamed.distinct == 4.0
     for run in report.runs:
@@ -104,15 +115,17 @@ def test_a_batch_over_contexts(checkpoint):
     options = Options(
         expert_memory=("50%",),
         contexts=(4, 11),
-        batch_size=3,
+        batch_sizes=(3, 1),
         generation_tokens=4,
         trials=1,
         prefill_step_size=5,
         load={"dtype": mx.bfloat16},
     )
     report = benchmark(checkpoint, options)
-    assert [run.context for run in report.runs] == [4, 11]
-    assert all(4 < run.distinct <= 12 for run in report.runs)
+    cases = [(run.context, run.batch) for run in report.runs]
+    assert cases == [(4, 3), (4, 1), (11, 3), (11, 1)]
+    assert all(4 < run.distinct <= 12 for run in report.runs[::2])
+    assert all(run.distinct == 4 for run in report.runs[1::2])
     assert all(run.streaming.state in ("warm", "unverified") for run in report.runs)
 
 
@@ -151,6 +164,25 @@ def test_a_plot_without_matplotlib_is_one_line(found, tmp_path, monkeypatch):
         output.plot(found[0], tmp_path / "curve.png")
 
 
+@pytest.mark.parametrize(
+    ("cold", "cached", "from_disk", "state"),
+    [
+        (True, [0.0, 0.01], [0.97, 1.2], "cold"),
+        (True, [0.0, 0.05], [0.97, 1.2], "unverified"),
+        (True, [0.0, 0.0], [0.94, 1.2], "unverified"),
+        (False, [1.0, 0.9], [0.0, 0.04], "warm"),
+        (False, [1.0, 1.0], [0.0, 0.06], "unverified"),
+        (True, [None, None], [1.0, 1.0], "unverified"),
+        (False, [1.0, 1.0], [None, 0.0], "unverified"),
+    ],
+)
+def test_cold_and_warm_are_what_the_counters_say(cold, cached, from_disk, state):
+    accounts = [Account(ExpertStats([0]), cached=share) for share in cached]
+    for account, share in zip(accounts, from_disk, strict=True):
+        account.from_disk = share
+    assert cache_state(accounts, cold=cold) == state
+
+
 def test_spread():
     assert Spread.of([5.0, 1.0, 2.0]) == Spread(2.0, 1.0, 5.0)
 
@@ -184,14 +216,15 @@ def test_synthetic_models_are_written_measured_and_kept(tmp_path, capsys):
     [
         (["-g", "1"], "generation_tokens is 1"),
         (["-n", "0"], "trials is 0"),
-        (["-b", "0"], "batch_size is 0"),
-        (["--context", "5,0"], "at least one token"),
+        (["-b", "0"], "batch_sizes has 0"),
+        (["--context", "5,0"], "contexts has 0"),
         (["--prefill-step-size", "0"], "prefill_step_size is 0"),
         (["--compare", "other"], "'other'"),
         (["--layers", "3"], "--layers needs --synthetic"),
         (["--synthetic", "qwen3.5-tiny", "--model", "x"], "either --model or --synthetic"),
         (["--synthetic", "nonesuch"], "nonesuch"),
         (["--markdown", "no/such/folder/x.md"], "no/such/folder"),
+        (["--compare", "mlx-lm", "--experts-per-token", "2"], "nothing to compare with"),
         (["--pipeline"], "--pipeline does not apply"),
         (["-qa"], "-qa does not apply"),
         (["--expert-memory", "1kB", "-g", "2"], "smallest"),
