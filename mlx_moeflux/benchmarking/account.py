@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from mlx_moeflux.benchmarking import pages
 from mlx_moeflux.experts.stats import ExpertStats
 
-COLD_SHARE = 0.02
-"""Pages that may stay when the page cache was emptied."""
 FROM_DISK = 0.95
 """Bytes read that must have come from the disk for a run to count as cold; for a warm one, the
 rest may."""
@@ -46,7 +44,7 @@ def cache_state(accounts: Sequence[Account], *, cold: bool) -> str:
     cached = [account.cached for account in accounts]
     if None in shares or None in cached:
         return "unverified"
-    if cold and max(cached) <= COLD_SHARE and min(shares) >= FROM_DISK:
+    if cold and max(cached) <= pages.COLD_SHARE and min(shares) >= FROM_DISK:
         return "cold"
     if not cold and max(shares) <= 1 - FROM_DISK:
         return "warm"

@@ -49,11 +49,17 @@ def machine() -> str:
 
 
 def benchmark(
-    directory: Path, options: Options, *, name: str | None = None, say: Say = lambda line: None
+    directory: Path,
+    options: Options,
+    *,
+    name: str | None = None,
+    command: str = "",
+    say: Say = lambda line: None,
 ) -> Report:
     """Measure a checkpoint.
 
-    say: Called with each line of progress, in mlx-lm's words where it has them.
+    name, command: For the report: the model's name, and how this was called. say: Called with
+    each line of progress, in mlx-lm's words where it has them.
 
     Raises:
         ExactnessError: Results are wrong; nothing was timed.
@@ -61,7 +67,7 @@ def benchmark(
     """
     options.check()
     bench = _Bench(Path(directory), options, say)
-    return bench.report(name or Path(directory).name)
+    return bench.report(name or Path(directory).name, command)
 
 
 class _Bench:
@@ -76,7 +82,7 @@ class _Bench:
         self.dtype = str(options.load.get("dtype") or default_dtype()).removeprefix("mlx.core.")
         self.longest = max(options.contexts) + options.generation_tokens
 
-    def report(self, name: str) -> Report:
+    def report(self, name: str, command: str) -> Report:
         options = self.options
         memory = memory_bandwidth()
         disk = disk_bandwidth(self.mapped, threads=options.threads, seed=options.seed)
@@ -86,6 +92,7 @@ class _Bench:
             versions={"mlx_moeflux": __version__, "backend": describe_backend()},
             card={},
             exact=[],
+            command=command,
             options=options.as_dict(),
         )
         with ExitStack() as stack:

@@ -148,6 +148,7 @@ class Measurement:
             batch=batch,
             limit_tps=self.card.memory_limit(middle, batch=batch, distinct=distinct),
             distinct=distinct,
+            skew=routing.skew(self.card.experts, seed=self.options.seed),
             ours=Speeds.of([mine for mine, _ in found]),
         )
         pairs = [(mine, other) for mine, other in found if other is not None]

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+COLD_SHARE = 0.02
+"""Pages that may stay when the page cache was emptied."""
+
 
 def evict(files: Iterable[Path]) -> bool:
     """Drop the clean pages of `files` from the page cache; False where that is impossible."""

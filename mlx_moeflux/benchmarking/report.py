@@ -18,6 +18,7 @@ COLUMNS = (
     "first token s",
     "decode tok/s",
     "of limit",
+    "of resident",
     "hit rate (shuffled)",
     "read a step",
     "pages",
@@ -36,6 +37,11 @@ def run_lines(run: Run) -> list[str]:
     lines.append(
         f"{run.percent_of_limit:.1f} % of the limit of {run.limit_tps:.1f} tok/s; "
         f"{run.distinct:.1f} experts a step and layer"
+    )
+    skew = run.skew
+    lines.append(
+        f"routing: {skew['distinct_in_32']:.1f} experts in 32 tokens; an LRU of half hits "
+        f"{100 * skew['lru_half']:.1f} % (shuffled {100 * skew['lru_half_shuffled']:.1f} %)"
     )
     if run.streaming is not None:
         s = run.streaming
@@ -72,6 +78,8 @@ def markdown(report: Report) -> str:
     lines = [
         f"### {report.model}",
         "",
+        f"`{report.command}`",
+        "",
         f"{report.machine}; mlx_moeflux {report.versions['mlx_moeflux']}, "
         f"{report.versions['backend']}. {options['trials']} trials of "
         f"{options['generation_tokens']} tokens: medians, ranges in brackets. A token reads "
@@ -99,6 +107,7 @@ def _cells(run: Run, compared: bool) -> list[str]:
         _short(run.ours.first_token_seconds),
         _short(run.ours.generation_tps),
         f"{run.percent_of_limit:.1f} %",
+        none if run.beside_resident is None else f"{100 * run.beside_resident.speed:.1f} %",
         hit,
         none if s is None else format_bytes(s.missed),
         none if s is None else s.state,

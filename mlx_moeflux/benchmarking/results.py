@@ -94,6 +94,7 @@ class Run:
     streaming: Streaming | None = None
     beside_resident: BesideResident | None = None
     distinct: float = 0.0
+    skew: dict[str, float] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
 
     @property
@@ -110,6 +111,7 @@ class Report:
     versions: dict[str, str]
     card: dict[str, Any]
     exact: list[str]
+    command: str
     options: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     peak_process: float | None = None

@@ -9,6 +9,9 @@ import numpy as np
 
 from mlx_moeflux.experts.events import Chosen
 
+# Of a long prompt, as much fills any cache.
+MOST_PROMPT_GROUPS = 1024
+
 
 class Routing:
     """The chosen ids of every call: layer -> list of ``[N, K]``, the prompt first."""
@@ -27,23 +30,42 @@ class Routing:
         counts = [len(np.unique(ids)) for parts in self.decode.values() for ids in parts]
         return float(np.mean(counts))
 
-    def shuffled_hit_rate(self, slots: Mapping[int, int], *, seed: int) -> float:
+    def hit_rate(self, slots: Mapping[int, int] | int) -> float:
+        """Hits of the decode look-ups in an LRU of `slots` experts a layer."""
+        return self._hits(slots, lambda count: np.arange(count))
+
+    def shuffled_hit_rate(self, slots: Mapping[int, int] | int, *, seed: int) -> float:
         """Hits of as many look-ups as decoding made, in an LRU of `slots` experts a layer, all
         tokens in random order: what is left when neighbours have nothing in common."""
-        random, hits, lookups = np.random.default_rng(seed), 0, 0
+        return self._hits(slots, np.random.default_rng(seed).permutation)
+
+    def skew(self, num_experts: int, *, seed: int) -> dict[str, float]:
+        """How unevenly experts were asked for: distinct ones in 32 tokens, and hit rates of an LRU
+        of half of them, in order and shuffled."""
+        tails = (np.concatenate(parts)[-32:] for parts in self.calls.values())
+        half = max(1, num_experts // 2)
+        return {
+            "distinct_in_32": float(np.mean([len(np.unique(rows)) for rows in tails])),
+            "lru_half": self.hit_rate(half),
+            "lru_half_shuffled": self.shuffled_hit_rate(half, seed=seed),
+        }
+
+    def _hits(self, slots: Mapping[int, int] | int, order: Callable[[int], np.ndarray]) -> float:
+        hits = lookups = 0
         for layer, decode in self.decode.items():
             pool = [np.unique(ids) for ids in self._groups(layer)]
-            order = [pool[i] for i in random.permutation(len(pool))]
-            cache = _LRU(slots[layer])
-            cache.hits(order[: -len(decode)])
-            hits += cache.hits(order[-len(decode) :])
-            lookups += sum(len(step) for step in order[-len(decode) :])
+            pool = [pool[i] for i in order(len(pool))]
+            cache = _LRU(slots if isinstance(slots, int) else slots[layer])
+            cache.hits(pool[: -len(decode)])
+            hits += cache.hits(pool[-len(decode) :])
+            lookups += sum(len(step) for step in pool[-len(decode) :])
         return hits / lookups
 
     def _groups(self, layer: int) -> list[np.ndarray]:
-        """All tokens in groups as large as a decode step."""
+        """The last tokens in groups as large as a decode step; the steps are at the end."""
         rows, size = np.concatenate(self.calls[layer]), self.decode[layer][0].shape[0]
-        return np.split(rows, range(size, len(rows), size))
+        rows = rows[-size * (len(self.decode[layer]) + MOST_PROMPT_GROUPS) :]
+        return np.split(rows, range(len(rows) % size or size, len(rows), size))
 
 
 class _LRU:

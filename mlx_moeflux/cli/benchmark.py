@@ -94,13 +94,31 @@ def run(args: argparse.Namespace) -> int:
     )
     options.check()
     with _checkpoint(args) as (directory, name):
-        report = benchmark(directory, options, name=name, say=_say)
+        report = benchmark(directory, options, name=name, command=_command(args), say=_say)
     if args.markdown:
         output.write_markdown(report, args.markdown)
     if args.plot:
         output.plot(report, args.plot)
     print(json.dumps(report.as_dict()))
     return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command without the places where it writes: what to type for the same measurement."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    places = ("markdown", "plot", "synthetic_dir", "profile", "gpu_capture")
+    words = ["mlx_moeflux benchmark"]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if action.dest in places or value == action.default or value is None:
+            continue
+        words.append(action.option_strings[0])
+        if isinstance(value, tuple):
+            words.append(",".join(str(part) for part in value))
+        elif value is not True:
+            words.append(str(value))
+    return " ".join(words)
 
 
 def _capture(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -128,7 +146,8 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
         return
     if args.model is not None:
         raise InputError("give either --model or --synthetic.")
-    name = args.synthetic + (f", {args.layers} layers" if args.layers else "")
+    layers = f", {args.layers} layers" if args.layers else ""
+    name = f"{args.synthetic}{layers}, skew {args.skew:g}"
     if args.synthetic_dir is not None:
         folder = Path(args.synthetic_dir)
         if not (folder / "config.json").exists():
@@ -140,11 +159,9 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
 
 
 def _synthesize(args: argparse.Namespace, folder: Path) -> Path:
-    from mlx_moeflux.synthesize import measure_skew, synthesize
+    from mlx_moeflux.synthesize import synthesize
 
-    synthesize(args.synthetic, folder, layers=args.layers, skew=args.skew, seed=args.seed)
-    _say(f"skew {args.skew:g}, {measure_skew(folder, seed=args.seed)}")
-    return folder
+    return synthesize(args.synthetic, folder, layers=args.layers, skew=args.skew, seed=args.seed)
 
 
 def _words(text: str) -> tuple[str, ...]:

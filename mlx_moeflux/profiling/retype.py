@@ -6,6 +6,7 @@ afterwards. Modules stay where they are in their tree, and nothing is left behin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,8 @@ def uncompiled() -> Iterator[None]:
     try:
         yield
     finally:
-        mx.enable_compile()
+        if "MLX_DISABLE_COMPILE" not in os.environ:
+            mx.enable_compile()
 
 
 def settle(*values: Any) -> None:

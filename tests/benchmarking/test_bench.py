@@ -195,7 +195,8 @@ def test_command_ends_with_json(checkpoint, tmp_path, capsys):
     report = json.loads(lines[-1])
     assert [run["expert_memory"] for run in report["runs"]] == ["25%", "100%"]
     assert report["runs"][0]["generation"] == 3
-    assert table.read_text().startswith("### model\n")
+    assert table.read_text().startswith("### model\n\n`mlx_moeflux benchmark --model ")
+    assert "--expert-memory 25%,100%`" in table.read_text()
 
 
 def test_synthetic_models_are_written_measured_and_kept(tmp_path, capsys):
@@ -204,7 +205,13 @@ def test_synthetic_models_are_written_measured_and_kept(tmp_path, capsys):
     arguments += ["-g", "2", "-n", "1", "--synthetic-dir", str(folder)]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "skew 1, 256 tokens" in out
+    assert re.search(r"routing: \d+\.\d experts in 32 tokens; an LRU of half hits", out)
+    report = json.loads(out.strip().splitlines()[-1])
+    assert report["model"] == "synthetic qwen3.5-tiny, 2 layers, skew 1"
+    assert report["command"] == (
+        "mlx_moeflux benchmark --prompt-tokens 4 --generation-tokens 2 --num-trials 1 "
+        "--synthetic qwen3.5-tiny --layers 2"
+    )
     assert json.loads(out.strip().splitlines()[-1])["card"]["layers"] == 2
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert main(arguments) == 0

@@ -42,6 +42,23 @@ def test_shuffling_takes_away_what_neighbours_have_in_common():
     assert routing.shuffled_hit_rate({0: 8}, seed=0) == 1.0
 
 
+def test_order_matters_to_the_hit_rate():
+    prompt = rows(*np.repeat(np.arange(8), 100).tolist())
+    routing = Routing({0: [prompt, *[rows(int(e)) for e in np.repeat(np.arange(8), 50)]]})
+    # Runs of 50: only the first of each misses.
+    assert routing.hit_rate(1) == pytest.approx(1 - 8 / 400)
+    skew = routing.skew(8, seed=0)
+    assert skew["distinct_in_32"] == 1.0
+    assert skew["lru_half"] > 0.95
+    assert skew["lru_half_shuffled"] == routing.shuffled_hit_rate(4, seed=0) < 0.6
+
+
+def test_groups_are_whole_steps_with_the_odd_tokens_first():
+    prompt, step = rows(*range(5)), rows(7, 8)
+    groups = Routing({0: [prompt, step, step]})._groups(0)
+    assert [group[:, 0].tolist() for group in groups] == [[0], [1, 2], [3, 4], [7, 8], [7, 8]]
+
+
 @pytest.mark.parametrize("memory", ["100%", "25%"])
 def test_following_a_store(checkpoint, memory):
     heard = []
