@@ -22,6 +22,7 @@ from mlx_moeflux.benchmarking.card import (
     make_card,
     memory_bandwidth,
 )
+from mlx_moeflux.benchmarking.layers import OurParts, TheirParts, compare_layers
 from mlx_moeflux.benchmarking.measure import Measurement, beside_resident
 from mlx_moeflux.benchmarking.options import Options
 from mlx_moeflux.benchmarking.report import run_lines
@@ -140,12 +141,18 @@ class _Bench:
         batch = min(max(self.options.batch_sizes), CHECKED_SEQUENCES)
         return random.integers(0, vocabulary, (batch, tokens)).astype(np.int32)
 
-    def _expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and the logits of the model whose experts are read anew on every call."""
+    @contextmanager
+    def _fresh(self) -> Iterator[Ours]:
+        """The model whose experts are read anew on every call."""
         kernels = choose_kernels(self.options.load.get("kernels"))
         reader = make_reader("auto", self.mapped.experts)
         store = exact.FreshStore(reader, ffn=kernels.expert_ffn)
         with self._ours("auto", store=store) as fresh:
+            yield fresh
+
+    def _expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and the fresh model's logits."""
+        with self._fresh() as fresh:
             ids = self._check_ids(fresh.model.config.vocab_size)
             return ids, fresh.logits(ids)
 
@@ -161,12 +168,30 @@ class _Bench:
         found = ours.logits(ids)
         kind = "resident" if ours.model.plan.resident else "streamed"
         what = f"{kind} ({budget}) against experts read anew"
-        lines = [exact.hold_same(what, exact.difference(found, fresh), self.dtype)]
+        lines = [self._same(what, ours, ids, exact.difference(found, fresh))]
         if theirs is not None and not report.runs:
-            dtype = mx.float32 if self.dtype == "float32" else None
-            difference = exact.difference(found, theirs.logits(ids, dtype=dtype))
-            note = " computing in float32" if dtype is not None else ""
-            lines.append(exact.hold_others(f"logits against mlx-lm{note}", difference, self.dtype))
+            lines.append(self._others(ours, theirs, ids, found))
         for line in lines:
             self.say(line)
         report.exact += lines
+
+    def _same(self, what: str, ours: Ours, ids: np.ndarray, found: exact.Difference) -> str:
+        if found.same or self.dtype == "float32":
+            return exact.hold(what, found, exact.SAME)
+        with self._fresh() as fresh:
+            return compare_layers(
+                what, OurParts(ours.model), OurParts(fresh.model), ids, **self._layered
+            )
+
+    def _others(self, ours: Ours, theirs: MlxLm, ids: np.ndarray, found: np.ndarray) -> str:
+        if self.dtype == "float32":
+            difference = exact.difference(found, theirs.logits(ids, dtype=mx.float32))
+            return exact.hold(
+                "logits against mlx-lm computing in float32", difference, exact.OTHERS
+            )
+        parts = OurParts(ours.model), TheirParts(theirs.model)
+        return compare_layers("against mlx-lm", *parts, ids, **self._layered)
+
+    @property
+    def _layered(self) -> dict[str, Any]:
+        return {"decode": exact.DECODE_TOKENS, "dtype": self.dtype}
