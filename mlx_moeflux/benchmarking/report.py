@@ -24,7 +24,7 @@ COLUMNS = (
     "pages",
     "peak GB",
 )
-COMPARED = ("mlx-lm prefill", "mlx-lm decode", "prefill ratio", "decode ratio")
+COMPARED = ("mlx-lm prefill", "mlx-lm decode", "prefill ratio", "decode ratio", "best by best")
 
 
 def run_lines(run: Run) -> list[str]:
@@ -33,7 +33,11 @@ def run_lines(run: Run) -> list[str]:
     if run.theirs is not None:
         lines.append(_speeds("mlx-lm medians", run.theirs))
         prompt, decode = run.ratios["prompt_tps"], run.ratios["generation_tps"]
-        lines.append(f"times mlx-lm, pair by pair: prompt {prompt}, generation {decode}")
+        best = run.best_ratios
+        lines.append(
+            f"times mlx-lm, pair by pair: prompt {prompt}, generation {decode}; best by best: "
+            f"{best['prompt_tps']:.3f}, {best['generation_tps']:.3f}"
+        )
     lines.append(
         f"{run.percent_of_limit:.1f} % of the limit of {run.limit_tps:.1f} tok/s; "
         f"{run.distinct:.1f} experts a step and layer"
@@ -115,7 +119,9 @@ def _cells(run: Run, compared: bool) -> list[str]:
     ]
     if compared and run.theirs is not None:
         cells += [_short(run.theirs.prompt_tps), _short(run.theirs.generation_tps)]
-        cells += [_short(run.ratios[name]) for name in ("prompt_tps", "generation_tps")]
+        names = ("prompt_tps", "generation_tps")
+        cells += [_short(run.ratios[name]) for name in names]
+        cells.append(", ".join(_three(run.best_ratios[name]) for name in names))
     return cells + [none] * (len(COLUMNS) + len(COMPARED) * compared - len(cells))
 
 

@@ -98,6 +98,14 @@ class Run:
     profile: dict[str, Any] | None = None
 
     @property
+    def best_ratios(self) -> dict[str, float]:
+        """Our best trial by the other program's: what other work on the machine disturbs least."""
+        return {
+            name: getattr(self.ours, name).high / getattr(self.theirs, name).high
+            for name in self.ratios
+        }
+
+    @property
     def percent_of_limit(self) -> float:
         return 100 * self.ours.generation_tps.median / self.limit_tps
 
@@ -121,4 +129,5 @@ class Report:
         plain = asdict(self)
         for run, found in zip(plain["runs"], self.runs, strict=True):
             run["percent_of_limit"] = found.percent_of_limit
+            run["best_ratios"] = found.best_ratios
         return plain

@@ -80,6 +80,7 @@ def test_results_add_up(found):
             assert 0 < mine.low <= mine.median <= mine.high
             assert run.ratios[name].low >= mine.low / other.high
             assert run.ratios[name].high <= mine.high / other.low
+            assert run.best_ratios[name] == mine.high / other.high
         assert run.percent_of_limit == 100 * run.ours.generation_tps.median / run.limit_tps
     assert json.loads(json.dumps(report.as_dict()))["runs"][1]["streaming"]["sync"] == 4
 
