@@ -168,12 +168,11 @@ class _Bench:
         found = ours.logits(ids)
         kind = "resident" if ours.model.plan.resident else "streamed"
         what = f"{kind} ({budget}) against experts read anew"
-        lines = [self._same(what, ours, ids, exact.difference(found, fresh))]
+        report.exact.append(self._same(what, ours, ids, exact.difference(found, fresh)))
+        self.say(report.exact[-1])
         if theirs is not None and not report.runs:
-            lines.append(self._others(ours, theirs, ids, found))
-        for line in lines:
-            self.say(line)
-        report.exact += lines
+            report.exact.append(self._others(ours, theirs, ids, found))
+            self.say(report.exact[-1])
 
     def _same(self, what: str, ours: Ours, ids: np.ndarray, found: exact.Difference) -> str:
         if found.same or self.dtype == "float32":
