@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class _Bench:
             if options.compare:
                 theirs = MlxLm(self.directory, prefill_step_size=options.prefill_step_size)
                 stack.callback(theirs.close)
+                report.versions["mlx-lm"] = version("mlx-lm")
             expected = self._expected()
             for budget in options.expert_memory:
                 with self._ours(budget) as ours:

@@ -84,8 +84,8 @@ def markdown(report: Report) -> str:
         "",
         f"`{report.command}`",
         "",
-        f"{report.machine}; mlx_moeflux {report.versions['mlx_moeflux']}, "
-        f"{report.versions['backend']}. {options['trials']} trials of "
+        f"{report.machine}; {', '.join(_version(*item) for item in report.versions.items())}. "
+        f"{options['trials']} trials of "
         f"{options['generation_tokens']} tokens: medians, ranges in brackets. A token reads "
         f"{format_bytes(card['step_bytes'])} at {card['positions']} positions; measured memory "
         f"{card['memory'] / 1e9:.1f} GB/s{disk}.",
@@ -123,6 +123,10 @@ def _cells(run: Run, compared: bool) -> list[str]:
         cells += [_short(run.ratios[name]) for name in names]
         cells.append(", ".join(_three(run.best_ratios[name]) for name in names))
     return cells + [none] * (len(COLUMNS) + len(COMPARED) * compared - len(cells))
+
+
+def _version(name: str, number: str) -> str:
+    return number if name == "backend" else f"{name} {number}"
 
 
 def _short(spread: Spread) -> str:

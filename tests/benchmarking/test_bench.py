@@ -142,6 +142,7 @@ def test_table(found, tmp_path):
     assert rows[2].startswith("| resident | 9 | 1 |")
     assert rows[3].startswith("| 25% | 9 | 1 |")
     assert "identical bits" in file.read_text()
+    assert re.search(r"mlx_moeflux \d+\.\d+\.\d+, mlx [\d.]+, .*mlx-lm \d", file.read_text())
 
 
 def test_plot(found, tmp_path, monkeypatch):
