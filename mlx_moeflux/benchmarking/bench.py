@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from itertools import product
@@ -24,13 +24,14 @@ from mlx_moeflux.benchmarking.card import (
     memory_bandwidth,
 )
 from mlx_moeflux.benchmarking.layers import OurParts, TheirParts, compare_layers
-from mlx_moeflux.benchmarking.measure import Measurement, beside_resident
+from mlx_moeflux.benchmarking.measure import Measurement, beside_resident, measure_case
 from mlx_moeflux.benchmarking.options import Options
 from mlx_moeflux.benchmarking.report import run_lines
 from mlx_moeflux.benchmarking.results import Report
-from mlx_moeflux.benchmarking.sides import MlxLm, Ours
+from mlx_moeflux.benchmarking.sides import MlxLm, Ours, Stream
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import open_checkpoint
+from mlx_moeflux.experts.budget import measure_memory, parse_budget
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.loading import load_model
@@ -104,26 +105,71 @@ class _Bench:
                 stack.callback(theirs.close)
                 report.versions["mlx-lm"] = version("mlx-lm")
             expected = self._expected()
-            for budget in options.expert_memory:
-                with self._ours(budget) as ours:
-                    card = make_card(ours.model, memory=memory, disk=disk)
-                    if not report.card:
-                        for line in card.lines(self.longest):
-                            self.say(line)
-                        report.card = card.as_dict(self.longest)
-                    self._check(ours, theirs, expected, budget, report)
-                    for line in ours.model.store.stats().lossy:
-                        self.say(f"lossy: {line}")
-                    measure = Measurement(options, self.files, ours, theirs, card, self.say)
-                    for case in product(options.contexts, options.batch_sizes):
-                        report.runs.append(measure.run(budget, *case))
-                        beside_resident(report.runs, disk)
-                        for line in run_lines(report.runs[-1]):
-                            self.say(line)
-                        measure.look()
+            for budgets in self._groups():
+                self._measure(budgets, theirs, expected, report, memory=memory, disk=disk)
         peak = pages.peak_process_bytes()
         report.peak_process = None if peak is None else peak / 1e9
         return report
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Budgets that are loaded together, so that their trials take turns: all, if they fit."""
+        budgets, options = self.options.expert_memory, self.options
+        experts = sum(
+            len(refs) * refs[0].nbytes
+            for components in self.mapped.experts.values()
+            for refs in components.values()
+        )
+        trunk = sum(tensor.ref.nbytes for tensor in self.mapped.trunk.values())
+        needs = [parse_budget(budget, experts) or experts for budget in budgets]
+        need = sum(min(need, experts) + 2 * trunk for need in needs)
+        need += (experts + trunk) * (options.compare is not None)
+        if need <= measure_memory().usable_bytes:
+            return [budgets]
+        self.say("not all budgets fit at once: their trials do not take turns")
+        return [(budget,) for budget in budgets]
+
+    def _measure(
+        self,
+        budgets: Sequence[str],
+        theirs: MlxLm | None,
+        expected: tuple[np.ndarray, np.ndarray],
+        report: Report,
+        *,
+        memory: float,
+        disk: float | None,
+    ) -> None:
+        """Load `budgets`, check them, and add their runs to the report."""
+        options, measurements = self.options, []
+        with ExitStack() as stack:
+            for budget in budgets:
+                ours = stack.enter_context(self._ours(budget))
+                card = make_card(ours.model, memory=memory, disk=disk)
+                if not report.card:
+                    for line in card.lines(self.longest):
+                        self.say(line)
+                    report.card = card.as_dict(self.longest)
+                first = not report.exact
+                self._check(ours, theirs if first else None, expected, budget, report)
+                for line in ours.model.store.stats().lossy:
+                    self.say(f"lossy: {line}")
+                measurements.append(Measurement(budget, ours, card, options, self.files))
+            for context, batch in product(options.contexts, options.batch_sizes):
+                stream = Stream.random(
+                    batch=batch,
+                    prompt=context,
+                    following=options.generation_tokens,
+                    vocabulary=ours.model.config.vocab_size,
+                    seed=options.seed,
+                )
+                found = measure_case(measurements, theirs, stream, options, self.say)
+                report.runs += found
+                beside_resident(report.runs, disk)
+                for one, measurement in zip(found, measurements, strict=True):
+                    if len(budgets) > 1:
+                        self.say(f"-- experts {one.expert_memory}")
+                    for line in run_lines(one):
+                        self.say(line)
+                    measurement.look(self.say)
 
     @contextmanager
     def _ours(self, budget: str, **more: Any) -> Iterator[Ours]:
@@ -172,7 +218,7 @@ class _Bench:
         what = f"{kind} ({budget}) against experts read anew"
         report.exact.append(self._same(what, ours, ids, exact.difference(found, fresh)))
         self.say(report.exact[-1])
-        if theirs is not None and not report.runs:
+        if theirs is not None:
             report.exact.append(self._others(ours, theirs, ids, found))
             self.say(report.exact[-1])
 

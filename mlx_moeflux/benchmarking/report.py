@@ -29,7 +29,8 @@ COMPARED = ("mlx-lm prefill", "mlx-lm decode", "prefill ratio", "decode ratio", 
 
 def run_lines(run: Run) -> list[str]:
     """What one run comes to, after its trials."""
-    lines = [_speeds("Medians", run.ours)]
+    means = ", ".join(f"{name}={value:.3f}" for name, value in run.ours.means.items())
+    lines = [f"Averages: {means}", _speeds("Medians", run.ours)]
     if run.theirs is not None:
         lines.append(_speeds("mlx-lm medians", run.theirs))
         prompt, decode = run.ratios["prompt_tps"], run.ratios["generation_tps"]

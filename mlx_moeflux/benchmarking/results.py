@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from mlx_moeflux.benchmarking.sides import Timing
@@ -28,12 +28,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Speeds:
-    """One program's trials."""
+    """One program's trials. means: Of speeds and peak memory, as mlx-lm reports them."""
 
     prompt_tps: Spread
     generation_tps: Spread
     first_token_seconds: Spread
     peak_memory: float
+    means: dict[str, float]
 
     @classmethod
     def of(cls, timings: Sequence[Timing]) -> Speeds:
@@ -42,6 +43,11 @@ class Speeds:
             Spread.of([t.generation_tps for t in timings]),
             Spread.of([t.prompt_seconds for t in timings]),
             max(t.peak_bytes for t in timings) / 1e9,
+            {
+                "prompt_tps": mean(t.prompt_tps for t in timings),
+                "generation_tps": mean(t.generation_tps for t in timings),
+                "peak_memory": mean(t.peak_bytes for t in timings) / 1e9,
+            },
         )
 
 

@@ -104,17 +104,17 @@ def run(
     side: Side,
     stream: Stream,
     *,
-    others_hold: int = 0,
     at_first_token: Callable[[], None] | None = None,
     between: Callable[[], None] | None = None,
 ) -> Timing:
     """One run on the clock.
 
-    others_hold: Bytes that MLX holds for the other program. at_first_token: Called off the
-    clock. between: Too, after every token but the last, with nothing under way on the device.
+    at_first_token: Called off the clock. between: Too, after every token but the last, with
+    nothing under way on the device.
     """
     B, P = stream.prompt.shape
     mx.synchronize()
+    others_hold = max(0, mx.get_active_memory() - side.held_bytes)
     mx.reset_peak_memory()
     began, first, paused = time.perf_counter(), None, 0.0
 

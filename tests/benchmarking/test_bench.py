@@ -9,6 +9,7 @@ import sys
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.benchmarking import bench
 from mlx_moeflux.benchmarking import report as output
 from mlx_moeflux.benchmarking.account import Account, cache_state
 from mlx_moeflux.benchmarking.bench import benchmark
@@ -16,6 +17,7 @@ from mlx_moeflux.benchmarking.options import Options
 from mlx_moeflux.benchmarking.results import Spread
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import ExactnessError, UnsupportedError
+from mlx_moeflux.experts.budget import Memory
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.kernels.moe_combine import moe_combine
@@ -30,16 +32,43 @@ def found(checkpoint):
     return benchmark(checkpoint, options, name="a model", say=lines.append), lines
 
 
-def test_lines_are_those_of_mlx_lm(found):
-    _, lines = found
-    assert lines.count("Running warmup..") == 2
+NUMBER = r"\d+\.\d{3}"
+SPEEDS = rf"prompt_tps={NUMBER}, generation_tps={NUMBER}, peak_memory={NUMBER}"
+
+
+def test_lines_are_those_of_mlx_lm(checkpoint):
+    lines = []
+    benchmark(checkpoint, Options(("50%",), **SMALL), say=lines.append)
+    assert "Running warmup.." in lines
     assert "Timing with prompt_tokens=9, generation_tokens=6, batch_size=1." in lines
-    number = r"\d+\.\d{3}"
-    speeds = rf"prompt_tps={number}, generation_tps={number}, peak_memory={number}"
-    for title in ("Trial 1: ", "Trial 2: ", "mlx-lm  1: ", "mlx-lm  2: "):
-        assert sum(bool(re.fullmatch(rf"{title} {speeds}, total_time={number}", x))
-                   for x in lines) == 2  # fmt: skip
-    assert sum(bool(re.fullmatch(f"Averages: {speeds}", x)) for x in lines) == 2
+    for title in ("Trial 1: ", "Trial 2: "):
+        assert any(re.fullmatch(rf"{title} {SPEEDS}, total_time={NUMBER}", x) for x in lines)
+    assert any(re.fullmatch(f"Averages: {SPEEDS}", x) for x in lines)
+
+
+def test_trials_take_turns(found):
+    _, lines = found
+    timed = [line.split(":")[0] for line in lines if "total_time=" in line]
+    assert timed == [
+        "Trial 1 100%",
+        "Trial 1 25%",
+        "mlx-lm  1",
+        "Trial 2 25%",
+        "Trial 2 100%",
+        "mlx-lm  2",
+    ]
+    assert lines.count("Running warmup..") == 1
+
+
+def test_what_does_not_fit_at_once_is_loaded_one_by_one(checkpoint, monkeypatch):
+    memory = Memory("cpu", 3_000_000, 3_000_000, "a little memory")
+    monkeypatch.setattr(bench, "measure_memory", lambda: memory)
+    lines = []
+    report = benchmark(checkpoint, Options(("100%", "25%"), **SMALL), say=lines.append)
+    assert any("do not take turns" in line for line in lines)
+    assert lines.count("Running warmup..") == 2
+    assert [run.expert_memory for run in report.runs] == ["100%", "25%"]
+    assert report.runs[1].beside_resident is not None
 
 
 def test_the_card_and_exactness_come_before_any_speed(found):
@@ -47,7 +76,7 @@ def test_the_card_and_exactness_come_before_any_speed(found):
     first = next(i for i, line in enumerate(lines) if line.startswith("Trial"))
     assert sum("GB/s (measured)" in line for line in lines[:first]) == 1
     exact = [line for line in lines[:first] if line.startswith("exact: ")]
-    assert len(exact) == 2
+    assert len(exact) == 3
     assert "resident (100%) against experts read anew: identical bits" in exact[0]
     assert "logits against mlx-lm computing in float32" in exact[1]
 
@@ -78,6 +107,7 @@ def test_results_add_up(found):
         for name in ("prompt_tps", "generation_tps"):
             mine, other = getattr(run.ours, name), getattr(run.theirs, name)
             assert 0 < mine.low <= mine.median <= mine.high
+            assert run.theirs == report.runs[0].theirs
             assert run.ratios[name].low >= mine.low / other.high
             assert run.ratios[name].high <= mine.high / other.low
             assert run.best_ratios[name] == mine.high / other.high
