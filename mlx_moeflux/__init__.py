@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux._version import __version__
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
     from mlx_moeflux.convert import convert
     from mlx_moeflux.generation import GenerationResponse, generate, stream_generate
     from mlx_moeflux.loading import load, load_model
+
+if sys.platform == "darwin":
+    # Read when Metal's device is made: long command buffers are not given up for the screen's sake.
+    os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 
 # Public name -> module; imported when first used, so that importing the package loads no MLX.
 _PUBLIC = {

@@ -40,3 +40,7 @@ class InputError(MoefluxError, ValueError):
 
 class UnsupportedError(MoefluxError, RuntimeError):
     """Not possible here: the back end, the platform or the checkpoint's format is not supported."""
+
+
+class ExactnessError(MoefluxError, ArithmeticError):
+    """A check of results against a reference failed; what was measured means nothing."""

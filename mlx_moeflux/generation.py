@@ -18,6 +18,7 @@ from mlx_moeflux.cache import transaction
 from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.stats import ExpertStats
+from mlx_moeflux.memory import housekept
 from mlx_moeflux.prompt import Prompt, prompt_ids
 from mlx_moeflux.sampling import (
     LogitsProcessor,
@@ -57,6 +58,7 @@ class GenerationResponse:
     experts: ExpertStats | None = None
 
 
+@housekept
 def generate_step(
     prompt: mx.array,
     model: Any,

@@ -73,7 +73,7 @@ def load_model(
     prefetch: str | Prefetch | None = None,
     keep_all_ahead: bool = False,
     balance: str | Balance | None = None,
-    profile: str | os.PathLike[str] | None = None,
+    tuning: str | os.PathLike[str] | None = None,
     events: EventHook | None = None,
     fuse: bool | None = None,
     strict_config: bool = True,
@@ -93,7 +93,7 @@ def load_model(
         router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
             the same name; their protocols state shapes, and a wrong shape raises here. kernels:
             operation -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
-        profile: A file that ``tune`` wrote for this model: what it found, where the arguments above
+        tuning: A file that ``tune`` wrote for this model: what it found, where the arguments above
             leave the choice.
         keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
         events: Listener of the expert store.
@@ -108,10 +108,10 @@ def load_model(
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     tuned: dict[str, Any] = {}
-    if profile is not None:
-        tuned = open_tuning(profile)
+    if tuning is not None:
+        tuned = open_tuning(tuning)
         if tuned["model"] != checkpoint.identity():
-            raise InputError(f"{profile} is of another model than {path}; tune this one.")
+            raise InputError(f"{tuning} is of another model than {path}; tune this one.")
     if expert_memory in (None, "auto"):
         expert_memory = tuned.get("expert_memory", "auto")
     if expert_reader == "auto":

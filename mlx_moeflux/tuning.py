@@ -57,7 +57,7 @@ class Tuning:
     measured: list[tuple[str, float]] = field(default_factory=list)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that ``load(profile=...)`` takes.
+        """Write the file that ``load(tuning=...)`` takes.
 
         Raises:
             InputError: It cannot be written.

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "mlx_moeflux"
 
 # Lower numbers may import from higher ones only.
 RANK = {
-    "cli": 0,
+    "cli": -1,
+    "benchmarking": 0,
     "convert": 1,
     "conversion": 2,
     "synthesize": 1,
@@ -25,10 +26,12 @@ RANK = {
     "sizes": 3,
     "plots": 3,
     "generation": 3,
+    "memory": 8,
     "prompt": 4,
     "detokenizer": 8,
     "sampling": 4,
     "tokenizer": 4,
+    "profiling": 4,
     "models": 4,
     "experts": 5,
     "cache": 5,

@@ -48,12 +48,12 @@ def test_the_knee_is_found_not_the_most(fake_times, tmp_path):
     found.save(tmp_path / "t.json")
     assert Profile.open(tmp_path / "t.json") == found.profile()
 
-    with load_model(BUNDLED_MODEL, profile=tmp_path / "t.json") as model:
+    with load_model(BUNDLED_MODEL, tuning=tmp_path / "t.json") as model:
         assert set(model.store.slots.values()) == {16}
         assert (model.store.threads, model.store.prefetch.name) == (4, "ahead")
         assert model.layers[0].mlp._following is not None
     options = {"expert_memory": "25%", "expert_threads": 2, "prefetch": "none"}
-    with load_model(BUNDLED_MODEL, profile=tmp_path / "t.json", **options) as model:
+    with load_model(BUNDLED_MODEL, tuning=tmp_path / "t.json", **options) as model:
         assert set(model.store.slots.values()) == {8}
         assert (model.store.threads, model.store.prefetch) == (2, None)
 
@@ -61,10 +61,10 @@ def test_the_knee_is_found_not_the_most(fake_times, tmp_path):
 def test_a_profile_of_another_model_is_refused(tmp_path):
     Tuning("another", "50%", "pread", 4, "none", 1.0, 0.0, (1.0,)).save(tmp_path / "t.json")
     with pytest.raises(InputError, match=r"t\.json is of another model"):
-        load_model(BUNDLED_MODEL, profile=tmp_path / "t.json")
+        load_model(BUNDLED_MODEL, tuning=tmp_path / "t.json")
     (tmp_path / "t.json").write_text("[]")
     with pytest.raises(InputError, match=r"t\.json is no profile"):
-        load_model(BUNDLED_MODEL, profile=tmp_path / "t.json")
+        load_model(BUNDLED_MODEL, tuning=tmp_path / "t.json")
     with pytest.raises(InputError, match="cannot be written"):
         Tuning("x", "50%", "pread", 4, "none", 1.0, 0.0, (1.0,)).save(tmp_path / "no" / "t.json")
 
@@ -81,7 +81,7 @@ def test_on_this_machine(tmp_path, capsys, monkeypatch):
     assert data["expert_memory"] in ("15%", "40%")
     assert data["expert_threads"] in (1, 4)
     assert all(seconds > 0 for _, seconds in data["measured"])
-    assert main(["generate", "-m", "3", "--profile", str(out)]) == 0
+    assert main(["generate", "-m", "3", "--tuning", str(out)]) == 0
     assert "experts streamed" in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "tune": "find the memory and threads that suit this machine",
     "evaluate-knob": "compare a lossy choice with the exact model",
     "policies": "list who may decide which experts stay in memory",
+    "benchmark": "measure speed and memory, and what bounds them",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from mlx_moeflux.cli.look import add_look_arguments, looking
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", type=_boolean, default=True, help="print speeds at the end")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_expert_arguments(parser)
+    add_look_arguments(parser)
     for flag in REFUSED:
         add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=Refuse)
 
@@ -86,7 +88,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
     add("--prefetch", help="what is read before it is asked for; default none")
     add("--balance", default="none", help="who moves slots between layers; default none")
-    add("--profile", metavar="FILE", help="what tune found, where these options leave it open")
+    add("--tuning", metavar="FILE", help="what tune found, where these options leave it open")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--trace", metavar="FILE", help="record which experts every token chooses")
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         eviction=args.eviction,
         prefetch=args.prefetch,
         balance=args.balance,
-        profile=args.profile,
+        tuning=args.tuning,
         experts_per_token=args.experts_per_token,
         max_context=args.max_context,
         verbose=True,
@@ -112,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with model, model.trace(args.trace) if args.trace else nullcontext():
         prompt, options = _prompt(args, tokenizer)
         last = None
-        with _PrefillBar() as bar:
+        with looking(args, model), _PrefillBar() as bar:
             stream = generation.stream_generate(
                 model,
                 tokenizer,

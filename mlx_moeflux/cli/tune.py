@@ -11,7 +11,7 @@ from mlx_moeflux.errors import InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or Hugging Face id (default: the bundled model)")
-    add("--out", default="tuning.json", help="file to write, for --profile, default %(default)s")
+    add("--out", default="tuning.json", help="file to write, for --tuning, default %(default)s")
     add("--budgets", nargs="+", metavar="SIZE", help="expert memory to try, such as 2GB 4GB 8GB")
     add("--tokens", type=int, default=32, help="of each decode, default %(default)s")
     add("--repeats", type=int, default=3, help="of each measurement, default %(default)s")

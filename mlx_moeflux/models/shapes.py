@@ -88,6 +88,22 @@ SHAPES: dict[str, Any] = {
         num_experts=512,
         num_experts_per_tok=10,
     ),
+    # 120 MB, which no cache of a processor holds: for benchmarks on CPUs.
+    "qwen3.5-small": replace(
+        _QWEN,
+        vocab_size=4096,
+        hidden_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        head_dim=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=256,
+        num_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=32768,
+    ),
     "qwen3.5-tiny": replace(
         _QWEN,
         vocab_size=1024,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -28,9 +29,10 @@ OPTIONS = {
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
-        --profile --stats --stop
+        --stats --stop --tuning
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
+        --capture-layer --capture-token --gpu-capture --profile
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
@@ -49,6 +51,14 @@ OPTIONS = {
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
     """,
     "trace": "--budget --out --profile",
+    "benchmark": """
+        --batch-size --capture-layer --capture-token --cold --compare --context --delay
+        --expert-memory --expert-reader --expert-threads --experts-per-token --generation-tokens
+        --gpu-capture --layers --markdown --max-context --model --num-trials --pipeline --plot
+        --prefill-step-size --profile --prompt-tokens
+        --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
+        -b -g -n -p -qa
+    """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }
 
@@ -184,7 +194,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["plan", "no/such/thing/x"], "no/such/thing/x"),
         (["trace", "show", "no.trace"], "no.trace"),
         (["tune", "--tokens", "0"], "--tokens"),
-        (["generate", "--profile", "no.json"], "no.json"),
+        (["generate", "--tuning", "no.json"], "no.json"),
         (["plan", str(BUNDLED_MODEL), "--memory", "little"], "little"),
         (["plan", str(BUNDLED_MODEL), "--context", "0"], "--context"),
         (["plan", str(BUNDLED_MODEL), "--bits", "4"], "quantised already"),
@@ -267,3 +277,16 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     assert done.stdout.endswith("def")
     assert "Traceback" not in done.stderr
+
+
+def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = run("generate", "-m", "4", "--verbose", "F", "--profile", str(trace))
+    assert done.returncode == 0, done.stderr
+    plain = run("generate", "-m", "4", "--verbose", "F")
+    assert done.stdout == plain.stdout
+    assert "delta net" in done.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+    done = run("generate", "-m", "4", "--profile", str(tmp_path / "no" / "trace.json"))
+    assert done.returncode == 1
+    assert "is no directory" in done.stderr

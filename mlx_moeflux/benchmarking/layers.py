@@ -1,0 +1,134 @@
+"""Layer by layer, where whole logits cannot be compared.
+
+In 16 bits the logits of two right programs differ wildly once a router has chosen another expert
+among equally good ones, and random weights are full of these. A single layer on the same input
+does not drift: most of its positions must agree to the rounding of the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import ExactnessError
+
+# For most positions: the difference by what the layer adds to its input, and a fifth of the
+# input itself, whose rounding nobody can avoid.
+LIMITS = {"bfloat16": 4e-2, "float16": 1e-2, "float32": 1e-3}
+OF_INPUT = 0.2
+
+
+class OurParts:
+    """Embedding, layers and head of our model, one at a time."""
+
+    def __init__(self, model: Any):
+        self._model, self.count = model, len(model.layers)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return self._model.model.embed_tokens(ids)
+
+    def layer(self, index: int, parts: Sequence[mx.array]) -> mx.array:
+        """Parts ``[B, n, C]`` of a sequence, one after another through one layer."""
+        cache = self._model.make_cache()[index]
+        out = [_evaluated(self._model.run_layer(index, part, cache)) for part in parts]
+        return mx.concatenate(out, axis=1)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        return _head(self._model, hidden)
+
+
+class TheirParts:
+    """The same of a model of mlx-lm."""
+
+    def __init__(self, model: Any):
+        self._model, self._text = model, getattr(model, "language_model", model)
+        self.count = len(self._text.model.layers)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return self._text.model.embed_tokens(ids)
+
+    def layer(self, index: int, parts: Sequence[mx.array]) -> mx.array:
+        """See :meth:`OurParts.layer`."""
+        from mlx_lm.models.base import create_attention_mask
+        from mlx_lm.models.cache import make_prompt_cache
+
+        layer, out = self._text.model.layers[index], []
+        cache = make_prompt_cache(self._model)[index]
+        for part in parts:
+            mask = None
+            if not getattr(layer, "is_linear", False):
+                mask = create_attention_mask(part, cache, return_array=True)
+            out.append(_evaluated(layer(part, mask, cache=cache)))
+        return mx.concatenate(out, axis=1)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        return _head(self._text, hidden)
+
+
+def compare_layers(
+    what: str,
+    ours: OurParts,
+    theirs: OurParts | TheirParts,
+    ids: np.ndarray,
+    *,
+    decode: int,
+    dtype: str,
+) -> str:
+    """Run `ids` ``[B, T]`` through our layers, the last `decode` one by one, and each layer's
+    input through theirs too; a line that says how far apart they are.
+
+    Raises:
+        ExactnessError: A layer, the embedding or the head differs by more than rounding.
+    """
+    tokens = mx.array(ids)
+    h = _evaluated(ours.embed(tokens))
+    apart = {"the embedding": _apart(decode, theirs.embed(tokens), h, h)}
+    for index in range(ours.count):
+        parts = mx.split(h, range(h.shape[1] - decode, h.shape[1]), axis=1)
+        found, other = ours.layer(index, parts), theirs.layer(index, parts)
+        scale = mx.abs(found - h), OF_INPUT * mx.abs(h)
+        apart[f"layer {index}"] = _apart(decode, found, other, *scale)
+        h = found
+    logits = ours.head(h)
+    apart["the head"] = _apart(decode, theirs.head(h), logits, logits)
+    worst = max(apart, key=lambda name: apart[name] if apart[name] == apart[name] else np.inf)
+    what = f"{what}, layer by layer in {dtype}: {worst} differs most, by {apart[worst]:.1e}"
+    if not apart[worst] <= LIMITS[dtype]:
+        raise ExactnessError(
+            f"{what} (most positions), more than {LIMITS[dtype]:g}; no speed is printed for "
+            "wrong results."
+        )
+    return f"exact: {what} (most positions), tolerance {LIMITS[dtype]:g}"
+
+
+def _apart(decode: int, found: mx.array, other: mx.array, *scale: mx.array) -> float:
+    """The difference by the size of `scale`: the median over the prompt's positions, or the lower
+    quartile over the few that were decoded, whichever is larger; NaN if anything is not finite."""
+    size = sum(_size(part) for part in scale)
+    difference = _size(found.astype(mx.float32) - other.astype(mx.float32))
+    if not np.isfinite(difference + size).all():
+        return float("nan")
+    relative = difference / size
+    prompt, decoded = relative[:, :-decode], relative[:, -decode:]
+    return float(max(np.median(prompt), np.quantile(decoded, 0.25)))
+
+
+def _size(array: mx.array) -> np.ndarray:
+    """``[B, T, ...]`` -> root mean squares ``[B, T]``."""
+    values = np.array(array.astype(mx.float32)).astype(np.float64)
+    return np.sqrt((values**2).mean(-1))
+
+
+def _head(model: Any, hidden: mx.array) -> mx.array:
+    hidden = model.model.norm(hidden)
+    if "lm_head" in model:
+        return model.lm_head(hidden)
+    return model.model.embed_tokens.as_linear(hidden)
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array

@@ -1,0 +1,189 @@
+"""``mlx_moeflux benchmark``: mlx-lm's flags and lines, budgets, contexts, a rival, the limits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.cli.generate import Refuse
+from mlx_moeflux.cli.look import add_look_arguments, trace_file
+from mlx_moeflux.errors import InputError, UnsupportedError
+
+REFUSED = {
+    "--pipeline": "one machine is measured",
+    "--quantize-activations": "activations stay in the compute dtype",
+    "--trust-remote-code": "no code from a checkpoint ever runs",
+}
+
+
+class _Refuse(Refuse):
+    def __call__(self, parser, namespace, values, option_string=None):
+        raise UnsupportedError(
+            f"{option_string} does not apply: {REFUSED[self.option_strings[0]]}."
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--prompt-tokens", "-p", type=int, default=512, help="default %(default)s")
+    add("--generation-tokens", "-g", type=int, default=1024, help="default %(default)s")
+    add("--batch-size", "-b", type=_counts, default=(1,), metavar="N,...", help="default 1")
+    add("--num-trials", "-n", type=int, default=5, help="default %(default)s")
+    add("--prefill-step-size", type=int, help="tokens a call (default: all; mlx-lm: 2048)")
+    add("--delay", type=float, default=0, help="seconds before each trial, default %(default)s")
+    add("--context", type=_counts, metavar="N,...", help="prompt lengths, instead of -p")
+    add(
+        "--expert-memory",
+        type=_words,
+        default=("auto",),
+        metavar="SIZE,...",
+        help="budgets, such as 100%%,50%%,2GB (default: auto)",
+    )
+    add("--compare", metavar="mlx-lm", help="a program that is measured in turns with this one")
+    add("--synthetic", metavar="NAME", help="random weights of a shape, see synthesize --like")
+    add("--layers", type=int, help="of the synthetic model, instead of the shape's")
+    add("--skew", type=float, default=1.0, help="of its routing, default %(default)s")
+    add("--synthetic-dir", help="keep the synthetic model here, and use it if it is there")
+    add("--cold", action="store_true", help="empty the page cache before trials and between tokens")
+    add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--expert-threads", type=int, default=8, help="default %(default)s")
+    add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
+    add("--max-context", type=int, help="tokens that a sequence may have")
+    add("--seed", type=int, default=0, help="of the ids, default %(default)s")
+    add("--markdown", type=_file, metavar="FILE", help="append a table of the results")
+    add("--plot", type=_file, metavar="FILE.png", help="draw the results")
+    add_look_arguments(parser)
+    for flag in REFUSED:
+        add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=_Refuse)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux.benchmarking import report as output
+    from mlx_moeflux.benchmarking.bench import benchmark
+    from mlx_moeflux.benchmarking.options import Options
+
+    if args.plot:
+        output.require_matplotlib()
+    for file in filter(None, (args.plot, args.markdown)):
+        if not file.parent.is_dir():
+            raise InputError(f"{file.parent} is no directory; make it or write elsewhere.")
+    load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
+    options = Options(
+        expert_memory=args.expert_memory,
+        contexts=args.context or (args.prompt_tokens,),
+        generation_tokens=args.generation_tokens,
+        batch_sizes=args.batch_size,
+        trials=args.num_trials,
+        delay=args.delay,
+        prefill_step_size=args.prefill_step_size,
+        compare=args.compare,
+        cold=args.cold,
+        threads=args.expert_threads,
+        reader=args.expert_reader,
+        seed=args.seed,
+        profile=args.profile is not None,
+        trace=trace_file(args),
+        capture=_capture(args),
+        load={name: value for name, value in load.items() if value is not None},
+    )
+    options.check()
+    with _checkpoint(args) as (directory, name):
+        report = benchmark(directory, options, name=name, command=_command(args), say=_say)
+    if args.markdown:
+        output.write_markdown(report, args.markdown)
+    if args.plot:
+        output.plot(report, args.plot)
+    print(json.dumps(report.as_dict()))
+    return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command without the places where it writes: what to type for the same measurement."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    places = ("markdown", "plot", "synthetic_dir", "profile", "gpu_capture")
+    words = ["mlx_moeflux benchmark"]
+    for action in parser._actions:
+        value = getattr(args, action.dest, action.default)
+        if action.dest in places or value == action.default or value is None:
+            continue
+        words.append(action.option_strings[0])
+        if isinstance(value, tuple):
+            words.append(",".join(str(part) for part in value))
+        elif value is not True:
+            words.append(str(value))
+    return " ".join(words)
+
+
+def _capture(args: argparse.Namespace) -> dict[str, Any] | None:
+    if not args.gpu_capture:
+        return None
+    return {"file": args.gpu_capture, "layer": args.capture_layer, "token": args.capture_token}
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@contextmanager
+def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
+    """The checkpoint's directory and its name; a synthetic one is gone afterwards, or kept."""
+    from mlx_moeflux.checkpoint.hub import resolve
+    from mlx_moeflux.loading import BUNDLED_MODEL
+
+    if args.synthetic is None:
+        for flag in ("layers", "synthetic_dir"):
+            if getattr(args, flag) is not None:
+                raise InputError(f"--{flag.replace('_', '-')} needs --synthetic.")
+        name = Path(args.model).name if args.model else "the bundled model"
+        yield resolve(args.model or BUNDLED_MODEL), name
+        return
+    if args.model is not None:
+        raise InputError("give either --model or --synthetic.")
+    layers = f", {args.layers} layers" if args.layers else ""
+    name = f"{args.synthetic}{layers}, skew {args.skew:g}"
+    if args.synthetic_dir is not None:
+        folder = Path(args.synthetic_dir)
+        if not (folder / "config.json").exists():
+            _synthesize(args, folder)
+        yield folder, f"synthetic {name}"
+        return
+    with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as folder:
+        yield _synthesize(args, Path(folder)), f"synthetic {name}"
+
+
+def _synthesize(args: argparse.Namespace, folder: Path) -> Path:
+    from mlx_moeflux.synthesize import synthesize
+
+    return synthesize(args.synthetic, folder, layers=args.layers, skew=args.skew, seed=args.seed)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(","))
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty entry")
+    return words
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
+
+
+def _file(text: str) -> Path:
+    return Path(text)
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.benchmark``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("benchmark")

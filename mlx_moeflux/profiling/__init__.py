@@ -1,0 +1,1 @@
+"""Looking at where time goes: per-stage profiles and GPU captures, free when unused."""
