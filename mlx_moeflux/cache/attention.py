@@ -21,6 +21,7 @@ class AttentionCache(SequenceClock):
     slice update that MLX carries out in place once every earlier reader has finished.
     """
 
+    kind, fields, token_axis = "attention", ("keys", "values"), 2
     step = 256
 
     def __init__(self) -> None:
@@ -28,9 +29,6 @@ class AttentionCache(SequenceClock):
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
-
-    def _arrays(self):
-        return self.keys, self.values
 
     @property
     def capacity(self) -> int:

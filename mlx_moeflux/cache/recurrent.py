@@ -23,13 +23,12 @@ class RecurrentCache(SequenceClock):
     ``delta``, and ends with ``advance(T)``. Arrays are replaced, never written in place.
     """
 
+    kind, fields = "recurrent", ("conv", "delta")
+
     def __init__(self) -> None:
         super().__init__()
         self.conv: mx.array | None = None
         self.delta: mx.array | None = None
-
-    def _arrays(self):
-        return self.conv, self.delta
 
     def make_mask(self, T: int) -> mx.array | None:
         """Which of the next T columns are tokens: bool [B, T], or None when all are.

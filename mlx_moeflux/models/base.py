@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_moeflux.cache import KVCache, SequenceClock, SequenceState, StateSpec, check_positions
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.record import record
+from mlx_moeflux.models.state_spec import state_spec
 
 # Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
 PREFILL_CHUNK = 2048
@@ -34,6 +36,7 @@ class StreamingModel(nn.Module):
         self.identity = ""
         self._step_lock = threading.RLock()
         self._store = None
+        self._state_spec: StateSpec | None = None
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -80,6 +83,30 @@ class StreamingModel(nn.Module):
         if limit is not None and not 1 <= limit <= longest:
             raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
         self.max_context = limit or longest
+
+    def new_state(self, entries: Iterable[SequenceClock]) -> SequenceState:
+        """What ``make_cache`` returns: `entries` as one state of this model."""
+        return SequenceState(entries, self.state_spec)
+
+    def state_spec(self) -> StateSpec:
+        """Identity and shapes of this model's states; made when first asked for."""
+        if self._state_spec is None:
+            self._state_spec = state_spec(self)
+        return self._state_spec
+
+    def context_left(self, cache: Sequence[SequenceClock] | None = None) -> int:
+        """Tokens that a state has room for; of all its sequences, the longest counts.
+
+        Raises:
+            CacheError: Its entries disagree about what they have seen.
+        """
+        used = max(check_positions(cache)) if cache else 0
+        return (self.max_context or self.config.max_position_embeddings) - used
+
+    def bytes_per_position(self) -> int:
+        """Bytes by which a sequence's state grows with each token."""
+        step = KVCache.step
+        return (self.state_bytes(2 * step) - self.state_bytes(step)) // step
 
     def trunk_bytes(self) -> int:
         """Bytes of all parameters; ask before resident experts are added."""

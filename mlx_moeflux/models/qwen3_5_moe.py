@@ -12,7 +12,7 @@ from typing import ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import KVCache, RecurrentCache, transaction
+from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import Drop, Experts, NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
@@ -206,9 +206,11 @@ class Model(StreamingModel):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def make_cache(self) -> list[KVCache | RecurrentCache]:
+    def make_cache(self) -> SequenceState:
         """One empty state per layer."""
-        return [RecurrentCache() if layer.is_linear else KVCache() for layer in self.layers]
+        return self.new_state(
+            RecurrentCache() if layer.is_linear else KVCache() for layer in self.layers
+        )
 
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the

@@ -1,0 +1,60 @@
+"""Small models of every kind of state, for tests of what they remember."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux import synthesize
+from mlx_moeflux.loading import load_model
+from mlx_moeflux.models.base import StreamingModel
+
+TWIN = Path(__file__).parent / "golden" / "text_top3"
+KINDS = ("hybrid", "attention")
+
+
+def directory_of(kind: str, tmp_path: Path, **options) -> Path:
+    """hybrid: recurrent and attention layers. attention: nothing else."""
+    if kind == "hybrid":
+        return TWIN
+    shape = replace(synthesize.SHAPES["qwen3.5-tiny"], full_attention_interval=1)
+    before = dict(synthesize.SHAPES)
+    synthesize.SHAPES["attention-only"] = shape
+    try:
+        return synthesize.synthesize(
+            "attention-only", tmp_path / "attention", layers=2, experts=8, **options
+        )
+    finally:
+        synthesize.SHAPES.clear()
+        synthesize.SHAPES.update(before)
+
+
+def model_of(kind: str, tmp_path: Path, **options) -> StreamingModel:
+    """Streamed with the fewest slots, in float32."""
+    options = {"expert_memory": "50%", "dtype": mx.float32} | options
+    return load_model(directory_of(kind, tmp_path), **options)
+
+
+def tokens_of(T: int, seed: int = 0) -> mx.array:
+    """ids [1, T] below 101."""
+    return mx.array(np.random.default_rng([T, seed]).integers(0, 101, (1, T)))
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    assert np.isfinite(a).all()
+    assert np.isfinite(b).all()
+    return a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def run(model: StreamingModel, state: list, tokens: mx.array) -> mx.array:
+    """Token by token: ids [1, T] -> logits [T, V]."""
+    if not tokens.shape[1]:
+        return mx.zeros((0, model.config.vocab_size))
+    steps = [model(tokens[:, i : i + 1], state)[0] for i in range(tokens.shape[1])]
+    logits = mx.concatenate(steps)
+    mx.eval(logits)
+    return logits
