@@ -11,6 +11,7 @@ import numpy as np
 from mlx_moeflux import synthesize
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.steps import generate_step
 
 TWIN = Path(__file__).parent / "golden" / "text_top3"
 KINDS = ("hybrid", "attention")
@@ -58,3 +59,25 @@ def run(model: StreamingModel, state: list, tokens: mx.array) -> mx.array:
     logits = mx.concatenate(steps)
     mx.eval(logits)
     return logits
+
+
+def asked(model) -> int:
+    """Tokens that went through the layers so far."""
+    return model.store.stats().layers[0].tokens
+
+
+def reply(model, ids, cache=None, *, count=5, breakpoints=()):
+    """(ids, tokens that were read for the first of them) of a greedy reply."""
+    resumed = None if cache is None else cache.resume(model, ids, breakpoints=breakpoints)
+    before = asked(model)
+    steps = generate_step(mx.array(ids), model, max_tokens=count, resumed=resumed)
+    first = next(steps)[0]
+    # On the CPU nothing runs ahead of the caller.
+    read = asked(model) - before - (count > 1)
+    return [first, *(token for token, _ in steps)], read
+
+
+def texts(*names: int) -> list[list[int]]:
+    """Prompts with one beginning and different ends."""
+    beginning = tokens_of(40, seed=1)[0].tolist()
+    return [beginning + tokens_of(9, seed=100 + name)[0].tolist() for name in names]
