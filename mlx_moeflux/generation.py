@@ -19,7 +19,7 @@ from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.rewarm import rewarm
 from mlx_moeflux.experts.stats import ExpertStats
-from mlx_moeflux.prompt import Prompt, prompt_ids
+from mlx_moeflux.prompt import Prompt, prompt_ids, turn_end
 from mlx_moeflux.sampling import (
     LogitsProcessor,
     Sampler,
@@ -105,7 +105,8 @@ def stream_generate(
     resumed = None
     if isinstance(prompt_cache, PromptCache):
         room = _room(model, None, len(ids))
-        resumed = _resume(prompt_cache, model, ids, breakpoints)
+        end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
+        resumed = _resume(prompt_cache, model, ids, {*breakpoints, *([end] if end else [])})
     else:
         room = _room(model, prompt_cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)

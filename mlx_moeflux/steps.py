@@ -55,25 +55,32 @@ def generate_step(
             stop=max_tokens == 0,
             resumed=resumed,
         )
+    keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
     # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
     # and a pending reader would keep MLX from writing the key-value buffers in place.
     ahead = mx.default_device() != mx.cpu
-    count = 0
-    while count != max_tokens:
-        count += 1
-        token, logprobs = following
-        if not ahead:
-            mx.eval(token)
-        # An interrupt may come while a result is awaited, when the cache has moved on already.
-        with model.lock, transaction(cache):
-            if count != max_tokens:
-                following = loop.step(token)
-            elif prompt_cache is not None:
-                loop.read(token)
-            value = token.item()
-        yield value, logprobs
-        if count % CLEAR_EVERY == 0:
-            mx.clear_cache()
+    count, reply = 0, []
+    try:
+        while count != max_tokens:
+            count += 1
+            token, logprobs = following
+            if not ahead:
+                mx.eval(token)
+            # An interrupt may come while a result is awaited, when the cache has moved on already.
+            with model.lock, transaction(cache):
+                if count != max_tokens:
+                    following = loop.step(token)
+                elif keep_last:
+                    loop.read(token)
+                value = token.item()
+                reply.append(value)
+            yield value, logprobs
+            if count % CLEAR_EVERY == 0:
+                mx.clear_cache()
+    finally:
+        if resumed is not None and resumed.keeps_reply and reply:
+            with model.lock:
+                resumed.replied(reply)
 
 
 class _Loop:

@@ -122,7 +122,7 @@ def test_a_bad_file_is_refused_and_leaves_the_state_alone(hybrid, saved, tmp_pat
 
 def test_a_missing_file_and_a_missing_directory_are_named(hybrid, tmp_path):
     state = hybrid.make_cache()
-    with pytest.raises(CacheError, match=r"no readable mlx_moeflux\.state file"):
+    with pytest.raises(CacheError, match=r"No readable mlx_moeflux\.state file"):
         state.load(tmp_path / "none")
     with pytest.raises(CacheError, match=r"Writing .* failed"):
         state.save(tmp_path / "none" / "state")

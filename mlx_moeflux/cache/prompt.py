@@ -50,9 +50,21 @@ class Resumed:
         self.experts = experts
         self.stops = sorted({stop for stop in stops if position < stop < len(tokens)})
 
+    @property
+    def keeps_reply(self) -> bool:
+        """The state behind the reply is wanted too: call :meth:`replied`."""
+        return self._cache.replies
+
     def reached(self, position: int, logits: mx.array | None = None) -> None:
         """The state is now behind `position` tokens: keep it. logits: ``[V]``."""
         self._cache.store(self._model, self._tokens[:position], self.state, logits)
+
+    def replied(self, reply: Sequence[int]) -> None:
+        """The state is now behind the prompt and `reply`: keep it, unless an interruption left it
+        elsewhere."""
+        tokens = [*self._tokens.tolist(), *reply]
+        if self.state.position == len(tokens):
+            self._cache.store(self._model, tokens, self.state)
 
 
 class PromptCache:
@@ -62,7 +74,8 @@ class PromptCache:
     disk_bytes: Limits; the least recently used go. every: Tokens between two places at which a
     long prompt's state is kept, besides its end, the places that the caller names, and where it
     first differs from an earlier prompt. Models without recurrent layers need none of these: they
-    go on from any token. warm: Say which experts were in memory, for the generator to re-read.
+    go on from any token. replies: Keep the state behind a reply too, for conversations. warm: Say
+    which experts were in memory, for the generator to read them again.
 
     All methods may be called from any thread.
 
@@ -77,6 +90,7 @@ class PromptCache:
         memory_bytes: int = MEMORY_BYTES,
         disk_bytes: int = DISK_BYTES,
         every: int | None = EVERY,
+        replies: bool = False,
         warm: bool = True,
     ):
         for name, number in {
@@ -84,7 +98,8 @@ class PromptCache:
         }.items():  # fmt: skip
             if number is not None and number < 1:
                 raise InputError(f"{name} is {number}; it must be at least 1.")
-        self.memory_bytes, self.every, self.warm = memory_bytes, every, warm
+        self.memory_bytes, self.every = memory_bytes, every
+        self.replies, self.warm = replies, warm
         self.tokens_reused = self.tokens_asked = 0
         self._disk = None if directory is None else PromptDirectory(directory, disk_bytes)
         self._roots: dict[str, Node] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -192,11 +192,17 @@ class SequenceState(list):
 
     # Files.
 
-    def save(self, path: str | os.PathLike[str], logits: mx.array | None = None) -> int:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        logits: mx.array | None = None,
+        *,
+        notes: Mapping[str, str] | None = None,
+    ) -> int:
         """Write the state of one sequence to a safetensors file; its size in bytes.
 
-        logits: Those after the last token, ``[V]``; :meth:`load` gives them back. The same state
-        gives the same bytes.
+        logits: Those after the last token, ``[V]``; :meth:`load` gives them back. notes: For
+        :func:`read_notes`. The same state gives the same bytes.
 
         Raises:
             CacheError: It holds several sequences, or the disk is full or failed.
@@ -209,6 +215,7 @@ class SequenceState(list):
             "identity": spec.identity,
             "position": str(position),
             "kinds": json.dumps([entry.kind for entry in self]),
+            "notes": json.dumps(dict(notes or {}), sort_keys=True),
         }
         return write_file(path, STATE_FORMAT, facts=facts, arrays=to_host(arrays))
 
@@ -239,3 +246,13 @@ class SequenceState(list):
         adopt(self, arrays, position=position)
         self._forget_after(position)
         return logits
+
+
+def read_notes(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What was noted when a state was saved; its arrays are not read.
+
+    Raises:
+        CacheError: It is no file of a state.
+    """
+    notes = open_file(path, STATE_FORMAT).json("notes")
+    return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

@@ -117,7 +117,7 @@ def open_file(path: str | os.PathLike[str], format: Format) -> StateFile:
             facts = json.loads(handle.read(size)[8:]).get("__metadata__") or {}
     except (CheckpointError, OSError) as error:
         why = str(error).rstrip(".")
-        raise CacheError(f"{path} is no readable {format.name} file ({why}).") from error
+        raise CacheError(f"No readable {format.name} file: {why}.") from error
     if facts.get("format") != format.name:
         raise CacheError(
             f"{path} is no {format.name} file (format {facts.get('format')!r}); give one that "
