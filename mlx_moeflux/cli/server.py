@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -91,19 +92,56 @@ def handler_with_metrics(handler: type) -> type:
 
         def do_POST(self) -> None:
             try:
-                super().do_POST()
+                size = int(self.headers.get("Content-Length") or 0)
+                raw = self.rfile.read(max(size, 0))
+                fault = complaint(json.loads(raw), self.response_generator.model_provider.model)
+                self.rfile = io.BytesIO(raw)
+                if fault is None:
+                    super().do_POST()
+                    return
             except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
                 if self.began:
                     raise
-                self._refuse(error)
-
-        def _refuse(self, error: Exception) -> None:
+                fault = str(error)
             self._set_completion_headers(400)
             self.end_headers()
-            line = " ".join(f"the request cannot be used: {error}".split())
+            line = " ".join(f"The request cannot be used: {fault}".split())
             self.wfile.write(json.dumps({"error": line}).encode())
 
     return Handler
+
+
+# Field -> what it must be; mlx-lm's server looks at the others before it begins.
+TYPES = {
+    "messages": list,
+    "prompt": str,
+    "tools": list,
+    "chat_template_kwargs": dict,
+    "stream_options": dict,
+    "logit_bias": dict,
+}
+
+
+def complaint(body: object, model: object) -> str | None:
+    """What of a request's body would only be noticed in the midst of generation, or None."""
+    if not isinstance(body, dict):
+        return "it is no JSON object."
+    for name, kind in TYPES.items():
+        value = body.get(name)
+        if value is not None and not isinstance(value, kind):
+            return f"'{name}' is a {type(value).__name__}, expected {kind.__name__}."
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or any(not isinstance(s, str) or not s for s in stops):
+        return "'stop' must be a text or a list of texts that are not empty."
+    for message in body.get("messages") or []:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "each of 'messages' needs a 'role'."
+    limit = getattr(getattr(model, "config", None), "vocab_size", None)
+    for i in body.get("logit_bias") or {}:
+        if not i.isdecimal() or (limit is not None and int(i) >= limit):
+            return f"'logit_bias' names {i!r}, which is no token id below {limit}."
+    return None
 
 
 def metrics(provider) -> dict:
