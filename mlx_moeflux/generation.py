@@ -112,8 +112,8 @@ def stream_generate(
     limit = room if max_tokens == -1 else min(max_tokens, room)
     return _stream(
         _detokenizer(tokenizer),
-        _end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
-        StopText(_stop_texts(stop)),
+        end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
+        StopText(stop_texts(stop)),
         store=model.store,
         prompt_tokens=len(ids),
         cached_tokens=resumed.position if resumed else 0,
@@ -247,7 +247,8 @@ def _check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | N
         check_integer("seed", seed, 0)
 
 
-def _stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as the caller gave them, checked."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Iterable):
         raise InputError(f"stop is a {type(stop).__name__}; give texts.")
@@ -264,7 +265,8 @@ def _detokenizer(tokenizer: Any) -> Any:
     return PieceDetokenizer(tokenizer.decode, tokenizer.convert_ids_to_tokens)
 
 
-def _end_ids(tokenizer: Any) -> set[int]:
+def end_ids(tokenizer: Any) -> set[int]:
+    """The ids that end a reply."""
     return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
 
 
