@@ -40,6 +40,7 @@ class _Sequence:
     state: Any
     sampler: Sampler
     processors: list[LogitsProcessor]
+    tokens: int  # of its state at the end, at most
     reply: list[int] = field(default_factory=list)
 
 
@@ -50,7 +51,8 @@ class BatchGenerator:
     sampler, logits_processors: mlx-lm's callables, for sequences without their own.
     completion_batch_size: Sequences in a step at most. prefill_batch_size: Prompts read together
     at most: each expert is then read once for all of them. prefill_step_size: Tokens of a prompt
-    between two steps of the others. keep_states: Replies end with their states.
+    between two steps of the others. keep_states: Replies end with their states. kv_pool_bytes: See
+    :class:`~mlx_moeflux.batch.Batch`; prompts wait until the pool has room for their whole reply.
 
     A reply is that of a call with its prompt alone, but for the rounding of larger matrix
     products. Between two calls of :meth:`next` sequences may be inserted and removed.
@@ -68,6 +70,7 @@ class BatchGenerator:
         prefill_batch_size: int = 8,
         prefill_step_size: int = 2048,
         keep_states: bool = False,
+        kv_pool_bytes: int | None = None,
     ):
         for name, number in {
             "max_tokens": max_tokens, "completion_batch_size": completion_batch_size,
@@ -85,7 +88,7 @@ class BatchGenerator:
         self._ahead = keep_states or mx.default_device() != mx.cpu
         self._waiting: deque[_Sequence] = deque()
         self._prefill: _Prefill | None = None
-        self._batch = Batch(model)
+        self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
         self._sequences: dict[int, _Sequence] = {}
         self._tokens: mx.array | None = None
         self._logprobs: mx.array | None = None
@@ -165,7 +168,7 @@ class BatchGenerator:
         self._waiting.clear()
         self._sequences.clear()
         self._prefill = self._tokens = self._logprobs = None
-        self._batch = Batch(self.model)
+        self._batch.leave(list(self._batch.names))
 
     def warm_up(self, prompt_tokens: int = 32) -> None:
         """Run a prompt and steps of every batch size that is a power of two, so that kernels are
@@ -222,8 +225,16 @@ class BatchGenerator:
                 "shorten it or raise max_context."
             )
         limit = min(limit, max(room + (not self.keep_states), 1))
+        pool, total = self._batch.pool, len(ids) + max(entry.size() for entry in state) + limit
+        if pool is not None and pool.blocks_for(total) > pool.blocks:
+            raise CacheError(
+                f"Prompt {i} and its reply take {pool.blocks_for(total)} blocks of {pool.block} "
+                f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
+            )
         processors = self._processors if processors is None else list(processors)
-        return _Sequence(self._uids + i, ids, limit, state, sampler or self._sampler, processors)
+        return _Sequence(
+            self._uids + i, ids, limit, state, sampler or self._sampler, processors, total
+        )
 
     def _next(self) -> list[BatchReply]:
         if not self._ahead and len(self._batch):
@@ -286,7 +297,7 @@ class BatchGenerator:
         """Begin to read waiting prompts if there is room, and read one step's worth."""
         if self._prefill is None:
             room = min(self.prefill_batch_size, self.completion_batch_size - len(self._batch))
-            first = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            first = self._admitted(room)
             if not first:
                 return
             self._prefill = _Prefill(self.model, first)
@@ -305,6 +316,21 @@ class BatchGenerator:
         for sequence in sequences:
             sequence.state = None
         self._prefill = None
+
+    def _admitted(self, room: int) -> list[_Sequence]:
+        """The next prompts, at most `room`, whose whole replies the pool has blocks for."""
+        pool, first = self._batch.pool, []
+        promised = sum(self._blocks(s) for s in self._sequences.values())
+        while self._waiting and len(first) < room:
+            promised += self._blocks(self._waiting[0])
+            if pool is not None and promised > pool.blocks:
+                break
+            first.append(self._waiting.popleft())
+        return first
+
+    def _blocks(self, sequence: _Sequence) -> int:
+        pool = self._batch.pool
+        return 0 if pool is None else pool.blocks_for(sequence.tokens)
 
 
 class _Prefill:

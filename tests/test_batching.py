@@ -62,6 +62,7 @@ def run_schedule(model, alone, seed, *, prefill_batch_size):
         prefill_batch_size=prefill_batch_size,
         prefill_step_size=CHUNK,
         keep_states=draw.random() < 0.3,
+        kv_pool_bytes=draw.choice([None, 200_000, 1_000_000]),
     )
     names, heard, removed = {}, {}, set()
     left = draw.randint(2, 7)
