@@ -17,9 +17,9 @@ from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.sampling import make_logits_processors
 from mlx_moeflux.steps import generate_step
-from tests.models_at_hand import KINDS, model_of, same_bits
+from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits
 
-CHUNK, VOCABULARY = 16, 101
+CHUNK = 16
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -13,7 +13,7 @@ from mlx_moeflux.batch import Batch
 from mlx_moeflux.batching import BatchGenerator
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, KVPool
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
-from tests.models_at_hand import KINDS, model_of, same_bits, tokens_of
+from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits, tokens_of
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -63,7 +63,7 @@ def test_paged_is_contiguous_bit_for_bit(model, seed):
             assert same_bits(model(probe, states[0]), model(probe, states[1]))
             for batch in batches:
                 batch.leave([gone])
-        tokens = mx.array([draw.randrange(101) for _ in batches[0].names])
+        tokens = mx.array([draw.randrange(VOCABULARY) for _ in batches[0].names])
         logits = [batch.step(tokens) for batch in batches]
         for batch in batches:
             batch.evaluate()
