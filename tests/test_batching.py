@@ -274,6 +274,10 @@ def test_warm_up_leaves_nothing_behind(hybrid):
         assert [reply.uid for reply in generator.next()] == [uid] == [0]
 
 
+# The store remembers the last few outputs that read its bank. A state of one token has 30 kB.
+SLACK = 8192
+
+
 def joins_and_leaves(model, count):
     draw = random.Random(1)
     with BatchGenerator(model, completion_batch_size=4) as generator:
@@ -293,13 +297,13 @@ def joins_and_leaves(model, count):
 
 def test_nothing_is_left_after_joins_and_leaves(hybrid):
     before = joins_and_leaves(hybrid, 20)
-    assert joins_and_leaves(hybrid, 100) <= before
+    assert joins_and_leaves(hybrid, 100) <= before + SLACK
 
 
 @pytest.mark.slow
 def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
     before = joins_and_leaves(hybrid, 20)
-    assert joins_and_leaves(hybrid, 10_000) <= before
+    assert joins_and_leaves(hybrid, 10_000) <= before + SLACK
 
 
 # Texts.
