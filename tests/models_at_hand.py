@@ -15,12 +15,13 @@ from mlx_moeflux.steps import generate_step
 
 TWIN = Path(__file__).parent / "golden" / "text_top3"
 VOCABULARY = 64
-KINDS = ("hybrid", "attention")
+KINDS = ("hybrid", "attention", "4 bits")
 
 
 def directory_of(kind: str, tmp_path: Path, **options) -> Path:
-    """hybrid: recurrent and attention layers. attention: nothing else."""
-    if kind == "hybrid":
+    """hybrid: recurrent and attention layers. attention: nothing else. 4 bits: hybrid, with keys
+    and values in 4 bits."""
+    if kind != "attention":
         return TWIN
     shape = replace(synthesize.SHAPES["qwen3.5-tiny"], full_attention_interval=1)
     before = dict(synthesize.SHAPES)
@@ -37,6 +38,8 @@ def directory_of(kind: str, tmp_path: Path, **options) -> Path:
 def model_of(kind: str, tmp_path: Path, **options) -> StreamingModel:
     """Streamed with the fewest slots, in float32."""
     options = {"expert_memory": "50%", "dtype": mx.float32} | options
+    if kind == "4 bits":
+        options |= {"kv_bits": 4, "kv_group_size": 32}
     return load_model(directory_of(kind, tmp_path), **options)
 
 

@@ -274,7 +274,7 @@ def test_warm_up_leaves_nothing_behind(hybrid):
         assert [reply.uid for reply in generator.next()] == [uid] == [0]
 
 
-# The store remembers the last few outputs that read its bank. A state of one token has 30 kB.
+# The store remembers the last few outputs that read its bank. A state of one token has 278 kB.
 SLACK = 8192
 
 

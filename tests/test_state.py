@@ -135,8 +135,7 @@ def test_attention_alone_is_truncated_and_recurrence_refuses(model):
         with pytest.raises(CacheError, match="restore a snapshot or a checkpoint"):
             state.truncate(9)
         assert state.position == T
-        assert all(same_bits(entry.keys_and_values()[0][:, :, :1], entry.keys[:, :, :1])
-                   for entry in state if isinstance(entry, KVCache))  # fmt: skip
+        assert state.checkpoints == [T]
         return
     state.truncate(9)
     assert state.position == 9

@@ -48,6 +48,7 @@ class AttentionCache(SequenceClock):
         keys [B, Hkv, T, Dk], values [B, Hkv, T, Dv] -> [B, Hkv, S, Dk], [B, Hkv, S, Dv].
         """
         T = keys.shape[2]
+        keys, values = self.packed(keys), self.packed(values)
         if self._batch_known() and keys.shape[0] != self.batch_size:
             raise CacheError(
                 f"The cache holds {self.batch_size} sequences but {keys.shape[0]} were given; "
@@ -63,7 +64,18 @@ class AttentionCache(SequenceClock):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
-        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+        rows = (self.keys[:, :, : self.columns], self.values[:, :, : self.columns])
+        return self.unpacked(rows[0]), self.unpacked(rows[1])
+
+    @classmethod
+    def packed(cls, rows: mx.array) -> mx.array:
+        """Rows of the model as they are kept."""
+        return rows
+
+    @classmethod
+    def unpacked(cls, rows: mx.array) -> mx.array:
+        """The reverse of :meth:`packed`."""
+        return rows
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Whole buffers and the number of columns in use, for kernels that take a length."""
@@ -165,7 +177,10 @@ class AttentionCache(SequenceClock):
         They look for this name before the first token and call it thousands of tokens later: a
         property refuses at once.
         """
-        raise UnsupportedError("Keys and values cannot be quantised yet; leave kv_bits out.")
+        raise UnsupportedError(
+            "Keys and values are quantised from the first token on or never; give kv_bits to "
+            "load() and leave it out here."
+        )
 
     # Batches.
 

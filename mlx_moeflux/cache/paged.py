@@ -16,7 +16,7 @@ import numpy as np
 from mlx_moeflux.cache.attention import AttentionCache
 from mlx_moeflux.cache.clock import as_ints
 from mlx_moeflux.cache.portable import EntrySpec, StateSpec
-from mlx_moeflux.checkpoint.refs import ITEMSIZE, mlx_dtype
+from mlx_moeflux.checkpoint.refs import mlx_dtype
 from mlx_moeflux.errors import CacheError, InputError
 
 BLOCK_TOKENS = 16
@@ -33,7 +33,7 @@ class KVPool:
 
     def __init__(self, spec: StateSpec, nbytes: int, *, block: int = BLOCK_TOKENS):
         self.block = block
-        self.block_bytes = block * sum(map(row_bytes, spec.entries))
+        self.block_bytes = block * sum(entry.row_bytes for entry in spec.entries)
         self.blocks = nbytes // self.block_bytes if self.block_bytes else 0
         if self.block_bytes and not self.blocks:
             raise InputError(
@@ -148,6 +148,7 @@ class PagedCache(AttentionCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See :meth:`AttentionCache.update_and_fetch`."""
         T = keys.shape[2]
+        keys, values = self._kind.packed(keys), self._kind.packed(values)
         index = self._pool.rows([n + T for n in self.seen()])
         self._write(index[:, index.shape[1] - T :], keys, values)
         self.advance(T)
@@ -156,7 +157,8 @@ class PagedCache(AttentionCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
         index = self._pool.rows(self.seen())
-        return self.keys[index].swapaxes(1, 2), self.values[index].swapaxes(1, 2)
+        rows = (array[index].swapaxes(1, 2) for array in (self.keys, self.values))
+        return tuple(map(self._kind.unpacked, rows))
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """See :meth:`AttentionCache.buffer`; the buffers are this step's copies."""
@@ -199,15 +201,6 @@ class PagedCache(AttentionCache):
         self.keys, self.values = (
             _scattered(pool, rows, new) for pool, new in ((self.keys, keys), (self.values, values))
         )
-
-
-def row_bytes(entry: EntrySpec) -> int:
-    """Bytes of one token in a layer's entry; 0 where entries do not grow."""
-    return sum(
-        ITEMSIZE[array.dtype] * int(np.prod([n for n in array.shape if n]))
-        for array in entry.arrays.values()
-        if 0 in array.shape
-    )
 
 
 def _scattered(pool: mx.array, rows: mx.array, new: mx.array) -> mx.array:

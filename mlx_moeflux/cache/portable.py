@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.clock import SequenceClock
+from mlx_moeflux.checkpoint.refs import ITEMSIZE
 from mlx_moeflux.errors import CacheError
 
 # safetensors code of each dtype that a state or its logits may have.
@@ -23,6 +25,7 @@ DTYPE_CODES = {
     mx.float16: "F16",
     mx.int32: "I32",
     mx.uint32: "U32",
+    mx.uint16: "U16",
     mx.uint8: "U8",
 }
 
@@ -57,6 +60,15 @@ class EntrySpec:
                 shape[entry.token_axis] = 0
             arrays[name] = ArraySpec(DTYPE_CODES[array.dtype], tuple(shape))
         return cls(entry.kind, arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token; 0 where entries do not grow."""
+        return sum(
+            ITEMSIZE[array.dtype] * prod(n for n in array.shape if n)
+            for array in self.arrays.values()
+            if 0 in array.shape
+        )
 
     def expected(self, tokens: int) -> dict[str, ArraySpec]:
         """Name -> array of an export of `tokens` tokens."""

@@ -14,8 +14,7 @@ from mlx_moeflux.cli.generate import (
     stats_table,
 )
 
-REFUSED = ("--adapter-path", "--max-kv-size", "--kv-bits", "--kv-group-size")
-REFUSED += ("--quantized-kv-start", "--trust-remote-code")
+REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-remote-code")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

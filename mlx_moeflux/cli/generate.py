@@ -21,9 +21,7 @@ REFUSED = {
     "--image": "images are not read",
     "--quantize-activations": "activations stay in the compute dtype",
     "--max-kv-size": "the state of the recurrent layers cannot be rotated",
-    "--kv-bits": "the key-value cache is not quantised yet",
-    "--kv-group-size": "the key-value cache is not quantised yet",
-    "--quantized-kv-start": "the key-value cache is not quantised yet",
+    "--quantized-kv-start": "keys and values are quantised from the first token on",
     "--pipeline": "one machine runs the model",
     "--trust-remote-code": "no code from a checkpoint ever runs",
 }
@@ -95,6 +93,8 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
+    add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
+    add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
     add("--stats", action="store_true", help="print what the experts cost, layer by layer")
 
 
@@ -141,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`add_expert_arguments` says, for :func:`~mlx_moeflux.loading.load_model`."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
+    names += ("kv_bits", "kv_group_size")
     return {name: getattr(args, name) for name in names}
 
 

@@ -12,8 +12,8 @@ from unittest import mock
 from mlx_moeflux.cli.generate import Refuse, add_expert_arguments, load_options
 from mlx_moeflux.errors import UnsupportedError
 
-REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--kv-bits")
-REFUSED += ("--kv-group-size", "--quantized-kv-start", "--pipeline", "--trust-remote-code")
+REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
+REFUSED += ("--pipeline", "--trust-remote-code")
 
 # Flags that mlx-lm's server reads itself, with its own defaults.
 PASSED = ("--allowed-origins", "--log-level", "--chat-template", "--temp", "--top-p", "--top-k")

@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache import KVCache, SequenceClock, SequenceState, StateSpec, check_positions
+from mlx_moeflux.cache import SequenceClock, SequenceState, StateSpec, check_positions
+from mlx_moeflux.cache.quantized import KV_BITS, quantized
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.moe import SparseMoeBlock
@@ -37,6 +39,8 @@ class StreamingModel(nn.Module):
         self._step_lock = threading.RLock()
         self._store = None
         self._state_spec: StateSpec | None = None
+        self.kv_bits: int | None = None
+        self.kv_group_size = 64
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -85,8 +89,35 @@ class StreamingModel(nn.Module):
         self.max_context = limit or longest
 
     def new_state(self, entries: Iterable[SequenceClock]) -> SequenceState:
-        """What ``make_cache`` returns: `entries` as one state of this model."""
-        return SequenceState(entries, self.state_spec)
+        """What ``make_cache`` returns: `entries` as one state of this model, with keys and values
+        in ``kv_bits`` bits if that is set."""
+        return SequenceState(map(self._quantized, entries), self.state_spec)
+
+    def _quantized(self, entry: SequenceClock) -> SequenceClock:
+        if self.kv_bits is None or entry.token_axis is None or not entry.empty():
+            return entry
+        return quantized(
+            type(entry),
+            bits=self.kv_bits,
+            group_size=self.kv_group_size,
+            dtype=self.model.norm.weight.dtype,
+        )()
+
+    def quantize_cache(self, bits: int | None, group_size: int = 64) -> None:
+        """Keep keys and values of states made from now on in 4 or 8 bits, in groups that have a
+        scale each; None: as they are.
+
+        Raises:
+            InputError: Other bits or groups, or a group does not divide a row.
+        """
+        if bits not in (None, *KV_BITS) or group_size not in GROUP_SIZES:
+            raise InputError(
+                f"kv_bits is {bits} in groups of {group_size}; give 4 or 8 and groups of "
+                f"{', '.join(map(str, GROUP_SIZES))}."
+            )
+        self.kv_bits, self.kv_group_size, self._state_spec = bits, group_size, None
+        # Asks every layer for a row.
+        self.state_spec()
 
     def state_spec(self) -> StateSpec:
         """Identity and shapes of this model's states; made when first asked for."""
@@ -105,8 +136,7 @@ class StreamingModel(nn.Module):
 
     def bytes_per_position(self) -> int:
         """Bytes by which a sequence's state grows with each token."""
-        step = KVCache.step
-        return (self.state_bytes(2 * step) - self.state_bytes(step)) // step
+        return sum(entry.row_bytes for entry in self.state_spec().entries)
 
     def trunk_bytes(self) -> int:
         """Bytes of all parameters; ask before resident experts are added."""

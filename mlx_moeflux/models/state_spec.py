@@ -40,6 +40,7 @@ def state_identity(model: StreamingModel) -> str:
         type(router).__qualname__,
         settings,
         list(model.store.stats().lossy),
+        [model.kv_bits, model.kv_group_size] if model.kv_bits else [],
     ]
     hasher = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
     hasher.update(_trunk_samples(model))

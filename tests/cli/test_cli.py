@@ -34,7 +34,8 @@ OPTIONS = {
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
-        --experts-per-token --hide-thinking --max-context --max-kv-size --max-tokens --model
+        --experts-per-token --hide-thinking --kv-bits --kv-group-size --max-context
+        --max-kv-size --max-tokens --model
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-bytes --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
     """,
