@@ -16,6 +16,9 @@ Progress = Callable[[int, int], None]
 # MLX keeps freed buffers; as many steps between clearing them as mlx-lm takes.
 CLEAR_EVERY = 256
 
+# States that a call of a prefill keeps at most besides its last: each has all recurrent layers'.
+STOPS_PER_CALL = 4
+
 
 def generate_step(
     prompt: mx.array,
@@ -104,12 +107,9 @@ class _Loop:
         """Read the prompt, `size` tokens a call; the first step's result, or None with `stop`."""
         prompt, report = self._prompt, progress or (lambda done, total: None)
         start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
-        stops = [] if resumed is None else resumed.stops
         report(start, total)
-        for end in _ends(start, total, size, stops):
-            self.read(prompt[start:end])
-            if end in stops:
-                resumed.reached(end)
+        for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
+            self._pass(prompt[start:end], resumed, start, end)
             mx.clear_cache()
             start = end
             report(start, total)
@@ -122,13 +122,26 @@ class _Loop:
         report(total, total)
         return first
 
+    def _pass(self, inputs: mx.array, resumed: Resumed | None, start: int, end: int) -> mx.array:
+        """Read `inputs`, and keep the states at the stops that are passed; the last logits."""
+        if resumed is None:
+            return self.read(inputs)
+        stops = [stop for stop in resumed.stops if start < stop <= end]
+        resumed.state.watch(stops)
+        logits = self.read(inputs)
+        for stop in stops:
+            resumed.reached(stop)
+        resumed.state.watch(())
+        return logits
+
     def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
         """Those after the prompt, ``[1, V]``, of which `rest` is unread."""
         if not rest.size:
             return resumed.logits[None]
-        raw = self.read(rest)
+        total = self._prompt.shape[0]
+        raw = self._pass(rest, resumed, total - rest.shape[0], total)
         if resumed is not None:
-            resumed.reached(self._prompt.shape[0], raw[0])
+            resumed.reached(total, raw[0])
         return raw
 
     def read(self, inputs: mx.array) -> mx.array:
@@ -174,11 +187,12 @@ class _Loop:
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:
-    """Where the calls of a prefill end but for the last: at each stop, and after `size` tokens."""
-    for goal in [*stops, total]:
-        while goal - start > size:
-            start += size
-            yield start
-        if goal < total:
-            start = goal
-            yield start
+    """Where the calls of a prefill end but for the last: after `size` tokens, and before more
+    states were kept at `stops` than memory should hold."""
+    while True:
+        passed = [stop for stop in stops if stop > start]
+        end = min(start + size, *passed[STOPS_PER_CALL - 1 : STOPS_PER_CALL], total)
+        if end >= total:
+            return
+        yield end
+        start = end

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux import load
+from mlx_moeflux.cache.portable import export
 from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation import generate
@@ -121,6 +122,33 @@ def test_every_option_sees_the_whole_prompt(directory):
             generate(model, tokenizer, prompt, prompt_cache=cache)
 
 
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeypatch, chunk):
+    """A call that stops for states inside its layers keeps what calls that end there would."""
+    prompt = texts(1)[0]
+    monkeypatch.setattr(model, "prefill_chunk", chunk)
+    calls, original = [], type(model).__call__
+
+    def counted(self, tokens, cache=None, **options):
+        calls.append(tokens.shape[1])
+        return original(self, tokens, cache, **options)
+
+    monkeypatch.setattr(type(model), "__call__", counted)
+    stops = [5, 14, 40]
+    with PromptCache(every=None) as cache:
+        reply(model, prompt, cache, count=1, breakpoints=stops)
+        assert calls == [len(prompt)]
+        state = model.make_cache()
+        for start, stop in zip([0, *stops], stops, strict=False):
+            mx.eval(model(mx.array([prompt[start:stop]]), state, last_only=True))
+            found = cache.resume(model, [*prompt[:stop], 1])
+            assert found.position == stop
+            for one, other in zip(found.state, state, strict=True):
+                for a, b in zip(export([one]).values(), export([other]).values(), strict=True):
+                    scale = np.abs(np.array(b)).max()
+                    assert np.abs(np.array(a) - np.array(b)).max() <= 1e-5 * scale
+
+
 def test_reading_without_a_reply_is_enough(hybrid):
     prompt = texts(1)[0]
     with PromptCache() as cache:
@@ -143,9 +171,10 @@ def test_a_failure_in_the_prefill_keeps_what_was_reached(hybrid, monkeypatch):
     with PromptCache() as cache:
         monkeypatch.setattr(type(hybrid), "__call__", failing)
         with pytest.raises(OSError, match="pulled out"):
-            reply(hybrid, prompt, cache, breakpoints=[40])
+            # A call keeps four states at most.
+            reply(hybrid, prompt, cache, breakpoints=[8, 16, 24, 32, 40])
         monkeypatch.undo()
-        assert reply(hybrid, prompt, cache) == (expected, 9)
+        assert reply(hybrid, prompt, cache) == (expected, 17)
 
 
 def test_models_never_meet_in_one_cache(hybrid, tmp_path, directory):

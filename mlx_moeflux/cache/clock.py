@@ -156,6 +156,10 @@ class SequenceClock:
         """Counts T columns as written (``update_and_fetch`` does so itself)."""
         self.columns += T
 
+    def parts(self, T: int, size: int) -> list[tuple[int, int]]:
+        """How the next T columns go through a layer's mixer: (start, stop) of at most `size`."""
+        return [(start, min(start + size, T)) for start in range(0, T, size)]
+
     def prepare(
         self,
         *,

@@ -95,12 +95,16 @@ class StateSpec:
         }
 
 
-def export(entries: Sequence[SequenceClock], start: int = 0) -> dict[str, mx.array]:
+def export(
+    entries: Sequence[SequenceClock], start: int = 0, stop: int | None = None
+) -> dict[str, mx.array]:
     """The arrays of one sequence by ``layers.<i>.<field>``; of those with a row for each token
-    the rows from token `start` on, without the reserve. Copies, not yet evaluated.
+    the rows of tokens `start` to `stop`, without the reserve. Copies, not yet evaluated.
+
+    stop: Where the others were watched; None is now.
 
     Raises:
-        CacheError: The entries hold several sequences.
+        CacheError: The entries hold several sequences, or one did not watch there.
     """
     found = {}
     for i, entry in enumerate(entries):
@@ -110,15 +114,23 @@ def export(entries: Sequence[SequenceClock], start: int = 0) -> dict[str, mx.arr
             )
         if entry.columns != entry.seen()[0]:
             entry = entry.extract(0)
-        for name in entry.fields:
-            array = getattr(entry, name)
+        for name, array in zip(entry.fields, _at(entry, stop), strict=True):
             if array is None:
                 continue
             if entry.token_axis is not None:
                 rows = [slice(None)] * array.ndim
-                rows[entry.token_axis] = slice(start, entry.columns)
+                rows[entry.token_axis] = slice(start, entry.columns if stop is None else stop)
                 array = array[tuple(rows)]
             found[f"layers.{i}.{name}"] = mx.contiguous(array)
+    return found
+
+
+def _at(entry: SequenceClock, position: int | None) -> Sequence[mx.array | None]:
+    if position in (None, entry.columns) or entry.token_axis is not None:
+        return [getattr(entry, name) for name in entry.fields]
+    found = entry.seen_at(position)
+    if found is None:
+        raise CacheError(f"The state at position {position} was not watched; it is gone.")
     return found
 
 

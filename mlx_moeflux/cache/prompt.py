@@ -30,7 +30,8 @@ class Resumed:
 
     state: Of ``model.make_cache()``, behind the first `position` tokens. logits: ``[V]`` after
     the last token if the whole prompt is known, else None. experts: MoE layer id -> those that were
-    in memory then. stops: Where the prefill pauses and calls :meth:`reached`.
+    in memory then. stops: What the state must :meth:`~SequenceState.watch` before it passes them,
+    for a call of :meth:`reached` afterwards.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Resumed:
         return self._cache.replies
 
     def reached(self, position: int, logits: mx.array | None = None) -> None:
-        """The state is now behind `position` tokens: keep it. logits: ``[V]``."""
+        """The state is behind `position` tokens, or was: keep that. logits: ``[V]``."""
         self._cache.store(self._model, self._tokens[:position], self.state, logits)
 
     def replied(self, reply: Sequence[int]) -> None:
@@ -165,16 +166,17 @@ class PromptCache:
         state: Sequence[Any],
         logits: mx.array | None = None,
     ) -> None:
-        """Keep the state behind `tokens`; nothing is done where it is kept already.
+        """Keep the state behind `tokens`, which it is at or was at while it watched; nothing is
+        done where it is kept already.
 
         Evaluates: a copy of what the state added since the last place that is kept.
 
         Raises:
-            CacheError: The state has not seen exactly so many tokens.
+            CacheError: The state has not seen so many tokens, or did not watch there.
         """
         ids = np.array(tokens, np.int32)
         seen = [entry.seen() for entry in state]
-        if any(one != [len(ids)] for one in seen):
+        if any(one != seen[0] or one[0] < len(ids) for one in seen):
             raise CacheError(f"The state has seen {seen[0]} tokens, not these {len(ids)}.")
         with self._lock:
             root = self._root(model.state_spec())
@@ -183,7 +185,12 @@ class PromptCache:
             if known and (parent.has_logits or logits is None):
                 return
             node = parent if known else parent.add(ids[parent.end :].copy())
-            node.arrays = export(state, node.end - len(node.tokens))
+            try:
+                node.arrays = export(state, node.end - len(node.tokens), node.end)
+            except CacheError:
+                if not known:
+                    node.remove()
+                raise
             if logits is not None:
                 node.arrays["logits"] = mx.array(logits)
             node.has_logits = logits is not None
@@ -201,6 +208,8 @@ class PromptCache:
         """Wait until everything is on disk."""
         if self._disk:
             self._disk.flush()
+            with self._lock:
+                self._shrink()
 
     def close(self) -> None:
         """Write what is pending and forget everything in memory."""

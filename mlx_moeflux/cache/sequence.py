@@ -91,6 +91,13 @@ class SequenceState(list):
         other.max_checkpoints = self.max_checkpoints
         return other
 
+    def watch(self, positions: Iterable[int]) -> None:
+        """Let recurrent layers remember their states at these positions when they are passed."""
+        positions = list(positions)
+        for entry in self:
+            if entry.token_axis is None:
+                entry.watch(positions)
+
     # In memory.
 
     def snapshot(self, logits: mx.array | None = None) -> Snapshot:

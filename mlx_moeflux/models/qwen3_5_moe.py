@@ -161,8 +161,8 @@ class DecoderLayer(nn.Module):
         mixer = self.linear_attn if self.is_linear else self.self_attn
         mask = cache.real_tokens(x.shape[1])
         mixed = []
-        for start in range(0, x.shape[1], chunk):
-            mixed.append(mixer(self.input_layernorm(x[:, start : start + chunk]), cache))
+        for start, stop in cache.parts(x.shape[1], chunk):
+            mixed.append(mixer(self.input_layernorm(x[:, start:stop]), cache))
             if x.shape[1] > chunk:
                 mx.eval(mixed[-1])
         h = x + (mixed[0] if len(mixed) == 1 else mx.concatenate(mixed, axis=1))
