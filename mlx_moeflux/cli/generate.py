@@ -80,7 +80,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Where states of prompts outlive a call."""
     add = parser.add_argument
     add("--prompt-cache", metavar="DIR", help="keep states of prompts there and go on from them")
-    add("--prompt-cache-bytes", default="20GB", metavar="SIZE", help="at most, default %(default)s")
+    add("--prompt-cache-disk", default="20GB", metavar="SIZE", help="at most, default %(default)s")
 
 
 def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,9 +154,9 @@ def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
     if args.prompt_cache is None:
         yield None
         return
-    limit = parse_budget(args.prompt_cache_bytes, 0)
+    limit = parse_budget(args.prompt_cache_disk, 0)
     if limit is None:
-        raise InputError("--prompt-cache-bytes is auto; give an amount such as 20GB.")
+        raise InputError("--prompt-cache-disk is auto; give an amount such as 20GB.")
     with PromptCache(args.prompt_cache, disk_bytes=limit, **options) as cache:
         yield cache
 

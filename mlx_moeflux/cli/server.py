@@ -5,12 +5,23 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from unittest import mock
 
-from mlx_moeflux.cli.generate import Refuse, add_expert_arguments, load_options
+from mlx_moeflux.cli.generate import (
+    Refuse,
+    add_cache_arguments,
+    add_expert_arguments,
+    load_options,
+    prompt_cache,
+)
 from mlx_moeflux.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from mlx_moeflux.cache.prompt import PromptCache
 
 REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
 REFUSED += ("--pipeline", "--trust-remote-code")
@@ -30,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--use-default-chat-template", action="store_true", help="see mlx_lm.server")
     for flag in PASSED:
         add(flag, help="see mlx_lm.server")
+    add_cache_arguments(parser)
     add_expert_arguments(parser)
     for flag in REFUSED:
         add(flag, action=Refuse)
@@ -53,19 +65,29 @@ def run(args: argparse.Namespace) -> int:
     for flag in PASSED:
         value = getattr(args, flag[2:].replace("-", "_"))
         given += [] if value is None else [flag, value]
-    serve(server, given)
+    # Whoever stops it, what is pending is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with prompt_cache(args) as prompts:
+        serve(server, given, prompts)
     return 0
 
 
-def serve(server, arguments: Sequence[str]) -> None:
-    """Run mlx-lm's server until it is interrupted, with ``GET /metrics`` besides."""
-    http = server._run_http_server
+def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) -> None:
+    """Run mlx-lm's server until it is interrupted, with ``GET /metrics`` besides. prompts: Takes
+    the place of its own cache."""
+    from mlx_moeflux.mlx_lm_plugin import SharedPrompts
+
+    http, generator = server._run_http_server, server.ResponseGenerator
+
+    def with_prompts(provider, cache):
+        return generator(provider, cache if prompts is None else SharedPrompts(provider, prompts))
 
     def with_metrics(host, port, responses):
         http(host, port, responses, handler_class=handler_with_metrics(server.APIHandler))
 
     with (
         mock.patch.object(server, "_run_http_server", with_metrics),
+        mock.patch.object(server, "ResponseGenerator", with_prompts),
         mock.patch.object(sys, "argv", ["mlx_moeflux.server", *arguments]),
     ):
         server.main()

@@ -94,7 +94,7 @@ def test_a_directory_of_prompts_saves_the_second_reading(capsys, tmp_path):
     [
         (["generate", "--prompt-cache-file", "none"], "No readable mlx_moeflux.state file"),
         (["generate", "--prompt-cache", "x", "--prompt-cache-file", "y"], "not both"),
-        (["generate", "--prompt-cache", "x", "--prompt-cache-bytes", "auto"], "is auto"),
+        (["generate", "--prompt-cache", "x", "--prompt-cache-disk", "auto"], "is auto"),
         (["cache_prompt", "--prompt", "a", "--prompt-cache-file", "no/where"], "no/where"),
         (["cache_prompt", "--prompt", "", "--prompt-cache-file", "x"], "empty"),
         (["chat", "--chat-template-config", "["], "--chat-template-config"),

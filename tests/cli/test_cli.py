@@ -24,7 +24,7 @@ OPTIONS = {
         --chat-template-config --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
-        --prefill-step-size --presence-penalty --prompt --prompt-cache --prompt-cache-bytes
+        --prefill-step-size --presence-penalty --prompt --prompt-cache --prompt-cache-disk
         --pipeline --repetition-penalty --seed --stats --stop
         --system-prompt --temp --top-k --top-p --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
@@ -36,7 +36,7 @@ OPTIONS = {
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
         --experts-per-token --hide-thinking --kv-bits --kv-group-size --max-context
         --max-kv-size --max-tokens --model
-        --pipeline --prefill-step-size --prompt-cache --prompt-cache-bytes --seed --stats
+        --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
     """,
     "server": """
@@ -44,7 +44,8 @@ OPTIONS = {
         --decode-concurrency --draft-model --expert-memory --expert-reader --expert-threads
         --experts-per-token --host --kv-bits --kv-group-size --log-level --max-context
         --max-tokens --min-p --model --num-draft-tokens --pipeline --port --prefill-step-size
-        --prompt-cache-bytes --prompt-cache-size --prompt-concurrency --quantized-kv-start
+        --prompt-cache --prompt-cache-bytes --prompt-cache-disk --prompt-cache-size
+        --prompt-concurrency --quantized-kv-start
         --stats --temp --top-k --top-p --trust-remote-code --use-default-chat-template
     """,
     "cache_prompt": """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,15 +43,16 @@ def talking(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def url(talking):
+@contextlib.contextmanager
+def running(model: Path, *arguments: str):
+    """The address of a server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "mlx_moeflux", "server", "--model", str(talking),
-            "--port", str(port), "--expert-memory", "50%", "--log-level", "WARNING",
+            sys.executable, "-m", "mlx_moeflux", "server", "--model", str(model), "--port",
+            str(port), "--expert-memory", "50%", "--log-level", "WARNING", *arguments,
         ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -68,9 +71,15 @@ def url(talking):
                 time.sleep(0.1)
         yield address
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait()
         process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def url(talking):
+    with running(talking) as address:
+        yield address
 
 
 def ask(url, path, body=None):
@@ -107,6 +116,19 @@ def test_it_answers_and_reuses_what_it_read(url, expected):
         assert reply["choices"][0]["message"]["content"] == expected[False]
         counts.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert counts[0] < counts[1]
+
+
+def test_what_was_read_outlives_the_server(talking, tmp_path, expected):
+    body = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    cached = []
+    for _ in range(2):
+        with running(talking, "--prompt-cache", str(tmp_path / "prompts")) as url:
+            status, text = ask(url, "/v1/chat/completions", body)
+            assert status == 200
+        reply = json.loads(text)
+        assert reply["choices"][0]["message"]["content"] == expected[False]
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 < cached[1]
 
 
 def test_two_at_once_stream_with_tools(url, expected):
