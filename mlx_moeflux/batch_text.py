@@ -134,7 +134,11 @@ class _Reply:
             self.ids.append(reply.token)
             if self._wants_logprobs:
                 self.logprobs.append(reply.logprobs[reply.token].item())
-        return any(stop in self._tokenizer.decode(self.ids) for stop in self._stops)
+        if not self._stops:
+            return False
+        # A token may be a part of a character: four of them at most.
+        tail = self._tokenizer.decode(self.ids[-4 * max(map(len, self._stops)) - 4 :])
+        return any(stop in tail for stop in self._stops)
 
     def text(self) -> str:
         text = self._tokenizer.decode(self.ids)

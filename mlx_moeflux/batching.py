@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.batch import Batch, merged
+from mlx_moeflux.batch import Batch
+from mlx_moeflux.batch_sequence import Prefill, Request, sampled
 from mlx_moeflux.cache import SequenceState
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.sampling import LogitsProcessor, Sampler, check_ids, check_integer, make_sampler
@@ -30,18 +31,6 @@ class BatchReply:
     logprobs: mx.array
     finish_reason: str | None
     prompt_cache: SequenceState | None = None
-
-
-@dataclass
-class _Sequence:
-    uid: int
-    prompt: list[int]
-    limit: int
-    state: Any
-    sampler: Sampler
-    processors: list[LogitsProcessor]
-    tokens: int  # of its state at the end, at most
-    reply: list[int] = field(default_factory=list)
 
 
 class BatchGenerator:
@@ -86,13 +75,14 @@ class BatchGenerator:
         # One step ahead hides the host's work behind a GPU's; states that are kept hold the last
         # token, which must go through the model before its sequence leaves.
         self._ahead = keep_states or mx.default_device() != mx.cpu
-        self._waiting: deque[_Sequence] = deque()
-        self._prefill: _Prefill | None = None
+        self._waiting: deque[Request] = deque()
+        self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Request] = {}
         self._tokens: mx.array | None = None
         self._logprobs: mx.array | None = None
         self._uids = self._steps = 0
+        self._fresh = False  # tokens were not told of yet
         self._closed = False
 
     def insert(
@@ -135,15 +125,11 @@ class BatchGenerator:
         step's worth of waiting prompts; more only while there is nothing else to do. Empty when
         all is done.
 
-        An error leaves the generator closed: what it held is lost.
+        After an error or interrupt the next call goes on as if this one had not been.
         """
         self._check_open()
-        try:
-            with self.model.lock:
-                return self._next()
-        except BaseException:
-            self.close()
-            raise
+        with self.model.lock:
+            return self._next()
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
         """Forget sequences, wherever they are; their states by uid if asked for (of those that
@@ -211,7 +197,7 @@ class BatchGenerator:
 
     def _sequence(
         self, i: int, prompt: Sequence[int], limit: int | None, state: Any, sampler: Any, processors
-    ) -> _Sequence:
+    ) -> Request:
         ids = check_ids("prompts", prompt, self.model.config.vocab_size)
         if not ids:
             raise InputError(f"prompt {i} is empty; give at least one token.")
@@ -232,24 +218,27 @@ class BatchGenerator:
                 f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
             )
         processors = self._processors if processors is None else list(processors)
-        return _Sequence(
+        return Request(
             self._uids + i, ids, limit, state, sampler or self._sampler, processors, total
         )
 
     def _next(self) -> list[BatchReply]:
-        if not self._ahead and len(self._batch):
-            self._feed()
+        if not self._ahead and len(self._batch) and not self._fresh:
+            self._tokens, self._logprobs, _ = self._fed()
+            self._fresh = True
         self._read_prompts()
         while not len(self._batch):
             if self._prefill is None:
                 return []
             self._read_prompts()
-        tokens, logprobs, names = self._tokens, self._logprobs, list(self._batch.names)
+        logprobs, names = self._logprobs, list(self._batch.names)
         if self._ahead:
-            self._feed()
+            self._tokens, self._logprobs, tokens = self._fed()
+        else:
+            tokens, self._fresh = self._tokens.tolist(), False
         replies = [
             self._reply(uid, token, logprobs[i])
-            for i, (uid, token) in enumerate(zip(names, tokens.tolist(), strict=True))
+            for i, (uid, token) in enumerate(zip(names, tokens, strict=True))
         ]
         self._drop({reply.uid for reply in replies if reply.finish_reason})
         self._steps += 1
@@ -281,17 +270,21 @@ class BatchGenerator:
             rows = mx.array(keep)
             self._tokens, self._logprobs = self._tokens[rows], self._logprobs[rows]
 
-    def _feed(self) -> None:
-        """The newest token of every sequence goes through the model."""
+    def _fed(self) -> tuple[mx.array, mx.array, list[int]]:
+        """The newest token of every sequence goes through the model: the tokens and logprobs that
+        follow, and what went in."""
         sequences = [self._sequences[uid] for uid in self._batch.names]
         pending = [self._tokens] if self._ahead else []
-        logits = self._batch.step(self._tokens)
-        self._tokens, self._logprobs = _sampled(logits, sequences, pending=pending)
-        if self._ahead:
-            mx.async_eval(self._tokens, self._logprobs)
-            self.model.hand_over()
-        else:
-            self._batch.evaluate(self._tokens, self._logprobs)
+        with self._batch.transaction():
+            logits = self._batch.step(self._tokens)
+            tokens, logprobs = sampled(logits, sequences, pending=pending)
+            if self._ahead:
+                mx.async_eval(tokens, logprobs)
+                self.model.hand_over()
+            else:
+                self._batch.evaluate(tokens, logprobs)
+            # Awaited here: an interrupt must find the states as they were.
+            return tokens, logprobs, self._tokens.tolist()
 
     def _read_prompts(self) -> None:
         """Begin to read waiting prompts if there is room, and read one step's worth."""
@@ -300,24 +293,24 @@ class BatchGenerator:
             first = self._admitted(room)
             if not first:
                 return
-            self._prefill = _Prefill(self.model, first)
+            self._prefill = Prefill(self.model, first)
         done = self._prefill.advance(self.prefill_step_size)
         if done is None:
             return
         sequences, logits = self._prefill.sequences, done
-        tokens, logprobs = _sampled(logits, sequences)
-        self._batch.join([s.uid for s in sequences], self._prefill.entries)
+        tokens, logprobs = sampled(logits, sequences)
+        mx.eval(tokens, logprobs)
         self._sequences |= {s.uid: s for s in sequences}
-        self._batch.evaluate(tokens, logprobs)
+        self._batch.join([s.uid for s in sequences], self._prefill.entries)
         both = ((self._tokens, tokens), (self._logprobs, logprobs))
         self._tokens, self._logprobs = (
             new if old is None else mx.concatenate([old, new]) for old, new in both
         )
         for sequence in sequences:
             sequence.state = None
-        self._prefill = None
+        self._prefill, self._fresh = None, True
 
-    def _admitted(self, room: int) -> list[_Sequence]:
+    def _admitted(self, room: int) -> list[Request]:
         """The next prompts, at most `room`, whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
         promised = sum(self._blocks(s) for s in self._sequences.values())
@@ -328,71 +321,6 @@ class BatchGenerator:
             first.append(self._waiting.popleft())
         return first
 
-    def _blocks(self, sequence: _Sequence) -> int:
+    def _blocks(self, sequence: Request) -> int:
         pool = self._batch.pool
         return 0 if pool is None else pool.blocks_for(sequence.tokens)
-
-
-class _Prefill:
-    """Prompts that are read together, right-padded to the longest; one alone has no padding."""
-
-    def __init__(self, model: Any, sequences: list[_Sequence]):
-        self._model, self.sequences = model, sequences
-        self.uids = {sequence.uid for sequence in sequences}
-        self.entries: list[Any] = merged([sequence.state for sequence in sequences])
-        # Of several prompts the last tokens take a step of their own, at which all end alike.
-        ends = [len(s.prompt) - (len(sequences) > 1) for s in sequences]
-        self._width, self._done = max(ends), 0
-        self._rows = mx.array([s.prompt[:n] + [0] * (self._width - n) for s, n in
-                               zip(sequences, ends, strict=True)], mx.int32)  # fmt: skip
-        if len(sequences) > 1:
-            for entry in self.entries:
-                entry.prepare(lengths=ends, right_padding=[self._width - n for n in ends])
-
-    def advance(self, size: int) -> mx.array | None:
-        """Read at most `size` tokens of each prompt; the logits behind all of them ``[B, V]``, or
-        None while there is more to read."""
-        logits = None
-        if self._done < self._width:
-            part = self._rows[:, self._done : self._done + size]
-            self._done += part.shape[1]
-            logits = self._call(part)
-        if self._done < self._width:
-            return None
-        if len(self.sequences) > 1:
-            for entry in self.entries:
-                entry.finalize()
-            logits = self._call(mx.array([s.prompt[-1:] for s in self.sequences], mx.int32))
-        return logits
-
-    def _call(self, tokens: mx.array) -> mx.array:
-        logits = self._model(tokens, cache=self.entries, last_only=True)[:, -1]
-        mx.eval(logits, [entry.state for entry in self.entries])
-        self._model.hand_over()
-        return logits
-
-
-def _sampled(
-    logits: mx.array, sequences: list[_Sequence], *, pending: Sequence[mx.array] = ()
-) -> tuple[mx.array, mx.array]:
-    """logits ``[B, V]`` -> tokens ``[B]`` and logprobs ``[B, V]`` float32, each row by its own
-    sequence's processors and sampler. pending: ``[B]`` tokens that are not in the replies yet."""
-    if any(sequence.processors for sequence in sequences):
-        rows = []
-        for i, sequence in enumerate(sequences):
-            row = logits[i : i + 1]
-            if sequence.processors:
-                seen = mx.array([*sequence.prompt, *sequence.reply], mx.int32)
-                for tokens in pending:
-                    seen = mx.concatenate([seen, tokens[i : i + 1].astype(mx.int32)])
-                for processor in sequence.processors:
-                    row = processor(seen, row)
-            rows.append(row)
-        logits = mx.concatenate(rows)
-    logits = logits.astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    samplers = [sequence.sampler for sequence in sequences]
-    if all(sampler is samplers[0] for sampler in samplers):
-        return samplers[0](logprobs), logprobs
-    drawn = [sampler(logprobs[i : i + 1]) for i, sampler in enumerate(samplers)]
-    return mx.concatenate(drawn), logprobs

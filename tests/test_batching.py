@@ -10,11 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux import batch_generate, generate, load
 from mlx_moeflux.batch import Batch
 from mlx_moeflux.batching import BatchGenerator
-from mlx_moeflux.errors import CacheError, InputError
-from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
 from mlx_moeflux.sampling import make_logits_processors
 from mlx_moeflux.steps import generate_step
 from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits
@@ -266,6 +264,44 @@ def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):
         BatchGenerator(hybrid, completion_batch_size=0)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("prefill_batch_size", [1, 3])
+def test_after_errors_it_goes_on_as_if_they_had_not_been(
+    hybrid, monkeypatch, prefill_batch_size, keep
+):
+    prompts = [prompt_of(seed, 9 + 7 * seed) for seed in range(5)]
+    expected = [
+        [token for token, _ in generate_step(mx.array(p), hybrid, max_tokens=6)] for p in prompts
+    ]
+    draw, original = random.Random(4), type(hybrid.store).experts
+
+    def failing(self, *arguments, **options):
+        if draw.random() < 0.1:
+            raise draw.choice([ExpertFileError("pulled out"), KeyboardInterrupt()])
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(type(hybrid.store), "experts", failing)
+    failures = 0
+    with BatchGenerator(
+        hybrid,
+        max_tokens=6,
+        completion_batch_size=3,
+        prefill_batch_size=prefill_batch_size,
+        prefill_step_size=CHUNK,
+        keep_states=keep,
+    ) as generator:
+        uids = generator.insert(prompts)
+        got = {uid: [] for uid in uids}
+        while len(generator):
+            try:
+                for one in generator.next():
+                    got[one.uid].append(one.token)
+            except (ExpertFileError, KeyboardInterrupt):
+                failures += 1
+    assert failures > 3
+    assert [got[uid] for uid in uids] == expected
+
+
 def test_warm_up_leaves_nothing_behind(hybrid):
     with BatchGenerator(hybrid, completion_batch_size=4) as generator:
         generator.warm_up(5)
@@ -304,71 +340,3 @@ def test_nothing_is_left_after_joins_and_leaves(hybrid):
 def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
     before = joins_and_leaves(hybrid, 20)
     assert joins_and_leaves(hybrid, 10_000) <= before + SLACK
-
-
-# Texts.
-
-
-@pytest.fixture(scope="module")
-def talking():
-    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
-    with model:
-        yield model, tokenizer
-
-
-PROMPTS = ["import os\n\ndef main(argv):\n", "class A:", "return self."]
-
-
-def test_texts_are_those_of_generate(talking, capsys):
-    model, tokenizer = talking
-    expected = [generate(model, tokenizer, prompt, max_tokens=9) for prompt in PROMPTS]
-    reply = batch_generate(
-        model, tokenizer, PROMPTS, max_tokens=9, verbose=True,
-        return_token_ids=True, return_logprobs=True, return_prompt_caches=True,
-    )  # fmt: skip
-    assert reply.texts == expected
-    assert [tokenizer.decode(ids) for ids in reply.token_ids] == expected
-    assert all(len(row) == 9 and max(row) <= 0 for row in reply.logprobs)
-    sizes = [len(tokenizer.encode(prompt)) + 9 for prompt in PROMPTS]
-    assert [state.position for state in reply.caches] == sizes
-    assert reply.stats.prompt_tokens == sum(sizes) - 27
-    assert reply.stats.generation_tokens == 27
-    assert reply.stats.experts.total.bytes_read > 0
-    assert "3 of 3 replies" in capsys.readouterr().out
-    plain = batch_generate(model, tokenizer, PROMPTS, max_tokens=[1, 2, 3])
-    assert plain.caches is plain.token_ids is plain.logprobs is None
-    assert all(b.startswith(a) for a, b in zip(plain.texts, expected, strict=True))
-
-
-def test_stop_texts_and_ids_end_one_reply_only(talking):
-    model, tokenizer = talking
-    free = batch_generate(model, tokenizer, PROMPTS, max_tokens=9, return_token_ids=True)
-    stop = free.texts[0][len(free.texts[0]) // 2 :][:3]
-    for keep in (False, True):
-        reply = batch_generate(
-            model, tokenizer, PROMPTS, max_tokens=9, stop=stop, return_prompt_caches=keep
-        )
-        for got, text in zip(reply.texts, free.texts, strict=True):
-            assert got == (text[: text.index(stop)] if stop in text else text)
-    end = free.token_ids[1][2]
-    reply = batch_generate(
-        model, tokenizer, PROMPTS, max_tokens=9, stop_ids=[end], return_token_ids=True
-    )
-    for got, ids in zip(reply.token_ids, free.token_ids, strict=True):
-        assert got == (ids[: ids.index(end)] if end in ids else ids)
-
-
-def test_options_and_errors_are_those_of_one_prompt(talking):
-    model, tokenizer = talking
-    drawn = [
-        batch_generate(model, tokenizer, PROMPTS, max_tokens=5, temp=1.0, seed=3).texts
-        for _ in range(2)
-    ]
-    assert drawn[0] == drawn[1]
-    with pytest.raises(InputError, match="nothing is called 'tmep'"):
-        batch_generate(model, tokenizer, PROMPTS, tmep=1)
-    with pytest.raises(InputError, match="the prompt is empty"):
-        batch_generate(model, tokenizer, ["a", ""])
-    with pytest.raises(InputError, match="max_tokens has 1 entries for 3"):
-        batch_generate(model, tokenizer, PROMPTS, max_tokens=[1])
-    assert batch_generate(model, tokenizer, []).texts == []
