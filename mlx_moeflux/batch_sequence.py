@@ -10,7 +10,9 @@ import mlx.core as mx
 
 from mlx_moeflux.batch import merged
 from mlx_moeflux.cache import transaction
+from mlx_moeflux.cache.prompt import PromptCache, Resumed
 from mlx_moeflux.sampling import LogitsProcessor, Sampler
+from mlx_moeflux.steps import STOPS_PER_CALL
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Request:
     """A prompt, its reply so far, and what it was asked with.
 
     limit: Tokens of the reply. state: Where it goes on from, until it is read. tokens: Of its
-    state at the end, at most.
+    state at the end, at most. fresh: The prompt begins the sequence. resumed: What a prompt cache
+    knows of it.
     """
 
     uid: int
@@ -28,22 +31,49 @@ class Request:
     sampler: Sampler
     processors: list[LogitsProcessor]
     tokens: int
+    fresh: bool = True
+    resumed: Resumed | None = None
     reply: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> int:
+        """First tokens of the prompt that need not be read."""
+        return 0 if self.resumed is None else self.resumed.position
+
+    def resume(self, model: Any, cache: PromptCache | None) -> bool:
+        """Begin with what `cache` knows; whether that is all."""
+        if cache is None or not self.fresh:
+            return False
+        self.resumed = cache.resume(model, self.prompt)
+        self.state = self.resumed.state
+        return self.known == len(self.prompt)
 
 
 class Prefill:
-    """Prompts that are read together, right-padded to the longest; one alone has no padding."""
+    """Prompts that are read together, right-padded to the longest; one alone has no padding.
 
-    def __init__(self, model: Any, sequences: list[Request]):
-        self._model, self.sequences = model, sequences
+    cache: Learns them. One that is known as a whole must be alone.
+    """
+
+    def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
+        self._model, self.sequences, self._cache = model, sequences, cache
         self._logits: mx.array | None = None
         self.uids = {sequence.uid for sequence in sequences}
         self.entries: list[Any] = merged([sequence.state for sequence in sequences])
         # Of several prompts the last tokens take a step of their own, at which all end alike.
-        ends = [len(s.prompt) - (len(sequences) > 1) for s in sequences]
+        unread = [s.prompt[s.known :] for s in sequences]
+        ends = [len(ids) - (len(sequences) > 1) for ids in unread]
         self._width, self._done = max(ends), 0
-        self._rows = mx.array([s.prompt[:n] + [0] * (self._width - n) for s, n in
-                               zip(sequences, ends, strict=True)], mx.int32)  # fmt: skip
+        rows = [ids[:n] + [0] * (self._width - n) for ids, n in zip(unread, ends, strict=True)]
+        self._rows = mx.array(rows, mx.int32)
+        # Alone a prompt has its own columns, at which states can be kept.
+        resumed = sequences[0].resumed if len(sequences) == 1 else None
+        self._stops = resumed.stops[-STOPS_PER_CALL:] if resumed else []
+        if resumed is not None and resumed.logits is not None:
+            self._logits = resumed.logits[None]
+        for entry in self.entries if self._stops else ():
+            if entry.token_axis is None:
+                entry.watch(self._stops)
         if len(sequences) > 1:
             for entry in self.entries:
                 entry.prepare(lengths=ends, right_padding=[self._width - n for n in ends])
@@ -65,6 +95,16 @@ class Prefill:
             ends = mx.array([s.prompt[-1:] for s in self.sequences], mx.int32)
             self._logits = self._call(ends)
         return self._logits
+
+    def keep(self) -> None:
+        """Tell the prompt cache what was read; call it once the logits are there."""
+        for i, sequence in enumerate(self.sequences if self._cache is not None else ()):
+            if sequence.fresh:
+                alone = len(self.sequences) == 1
+                state = self.entries if alone else [entry.extract(i) for entry in self.entries]
+                for stop in self._stops:
+                    self._cache.store(self._model, sequence.prompt[:stop], state)
+                self._cache.store(self._model, sequence.prompt, state, self._logits[i])
 
     def _call(self, tokens: mx.array) -> mx.array:
         with transaction(self.entries):

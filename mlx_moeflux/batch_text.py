@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.batching import BatchGenerator, BatchReply
+from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.generation import end_ids, stop_texts
 from mlx_moeflux.prompt import Prompt, prompt_ids
@@ -64,14 +65,15 @@ def batch_generate(
     completion_batch_size: int = 32,
     prefill_batch_size: int = 8,
     prefill_step_size: int = 2048,
+    prompt_cache: PromptCache | None = None,
     **options: Any,
 ) -> BatchResponse:
     """Reply to all prompts (of any form that :func:`~mlx_moeflux.generation.generate` takes).
 
     prompt_caches: States to go on from, which stay as they are. max_tokens: For all, or for each.
     verbose: Print how many are done. completion_batch_size, prefill_batch_size,
-    prefill_step_size: See :class:`~mlx_moeflux.batching.BatchGenerator`; the more prompts are
-    together, the fewer times each expert is read. The others: as for one prompt.
+    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.batching.BatchGenerator`; the more
+    prompts are together, the fewer times each expert is read. The others: as for one prompt.
 
     Raises:
         InputError, CacheError: As for one prompt; nothing was generated then.
@@ -94,6 +96,7 @@ def batch_generate(
         prefill_batch_size=prefill_batch_size,
         prefill_step_size=prefill_step_size,
         keep_states=return_prompt_caches,
+        prompt_cache=prompt_cache,
     ) as generator:
         uids = generator.insert(ids, limits, caches=prompt_caches)
         replies = {uid: _Reply(tokenizer, stops, logprobs=return_logprobs) for uid in uids}

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_moeflux.batch import Batch
 from mlx_moeflux.batch_sequence import Prefill, Request, sampled
 from mlx_moeflux.cache import SequenceState
+from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.sampling import LogitsProcessor, Sampler, check_ids, check_integer, make_sampler
 from mlx_moeflux.steps import CLEAR_EVERY
@@ -42,6 +43,7 @@ class BatchGenerator:
     at most: each expert is then read once for all of them. prefill_step_size: Tokens of a prompt
     between two steps of the others. keep_states: Replies end with their states. kv_pool_bytes: See
     :class:`~mlx_moeflux.batch.Batch`; prompts wait until the pool has room for their whole reply.
+    prompt_cache: Knows beginnings of prompts and learns these.
 
     A reply is that of a call with its prompt alone, but for the rounding of larger matrix
     products. Between two calls of :meth:`next` sequences may be inserted and removed.
@@ -60,6 +62,7 @@ class BatchGenerator:
         prefill_step_size: int = 2048,
         keep_states: bool = False,
         kv_pool_bytes: int | None = None,
+        prompt_cache: PromptCache | None = None,
     ):
         for name, number in {
             "max_tokens": max_tokens, "completion_batch_size": completion_batch_size,
@@ -70,6 +73,7 @@ class BatchGenerator:
         self.completion_batch_size = completion_batch_size
         self.prefill_batch_size = min(prefill_batch_size, completion_batch_size)
         self.prefill_step_size, self.keep_states = prefill_step_size, keep_states
+        self.prompt_cache = prompt_cache
         self._stops = set(check_ids("stop_ids", stop_ids))
         self._sampler, self._processors = sampler or make_sampler(), list(logits_processors)
         # One step ahead hides the host's work behind a GPU's; states that are kept hold the last
@@ -203,7 +207,8 @@ class BatchGenerator:
             raise InputError(f"prompt {i} is empty; give at least one token.")
         limit = self.max_tokens if limit is None else limit
         check_integer("max_tokens", limit, 1)
-        state = self.model.make_cache() if state is None else copy.deepcopy(state)
+        fresh = state is None
+        state = self.model.make_cache() if fresh else copy.deepcopy(state)
         room = self.model.context_left(state) - len(ids)
         if room < 0:
             raise CacheError(
@@ -218,9 +223,8 @@ class BatchGenerator:
                 f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
             )
         processors = self._processors if processors is None else list(processors)
-        return Request(
-            self._uids + i, ids, limit, state, sampler or self._sampler, processors, total
-        )
+        sampler = sampler or self._sampler
+        return Request(self._uids + i, ids, limit, state, sampler, processors, total, fresh=fresh)
 
     def _next(self) -> list[BatchReply]:
         if not self._ahead and len(self._batch) and not self._fresh:
@@ -293,11 +297,12 @@ class BatchGenerator:
             first = self._admitted(room)
             if not first:
                 return
-            self._prefill = Prefill(self.model, first)
+            self._prefill = Prefill(self.model, first, self.prompt_cache)
         done = self._prefill.advance(self.prefill_step_size)
         if done is None:
             return
         sequences, logits = self._prefill.sequences, done
+        self._prefill.keep()
         tokens, logprobs = sampled(logits, sequences)
         mx.eval(tokens, logprobs)
         self._sequences |= {s.uid: s for s in sequences}
@@ -307,18 +312,24 @@ class BatchGenerator:
             new if old is None else mx.concatenate([old, new]) for old, new in both
         )
         for sequence in sequences:
-            sequence.state = None
+            sequence.state = sequence.resumed = None
         self._prefill, self._fresh = None, True
 
     def _admitted(self, room: int) -> list[Request]:
-        """The next prompts, at most `room`, whose whole replies the pool has blocks for."""
+        """The next prompts, at most `room`, whose whole replies the pool has blocks for; one that
+        is known as a whole comes alone."""
         pool, first = self._batch.pool, []
         promised = sum(self._blocks(s) for s in self._sequences.values())
         while self._waiting and len(first) < room:
             promised += self._blocks(self._waiting[0])
             if pool is not None and promised > pool.blocks:
                 break
+            known = self._waiting[0].resume(self.model, self.prompt_cache)
+            if known and first:
+                break
             first.append(self._waiting.popleft())
+            if known:
+                break
         return first
 
     def _blocks(self, sequence: Request) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_moeflux import batch_generate, generate, load
+from mlx_moeflux import PromptCache, batch_generate, generate, load
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import BUNDLED_MODEL
 
@@ -72,3 +72,41 @@ def test_options_and_errors_are_those_of_one_prompt(talking):
     with pytest.raises(InputError, match="max_tokens has 1 entries for 3"):
         batch_generate(model, tokenizer, PROMPTS, max_tokens=[1])
     assert batch_generate(model, tokenizer, []).texts == []
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_prompt_cache_saves_what_prompts_share(talking, tmp_path, together):
+    model, tokenizer = talking
+    prompts = [
+        f"import os\nimport sys\nimport json\n\n{end}" for end in ("def a(", "class B", "x =")
+    ]
+    expected = [generate(model, tokenizer, prompt, max_tokens=6) for prompt in prompts]
+    read = []
+    for _ in range(2):
+        with PromptCache(tmp_path / "prompts") as cache:
+            before = model.store.stats().layers[0].tokens
+            reply = batch_generate(
+                model,
+                tokenizer,
+                prompts,
+                max_tokens=6,
+                prefill_batch_size=together,
+                prompt_cache=cache,
+            )
+            read.append(model.store.stats().layers[0].tokens - before)
+            assert reply.texts == expected
+            # A single call goes on from what the batch has read.
+            last = generate(
+                model,
+                tokenizer,
+                prompts[1],
+                max_tokens=6,
+                prompt_cache=cache,
+                return_response=True,
+            )
+            assert (last.text, last.cached_tokens) == (expected[1], last.prompt_tokens)
+    # All tokens (with padding where prompts are read together) and five steps of each; then the
+    # steps alone.
+    lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
+    assert sum(lengths) + 15 <= read[0] <= len(prompts) * max(lengths) + 15
+    assert read[1] == 15
