@@ -69,7 +69,10 @@ def turn_end(
     if not isinstance(prompt[0], Mapping) or prompt[-1].get("role") == "assistant":
         return None
     options = {**(options or {}), "add_generation_prompt": False}
-    closed = _template_ids(tokenizer, prompt, tools, options)
+    try:
+        closed = _template_ids(tokenizer, prompt, tools, options)
+    except InputError:
+        return None
     return len(closed) if list(ids[: len(closed)]) == closed else None
 
 

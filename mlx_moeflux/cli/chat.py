@@ -18,6 +18,7 @@ from mlx_moeflux.cli.generate import (
     template_options,
 )
 from mlx_moeflux.detokenizer import overlap
+from mlx_moeflux.errors import MoefluxError
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
 HELP = "q: quit; r: forget the conversation; h: this help; Ctrl-C: end the reply"
@@ -84,8 +85,16 @@ class Conversation:
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def turn(self, query: str) -> None:
-        """Answer; Ctrl-C ends the answer, of which what was said so far stays."""
+        """Answer; Ctrl-C ends the answer, of which what was said so far stays. What cannot be
+        answered, because the context is full for instance, is forgotten and said in one line."""
         self.messages.append({"role": "user", "content": query})
+        try:
+            self._answer()
+        except MoefluxError as error:
+            del self.messages[-1]
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+    def _answer(self) -> None:
         said, last = "", None
         shown = Thinking(self._opens_thinking(), hidden=self._args.hide_thinking)
         stream = self._stream()

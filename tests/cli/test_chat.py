@@ -106,6 +106,15 @@ def test_r_forgets_and_h_helps(monkeypatch, capsys, talking):
     assert err.count(HELP) == 2
 
 
+def test_a_full_context_is_said_in_one_line_and_r_makes_room(monkeypatch, capsys, talking):
+    lines = ["import os", "x " * 60, "r", "import os"]
+    out, err = say(monkeypatch, capsys, lines, "--model", str(talking), "--max-context", "60")
+    one, two = out.splitlines()
+    assert one == two
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "exceed the context of 60" in line
+
+
 def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
     original, turns = generation.stream_generate, []
 
