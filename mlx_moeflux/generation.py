@@ -136,8 +136,7 @@ def stream_generate(
 def _resume(cache: PromptCache, model: Any, ids: list[int], breakpoints: Iterable[int]) -> Resumed:
     with model.lock:
         resumed = cache.resume(model, ids, breakpoints=breakpoints)
-    if resumed.experts and hasattr(model.store, "bring"):
-        rewarm(model.store, resumed.experts)
+    rewarm(model.store, resumed.experts)
     return resumed
 
 

@@ -98,9 +98,7 @@ class SharedPrompts:
         resumed = self._cache.resume(self._provider.model, tokens)
         if resumed.position == len(tokens):
             resumed = self._cache.resume(self._provider.model, tokens[:-1])
-        store = self._provider.model.store
-        if resumed.experts and hasattr(store, "bring"):
-            rewarm(store, resumed.experts)
+        rewarm(self._provider.model.store, resumed.experts)
         if resumed.position == 0:
             return None, tokens
         return resumed.state, tokens[resumed.position :]

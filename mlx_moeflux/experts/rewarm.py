@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import Any
 
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.layer import missing_of
+from mlx_moeflux.experts.streamed import StreamedStore
 
 # Blocks between two moments at which others get the store.
 AT_ONCE = 8
@@ -15,20 +17,12 @@ ATTEMPTS = 100
 PAUSE_SECONDS = 0.01
 
 
-class Bringing(Protocol):
-    """A store that can read experts nobody asked for."""
-
-    def bring(
-        self, layer: int, experts: Iterable[int], *, protected: Collection[int]
-    ) -> bool | None:
-        """Read those that are missing, in the place of others than `protected`; False if that must
-        wait, None if there is nothing to read into any more."""
-        ...
-
-
-def rewarm(store: Bringing, experts: Mapping[int, Iterable[int]]) -> threading.Thread:
-    """Start a thread that brings all `experts` (MoE layer id -> ids), a few at a time, each layer's
-    in the order given. What cannot be read is left to the call that needs it."""
+def rewarm(store: Any, experts: Mapping[int, Iterable[int]]) -> threading.Thread | None:
+    """Start a thread that reads all `experts` (MoE layer id -> ids) that are missing, a few at a
+    time, in the place of others; None for stores that do not read. What cannot be read is left to
+    the call that needs it."""
+    if not isinstance(store, StreamedStore) or not experts:
+        return None
     wanted = {layer: list(ids) for layer, ids in experts.items()}
 
     def work() -> None:
@@ -47,12 +41,37 @@ def rewarm(store: Bringing, experts: Mapping[int, Iterable[int]]) -> threading.T
     return thread
 
 
-def _bring_layer(store: Bringing, layer: int, ids: list[int]) -> bool:
+def bring(
+    store: StreamedStore, layer: int, experts: Iterable[int], *, protected: Collection[int]
+) -> bool | None:
+    """Read those that are missing, in the place of others than `protected`; False if that must
+    wait, None if there is nothing to read into any more. Counted as reads, not as misses."""
+    with store._lock:
+        if store._closed or layer not in store.layers:
+            return None
+        state = store._state(layer)
+        if state.read_elsewhere():
+            return False
+        room = state.table.slots - sum(expert in state.table for expert in protected)
+        absent = missing_of(state.table, (e for e in experts if 0 <= e < store.num_experts))
+        if absent[:room]:
+            try:
+                slots = state.make_room(len(absent[:room]), protected, store.events)
+                state.start(store._threads, absent[:room], slots, store.events)
+                state.finish(store.events)
+                state.settled()
+            finally:
+                if state.unsettled:
+                    state.settle()
+        return True
+
+
+def _bring_layer(store: StreamedStore, layer: int, ids: list[int]) -> bool:
     """Bring `ids`, and take from the list what is done; False if the thread must end."""
     protected = frozenset(ids)
     while ids:
         try:
-            done = store.bring(layer, ids[:AT_ONCE], protected=protected)
+            done = bring(store, layer, ids[:AT_ONCE], protected=protected)
         except ExpertFileError:
             return False
         if done is None:

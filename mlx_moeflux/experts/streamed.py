@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 
 import mlx.core as mx
@@ -148,29 +148,6 @@ class StreamedStore:
                 finally:
                     if state.unsettled:
                         state.settle()
-
-    def bring(
-        self, layer: int, experts: Iterable[int], *, protected: Collection[int]
-    ) -> bool | None:
-        """See :class:`~mlx_moeflux.experts.rewarm.Bringing`. Counted as reads, not as misses."""
-        with self._lock:
-            if self._closed or layer not in self._layers:
-                return None
-            state = self._state(layer)
-            if state.read_elsewhere():
-                return False
-            room = state.table.slots - sum(expert in state.table for expert in protected)
-            absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
-            if absent[:room]:
-                try:
-                    slots = state.make_room(len(absent[:room]), protected, self.events)
-                    state.start(self._threads, absent[:room], slots, self.events)
-                    state.finish(self.events)
-                    state.settled()
-                finally:
-                    if state.unsettled:
-                        state.settle()
-            return True
 
     def hand_over(self) -> None:
         """Begin to evaluate what this thread built, so that the others need not keep away from it.
