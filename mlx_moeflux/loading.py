@@ -25,7 +25,7 @@ from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.kernels.choice import Kernels, choose_kernels
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.moe import Router, SoftmaxRouter, check_router
+from mlx_moeflux.models.moe import Router, check_router
 from mlx_moeflux.models.weights import check_layers, default_dtype, fill_trunk, load_experts
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
@@ -69,6 +69,7 @@ def load_model(
     eviction: str | Eviction = "lru",
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
     events: EventHook | None = None,
+    fuse: bool | None = None,
     strict_config: bool = True,
     verbose: bool = False,
 ) -> StreamingModel:
@@ -89,6 +90,8 @@ def load_model(
             their protocols state shapes, and a wrong shape raises here. kernels: operation ->
             the name of a form or a callable, or a text such as "auto,sdpa=reference".
         events: Listener of the expert store.
+        fuse: Lay matrices of the same input one behind another (``model.prepare()``); None: where
+            that saves time, on GPUs.
         strict_config: Refuse keys of config.json that nobody reads.
         verbose: Print the plan, one line on stderr.
 
@@ -108,12 +111,12 @@ def load_model(
             f"experts_per_token is {experts_per_token}; this model allows 1 to {own_k}."
         )
     if router is None:
-        k = experts_per_token or own_k
-        router = SoftmaxRouter(k, config.norm_topk_prob, chosen)
+        router = kind.make_router(config, chosen, experts_per_token=experts_per_token)
     elif experts_per_token is not None:
         raise InputError("give either a router or experts_per_token: a router has its own K.")
     check_router(router, config.num_experts)
-    mapped = checkpoint.mapped(kind.NAME_RULES)
+    rules = kind.name_rules(config)
+    mapped = checkpoint.mapped(rules)
     model = kind(config, router=router, kernels=chosen)
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
@@ -121,7 +124,7 @@ def load_model(
     fill_trunk(
         model,
         mapped,
-        checkpoint.quantization.renamed(lambda p: kind.NAME_RULES.canonical(f"{p}.")[:-1]),
+        checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1]),
         directory=checkpoint.directory,
         dtype=dtype,
     )
@@ -143,14 +146,20 @@ def load_model(
         )
         if verbose:
             print(model.plan, file=sys.stderr)  # noqa: T201
+            if checkpoint.approximated:
+                print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
     else:
         _check_store(store, model, layouts, dtype)
     model.set_store(store)
+    if checkpoint.approximated:
+        store.stats().mark_lossy(checkpoint.approximated)
     if router.num_experts_per_tok < own_k:
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
     if kv_bits is not None:
         store.stats().mark_lossy(f"kv_bits {kv_bits}")
         model.quantize_cache(kv_bits, kv_group_size)
+    if fuse or (fuse is None and mx.default_device() != mx.cpu):
+        model.prepare()
     return model
 
 
@@ -229,6 +238,7 @@ def _make_store(
             threads=threads,
             events=events,
             ffn=model.kernels.expert_ffn,
+            mix=model.kernels.expert_mix,
         ), plan
     except BaseException:
         reader.close()
@@ -251,6 +261,7 @@ def _resident(
         num_experts=model.config.num_experts,
         events=events,
         ffn=model.kernels.expert_ffn,
+        mix=model.kernels.expert_mix,
     )
 
 

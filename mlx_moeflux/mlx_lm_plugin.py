@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cache import AttentionCache, RecurrentCache
+from mlx_moeflux.cache import AttentionCache, LatentCache, RecurrentCache
 from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, UnsupportedError
 from mlx_moeflux.experts.rewarm import rewarm
@@ -47,7 +47,7 @@ def register_cache_classes() -> None:
         from mlx_lm.models import cache
     except ImportError as error:
         raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
-    for entry in (AttentionCache, RecurrentCache):
+    for entry in (AttentionCache, LatentCache, RecurrentCache):
         setattr(cache, entry.__name__, entry)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,66 +19,12 @@ from mlx_moeflux.checkpoint.files import write_atomically
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.models.qwen3_5_moe import Config, Model
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.shapes import SHAPES
 
 CHUNK_BYTES = 16 << 20
 ROUTER_BITS = 8
-
-_QWEN = Config(
-    vocab_size=248320,
-    hidden_size=2048,
-    num_hidden_layers=40,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-    num_experts=256,
-    num_experts_per_tok=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e7,
-    partial_rotary_factor=0.25,
-    max_position_embeddings=262144,
-)
-
-# Published shapes, from the models' config.json (transformers' defaults for the first).
-SHAPES: dict[str, Config] = {
-    "qwen3.5-35b-a3b": _QWEN,
-    "qwen3.5-397b-a17b": replace(
-        _QWEN,
-        hidden_size=4096,
-        num_hidden_layers=60,
-        num_attention_heads=32,
-        linear_num_value_heads=64,
-        moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-        num_experts=512,
-        num_experts_per_tok=10,
-    ),
-    # A few megabytes of the same structure, for tests and examples.
-    "qwen3.5-tiny": replace(
-        _QWEN,
-        vocab_size=1024,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        max_position_embeddings=8192,
-    ),
-}
 
 Progress = Callable[[int, int], None]
 
@@ -133,11 +79,9 @@ def synthesize(
     if like not in SHAPES:
         raise InputError(f"no shape is called '{like}'; there are {', '.join(SHAPES)}.")
     config = SHAPES[like]
-    config = replace(
-        config,
-        num_hidden_layers=layers or config.num_hidden_layers,
-        num_experts=experts or config.num_experts,
-    )
+    config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+    if experts is not None:
+        config = replace(config, **{getattr(config, "EXPERTS_KEY", "num_experts"): experts})
     if config.num_experts < config.num_experts_per_tok:
         raise InputError(
             f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "
@@ -149,28 +93,28 @@ def synthesize(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not an empty directory; give another.")
     out.mkdir(parents=True, exist_ok=True)
-    weights = list(_weights(config, spec))
-    tensors = {f"language_model.{w.name}": w.tensor for w in weights}
+    kind = model_class(config.published()["model_type"])
+    weights, prefix = list(_weights(kind(config), spec)), kind.MLX_LM_PREFIX
+    tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
     random = np.random.default_rng(seed)
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
         done = 0
         for weight in weights:
             position = 0
             for data in weight.chunks(random, skew):
-                writer.write(f"language_model.{weight.name}", position, data)
+                writer.write(f"{prefix}{weight.name}", position, data)
                 position += len(data)
                 done += len(data)
                 if progress is not None:
                     progress(done, writer.total_bytes)
     overrides = {
-        f"language_model.{w.name.removesuffix('.weight')}": QuantSpec(
-            ROUTER_BITS, group_size
-        ).to_config()
+        f"{prefix}{w.name.removesuffix('.weight')}": QuantSpec(ROUTER_BITS, group_size).to_config()
         for w in weights
         if w.bits == ROUTER_BITS != bits and w.part == "weight"
     }
     block = spec.to_config() | overrides
-    write_json(out / "config.json", _config_json(config, block))
+    quantization = {"quantization": block, "quantization_config": block}
+    write_json(out / "config.json", config.published() | quantization)
     _write_tokenizer(out, config.vocab_size)
     return out
 
@@ -213,6 +157,8 @@ class _Weight:
             values = np.log(random.uniform(1, 16, count))
         elif self.name.endswith("dt_bias"):
             values = random.uniform(-4, -1, count)
+        elif len(self.tensor.shape) == 2:
+            values = self.width**-0.5 * random.standard_normal(count)
         else:
             values = 0.3 * random.standard_normal(count)
         return _encoded(values.astype(np.float32), self.tensor.dtype)
@@ -231,21 +177,21 @@ def _encoded(values: np.ndarray, dtype: str) -> bytes:
     return (rounded >> 16).astype(np.uint16).tobytes()
 
 
-def _weights(config: Config, spec: QuantSpec) -> Iterator[_Weight]:
+def _weights(model: DecoderModel, spec: QuantSpec) -> Iterator[_Weight]:
     """Every tensor of the checkpoint, in the model's order."""
-    model = Model(config)
+    config, modules = model.config, dict(model.named_modules())
     for name, array in tree_flatten(model.parameters()):
-        shape = tuple(array.shape)
-        quantised = len(shape) == 2 and shape[-1] % spec.group_size == 0
-        if not quantised:
+        shape, base = tuple(array.shape), name.removesuffix(".weight")
+        quantised = base != name and hasattr(modules[base], "to_quantized")
+        if not quantised or shape[-1] % spec.group_size:
             dtype = "F32" if name.endswith("A_log") else "BF16"
             yield _Weight(name, "weight", Tensor(dtype, shape), None, shape[-1])
             continue
-        routes = name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        routes = base.endswith(("mlp.gate", "shared_expert_gate"))
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
-        yield from _quantised(name.removesuffix(".weight"), one, (), *shape)
+        yield from _quantised(base, one, (), *shape)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    for layer in range(config.num_hidden_layers):
+    for layer in model.moe_blocks():
         for projection, rows, width in (
             ("gate_proj", F, C),
             ("up_proj", F, C),
@@ -262,29 +208,6 @@ def _quantised(
     groups = Tensor("BF16", (*lead, rows, spec.groups(width)))
     for part, tensor in (("weight", packed), ("scales", groups), ("biases", groups)):
         yield _Weight(f"{base}.{part}", part, tensor, spec.bits, width)
-
-
-def _config_json(config: Config, quantization: dict) -> dict:
-    text = asdict(config)
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": text.pop("rope_theta"),
-        "partial_rotary_factor": text.pop("partial_rotary_factor"),
-    }
-    text["layer_types"] = [
-        "linear_attention" if config.is_linear(i) else "full_attention"
-        for i in range(config.num_hidden_layers)
-    ]
-    text["model_type"] = "qwen3_5_moe_text"
-    return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "model_type": "qwen3_5_moe",
-        "eos_token_id": config.vocab_size - 1,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "text_config": text,
-        "quantization": quantization,
-        "quantization_config": quantization,
-    }
 
 
 def _write_tokenizer(out: Path, vocabulary: int) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.gguf import find_gguf, gguf_metadata
+from mlx_moeflux.checkpoint.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 
@@ -23,14 +25,17 @@ _TEMPLATE_FAULTS = (
 
 
 class BytePairs:
-    """tokenizer.json through the `tokenizers` library."""
+    """tokenizer.json through the `tokenizers` library; `content`: what `file` says as such."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, content: dict[str, Any] | None = None):
         from tokenizers import Tokenizer as Backend
         from tokenizers.decoders import ByteLevel
 
         try:
-            self.backend = Backend.from_file(str(file))
+            if content is None:
+                self.backend = Backend.from_file(str(file))
+            else:
+                self.backend = Backend.from_str(json.dumps(content))
         # The library raises nothing more special.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
@@ -238,8 +243,12 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         CheckpointError: There is no tokenizer, or it is damaged.
         ConfigError: Nothing names the end token.
     """
-    directory = Path(directory)
-    if (directory / "tokenizer.json").exists():
+    directory, config = Path(directory), {}
+    gguf, directory = _gguf(directory)
+    if gguf is not None:
+        file, content, config = gguf
+        backend = BytePairs(file, content)
+    elif (directory / "tokenizer.json").exists():
         backend = BytePairs(directory / "tokenizer.json")
     elif (directory / "tokenizer.model").exists():
         backend = SentencePieces(directory / "tokenizer.model")
@@ -248,7 +257,6 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
             f"{directory} has neither tokenizer.json nor tokenizer.model; fetch one, or use "
             "load_model() and token ids."
         )
-    config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).exists():
             config |= read_json_object(directory / name, error=ConfigError)
@@ -269,6 +277,17 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         tool_template=tool_template,
         name_or_path=str(directory),
     )
+
+
+def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
+    """The tokenizer of a GGUF file that has no tokenizer.json beside it, and the directory."""
+    directory = path.parent if path.is_file() else path
+    if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
+        return None, directory
+    file = find_gguf(path)
+    if file is None:
+        return None, directory
+    return (file, *tokenizer_json(gguf_metadata(file), file)), directory
 
 
 def _end_ids(found: Any, file: Path) -> set[int]:

@@ -15,14 +15,15 @@ from mlx_moeflux.steps import generate_step
 
 TWIN = Path(__file__).parent / "golden" / "text_top3"
 VOCABULARY = 64
-KINDS = ("hybrid", "attention", "4 bits")
+FAMILIES = ("deepseek_v3_groups", "kimi_k2_group1", "qwen3_moe_window", "qwen3_next_top3")
+KINDS = ("hybrid", "attention", "4 bits", *FAMILIES)
 
 
 def directory_of(kind: str, tmp_path: Path, **options) -> Path:
     """hybrid: recurrent and attention layers. attention: nothing else. 4 bits: hybrid, with keys
     and values in 4 bits."""
     if kind != "attention":
-        return TWIN
+        return TWIN.parent / kind if kind in FAMILIES else TWIN
     shape = replace(synthesize.SHAPES["qwen3.5-tiny"], full_attention_interval=1)
     before = dict(synthesize.SHAPES)
     synthesize.SHAPES["attention-only"] = shape
@@ -37,7 +38,7 @@ def directory_of(kind: str, tmp_path: Path, **options) -> Path:
 
 def model_of(kind: str, tmp_path: Path, **options) -> StreamingModel:
     """Streamed with the fewest slots, in float32."""
-    options = {"expert_memory": "50%", "dtype": mx.float32} | options
+    options = {"expert_memory": "75%", "dtype": mx.float32} | options
     if kind == "4 bits":
         options |= {"kv_bits": 4, "kv_group_size": 32}
     return load_model(directory_of(kind, tmp_path), **options)

@@ -85,7 +85,7 @@ CONFIGS = {
         UnsupportedError,
         ["llama3"],
     ),
-    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, ["fp8"]),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, UnsupportedError, ["awq"]),
 }
 
 

@@ -10,14 +10,16 @@ import pytest
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.synthesize import SHAPES, lru_hit_rate, measure_skew, synthesize
+from mlx_moeflux.models.shapes import SHAPES
+from mlx_moeflux.synthesize import lru_hit_rate, measure_skew, synthesize
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_mlx_lm_loads_it_and_agrees(tmp_path, bits):
+@pytest.mark.parametrize("like", ["qwen3.5-tiny", "qwen3-tiny", "qwen3-next-tiny"])
+def test_mlx_lm_loads_it_and_agrees(tmp_path, like, bits):
     from mlx_lm.utils import load_model as mlx_lm_load
 
-    path = synthesize("qwen3.5-tiny", tmp_path / "model", layers=4, bits=bits)
+    path = synthesize(like, tmp_path / "model", layers=4, bits=bits)
     theirs, _ = mlx_lm_load(path)
     theirs.set_dtype(mx.float32)
     tokens = mx.array(np.random.default_rng(0).integers(0, 1024, (2, 19)))
@@ -74,6 +76,11 @@ def test_published_sizes():
     for name, layers, block in (
         ("qwen3.5-35b-a3b", 40, 1_769_472),
         ("qwen3.5-397b-a17b", 60, 7_077_888),
+        ("qwen3-30b-a3b", 48, 2_654_208),
+        ("qwen3-235b-a22b", 94, 10_616_832),
+        ("deepseek-v3", 61, 24_772_608),
+        ("kimi-k2", 61, 24_772_608),
+        ("qwen3-next-80b-a3b", 48, 1_769_472),
     ):
         shape = SHAPES[name]
         weights = 3 * shape.hidden_size * shape.moe_intermediate_size

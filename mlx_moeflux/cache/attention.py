@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache.clock import Mark, SequenceClock, as_ints
+from mlx_moeflux.cache.tail import Tail, cut, tail_start
 from mlx_moeflux.errors import CacheError, UnsupportedError
 
 
@@ -26,14 +27,38 @@ class AttentionCache(SequenceClock):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+        self._tail: Tail | None = None
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
+
+    def _arrays(self):
+        return self._keys, self._values
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The buffer of keys, with every row that was appended."""
+        self._flush()
+        return self._keys
+
+    @keys.setter
+    def keys(self, buffer: mx.array | None) -> None:
+        self._keys, self._tail = buffer, None
+
+    @property
+    def values(self) -> mx.array | None:
+        """The buffer of values, with every row that was appended."""
+        self._flush()
+        return self._values
+
+    @values.setter
+    def values(self, buffer: mx.array | None) -> None:
+        self._values, self._tail = buffer, None
 
     @property
     def capacity(self) -> int:
         """Rows allocated for each sequence."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return 0 if self._keys is None else self._keys.shape[2]
 
     @classmethod
     def rows_for(cls, columns: int) -> int:
@@ -77,9 +102,45 @@ class AttentionCache(SequenceClock):
         """The reverse of :meth:`packed`."""
         return rows
 
+    def append(self, kernels: Any, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        """:meth:`update_and_fetch`, but returns what an attention operation takes: whole buffers
+        and which rows of them count."""
+        self.update_and_fetch(keys, values)
+        keys, values, length = self.buffer()
+        return {"k": keys, "v": values, "length": length, "start": self.left_padding}
+
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Whole buffers and the number of columns in use, for kernels that take a length."""
         return self.keys, self.values, self.columns
+
+    # Appending one row at a time.
+
+    def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Buffers and tail (keys, values, tail keys, tail values) for a step of one column: rows
+        before ``tail_start(columns)`` are in the buffers, the others in the tail."""
+        if self._tail is None or self._tail.start != tail_start(self.columns):
+            self._flush()
+            self._reserve(self._keys[:, :, :1], self._values[:, :, :1])
+            self._tail = cut(self._keys, self._values, self.columns)
+        return self._keys, self._values, self._tail.keys, self._tail.values
+
+    def end_step(self, keys: mx.array, values: mx.array) -> None:
+        """The tail that :meth:`begin_step` gave, with the new column's row."""
+        self._tail = Tail(self._tail.start, keys, values)
+        self.advance(1)
+
+    def _flush(self) -> None:
+        """Write the rows of the tail into the buffers."""
+        if self._tail is None:
+            return
+        start, keys, values = self._tail
+        rows = self.columns - start
+        self._tail = None
+        if rows > 0:
+            self._keys, self._values = (
+                _written(self._keys, keys[:, :, :rows], start),
+                _written(self._values, values[:, :, :rows], start),
+            )
 
     def _reserve(self, keys: mx.array, values: mx.array) -> None:
         needed = self.columns + keys.shape[2]
@@ -135,11 +196,13 @@ class AttentionCache(SequenceClock):
         for mark in list(self._marks):
             if mark.columns > columns:
                 mark.spent = True
+        if self._tail is not None and columns < self._tail.start:
+            self._tail = None  # all that is left is in the buffers
         self.columns = columns
 
     def mark(self) -> Mark:
         """This moment, for ``rollback``; holds no arrays, so appending stays in place."""
-        fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self.keys is None}
+        fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self._keys is None}
         mark = Mark(self.columns, fields)
         self._marks.add(mark)
         return mark
@@ -207,6 +270,7 @@ class AttentionCache(SequenceClock):
         """Keeps only these sequences, in this order, and drops columns that pad them all."""
         keep = as_ints(batch_indices, "batch_indices")
         self._rearranged()
+        self._flush()  # while the counts are those of the rows
         all_stay = keep == list(range(self.batch_size))
         drop = self._keep(keep)
         if self.keys is None:
@@ -263,6 +327,13 @@ class AttentionCache(SequenceClock):
 
 
 KVCache = AttentionCache
+
+
+class LatentCache(AttentionCache):
+    """What latent attention remembers: ``keys`` are the latents [B, 1, capacity, R] and
+    ``values`` the rotary keys [B, 1, capacity, Dr] that all heads share."""
+
+    kind = "latent"
 
 
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:

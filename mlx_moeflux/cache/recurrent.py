@@ -72,6 +72,17 @@ class RecurrentCache(SequenceClock):
         if self.columns in self._watched:
             self._seen_at[self.columns] = self.conv, self.delta
 
+    # One column at a time.
+
+    def begin_step(self) -> tuple[mx.array, mx.array]:
+        """The arrays that a step of one column reads, ``conv`` and ``delta``."""
+        return self.conv, self.delta
+
+    def end_step(self, conv: mx.array, delta: mx.array) -> None:
+        """The same after the step."""
+        self.conv, self.delta = conv, delta
+        self.advance(1)
+
     # Going back.
 
     def is_trimmable(self) -> bool:

@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -123,3 +123,9 @@ def divides(config: Any, file: Path | str, small: str, large: str) -> None:
             f"{file}: '{small}' {getattr(config, small)} does not divide "
             f"'{large}' {getattr(config, large)}."
         )
+
+
+def only(file: Path | str, name: str, value: Any, computed: Any) -> None:
+    """Raise :class:`UnsupportedError` unless key `name` has the one value that is computed."""
+    if value != computed:
+        raise UnsupportedError(f"{file}: '{name}' is {value!r}; only {computed!r} is computed.")

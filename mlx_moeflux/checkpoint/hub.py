@@ -35,7 +35,8 @@ _MAX_REASON = 200
 
 
 def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """The directory of a checkpoint: an existing one, or a hub repository's, downloaded.
+    """The directory of a checkpoint (or a GGUF file): an existing one, or a hub repository's,
+    downloaded.
 
     ``revision`` is a branch, tag or commit of the repository. Without a connection the copy in
     the cache is taken. Raises CheckpointError if there is no such directory or repository or if
@@ -45,6 +46,8 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
     name = os.fspath(path_or_repo_id)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
+        return Path(path)
+    if os.path.isfile(path) and path.endswith(".gguf"):
         return Path(path)
     if os.path.exists(path):
         raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")

@@ -47,6 +47,24 @@ class Experts:
     components: tuple[str, ...] = ()
 
 
+EXPERT_NAMES = (
+    Experts(
+        r"model\.layers\.(?P<layer>\d+)\.mlp\.switch_mlp"
+        r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
+    ),
+    Experts(
+        r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.gate_up_proj",
+        ("gate_proj.weight", "up_proj.weight"),
+    ),
+    Experts(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.down_proj", ("down_proj.weight",)),
+    Experts(
+        r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)"
+        r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
+    ),
+)
+"""mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
+
+
 @dataclass(frozen=True)
 class NameRules:
     """The whole table of one architecture. First match wins in every list."""

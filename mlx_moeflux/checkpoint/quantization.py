@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from mlx_moeflux.checkpoint.foreign import check_compressed_tensors, check_fp8
 from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -126,15 +127,23 @@ def _fault(bits: object, group_size: object, mode: object) -> str | None:
 
 
 def _without_foreign_method(block: Mapping | None) -> Mapping:
-    """The block if it is mlx's, {} if it says nothing; UnsupportedError names a foreign method."""
+    """The block if it is mlx's, {} if it says nothing or is of a form that is decoded when read;
+    UnsupportedError names a foreign method."""
     if not block:
         return {}
     method = block.get("quant_method")
     if method in (None, "none", "mlx"):
         return {key: value for key, value in block.items() if key != "quant_method"}
+    if method == "fp8":
+        # Decoded to floats when read: nothing of MLX's form to say.
+        check_fp8(block)
+        return {}
+    if method == "compressed-tensors":
+        check_compressed_tensors(block)
+        return {}
     raise UnsupportedError(
         f"quantization_config of config.json has quant_method {method!r}, which cannot be read"
-        " here; use a checkpoint in bf16 or one quantised by mlx-lm."
+        " here; use a checkpoint in bf16, in FP8 or one quantised by mlx-lm."
     )
 
 

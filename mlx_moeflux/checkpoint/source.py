@@ -1,7 +1,8 @@
 """A checkpoint directory, whatever its form: config, trunk tensors and where the experts lie.
 
 Forms: safetensors (Hugging Face originals, mlx-lm, mlx-community), the packed directory of this
-package, and the directories of moeflux / flash-moe. Opening reads headers and JSON, no tensor.
+package, the directories of moeflux / flash-moe, and GGUF files. Opening reads headers and JSON, no
+tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
+from mlx_moeflux.checkpoint.gguf import find_gguf, open_gguf
+from mlx_moeflux.checkpoint.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.checkpoint.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef
 from mlx_moeflux.checkpoint.tensors import TensorIndex
-from mlx_moeflux.errors import CheckpointError, ConfigError
+from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
 
 
 @dataclass
@@ -31,7 +35,9 @@ class Checkpoint:
     """What is on disk, under the names of the disk.
 
     config: config.json. tensors: name -> reference. blocks: MoE layer id -> component ->
-    references, for forms that keep experts apart from the tensors; else empty.
+    references, for forms that keep experts apart from the tensors; else empty. described_by: The
+    file that says what config.json says elsewhere. approximated: What is not read exactly, in
+    words. tokenizer: Files of the tokenizer that are not in the directory, name -> content.
     """
 
     directory: Path
@@ -40,14 +46,19 @@ class Checkpoint:
     tensors: Mapping[str, TensorRef]
     quantization: Quantization
     blocks: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
+    described_by: Path | None = None
+    approximated: str | None = None
+    tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def config_file(self) -> Path:
-        return self.directory / CONFIG_NAME
+        return self.described_by or self.directory / CONFIG_NAME
 
     def mapped(self, rules: NameRules) -> MappedTensors:
         """The same under the names of the model, experts of every form in one table."""
-        mapped = map_tensors(self.tensors, rules)
+        theirs = self.config.get("quantization_config") or {}
+        block = check_fp8(theirs) if theirs.get("quant_method") == "fp8" else DEFAULT_BLOCK
+        mapped = map_tensors(in_our_form(self.tensors, block), rules)
         for layer, components in self.blocks.items():
             if layer in mapped.experts:
                 raise CheckpointError(
@@ -77,6 +88,11 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError, ConfigError, ExpertFileError: Something is missing or damaged.
     """
     directory = Path(directory)
+    gguf = None
+    if directory.is_file() or not any(directory.glob("*.safetensors")):
+        gguf = find_gguf(directory)
+    if gguf is not None:
+        return _open_gguf(gguf)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
@@ -102,6 +118,7 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
     trunk = MoefluxTrunk.open(found.weights)
     text = config.get("text_config")
     text = {**config, **(text if isinstance(text, dict) else {})}
+    text.setdefault("num_experts", text.get("n_routed_experts"))
     sizes = {}
     for key in ("hidden_size", "moe_intermediate_size", "num_experts"):
         if type(text.get(key)) is not int or text[key] < 1:
@@ -121,4 +138,32 @@ def _open_moeflux(found: MoefluxDirectory, config: dict[str, Any]) -> Checkpoint
         tensors=trunk,
         quantization=trunk.quantization,
         blocks={layer: experts.refs(layer) for layer in experts.layers},
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    found = open_gguf(path)
+    approximated, tokenizer = None, {}
+    if found.requantised:
+        kinds = ", ".join(sorted(set(found.requantised.values())))
+        approximated = (
+            f"{kinds} quantised anew to 8 bits in groups of 32 in {len(found.requantised)} tensors"
+        )
+    if not (path.parent / TOKENIZER_NAME).exists():
+        try:
+            content, config = tokenizer_json(found.metadata, path)
+            tokenizer = {TOKENIZER_NAME: content, "tokenizer_config.json": config}
+        except MoefluxError:
+            # Who wants text is told by the tokenizer.
+            tokenizer = {}
+    return Checkpoint(
+        directory=path.parent,
+        form="gguf",
+        config=found.config,
+        tensors=found.tensors,
+        quantization=Quantization(),
+        blocks=found.blocks,
+        described_by=path,
+        approximated=approximated,
+        tokenizer=tokenizer,
     )

@@ -48,8 +48,8 @@ class Conversion:
         )
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
-        self.mapped: MappedTensors = checkpoint.mapped(kind.NAME_RULES)
-        self.prefix = "" if layout == "packed" else "language_model."
+        self.mapped: MappedTensors = checkpoint.mapped(kind.name_rules(self.config))
+        self.prefix = "" if layout == "packed" else kind.MLX_LM_PREFIX
         self.trunk = self._trunk_recipes()
         self.experts = {
             layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
@@ -98,6 +98,10 @@ class Conversion:
             for k, v in self.checkpoint.config.items()
             if k not in ("quantization", "quantization_config")
         }
+        if self.layout != "packed":
+            for key, value in self.kind.mlx_lm_keys(self.config).items():
+                if config.get(key) is None:
+                    config[key] = value
         specs: dict[str, QuantSpec | None] = {}
         for name, recipe in self.trunk.items():
             if len(recipe.outputs()) > 1:
@@ -123,7 +127,9 @@ class Conversion:
         if self.config.tie_word_embeddings:
             trunk = {n: r for n, r in trunk.items() if not n.startswith("lm_head.")}
         transforms = self.kind.transforms(trunk)
-        modules = dict(self.kind(self.config).named_modules())
+        model = self.kind(self.config)
+        model.fit_names(trunk)
+        modules = dict(model.named_modules())
         recipes: dict[str, Recipe] = {}
         for name, ref in trunk.items():
             base, _, leaf = name.rpartition(".")

@@ -48,6 +48,8 @@ def write(conversion: Conversion, out: Path, identity: str, report: Report) -> N
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    for name, content in conversion.checkpoint.tokenizer.items():
+        write_json(out / name, content)
     write_json(out / CONFIG_NAME, conversion.config_json())
 
 

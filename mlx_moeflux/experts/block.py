@@ -37,8 +37,42 @@ class Component:
         return f"{self.name} {self.dtype} {list(self.shape)}"
 
 
+RAW = "raw."
+"""Before the name of a stretch of bytes that means nothing by itself."""
+
+
 @dataclass(frozen=True)
-class BlockLayout:
+class Layout:
+    """Components one after another."""
+
+    components: tuple[Component, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return sum(c.nbytes for c in self.components)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Component name -> offset inside the block."""
+        offsets, position = {}, 0
+        for component in self.components:
+            offsets[component.name] = position
+            position += component.nbytes
+        return offsets
+
+
+def layout_of(refs: Mapping[str, ExpertRefs]) -> Layout:
+    """The layout of what is stored for a layer's experts: a :class:`BlockLayout`, or the bytes
+    that one is decoded from, whose names begin with :data:`RAW`."""
+    if not all(name.startswith(RAW) for name in refs):
+        return BlockLayout.of(refs)
+    first = {name: by_expert[0] for name, by_expert in refs.items()}
+    return Layout(tuple(Component(n, r.dtype, tuple(r.shape)) for n, r in first.items()))
+
+
+@dataclass(frozen=True)
+class BlockLayout(Layout):
     """The components of one layer's experts, in block order.
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
@@ -49,8 +83,6 @@ class BlockLayout:
         ShapeError: Components are missing, in another order, or do not fit each other.
         UnsupportedError: The shapes mean bits or a group size that MLX has no kernel for.
     """
-
-    components: tuple[Component, ...]
 
     def __post_init__(self) -> None:
         names = tuple(c.name for c in self.components)
@@ -110,20 +142,6 @@ class BlockLayout:
             return cls(tuple(Component(n, first[n].dtype, tuple(first[n].shape)) for n in order))
         except (ShapeError, UnsupportedError) as error:
             raise CheckpointError(f"{first[order[0]].file}: {error}") from error
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of one block."""
-        return sum(c.nbytes for c in self.components)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Component name -> offset inside the block."""
-        offsets, position = {}, 0
-        for component in self.components:
-            offsets[component.name] = position
-            position += component.nbytes
-        return offsets
 
     @cached_property
     def specs(self) -> dict[str, QuantSpec | None]:

@@ -82,7 +82,8 @@ class Fetch:
     def __init__(self, reader: Reader, layer: int, targets: Sequence[Target]):
         self._targets = targets
         self._reader, self._layer = reader, layer
-        self._expected = reader.layout(layer).nbytes
+        stored = getattr(reader, "stored_bytes", lambda layer: reader.layout(layer).nbytes)
+        self._expected = stored(layer)
         self._abandoned = False
         # Indices of targets. A thread appends to `begun`, then looks at `abandoned`; the caller
         # sets `abandoned`, then looks at `begun`: one of them sees the other.

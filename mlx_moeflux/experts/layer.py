@@ -22,6 +22,7 @@ from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.stats import ExpertStats, LayerStats
+from mlx_moeflux.kernels.expert_mix import ABSENT
 
 # More outputs than this are not remembered, but evaluated: by then they long have been.
 MAX_UNEVALUATED = 8
@@ -73,10 +74,11 @@ class StreamedLayer:
         return self._all_stats.layers[self.layer]
 
     def device_table(self) -> mx.array:
-        """Expert -> slot with an entry for padding, ``[E + 1]`` uint32; the layer is complete."""
+        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; the layer is
+        complete."""
         if self._device_table is None:
             self._device_table = mx.array(
-                np.append(self.table.slots_by_expert, 0).astype(np.uint32)
+                np.append(self.table.slots_by_expert, ABSENT).astype(np.uint32)
             )
             mx.eval(self._device_table)
         return self._device_table

@@ -22,6 +22,7 @@ from mlx_moeflux.checkpoint.files import unreadable
 from mlx_moeflux.checkpoint.refs import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, InputError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.experts.decoding import DecodingReader, needs_decoding
 from mlx_moeflux.experts.sources import ByteRanges, Run, copy_into, window
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
@@ -336,6 +337,8 @@ def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> R
     chosen = AUTO_READER if name == "auto" else name
     if chosen not in READERS:
         raise InputError(f"no reader is called '{name}'; there are auto, {', '.join(READERS)}.")
+    if needs_decoding(experts):
+        return DecodingReader(READERS[chosen], experts)
     return READERS[chosen](experts)
 
 

@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, ShapeError
-from mlx_moeflux.experts.compute import ExpertFFN, Form, from_whole_bank
+from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
+from mlx_moeflux.kernels.expert_mix import expert_mix
 
 
 class ResidentStore:
@@ -21,9 +22,8 @@ class ResidentStore:
     banks: MoE layer id -> that layer's experts, expert e in slot e; asked on every call, because
         training replaces parameter arrays.
     events: Listener that is told what the router chose.
-    ffn: The operation that computes the pairs. scratch_bytes: What one step of a long call may
-        allocate besides its result; None is
-        what suits the device.
+    ffn, mix: The operations that compute experts. scratch_bytes: What one step of a long call may
+        allocate besides its result; None is what suits the device.
 
     Evaluates: nothing, unless there is a listener. Gradients flow to x, weights and the arrays
     of the banks.
@@ -37,15 +37,14 @@ class ResidentStore:
         num_experts: int,
         events: EventHook | None = None,
         ffn: ExpertFFN = expert_ffn,
+        mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
     ):
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
         self.events = events
-        self._banks, self._form = banks, Form(ffn=ffn, scratch_bytes=scratch_bytes)
+        self._banks = banks
+        self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
-        # Padding is computed with the last expert and thrown away.
-        self._table = mx.array([*range(num_experts), num_experts - 1], mx.uint32)
-        mx.eval(self._table)
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""
@@ -61,7 +60,17 @@ class ResidentStore:
         if self.events is not None:
             self.events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
         stats.tokens += x.shape[0]
-        return from_whole_bank(x, ids, weights, bank, self._form, table=self._table)
+        return from_whole_bank(x, ids, weights, bank, self._form)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether calls are lazy and nobody is told of them."""
+        return self.events is None
+
+    def count(self, tokens: int) -> None:
+        """Account for a call of every layer that ran from a trace."""
+        for stats in self._stats.layers.values():
+            stats.tokens += tokens
 
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""

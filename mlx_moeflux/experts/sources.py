@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.refs import ExpertRefs, StridedRefs
 from mlx_moeflux.errors import CheckpointError, ExpertFileError
-from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.experts.block import Layout, layout_of
 
 
 class Run(NamedTuple):
@@ -41,7 +41,7 @@ class ByteRanges:
         if not experts:
             raise CheckpointError("the checkpoint has no routed experts; nothing can stream.")
         self.layers: tuple[int, ...] = tuple(sorted(experts))
-        self._layouts = {layer: BlockLayout.of(experts[layer]) for layer in self.layers}
+        self._layouts = {layer: layout_of(experts[layer]) for layer in self.layers}
         first = next(iter(experts[self.layers[0]].values()))
         self.num_experts: int = len(first)
         self._file_ids: dict[Path, int] = {}
@@ -55,7 +55,7 @@ class ByteRanges:
         """Every file that holds experts; a :class:`Run` names one by its index."""
         return tuple(self._file_ids)
 
-    def layout(self, layer: int) -> BlockLayout:
+    def layout(self, layer: int) -> Layout:
         """The block layout of a layer; ExpertFileError for a layer without experts."""
         if layer not in self._layouts:
             raise ExpertFileError(

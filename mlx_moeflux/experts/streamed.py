@@ -13,10 +13,13 @@ from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
+    Early,
     ExpertFFN,
+    ExpertMix,
     ExpertSum,
     Form,
     Pairs,
+    begin_few,
     few_pairs,
     from_whole_bank,
 )
@@ -29,6 +32,7 @@ from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call
 from mlx_moeflux.experts.sweep import sweep
 from mlx_moeflux.kernels.expert_ffn import expert_ffn
+from mlx_moeflux.kernels.expert_mix import expert_mix
 
 DEFAULT_THREADS = 8
 
@@ -40,7 +44,7 @@ class StreamedStore:
     reader: Closed with the store. slots: For each MoE layer, or one number for all.
     eviction: A name or an :class:`~mlx_moeflux.experts.policy.Eviction`. threads: Reads under way
     at once. events: Listener, see :mod:`mlx_moeflux.experts.events`. overlap: Compute a decode
-    step's hits while its misses are read. ffn: The operation that computes the pairs.
+    step's hits while its misses are read. ffn, mix: The operations that compute experts.
     scratch_bytes: What one step of a long call may allocate besides its result, None for what
     suits the device.
 
@@ -64,6 +68,7 @@ class StreamedStore:
         events: EventHook | None = None,
         overlap: bool = False,
         ffn: ExpertFFN = expert_ffn,
+        mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
     ):
         if threads < 1:
@@ -71,9 +76,11 @@ class StreamedStore:
         self.reader, self.threads, self.events, self.overlap = reader, threads, events, overlap
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction = make_eviction(eviction)
-        self._form = Form(ffn=ffn, scratch_bytes=scratch_bytes)
+        self._form = Form(ffn=ffn, mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
+        self.generation = 0
+        """Grows when banks are replaced: traces that read them are then of the past."""
         self._closed = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
@@ -125,6 +132,18 @@ class StreamedStore:
             state.tokens += x.shape[0]
             return y
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether calls are lazy and nobody is told of them: every layer holds every expert."""
+        states = self._layers.values()
+        return self.events is None and all(state.table.complete for state in states)
+
+    def count(self, tokens: int) -> None:
+        """Account for a call of every layer that ran from a trace."""
+        for state in self._layers.values():
+            state.stats.tokens += tokens
+            state.tokens += tokens
+
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
         return self._stats
@@ -165,6 +184,7 @@ class StreamedStore:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:
             state = self._state(layer)
+            self.generation += 1
             state.resize(self._checked(layer, slots), self.events)
 
     def close(self) -> None:
@@ -269,7 +289,7 @@ class StreamedStore:
         few = len(pairs) == weights.size and self._form.takes_few(len(pairs), x.shape[0], bank)
         early = None
         if few and self.overlap and 0 < len(missing) < len(needed):
-            early = self._hits_first(state, pairs, x)
+            early = self._hits_first(state, pairs, x, weights)
         state.finish(self.events)
         if few:
             y = few_pairs(x, weights, pairs, slot_of, bank, self._form, early=early)
@@ -285,13 +305,14 @@ class StreamedStore:
         return y
 
     def _hits_first(
-        self, state: StreamedLayer, pairs: Pairs, x: mx.array
-    ) -> tuple[np.ndarray, mx.array]:
+        self, state: StreamedLayer, pairs: Pairs, x: mx.array, weights: mx.array
+    ) -> Early | None:
         """Begin to compute the pairs whose experts are resident."""
         hits = np.isin(pairs.expert, list(state.table.slot_of))
-        rows = self._form.few_rows(
-            x, pairs.where(hits), state.table.slots_by_expert, state.bank.experts
+        early = begin_few(
+            x, weights, pairs, hits, state.table.slots_by_expert, state.bank.experts, self._form
         )
-        state.remember(rows)
-        mx.async_eval(rows)
-        return hits, rows
+        if early is not None:
+            state.remember(early.rows)
+            mx.async_eval(early.rows)
+        return early

@@ -1,45 +1,401 @@
-"""Causal attention over a cache, and the per-head norm and rotary embedding before it.
+"""Causal attention over a cache: softmax(q k^T scale) v, optionally times sigmoid(gate).
 
 Shapes:
-    q: ``[B, Hq, T, Dh]``; k, v: ``[B, Hkv, S, Dh]``, S >= T; query t sees keys up to S - T + t.
-    mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, S]``.
-    returns: ``[B, Hq, T, Dv]`` in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
+    q: ``[B, Hq, T, Dh]``; k: ``[B, Hkv, S, Dh]``; v: ``[B, Hkv, S, Dv]``. Query head h reads KV
+    head h // (Hq / Hkv).
+    mask: None (every query sees every key), "causal" (query t sees keys up to length - T + t),
+    or bool ``[B or 1, 1, T, S]``.
+    length: keys in use, an int or int32 ``[B]``; None: all S. With it k and v may be whole
+    preallocated buffers.
+    start: int32 ``[B]``, each sequence's first key (left padding); None: 0.
+    tail: keys and values ``[B, Hkv, R, D]`` of the newest rows, or None: row s of a sequence of
+    `length` is row s - s0 of them from s0 = (length - 1) // R * R on, and of k and v before.
+    gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
+    returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
+
+Forms of :func:`sdpa_fused` (the functions in attention.metal), picked by the call's shape alone:
+    rows: a simdgroup owns 16 query rows, everything between loads and result in registers.
+    shared: a threadgroup owns the queries of all heads that share a KV head, for few tokens, so
+    that each key is read once.
+    Either over parts of the keys, joined by a second launch, where there are too few query rows
+    to fill a GPU.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, backend, launches
+
+# Calls of so many tokens at most read each key once for all heads that share it.
+FEW_TOKENS = 8
+# Threadgroups that a launch should have (an H100 has 132 processors): where one takes 16 rows, two
+# for each; and keys that one should see at least.
+ENOUGH_GROUPS, ENOUGH_SMALL_GROUPS, LEAST_KEYS = 132, 264, 64
+# Static threadgroup memory, in bytes.
+MEMORY = {"cuda": 48 * 1024}
+MEMORY_ELSEWHERE = 32 * 1024
 
 
 def causal_sdpa(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str | None
-) -> mx.array:
-    """softmax(q k^T scale) v, softmax in float32 (stock MLX)."""
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-
-
-def norm_rope(
-    x: mx.array,
-    weight: mx.array | None,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
     *,
-    eps: float,
-    dims: int,
-    base: float,
-    offset: int | mx.array,
-    traditional: bool = False,
+    scale: float,
+    mask: mx.array | str | None,
+    length: int | mx.array | None = None,
+    start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
+    gate: mx.array | None = None,
 ) -> mx.array:
-    """RMS norm of each head, then rotary embedding of its first `dims` values.
+    """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked."""
+    if tail is not None:
+        k, v = (_joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
+    if isinstance(length, int) and length < k.shape[2]:
+        k, v = k[:, :, :length], v[:, :, :length]
+    if start is not None or isinstance(length, mx.array):
+        mask = _visible(q, k, causal=mask == "causal", length=length, start=start)
+    y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    if gate is None:
+        return y
+    gate = gate[..., gate.shape[-1] - v.shape[-1] :]
+    return y * mx.sigmoid(gate.swapaxes(1, 2))
 
-    Shapes:
-        x: ``[B, T, H, Dh]``; weight: ``[Dh]`` or None (no norm); offset: the position of the
-        first token, an int or ``[B]`` int32.
-        returns: ``[B, H, T, Dh]`` in the dtype of x.
 
-    Pairs (i, i + dims / 2) turn by position * base^(-2 i / dims); with `traditional` pairs
-    (2 i, 2 i + 1).
-    """
-    if weight is not None:
-        x = mx.fast.rms_norm(x, weight, eps)
-    return mx.fast.rope(
-        x.swapaxes(1, 2), dims, traditional=traditional, base=base, scale=1.0, offset=offset
+def _joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
+    """The buffer with the rows of the tail in their places."""
+    R, row = tail.shape[2], mx.arange(buffer.shape[2])
+    length = mx.array(length).reshape(-1, 1)
+    newest = (row >= (length - 1) // R * R)[:, None, :, None]
+    index = (row % R)[None, None, :, None]
+    return mx.where(newest, mx.take_along_axis(tail, index, axis=2), buffer)
+
+
+def _visible(q, k, *, causal, length, start) -> mx.array:
+    """bool [B, 1, T, S]; a query before its sequence's start sees its own key only."""
+    T, S = q.shape[2], k.shape[2]
+    past = mx.array(S if length is None or isinstance(length, int) else length)
+    past = past.reshape(-1, 1, 1, 1)
+    key = mx.arange(S)
+    query = past - T + mx.arange(T)[:, None]
+    mask = key <= query if causal else mx.broadcast_to(key < past, (past.shape[0], 1, T, S))
+    if start is not None:
+        mask = (mask & (key >= start.reshape(-1, 1, 1, 1))) | (key == query)
+    return mask
+
+
+# What the GATE of a kernel over parts says; MLX names kernels by their templates on CUDA, where a
+# negative number is no name.
+_PARTS = 3
+
+_INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
+        thread_index_in_threadgroup"""
+_ROWS = """
+    threadgroup T keys[BN * (D1 + 8)];
+    threadgroup T values[BN * (DV + 8)];
+    attend_rows<T, D1, DV, HQ, HKV, W, BN, CAUSAL, GATE>(
+        q, k, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
+"""
+_SHARED = """
+    threadgroup T keys[BN * (D1 + D2 + 8)];
+    threadgroup T values[LAYOUT == 0 ? BN * (DV + 8) : 8];
+    threadgroup T weights[16 * MT * (BN + 8)];
+    threadgroup float scores[16 * W * (BN + 1)];
+    threadgroup float factors[16 * MT];
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {gate}, ranges, scale, {outputs}, keys, values,
+        weights, scores, factors, {indices});
+"""
+_COMBINE = """
+    threadgroup float shared[512];
+    attend_combine<T, DV, HQ, PACK, GATE>(
+        partial, stats, {gate}, y, shared, partial_shape[1], partial_shape[2],
+        threadgroup_position_in_grid, thread_index_in_threadgroup);
+"""
+
+
+def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> MetalKernel:
+    outputs = "nullptr, partial, stats" if split else "y, nullptr, nullptr"
+    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "gate": "nullptr"}
+    names = {role: role if role in inputs else other for role, other in names.items()}
+    if "k2" in inputs:
+        names["v"] = "nullptr"
+    return MetalKernel(
+        f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
+        file="attention.metal",
+        inputs=(*inputs, "ranges", "scale"),
+        outputs=("partial", "stats") if split else ("y",),
+        body=body.format(**names, outputs=outputs, indices=_INDICES),
     )
+
+
+# (form, over parts of the keys, with a gate); parts meet their gate when they are joined.
+_KERNELS = {
+    (form, split, gated): _kernel(form, body, inputs + ("gate",) * gated, split=split)
+    for form, body, inputs in (
+        ("rows", _ROWS, ("q", "k", "v")),
+        ("shared", _SHARED, ("q", "k", "v")),
+        ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
+        ("latent", _SHARED, ("q", "q2", "k", "k2")),
+    )
+    for split, gated in ((False, False), (True, False), (False, True))
+    if not (gated and form == "latent")
+}
+_JOIN = {
+    gated: MetalKernel(
+        "attend_combine" + "_gated" * gated,
+        file="attention.metal",
+        inputs=("partial", "stats") + ("gate",) * gated,
+        outputs=("y",),
+        body=_COMBINE.format(gate="gate" if gated else "nullptr"),
+    )
+    for gated in (False, True)
+}
+
+
+LATENT = (_KERNELS["latent", False, False], _KERNELS["latent", True, False], _JOIN[False])
+SDPA = (*(kernel for key, kernel in _KERNELS.items() if key[0] != "latent"), *_JOIN.values())
+
+
+@launches(*SDPA)
+def sdpa_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    length: int | mx.array | None = None,
+    start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
+    gate: mx.array | None = None,
+) -> mx.array:
+    """:func:`causal_sdpa` without scores in device memory; rows outside a sequence's range are
+    never read, and a query that sees no key gets zeros. A mask that is an array goes to the
+    reference.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together, Dh is no multiple of 16 or Dv of 32, or
+            they are too large for threadgroup memory.
+        UnsupportedError: MLX drives no GPU.
+    """
+    if isinstance(mask, mx.array):
+        return causal_sdpa(
+            q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate
+        )  # fmt: skip
+    call = Call(
+        "sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
+        mask is not None, tail=0 if tail is None else tail[0].shape[2],
+    )  # fmt: skip
+    tensors = (q, k, v) if tail is None else (q, k, v, *tail)
+    check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
+    if tail is not None:
+        _check_tail(call, *tail)
+    return run(call, tensors, gate, scale=scale, length=length, start=start)
+
+
+class Call(NamedTuple):
+    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts."""
+
+    name: str
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    gate: int | None
+    dtype: mx.Dtype
+    causal: bool
+    rotary: int = 0
+    tail: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch, ready but for its arrays; join: the launch after it, if there are parts."""
+
+    kernel: MetalKernel
+    options: dict[str, Any]
+    join: MetalKernel | None = None
+    join_options: dict[str, Any] | None = None
+
+
+def run(
+    call: Call,
+    tensors: tuple[mx.array, ...],
+    gate: mx.array | None,
+    *,
+    scale: float,
+    length: int | mx.array | None,
+    start: mx.array | None,
+) -> mx.array:
+    """Launch an attention: ``[B, Hq, T, Dv]``, a view of ``[B, T, Hq, Dv]``."""
+    if scale <= 0.0:
+        raise ShapeError(f"{call.name}: scale is {scale}; it must be positive.")
+    plan = _plan(backend().name, call)
+    numbers = ranges(call.q[0], call.k[2], length, start), filled(scale)
+    gates = () if gate is None else (gate,)
+    if plan.join is None:
+        (y,) = plan.kernel(*tensors, *gates, *numbers, **plan.options)
+    else:
+        partial, stats = plan.kernel(*tensors, *numbers, **plan.options)
+        (y,) = plan.join(partial, stats, *gates, **plan.join_options)
+    return y.swapaxes(1, 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(backend_name: str, call: Call) -> Plan:
+    """Checks shapes and lays a launch out, once for each."""
+    _check_shapes(call)
+    B, Hq, T, D1 = call.q
+    Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
+    limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
+    form, tile = _tile(backend_name, call, limit)
+    if tile is None:
+        raise ShapeError(
+            f"{call.name}: head sizes {D1 + call.rotary} and {Dv} of {call.dtype} do not fit into "
+            f"registers and {limit} bytes of threadgroup memory; take the reference."
+        )
+    pack = tile.get("PACK", 1)
+    rows, groups = pack * T, B * Hq // pack
+    height = 16 * (tile["W"] if form == "rows" else tile["MT"])
+    blocks = -(-rows // height)
+    enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
+    parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
+    split, gated = parts > 1, call.gate is not None
+    gate = call.gate // Dv if gated else 0
+    template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
+    if form != "rows":
+        template["TAIL"] = call.tail
+    if call.tail:
+        form = "tail"
+    template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
+    threads = 32 * tile["W"]
+    options = {
+        "template": template,
+        "grid": (threads * parts, groups, blocks),
+        "threadgroup": (threads, 1, 1),
+    }
+    result = {"output_shapes": [(B, T, Hq, Dv)], "output_dtypes": [call.dtype]}
+    if not split:
+        return Plan(_KERNELS[form, False, gated], options | result)
+    options["output_shapes"] = [(groups, parts, rows, Dv), (groups, parts, rows, 2)]
+    options["output_dtypes"] = [mx.float32, mx.float32]
+    join = {
+        "template": {"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate},
+        "grid": (256 * (Dv // 32), rows, groups),
+        "threadgroup": (256, 1, 1),
+    }
+    return Plan(_KERNELS[form, True, False], options, _JOIN[gated], join | result)
+
+
+def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int] | None]:
+    """Form and tile sizes; None if nothing fits."""
+    D, Dv, T, Hq, Hkv = call.q[3], call.v[3], call.q[2], call.q[1], call.k[1]
+    size = call.dtype.size
+    if call.rotary:
+        sizes = _LATENT_TILES
+        if Hq * T >= _MANY_ROWS and backend_name == "cuda":
+            sizes = ((4, 8, 16), *sizes)
+        tiles = _shared_tiles(sizes, D + call.rotary, Dv, Hq * T, size, layouts=(2,))
+        more = {"D2": call.rotary, "PACK": Hq}
+        return "latent", _first_that_fits(tiles, limit, more)
+    # Sums of 16 rows and queries must fit into a lane's registers.
+    registers = Dv // 2 + D // 4 * size // 2
+    if T > FEW_TOKENS and registers <= (192 if backend_name == "cuda" else 96):
+        for keys in (64, 32, 16):
+            fits = keys * (D + Dv + 16) * size <= limit
+            # More than 16 accumulators of scores beside a wide head's sums would spill.
+            if fits and (keys < 64 or registers <= 96):
+                return "rows", {"W": 4, "BN": keys}
+        return "rows", None
+    pack = Hq // Hkv if T <= FEW_TOKENS else 1
+    tiles = _shared_tiles(_SHARED_TILES, D, Dv, pack * T, size, layouts=(0, 1))
+    return "shared", _first_that_fits(tiles, limit, {"D2": 0, "PACK": pack})
+
+
+def _first_that_fits(tiles, limit, more) -> dict[str, int] | None:
+    return next((tile | more for needed, tile in tiles if needed <= limit), None)
+
+
+# Row tiles, simdgroups and keys of a shared tile, the best first.
+_SHARED_TILES = ((4, 4, 32), (2, 4, 32), (1, 4, 32), (4, 4, 16), (2, 4, 16), (1, 4, 16))
+_LATENT_TILES = ((1, 4, 32), (2, 8, 16), (1, 4, 16))
+# So many rows fill a GPU by blocks of 64; only CUDA gives a lane the registers.
+_MANY_ROWS = 64 * ENOUGH_GROUPS
+
+
+def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, ...]):
+    """Tilings of the shared form, the best first: (bytes of threadgroup memory, sizes)."""
+    for layout in layouts:
+        for MT, W, keys in sizes:
+            # Four bytes a register of a lane: queries of a row tile and sums.
+            registers = -(-D // 16 * MT // W) * 2 * size + MT * Dv // W // 2
+            if registers > 200 or (MT > 1 and rows <= 8 * MT):
+                continue
+            M = 16 * MT
+            values = keys * (Dv + 8) if layout == 0 else 8
+            needed = (keys * (D + 8) + values + M * (keys + 8)) * size
+            needed += 16 * W * (keys + 1) * 4 + M * 4
+            yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
+
+
+def _check_tail(call: Call, k: mx.array, v: mx.array) -> None:
+    check_dtypes("sdpa", call.dtype, {"tail of k": k, "tail of v": v})
+    for name, x, whole in (("k", k, call.k), ("v", v, call.v)):
+        if x.shape != (*whole[:2], call.tail, whole[3]) or call.k[2] % call.tail:
+            raise ShapeError(f"sdpa: the tail of {name} is {x.shape}, that of {whole} cannot be.")
+    if call.q[2] != 1:
+        raise ShapeError(f"sdpa: with a tail one token is asked at a time, not {call.q[2]}.")
+
+
+def _check_shapes(call: Call) -> None:
+    (B, Hq, _, D), (_, Hkv, S, _), (_, _, _, Dv) = call.q, call.k, call.v
+    if call.k != (B, Hkv, S, D) or call.v[:3] != (B, Hkv, S) or Hq % Hkv:
+        raise ShapeError(
+            f"{call.name}: q {call.q}, k {call.k} and v {call.v} do not fit together; expected "
+            "[B, Hq, T, Dh], [B, Hkv, S, Dh] and [B, Hkv, S, Dv]."
+        )
+    if D % 16 or Dv % 32 or call.rotary % 16:
+        raise ShapeError(
+            f"{call.name}: head sizes {D + call.rotary} and {Dv} must be multiples of 16 and 32; "
+            "take the reference."
+        )
+    if call.gate not in (None, Dv, 2 * Dv):
+        raise ShapeError(f"{call.name}: the gate is {call.gate} wide, not {Dv} or {2 * Dv}.")
+
+
+def check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None]) -> None:
+    """All as q."""
+    for other, array in others.items():
+        if array is not None and array.dtype != dtype:
+            raise ShapeError(f"{name}: {other} is {array.dtype} and q {dtype}; cast one.")
+
+
+def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None) -> mx.array:
+    """int32 [B, 2] (longer where B is small): first and past-the-last key of each sequence."""
+    if length is None:
+        length = S
+    if start is None and isinstance(length, int):
+        return _plain_ranges(B, length)
+    first = mx.zeros((B,), mx.int32) if start is None else start.reshape(B).astype(mx.int32)
+    if isinstance(length, int):
+        past = mx.full((B,), length, dtype=mx.int32)
+    else:
+        past = mx.broadcast_to(length.reshape(-1).astype(mx.int32), (B,))
+    return mx.stack([first, past], axis=1)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_ranges(B: int, length: int) -> mx.array:
+    return mx.array([0, length] * max(B, LEAST_INPUT // 2), dtype=mx.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def filled(value: float) -> mx.array:
+    """Eight times `value`, float32."""
+    return mx.array([value] * LEAST_INPUT, dtype=mx.float32)

@@ -21,14 +21,25 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import (
+    add_shared,
+    append,
     attention,
     auto,
     causal_conv,
     delta_gates,
+    delta_mixer,
+    delta_mixer_fused,
     expert_ffn,
+    expert_mix,
     gated_delta,
+    gated_delta_fused,
+    latent,
+    latent_attention,
     metal,
     moe_combine,
+    norm_rope,
+    project,
+    rope,
     router,
     selfcheck,
 )
@@ -42,6 +53,11 @@ Form = Callable[..., Any]
 # Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; those
 # marked with @launches need a GPU. "auto" picks by dispatch.json.
 FORMS: dict[str, dict[str, Form]] = {
+    "project": {
+        "reference": project.project,
+        "fused": project.project_fused,
+        "dequantised": project.project_dequantised,
+    },
     "causal_conv": {"reference": causal_conv.causal_conv_silu},
     "normalise_qk": {"reference": delta_gates.normalise_qk},
     "decay_beta": {"reference": delta_gates.decay_beta},
@@ -49,16 +65,43 @@ FORMS: dict[str, dict[str, Form]] = {
         "reference": gated_delta.gated_delta,
         "recurrent": gated_delta.gated_delta_recurrent,
         "chunkwise": gated_delta.gated_delta_chunked,
+        "fused": gated_delta_fused.gated_delta_fused,
+        "fused_recurrent": gated_delta_fused.gated_delta_recurrent_fused,
+        "fused_chunkwise": gated_delta_fused.gated_delta_chunkwise_fused,
     },
-    "gated_rms_norm": {"reference": delta_gates.gated_rms_norm},
-    "norm_rope": {"reference": attention.norm_rope},
-    "sdpa": {"reference": attention.causal_sdpa},
+    "gated_rms_norm": {
+        "reference": delta_gates.gated_rms_norm,
+        "fused": delta_mixer_fused.gated_rms_norm_fused,
+    },
+    "delta_mixer": {
+        "reference": delta_mixer.delta_mixer,
+        "fused": delta_mixer_fused.delta_mixer_fused,
+    },
+    "rope": {"reference": rope.rope},
+    "norm_rope": {"reference": norm_rope.norm_rope, "fused": norm_rope.norm_rope_fused},
+    "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
+    "sdpa": {"reference": attention.causal_sdpa, "fused": attention.sdpa_fused},
+    "latent_attention": {
+        "reference": latent.latent_attention,
+        "fused": latent_attention.latent_attention_fused,
+    },
+    "latent_prefill": {"reference": latent.latent_prefill},
     "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
+    "expert_mix": {
+        "reference": expert_mix.expert_mix,
+        "pairs": expert_mix.expert_mix_pairs,
+        "grouped": expert_mix.expert_mix_grouped,
+    },
     "moe_combine": {
         "reference": moe_combine.moe_combine,
         "fused": moe_combine.moe_combine_fused,
+    },
+    "add_shared": {
+        "reference": add_shared.add_shared,
+        "fused": add_shared.add_shared_fused,
+        "dequantised": add_shared.add_shared_dequantised,
     },
 }
 
@@ -95,6 +138,17 @@ class Operation:
                 # The kernel does not take these shapes; if they are wrong, the reference says so.
                 pass
         return self._forms[REFERENCE](*args, **kwargs)
+
+    def form(self, *args, **kwargs) -> Form:
+        """The form for a call with these arguments, to compute it in parts: the same for all."""
+        if self._fixed is not None:
+            by_name = self._mode.references_only and not callable(self.choice)
+            return self._forms[REFERENCE] if by_name else self._fixed
+        best = self._best(args, kwargs)
+        takes = getattr(best, "takes", None)
+        if best is None or (takes is not None and not takes(*args, **kwargs)):
+            return self._forms[REFERENCE]
+        return best
 
     def _best(self, args, kwargs) -> Form | None:
         """The form that "auto" takes for a call; None: the reference."""

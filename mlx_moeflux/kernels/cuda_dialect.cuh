@@ -135,6 +135,10 @@ inline uint shared_address(const void* p) { return uint(__cvta_generic_to_shared
 #define MOEFLUX_LDMATRIX_2(form) asm volatile("ldmatrix.sync.aligned.m8n8.x2" form ".shared.b16 {%0,%1}, [%2];" \
   : "=r"(e[0]), "=r"(e[1]) : "r"(at) : "memory")
 
+inline void narrow(float* to, float x, float y) { to[0] = x; to[1] = y; }
+inline void narrow(__half* to, float x, float y) { *(__half2*)to = __floats2half2_rn(x, y); }
+inline void narrow(__nv_bfloat16* to, float x, float y) { *(__nv_bfloat162*)to = __floats2bfloat162_rn(x, y); }
+
 template <typename T, typename U> inline void load_a(tile_a<T>& a, const U* p, int ld, uint lane) {
   if constexpr (is_wide<T, U>()) {
     uint* e = (uint*)a.e;
@@ -189,7 +193,7 @@ inline void mma_16(float* c, const uint* a, const uint* b, __nv_bfloat16) { MOEF
 // so that elements lie as in the 16-bit form.
 inline uint tf32(float x) {
   uint y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 inline void mma_tf32(float* c, const uint* a, const uint* b) {
@@ -215,5 +219,28 @@ template <typename T> inline void mma(tile_c& c, const tile_a<T>& a, const tile_
     mma_float(c.e, a.e, b.e);
   } else {
     mma_16(c.e, (const uint*)a.e, (const uint*)b.e, T());
+  }
+}
+
+// ---- Affine words of 2 or 4 bits as 16-bit floats, two at a time. With the exponent of `base` in
+// front, a number q is base + q, exactly.
+
+template <typename T> struct pair_of { };
+template <> struct pair_of<__half> { using type = __half2; enum { base = 0x6400 }; };
+template <> struct pair_of<__nv_bfloat16> { using type = __nv_bfloat162; enum { base = 0x4300 }; };
+template <int BITS, typename T> inline void spread_pairs(T* to, uint word, T scale, T bias) {
+  using pair = typename pair_of<T>::type;
+  const uint base = pair_of<T>::base * 0x10001u, mask = ((1u << BITS) - 1) * 0x10001u;
+  pair scales{scale, scale}, biases{bias, bias};
+  uint previous = 0;
+  for (int i = 0; i < 16 / BITS; ++i) {
+    uint bits = (word >> (i * BITS)) & mask | base;
+    pair q = __hfma2(__hsub2(as_type<pair>(bits), as_type<pair>(base)), scales, biases);
+    uint own = as_type<uint>(q);
+    if (i % 2) {
+      ((uint*)to)[i / 2] = __byte_perm(previous, own, 0x5410);
+      ((uint*)to)[i / 2 + 8 / BITS] = __byte_perm(previous, own, 0x7632);
+    }
+    previous = own;
   }
 }

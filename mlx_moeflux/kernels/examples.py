@@ -13,13 +13,16 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta_gates import normalise_qk
+from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.project import Weight
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Normal = Callable[..., mx.array]
 
 B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
 N, E, K, C, F = 7, 9, 3, 64, 32
+LATENT, DR, DN = 64, 32, 24
 
 
 def _causal_conv(x: Normal) -> Arguments:
@@ -48,13 +51,57 @@ def _gated_rms_norm(x: Normal) -> Arguments:
     return (x(B, T, HV, DV), x(B, T, HV, DV), x(DV)), {"eps": 1e-6}
 
 
+def _delta_mixer(x: Normal) -> Arguments:
+    D, gates = 2 * HK * DK + HV * DV, (B, T, HV)
+    return (x(B, T, D), x(B, T, HV * DV), x(*gates), x(*gates)), {
+        "conv_weight": x(D, W),
+        "conv_state": x(B, W - 1, D),
+        "state": x(B, HV, DV, DK, dtype=mx.float32),
+        "a_log": x(HV, dtype=mx.float32),
+        "dt_bias": x(HV, dtype=mx.float32),
+        "norm_weight": x(DV),
+        "eps": 1e-6,
+        "steps": References,
+    }
+
+
 def _norm_rope(x: Normal) -> Arguments:
-    return (x(B, T, HQ, DK), x(DK)), {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
+    options = {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
+    weights = {"q_weight": x(DK), "k_weight": x(DK)}
+    return (x(B, T, HQ, 2 * DK), x(B, T, HK, DK), x(B, T, HK, DV)), weights | options
+
+
+def _append_row(x: Normal) -> Arguments:
+    tail = (x(B, HK, 16, DK), x(B, HK, 16, DV))
+    position = mx.array([35], dtype=mx.int32)
+    return (tail, x(B, HK, 1, DK), x(B, HK, 1, DV)), {"position": position}
 
 
 def _sdpa(x: Normal) -> Arguments:
-    keys, values = x(B, HK, T + 2, DK), x(B, HK, T + 2, DK)
-    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, "mask": "causal"}
+    keys, values = x(B, HK, T + 7, DK), x(B, HK, T + 7, DV)
+    options = {"mask": "causal", "length": T + 2, "start": mx.array([0, 1])}
+    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
+
+
+def _rope(x: Normal) -> Arguments:
+    periods = 1e4 ** (mx.arange(0, DK, 2) / DK)
+    return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
+
+
+def _latent_attention(x: Normal) -> Arguments:
+    queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
+    cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
+    return (*queries, *cache), {"length": T + 2, "scale": 0.1, "mask": "causal"}
+
+
+def _latent_prefill(x: Normal) -> Arguments:
+    w_k, w_v = x(HQ, LATENT, DN), x(HQ, LATENT, DV)
+
+    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
+        return latent @ w_k[first:last], latent @ w_v[first:last]
+
+    (_, *rest), options = _latent_attention(x)
+    return (x(B, HQ, T, DN), *rest), options | {"expand": expand}
 
 
 def _softmax_top_k(x: Normal) -> Arguments:
@@ -77,22 +124,51 @@ def _expert_ffn(x: Normal) -> Arguments:
     return (x(N, C), slots, ExpertBank.of(arrays, specs)), {}
 
 
+def _expert_mix(x: Normal) -> Arguments:
+    (rows, _, bank), _ = _expert_ffn(x)
+    slots = (mx.arange(N)[:, None] + mx.arange(K)).astype(mx.uint32)
+    options = {"initial": x(N, C, dtype=mx.float32)}
+    return (rows, slots, x(N, K, dtype=mx.float32), bank), options
+
+
+def _weight(x: Normal, rows: int, width: int) -> Weight:
+    return Weight(*mx.quantize(0.2 * x(rows, width), group_size=32, bits=4), QuantSpec(4, 32))
+
+
+def _project(x: Normal) -> Arguments:
+    weights = [_weight(x, F, C), Weight(0.2 * x(N, C))]
+    return (x(3, C), weights), {"norm": x(C), "eps": 1e-6, "normed": True}
+
+
+def _add_shared(x: Normal) -> Arguments:
+    inner = (x(3, F), x(3, F), _weight(x, C, F))
+    return (x(3, C), x(3, C, dtype=mx.float32), *inner), {"score": x(3, 1)}
+
+
 def _moe_combine(x: Normal) -> Arguments:
     return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
 
 
 EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
+    "project": _project,
     "causal_conv": _causal_conv,
     "normalise_qk": _normalise_qk,
     "decay_beta": _decay_beta,
     "gated_delta": _gated_delta,
     "gated_rms_norm": _gated_rms_norm,
+    "delta_mixer": _delta_mixer,
     "norm_rope": _norm_rope,
+    "rope": _rope,
+    "append_row": _append_row,
     "sdpa": _sdpa,
+    "latent_attention": _latent_attention,
+    "latent_prefill": _latent_prefill,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,
+    "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
+    "add_shared": _add_shared,
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.

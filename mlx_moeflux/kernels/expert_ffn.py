@@ -9,13 +9,16 @@ slot's bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.quantised import ExpertLayout, arrays_of, expert_layout
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,25 @@ class ExpertBank:
 
         return cls(gate=bank("gate_proj"), up=bank("up_proj"), down=bank("down_proj"))
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         return self.gate.weight.shape[0]
+
+    @functools.cached_property
+    def layout(self) -> ExpertLayout:
+        """How it is stored; see :func:`~mlx_moeflux.kernels.quantised.expert_layout`."""
+        return expert_layout(self.gate, self.up, self.down)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[tuple[mx.array, ...], ...]:
+        """Of gate, up and down what the kernels take; see
+        :func:`~mlx_moeflux.kernels.quantised.arrays_of`."""
+        return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
+
+    @functools.cached_property
+    def launches(self) -> dict[Any, Any]:
+        """What launches on this bank were found to need, kept by those who launch."""
+        return {}
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
         """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,

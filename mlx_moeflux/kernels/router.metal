@@ -9,13 +9,18 @@ inline float from_ordered_bits(uint bits) {
   return as_type<float>(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
 
+template <int EACH>
+struct lane_keys {
+  uint at[EACH];
+};
+
 // The largest key of all lanes is taken out; equal ones: that of the lowest index first.
 template <int EACH>
-inline uint take_largest(thread uint* keys, uint lane, thread uint& largest) {
+inline uint take_largest(thread lane_keys<EACH>& keys, uint lane, thread uint& largest) {
   uint own = 0, at = 0xffffffffu;
   for (int i = 0; i < EACH; ++i) {
-    if (keys[i] > own) {
-      own = keys[i];
+    if (keys.at[i] > own) {
+      own = keys.at[i];
       at = lane + 32 * i;
     }
   }
@@ -23,7 +28,7 @@ inline uint take_largest(thread uint* keys, uint lane, thread uint& largest) {
   const uint index = simd_min(own == largest ? at : 0xffffffffu);
   for (int i = 0; i < EACH; ++i) {
     if (lane + 32 * i == index) {
-      keys[i] = 0;
+      keys.at[i] = 0;
     }
   }
   return index;
@@ -58,16 +63,16 @@ inline void softmax_top_k(
     return;
   }
   constexpr int EACH = (E + 31) / 32;
-  uint keys[EACH];
+  lane_keys<EACH> keys;
   for (int i = 0; i < EACH; ++i) {
     const uint e = lane + 32 * i;
-    keys[i] = e < E ? ordered_bits(float(logits[token * E + e])) : 0;
+    keys.at[i] = e < E ? ordered_bits(float(logits[token * E + e])) : 0;
   }
   uint id = 0xffffffffu;
   float highest = 0.0f, weight = 0.0f, total = 0.0f;
   for (uint k = 0; k < K; ++k) {
     uint key;
-    const uint best = take_largest<EACH>(keys, lane, key);
+    const uint best = take_largest(keys, lane, key);
     if (k == 0) {
       highest = from_ordered_bits(key);
     }
@@ -79,7 +84,7 @@ inline void softmax_top_k(
   if (!NORMALISE) {
     // Those that were not chosen count too.
     for (int i = 0; i < EACH; ++i) {
-      total += keys[i] != 0 ? metal::precise::exp(from_ordered_bits(keys[i]) - highest) : 0.0f;
+      total += keys.at[i] != 0 ? metal::precise::exp(from_ordered_bits(keys.at[i]) - highest) : 0.0f;
     }
   }
   total = simd_sum(total + weight);
@@ -88,14 +93,14 @@ inline void softmax_top_k(
 
 // Sum of the two largest keys among the experts of a group.
 template <int EACH, int SIZE>
-inline float group_score(const thread uint* keys, uint group, uint lane) {
-  uint own[EACH];
+inline float group_score(const thread lane_keys<EACH>& keys, uint group, uint lane) {
+  lane_keys<EACH> own;
   for (int i = 0; i < EACH; ++i) {
-    own[i] = (lane + 32 * i) / SIZE == group ? keys[i] : 0;
+    own.at[i] = (lane + 32 * i) / SIZE == group ? keys.at[i] : 0;
   }
   uint first, second;
-  take_largest<EACH>(own, lane, first);
-  take_largest<EACH>(own, lane, second);
+  take_largest(own, lane, first);
+  take_largest(own, lane, second);
   return from_ordered_bits(first) + from_ordered_bits(second);
 }
 
@@ -108,31 +113,32 @@ inline void sigmoid_top_k(
     return;
   }
   constexpr int EACH = (E + 31) / 32;
-  uint keys[EACH];
+  lane_keys<EACH> keys;
   for (int i = 0; i < EACH; ++i) {
     const uint e = lane + 32 * i;
-    keys[i] = e < E ? ordered_bits(sigmoid(float(logits[token * E + e])) + bias[e]) : 0;
+    keys.at[i] = e < E ? ordered_bits(sigmoid(float(logits[token * E + e])) + bias[e]) : 0;
   }
   if (KEPT < GROUPS) {
     constexpr int SIZE = E / GROUPS;
-    uint group[1] = {0};
+    lane_keys<1> group;
+    group.at[0] = 0;
     for (uint g = 0; g < GROUPS; ++g) {
       const float score = group_score<EACH, SIZE>(keys, g, lane);
-      group[0] = lane == g ? ordered_bits(score) : group[0];
+      group.at[0] = lane == g ? ordered_bits(score) : group.at[0];
     }
     uint kept = 0, key;
     for (int k = 0; k < KEPT; ++k) {
-      kept |= 1u << take_largest<1>(group, lane, key);
+      kept |= 1u << take_largest(group, lane, key);
     }
     for (int i = 0; i < EACH; ++i) {
-      keys[i] = kept >> ((lane + 32 * i) / SIZE & 31) & 1 ? keys[i] : 0;
+      keys.at[i] = kept >> ((lane + 32 * i) / SIZE & 31) & 1 ? keys.at[i] : 0;
     }
   }
   uint id = 0xffffffffu;
   float weight = 0.0f;
   for (uint k = 0; k < K; ++k) {
     uint key;
-    const uint best = take_largest<EACH>(keys, lane, key);
+    const uint best = take_largest(keys, lane, key);
     if (lane == k) {
       id = best;
       weight = sigmoid(float(logits[token * E + best]));

@@ -11,6 +11,10 @@ from mlx_moeflux.errors import UnsupportedError
 MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "deepseek_v3": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,9 +16,13 @@ from mlx_moeflux.cache.quantized import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.layers import stack
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.step import CompiledStep
 
 # Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
 PREFILL_CHUNK = 2048
@@ -36,6 +41,9 @@ class StreamingModel(nn.Module):
         self.max_context: int | None = None
         self.plan = None
         self.identity = ""
+        self.compile_steps: bool | None = None
+        self._step: CompiledStep | None = None
+        self._recordings = self._generation = 0
         self._step_lock = threading.RLock()
         self._store = None
         self._state_spec: StateSpec | None = None
@@ -50,6 +58,46 @@ class StreamingModel(nn.Module):
     def kernels(self) -> Kernels:
         """The implementation of every operation."""
         return self._kernels
+
+    def update(self, *args, **kwargs) -> StreamingModel:
+        """See ``nn.Module.update``. Parameters that are assigned in other ways after the first
+        step need ``model.forget_steps()``."""
+        self.forget_steps()
+        return super().update(*args, **kwargs)
+
+    def prepare(self) -> None:
+        """Lay matrices that read the same input one behind another, layer by layer.
+
+        ``parameters()``, saving and loading keep the checkpoint's names: parameters are rows of
+        what was laid together. A module says which of its own by ``stacks()``.
+        """
+        for layer in self.layers:
+            for module in layer.children().values():
+                for linears in getattr(module, "stacks", list)():
+                    stack(*linears)
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Trace decode steps again: a trace keeps the parameters and banks that it met."""
+        if self._step is not None:
+            self._step.forget()
+
+    def _can_compile(self) -> bool:
+        """Whether a step of one token may run from a trace. compile_steps: None is where it pays,
+        on GPUs."""
+        generation = getattr(self._store, "generation", 0)
+        if generation != self._generation:
+            self._generation = generation
+            self.forget_steps()
+        wanted = self.compile_steps
+        if wanted is None:
+            wanted = mx.default_device() != mx.cpu
+        return (
+            wanted
+            and not self.training
+            and not self._recordings
+            and getattr(self._store, "stays_on_device", False)
+        )
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Training mode; operations are then computed by their references, which have
@@ -145,6 +193,7 @@ class StreamingModel(nn.Module):
     def set_store(self, store) -> None:
         """Give every MoE block the store that computes its experts."""
         self._store = store
+        self.forget_steps()
         for block in self.moe_blocks().values():
             block._store = store
 
@@ -153,11 +202,17 @@ class StreamingModel(nn.Module):
         blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
         return {i: block for i, block in blocks if isinstance(block, SparseMoeBlock)}
 
+    @contextmanager
     def record(
         self, layers: Iterable[int] | None = None, names: Iterable[str] | None = None
-    ) -> AbstractContextManager[dict[int, dict[str, mx.array]]]:
+    ) -> Iterator[dict[int, dict[str, mx.array]]]:
         """Keep intermediate arrays of the next calls: see :mod:`mlx_moeflux.models.record`."""
-        return record(self.layers, chosen=layers, names=names)
+        self._recordings += 1
+        try:
+            with record(self.layers, chosen=layers, names=names) as kept:
+                yield kept
+        finally:
+            self._recordings -= 1
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 import mlx.nn as nn
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.project import Weight
 
 
 class SwiGLU(nn.Module):
@@ -17,3 +23,115 @@ class SwiGLU(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A module in the place of a matrix: an adapter, a linear layer with a bias, anything."""
+
+    module: nn.Module
+    weight: None = None
+    scales: None = None
+    spec: None = None
+
+    def matmul(self, x: mx.array) -> mx.array:
+        return self.module(x)
+
+
+def weight_of(linear: nn.Module) -> Weight | Applied:
+    """The matrix of a linear layer as kernels take it; it is what it is at this moment."""
+    if "bias" not in linear:
+        if type(linear) is nn.Linear:
+            return Weight(linear.weight)
+        if type(linear) is nn.QuantizedLinear:
+            spec = QuantSpec(linear.bits, linear.group_size, linear.mode)
+            return Weight(linear.weight, linear.scales, linear.get("biases"), spec)
+    return Applied(linear)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one input that were laid one behind another: fewer arrays for a launch.
+
+    linears: Whose parameters are now rows of `weights`; they are as `rows` while nobody replaces
+    them.
+    """
+
+    linears: tuple[nn.Module, ...]
+    weights: list[Weight]
+    rows: list[tuple[mx.array | None, mx.array | None]]
+
+    def holds(self, linears: tuple[nn.Module, ...]) -> bool:
+        """Whether `linears` are these, with the parameters that were stacked."""
+        return len(linears) == len(self.linears) and all(
+            a is b and a.get("weight") is w and a.get("scales") is s
+            for a, b, (w, s) in zip(linears, self.linears, self.rows, strict=True)
+        )
+
+
+def stack(*linears: nn.Module) -> None:
+    """Lay neighbours among `linears` that are stored alike one behind another. Their parameters
+    become rows of what comes of it, under their own names; nothing is held twice.
+
+    Evaluates: the new arrays.
+    """
+    weights, done = [], 0
+    while done < len(linears):
+        first = weight_of(linears[done])
+        group = [linears[done]]
+        for other in linears[done + 1 :]:
+            if not _alike(first, weight_of(other)):
+                break
+            group.append(other)
+        weights.append(first if len(group) == 1 else _stacked(group, first))
+        done += len(group)
+    rows = [(each.get("weight"), each.get("scales")) for each in linears]
+    linears[0]._stack = Stack(linears, weights, rows)
+
+
+def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
+    if not isinstance(a, Weight) or not isinstance(b, Weight) or a.spec != b.spec:
+        return False
+    scales = [None if w.scales is None else w.scales.dtype for w in (a, b)]
+    return (
+        a.weight.shape[1:] == b.weight.shape[1:]
+        and a.weight.dtype == b.weight.dtype
+        and scales[0] == scales[1]
+    )
+
+
+def _stacked(group: list[nn.Module], first: Weight) -> Weight:
+    outs = tuple(each.weight.shape[0] for each in group)
+    whole = {}
+    for name in ("weight", "scales", "biases"):
+        if getattr(first, name) is None:
+            continue
+        whole[name] = mx.concatenate([each[name] for each in group])
+        mx.eval(whole[name])
+        start = 0
+        for each, out in zip(group, outs, strict=True):
+            each[name] = whole[name][start : start + out]
+            mx.eval(each[name])
+            start += out
+    return Weight(**whole, spec=first.spec, outs=outs)
+
+
+def project(
+    kernels: Kernels,
+    x: mx.array,
+    *linears: nn.Module,
+    norm: nn.RMSNorm | None = None,
+    residual: mx.array | None = None,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """x ``[..., C]``, normalised first if `norm` is given, through every one of `linears`:
+    ``[..., out_i]`` each, `residual` added to the one; with `normed` the normalised x behind
+    them. flat: ``[N, out_i]`` instead."""
+    known = getattr(linears[0], "_stack", None)
+    if known is not None and known.holds(linears):
+        weights = known.weights
+    else:
+        weights = [weight_of(each) for each in linears]
+    options = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+    return kernels.project(x, weights, **options, residual=residual, normed=normed, flat=flat)

@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,8 +17,8 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.models.layers import SwiGLU
-from mlx_moeflux.models.record import note
+from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.models.record import note, recorded
 
 
 class Router(Protocol):
@@ -90,6 +90,8 @@ class ExpertProjection(nn.Module):
 class SwitchGLU(nn.Module):
     """The routed experts of one resident layer."""
 
+    _kept: ExpertBank | None = None
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
         self.gate_proj = ExpertProjection(num_experts, intermediate_size, hidden_size)
@@ -98,26 +100,34 @@ class SwitchGLU(nn.Module):
 
     def bank(self) -> ExpertBank:
         """The parameters as they are now: training replaces the arrays."""
-        return ExpertBank(
-            gate=self.gate_proj.bank(), up=self.up_proj.bank(), down=self.down_proj.bank()
-        )
+        parts = (self["gate_proj"], self["up_proj"], self["down_proj"])
+        kept = None if self.training else self._kept
+        if kept is not None and all(
+            part["weight"] is of.weight and part.get("scales") is of.scales
+            for part, of in zip(parts, (kept.gate, kept.up, kept.down), strict=True)
+        ):
+            return kept
+        bank = ExpertBank(*(part.bank() for part in parts))
+        # Not while somebody trains: old parameters would live on.
+        self._kept = None if self.training else bank
+        return bank
 
 
 class SparseMoeBlock(nn.Module):
-    """Route every token to K of E experts and add the shared expert.
+    """Route every token to K of E experts.
 
     Shapes:
-        x: ``[B, T, C]``, the normalised hidden state; residual: ``[B, T, C]``;
+        x: ``[B, T, C]``, the residual; norm: what comes before the router and the experts;
         mask: ``[B, T]`` bool or None, False where a token is padding.
         returns: ``[B, T, C]``, the residual included.
 
-    Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``shared_expert.*``;
-    ``shared_expert_gate.weight [1, C]``; ``switch_mlp.*`` in a resident model.
+    Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``switch_mlp.*`` in a
+    resident model.
 
     Evaluates: what the store evaluates: nothing when it is resident, the expert ids once per
     call when a layer is partly resident.
 
-    Source: transformers `Qwen3_5MoeSparseMoeBlock`.
+    Source: transformers `Qwen3MoeSparseMoeBlock`.
     """
 
     def __init__(
@@ -126,32 +136,76 @@ class SparseMoeBlock(nn.Module):
         layer: int,
         hidden_size: int,
         num_experts: int,
-        shared_intermediate_size: int,
         router: Router,
         kernels: Kernels,
     ):
         super().__init__()
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
         self._store = None
 
-    def __call__(self, x: mx.array, residual: mx.array, mask: mx.array | None = None) -> mx.array:
-        B, T, C = x.shape
-        tokens = x.reshape(B * T, C)  # [N, C]
-        logits = self.gate(tokens)  # [N, E]
-        ids, weights = self._router(logits)  # [N, K]
+    def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
+        post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
+        ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
             # Padding asks for no expert: nothing is read for it and no expert is shared with it.
-            real = mask.reshape(B * T, 1)
+            real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        experts = self._store.experts(self.layer, tokens, ids, weights)  # [N, C] float32
-        shared, score = self.shared_expert(tokens), self.shared_expert_gate(tokens)
+        experts = self._store.experts(self.layer, post, ids, weights)  # [N, C] float32
+        if recorded(self, "h_post"):
+            note(self, h_post=post.reshape(x.shape))
         note(self, router_logits=logits, ids=ids, weights=weights)
-        note(self, shared_out=shared, gate_score=score)
-        return self._kernels.moe_combine(
-            residual.reshape(B * T, C), experts, shared=shared, score=score
-        ).reshape(B, T, C)
+        return self.leave(x, experts, shared)
+
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
+        :meth:`leave` wants to have of the shared expert."""
+        logits, post = project(self._kernels, x, self.gate, norm=norm, normed=True, flat=True)
+        return post, logits, None
+
+    def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """logits ``[N, E]`` -> ids and weights as a :class:`Router` has them."""
+        return self._router(logits)
+
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """The residual ``[B, T, C]``, the routed experts' sum ``[N, C]`` and the shared expert,
+        added: ``[B, T, C]``."""
+        rows = x.reshape(experts.shape)
+        return self._kernels.moe_combine(rows, experts).reshape(x.shape)
+
+
+class SharedExpertMoeBlock(SparseMoeBlock):
+    """The same with one more expert for all tokens, behind a sigmoid gate.
+
+    Parameters besides: ``shared_expert.*``; ``shared_expert_gate.weight [1, C]``.
+
+    Source: transformers `Qwen3_5MoeSparseMoeBlock`.
+    """
+
+    def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
+        super().__init__(hidden_size=hidden_size, **block)
+        self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """See :meth:`SparseMoeBlock.enter`; the shared expert's two products, and its score."""
+        logits, score, gate, up, post = project(
+            self._kernels, x, *self.stacks()[0], norm=norm, normed=True, flat=True
+        )
+        note(self, gate_score=score)
+        return post, logits, (gate, up, score)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        expert = self.shared_expert
+        return [(self.gate, self.shared_expert_gate, expert.gate_proj, expert.up_proj)]
+
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.leave`."""
+        gate, up, score = shared
+        down = weight_of(self.shared_expert.down_proj)
+        if recorded(self, "shared_out"):
+            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        return self._kernels.add_shared(x, experts, gate, up, down, score=score)

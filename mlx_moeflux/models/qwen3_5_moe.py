@@ -7,21 +7,22 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState, transaction
-from mlx_moeflux.checkpoint.names import Drop, Experts, NameRules, Transform
+from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
-from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.attention import Attention
+from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.layers import project
+from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
-from mlx_moeflux.models.record import note
 
 
 class Convolution(nn.Module):
@@ -30,6 +31,16 @@ class Convolution(nn.Module):
     def __init__(self, dims: int, width: int):
         super().__init__()
         self.weight = mx.random.uniform(-0.5, 0.5, (dims, width, 1))
+        self._taps: tuple[mx.array, mx.array] | None = None
+
+    def taps(self) -> mx.array:
+        """The weight as ``[conv_dim, width]``; evaluated and kept while nobody trains."""
+        if self.training:
+            return self.weight[..., 0]
+        if self._taps is None or self._taps[0] is not self.weight:
+            self._taps = self.weight, self.weight[..., 0]
+            mx.eval(self._taps)
+        return self._taps[1]
 
 
 class GatedNorm(nn.Module):
@@ -44,7 +55,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a state of fixed size.
 
     Shapes:
-        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added. The cache carries the last
+        x: ``[B, T, C]``; returns x plus what comes of norm(x). The cache carries the last
         W - 1 raw inputs of the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
     """
 
@@ -53,163 +64,84 @@ class GatedDeltaNet(nn.Module):
         C, Hv = config.hidden_size, config.linear_num_value_heads
         self.config, self._kernels = config, kernels
         self.conv1d = Convolution(config.conv_dim, config.linear_conv_kernel_dim)
-        self.in_proj_qkv = nn.Linear(C, config.conv_dim, bias=False)
-        self.in_proj_z = nn.Linear(C, config.value_dim, bias=False)
-        self.in_proj_b = nn.Linear(C, Hv, bias=False)
-        self.in_proj_a = nn.Linear(C, Hv, bias=False)
+        self.make_projections()
         self.dt_bias = mx.ones((Hv,))
         self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (Hv,)))
         self.norm = GatedNorm(config.linear_value_head_dim)
         self.out_proj = nn.Linear(config.value_dim, C, bias=False)
 
-    def __call__(self, x: mx.array, cache: RecurrentCache) -> mx.array:
+    def make_projections(self) -> None:
+        """Make what :meth:`project` computes with."""
+        C, Hv = self.config.hidden_size, self.config.linear_num_value_heads
+        self.in_proj_qkv = nn.Linear(C, self.config.conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(C, self.config.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(C, Hv, bias=False)
+        self.in_proj_a = nn.Linear(C, Hv, bias=False)
+
+    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+        """x ``[B, T, C]`` -> of norm(x) all queries, keys and values ``[B, T, conv_dim]``, the
+        output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``."""
+        return project(self._kernels, x, *self.stacks()[0], norm=norm)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
+
+    def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
-        Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
+        Dk = config.linear_key_head_dim
         Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
         mask = cache.make_mask(T)  # [B, T] or None
-        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
-        if mask is not None:
-            qkv = mx.where(mask[..., None], qkv, 0.0)
         conv, state = cache.conv, cache.delta
         if conv is None:
             conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
             state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
-        y, cache.conv = kernels.causal_conv(
-            qkv, self.conv1d.weight[..., 0], conv, lengths=cache.lengths
-        )
-        q, k, v = mx.split(y, [config.key_dim, 2 * config.key_dim], axis=-1)
-        q, k = kernels.normalise_qk(q.reshape(B, T, Hk, Dk), k.reshape(B, T, Hk, Dk))
-        log_decay, beta = kernels.decay_beta(
-            self.in_proj_a(x), self.in_proj_b(x), a_log=self.A_log, dt_bias=self.dt_bias
-        )
-        v = v.reshape(B, T, Hv, Dv)
-        y, cache.delta = kernels.gated_delta(
-            q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask
+        y, cache.conv, cache.delta = kernels.delta_mixer(
+            *self.project(x, norm),
+            conv_weight=self.conv1d.taps(),
+            conv_state=conv,
+            state=state,
+            a_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm.weight,
+            eps=config.rms_norm_eps,
+            mask=mask,
+            lengths=cache.lengths,
+            steps=kernels,
         )
         cache.advance(T)
-        z = z.reshape(B, T, Hv, Dv)
-        y = kernels.gated_rms_norm(y, z, self.norm.weight, eps=config.rms_norm_eps)
-        return self.out_proj(y.reshape(B, T, Hv * Dv))
+        return project(kernels, y, self.out_proj, residual=x)[0]
 
 
-class GatedAttention(nn.Module):
-    """Grouped-query attention with per-head norms, partial rotary embedding and an output gate.
+class Model(DecoderModel):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
 
-    Shapes:
-        x: ``[B, T, C]``; returns ``[B, T, C]``, residual not added. Each head's rows of
-        ``q_proj`` are its query rows, then its gate rows.
-    """
+    Config = Config
+    MODEL_TYPE = "qwen3_5_moe"
+    MLX_LM_PREFIX = "language_model."
 
-    def __init__(self, config: Config, kernels: Kernels):
-        super().__init__()
-        C, Dh = config.hidden_size, config.head_dim
-        Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.config, self._kernels = config, kernels
-        self.q_proj = nn.Linear(C, Hq * 2 * Dh, bias=False)
-        self.k_proj = nn.Linear(C, Hkv * Dh, bias=False)
-        self.v_proj = nn.Linear(C, Hkv * Dh, bias=False)
-        self.o_proj = nn.Linear(Hq * Dh, C, bias=False)
-        self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
-
-    def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Mixer, then MoE block with a gated shared expert."""
         config, kernels = self.config, self._kernels
-        B, T, _ = x.shape
-        Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q, gate = mx.split(self.q_proj(x).reshape(B, T, Hq, 2 * Dh), 2, axis=-1)
-        k, v = self.k_proj(x).reshape(B, T, Hkv, Dh), self.v_proj(x).reshape(B, T, Hkv, Dh)
-        rope = {
-            "eps": config.rms_norm_eps,
-            "dims": config.rotary_dims,
-            "base": config.rope_theta,
-            "offset": cache.positions(T),
-        }
-        mask = cache.make_mask(T)
-        q = kernels.norm_rope(q, self.q_norm.weight, **rope)  # [B, Hq, T, Dh]
-        k = kernels.norm_rope(k, self.k_norm.weight, **rope)
-        keys, values = cache.update_and_fetch(k, v.swapaxes(1, 2))
-        y = kernels.sdpa(q, keys, values, scale=Dh**-0.5, mask=mask)
-        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
-        return self.o_proj(y * mx.sigmoid(gate.reshape(B, T, Hq * Dh)))
-
-
-class DecoderLayer(nn.Module):
-    """Mixer, then MoE block, each behind a norm and with a residual."""
-
-    def __init__(self, config: Config, layer: int, router: Router, kernels: Kernels):
-        super().__init__()
-        self.is_linear = config.is_linear(layer)
-        if self.is_linear:
-            self.linear_attn = GatedDeltaNet(config, kernels)
-        else:
-            self.self_attn = GatedAttention(config, kernels)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SparseMoeBlock(
+        mixer = "self_attn", Attention(config, kernels, gated=True)
+        if config.is_linear(layer):
+            mixer = "linear_attn", GatedDeltaNet(config, kernels)
+        mlp = SharedExpertMoeBlock(
             layer=layer,
             hidden_size=config.hidden_size,
             num_experts=config.num_experts,
             shared_intermediate_size=config.shared_expert_intermediate_size,
-            router=router,
+            router=self._router,
             kernels=kernels,
         )
-
-    def __call__(self, x: mx.array, cache: KVCache | RecurrentCache, *, chunk: int) -> mx.array:
-        """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer takes `chunk` tokens at a time, so that its
-        scratch is bounded; the MoE block takes all, so that every expert is read once."""
-        mixer = self.linear_attn if self.is_linear else self.self_attn
-        mask = cache.real_tokens(x.shape[1])
-        mixed = []
-        for start, stop in cache.parts(x.shape[1], chunk):
-            mixed.append(mixer(self.input_layernorm(x[:, start:stop]), cache))
-            if x.shape[1] > chunk:
-                mx.eval(mixed[-1])
-        h = x + (mixed[0] if len(mixed) == 1 else mx.concatenate(mixed, axis=1))
-        post = self.post_attention_layernorm(h)
-        out = self.mlp(post, h, mask)
-        note(self, input=x, h_mid=h, h_post=post, output=out)
-        return out
-
-
-class TextModel(nn.Module):
-    """Embedding, layers, final norm: tokens ``[B, T]`` -> ``[B, T, C]``."""
-
-    def __init__(self, config: Config, router: Router, kernels: Kernels):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [
-            DecoderLayer(config, layer, router, kernels)
-            for layer in range(config.num_hidden_layers)
-        ]
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-class Model(StreamingModel):
-    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
-
-    Config = Config
-
-    def __init__(
-        self, config: Config, *, router: Router | None = None, kernels: Kernels | None = None
-    ):
-        super().__init__()
-        kernels = kernels or Kernels()
-        self.config, self.model_type = config, "qwen3_5_moe"
-        self._kernels = kernels
-        # A new module is in training mode.
-        kernels.references_only(self.training)
-        self._router = router or SoftmaxRouter(
-            config.num_experts_per_tok, config.norm_topk_prob, kernels
-        )
-        self.model = TextModel(config, self._router, kernels)
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        return DecoderLayer(config, mixer=mixer, mlp=mlp)
 
     def make_cache(self) -> SequenceState:
         """One empty state per layer."""
+        layers = range(self.config.num_hidden_layers)
         return self.new_state(
-            RecurrentCache() if layer.is_linear else KVCache() for layer in self.layers
+            RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers
         )
 
     def state_bytes(self, positions: int) -> int:
@@ -237,29 +169,6 @@ class Model(StreamingModel):
         full = chunk * heads * (8 * config.head_dim + 3 * (tokens + seen))
         return 4 * (residual + max(linear, full)) + compute_scratch_bytes()
 
-    def __call__(
-        self,
-        tokens: mx.array,
-        cache: list[KVCache | RecurrentCache] | None = None,
-        *,
-        last_only: bool = False,
-    ) -> mx.array:
-        """tokens ``[B, T]`` ints -> logits; `last_only` computes the last position's alone.
-
-        A call that raises leaves `cache` as it was before.
-        """
-        if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
-        cache = self.make_cache() if cache is None else cache
-        with transaction(cache):
-            h = self.model.embed_tokens(tokens)
-            for layer, entry in zip(self.model.layers, cache, strict=True):
-                h = layer(h, entry, chunk=self.prefill_chunk)
-            h = self.model.norm(h[:, -1:] if last_only else h)
-            if self.config.tie_word_embeddings:
-                return self.model.embed_tokens.as_linear(h)
-            return self.lm_head(h)
-
     NAME_RULES: ClassVar[NameRules] = NameRules(
         prefixes=(
             ("model.language_model.", "model."),
@@ -273,23 +182,7 @@ class Model(StreamingModel):
                 "multi-token prediction is not used at inference",
             ),
         ),
-        experts=(
-            Experts(
-                r"model\.layers\.(?P<layer>\d+)\.mlp\.switch_mlp"
-                r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
-            ),
-            Experts(
-                r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.gate_up_proj",
-                ("gate_proj.weight", "up_proj.weight"),
-            ),
-            Experts(
-                r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.down_proj", ("down_proj.weight",)
-            ),
-            Experts(
-                r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)"
-                r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
-            ),
-        ),
+        experts=EXPERT_NAMES,
     )
 
     @staticmethod

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import divides, parse_config, positive
+from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.models.rope import rope_keys
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -81,21 +82,16 @@ class Config:
             text |= config["text_config"]
             if "tie_word_embeddings" in config:
                 text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        text |= rope_keys(text, file)
+        text |= rope_keys(text, file, partial=0.25)
         parsed = parse_config(cls, text, file=file, inert=cls.INERT, strict=strict)
         parsed._check(file, text)
         return parsed
 
     def _check(self, file: Path | str, raw: dict[str, Any]) -> None:
-        for name, value, only in (
-            ("hidden_act", self.hidden_act, "silu"),
-            ("attention_bias", self.attention_bias, False),
-            ("attn_output_gate", self.attn_output_gate, True),
-            ("mlp_only_layers", raw.get("mlp_only_layers") or [], []),
-            ("decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1),
-        ):
-            if value != only:
-                raise UnsupportedError(f"{file}: '{name}' is {value!r}; only {only!r} is computed.")
+        only(file, "hidden_act", self.hidden_act, "silu")
+        only(file, "attention_bias", self.attention_bias, False)
+        only(file, "attn_output_gate", self.attn_output_gate, True)
+        self._check_sparse(file, raw)
         sizes = [n for n, kind in self.__annotations__.items() if kind in ("int", "float")]
         positive(self, file, *sizes)
         divides(self, file, "num_key_value_heads", "num_attention_heads")
@@ -113,6 +109,10 @@ class Config:
         unknown = set(self.layer_types) - {LINEAR, FULL}
         if unknown:
             raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
+
+    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
+        only(file, "mlp_only_layers", raw.get("mlp_only_layers") or [], [])
+        only(file, "decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1)
 
     def is_linear(self, layer: int) -> bool:
         """Whether `layer` is a gated delta net (else gated attention)."""
@@ -136,29 +136,22 @@ class Config:
     def conv_dim(self) -> int:
         return 2 * self.key_dim + self.value_dim
 
-
-def rope_keys(config: dict[str, Any], file: Path | str) -> dict[str, float]:
-    """``rope_theta`` and ``partial_rotary_factor`` from either spelling.
-
-    transformers 5 writes ``rope_parameters``; older files ``rope_theta``, ``rope_scaling`` and
-    a ``partial_rotary_factor`` beside them (absent: 0.25).
-    """
-    found: dict[str, float] = {}
-    for source in (config.get("rope_scaling"), config.get("rope_parameters")):
-        if not isinstance(source, dict):
-            continue
-        kind = source.get("rope_type", source.get("type", "default"))
-        if kind != "default":
-            raise UnsupportedError(f"{file}: rope type {kind!r} is not computed; only 'default'.")
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if source.get(key) is not None:
-                found[key] = source[key]
-    for key in ("rope_theta", "partial_rotary_factor"):
-        flat = config.get(key)
-        if flat is not None and found.setdefault(key, flat) != flat:
-            raise ConfigError(
-                f"{file}: '{key}' is {flat} at the top and {found[key]} in the rope parameters; "
-                "keep one."
-            )
-    found.setdefault("partial_rotary_factor", 0.25)
-    return found
+    def published(self) -> dict[str, Any]:
+        """This as config.json, in the vision-language wrapper's form."""
+        text = asdict(self)
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": text.pop("rope_theta"),
+            "partial_rotary_factor": text.pop("partial_rotary_factor"),
+        }
+        text["layer_types"] = [
+            LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)
+        ]
+        text["model_type"] = "qwen3_5_moe_text"
+        return {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "eos_token_id": self.vocab_size - 1,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": text,
+        }

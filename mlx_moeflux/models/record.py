@@ -34,6 +34,12 @@ def note(module: nn.Module, **arrays: mx.array) -> None:
         kept.update((name, array) for name, array in arrays.items() if name in names)
 
 
+def recorded(module: nn.Module, name: str) -> bool:
+    """Whether someone records this array of this module."""
+    recorder = getattr(module, "_recorder", None)
+    return recorder is not None and name in recorder[0]
+
+
 @contextmanager
 def record(
     layers: list[nn.Module],

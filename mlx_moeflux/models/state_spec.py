@@ -64,5 +64,5 @@ def _after_a_token(model: StreamingModel) -> list[SequenceClock]:
     x = mx.zeros((1, 1, weight.shape[0]), weight.dtype)
     for layer, entry in zip(model.layers, entries, strict=True):
         mixer: Any = layer.linear_attn if "linear_attn" in layer else layer.self_attn
-        mixer(x, entry)
+        mixer(x, entry, layer.input_layernorm)
     return entries

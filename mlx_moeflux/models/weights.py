@@ -44,6 +44,7 @@ def match_trunk(
         # Some exporters write the tied head a second time.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     refs = {n: t.ref for n, t in trunk.items()}
+    model.fit_names(refs)
     _quantise_modules(model, refs, quantization, directory)
     parameters = dict(tree_flatten(model.parameters()))
     check_layers(model, trunk, directory)
@@ -177,7 +178,8 @@ def _words(spec: QuantSpec) -> str:
 def load_experts(
     components: Mapping[str, ExpertRefs], specs: Mapping[str, QuantSpec | None], dtype: mx.Dtype
 ) -> SwitchGLU:
-    """All experts of one layer as parameters, evaluated, floats in `dtype`."""
+    """All experts of one layer as parameters, evaluated, floats in `dtype` but scales in
+    float32."""
     switch = SwitchGLU.__new__(SwitchGLU)
     nn.Module.__init__(switch)
     for projection in PROJECTIONS:
@@ -188,10 +190,13 @@ def load_experts(
             refs = components.get(f"{projection}.{part}")
             if refs is not None:
                 array = _stack(refs)
-                holder[part] = array.astype(dtype) if refs[0].dtype in FLOATS else array
+                # Scales that need float32 (GGUF's) stay, as they do in a streamed bank.
+                needs = part != "weight" and refs[0].dtype == "F32"
+                cast = refs[0].dtype in FLOATS and not needs
+                holder[part] = array.astype(dtype) if cast else array
                 mx.eval(holder[part])
         switch[projection] = holder
-    return switch
+    return switch.eval()
 
 
 def _stack(refs: ExpertRefs) -> mx.array:

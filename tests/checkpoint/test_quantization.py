@@ -72,7 +72,7 @@ def test_both_keys_must_not_contradict_each_other(second, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
 @pytest.mark.parametrize("with_ours", [False, True])
 def test_another_librarys_method_is_named(method, with_ours):
     config = {"quantization_config": {"quant_method": method, "weight_block_size": [128, 128]}}

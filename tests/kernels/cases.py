@@ -1,7 +1,9 @@
 """Every kernel of the package with a few small calls, as the test modules here declare them.
 
 A module says ``CASES = {"kernel's name": [Case(...), ...]}``; see
-:class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these.
+:class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these. It may say
+``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``, and name in
+``SCRATCH`` kernels of its own, which hold what is shared between files.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
+from types import ModuleType
 
 import mlx_moeflux.kernels
 from mlx_moeflux.kernels.metal import KERNELS, MetalKernel
@@ -28,15 +31,34 @@ def registered() -> dict[str, MetalKernel]:
 
 
 @functools.cache
+def _modules() -> tuple[ModuleType, ...]:
+    registered()
+    files = [f for f in sorted(HERE.glob("test_*.py")) if "\nCASES = " in f.read_text()]
+    return tuple(importlib.import_module(f"tests.kernels.{file.stem}") for file in files)
+
+
+@functools.cache
+def kernels() -> dict[str, MetalKernel]:
+    """Name -> kernel: those of the test modules, then those of the package."""
+    scratch = [k for module in _modules() for k in getattr(module, "SCRATCH", ())]
+    return {k.name: k for k in scratch} | registered()
+
+
+@functools.cache
 def all_cases() -> dict[str, list[Case]]:
     """Kernel's name -> its cases."""
-    registered()
     found: dict[str, list[Case]] = {}
-    for file in sorted(HERE.glob("test_*.py")):
-        if "\nCASES = " in file.read_text():
-            module = importlib.import_module(f"tests.kernels.{file.stem}")
-            for name, cases in module.CASES.items():
-                found.setdefault(name, []).extend(cases)
+    for module in _modules():
+        for name, cases in module.CASES.items():
+            found.setdefault(name, []).extend(cases)
+    return found
+
+
+def equivalent(file: str) -> dict[str, str]:
+    """Mutations of a file that change nothing, and why."""
+    found: dict[str, str] = {}
+    for module in _modules():
+        found |= getattr(module, "EQUIVALENT", {}).get(file, {})
     return found
 
 
@@ -45,6 +67,7 @@ def variants(name: str) -> tuple[Variant, ...]:
     """Every text that MLX generates for the kernel `name` in its cases."""
     seen: list[Variant] = []
     for case in all_cases()[name]:
-        with emulated(inspect=seen.append, schedules=Emulator.FIRST):
+        options = {"schedules": Emulator.FIRST, "partly_written": case.partly_written}
+        with emulated(inspect=seen.append, **options):
             case.call()
     return tuple(v for v in seen if v.kernel.name == name)

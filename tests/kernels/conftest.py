@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import emulated, require_gpu
 
 
@@ -15,4 +16,16 @@ def device(request):
         yield "gpu"
     else:
         with emulated():
+            yield "emulator"
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def whole_device(request):
+    """The same for calls of several launches that leave room for absent experts between them,
+    which nobody reads."""
+    if request.param == "gpu":
+        require_gpu()
+        yield "gpu"
+    else:
+        with emulated(partly_written=BETWEEN):
             yield "emulator"

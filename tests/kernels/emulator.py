@@ -34,8 +34,8 @@ from tests.kernels.variant import Argument, EmulatorError, Variant, generated_te
 HERE = Path(__file__).parent
 COMPILER = "g++"
 FLAGS = shlex.split(
-    "-std=c++20 -O1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions "
-    "-fsanitize=thread --param=tsan-instrument-func-entry-exit=0 "
+    "-std=c++20 -O1 -g1 -fPIC -ffp-contract=off -fno-strict-aliasing -fno-exceptions "
+    "-fsanitize=thread,bounds-strict --param=tsan-instrument-func-entry-exit=0 "
     "-fno-tree-loop-distribute-patterns -Wall -Wno-unused -Wno-unknown-pragmas -Wno-sign-compare "
     "-Wno-parentheses -Wno-maybe-uninitialized -Werror"
 )
@@ -154,16 +154,19 @@ class Emulator:
 class Program:
     """One compiled variant of a kernel."""
 
-    def __init__(self, kernel: MetalKernel, library: Path, arguments: Sequence[Argument]):
+    def __init__(
+        self, kernel: MetalKernel, library: Path, text: str, arguments: Sequence[Argument]
+    ):
         self.kernel = kernel
         self.buffers = [a for a in arguments if a.buffer]
+        self._library, self._text = library, text
         self._launch = ctypes.CDLL(str(library)).emu_launch
 
     @classmethod
     def of(cls, variant: Variant) -> Program:
-        return cls(
-            variant.kernel, compiled(to_cpp(variant), variant.kernel.name), variant.arguments
-        )
+        text = to_cpp(variant)
+        library = compiled(text, variant.kernel.name)
+        return cls(variant.kernel, library, text, variant.arguments)
 
     def run(self, inputs, outputs, *, grid, threadgroup, order, seed, partly_written):
         """Fill `outputs`.
@@ -189,13 +192,25 @@ class Program:
         )  # fmt: skip
         name = f"kernel '{self.kernel.name}'"
         if status:
-            raise EmulatorError(f"{name}: {message.value.decode()}, schedule {order} {seed}")
+            words, _, address = message.value.decode().partition("@")
+            raise EmulatorError(f"{name}: {words}, schedule {order} {seed}{self._lines(address)}")
         for entry, argument in zip(buffers, self.buffers, strict=True):
             if argument.output and entry.unwritten >= 0 and argument.name not in partly_written:
                 at = np.unravel_index(entry.unwritten, arrays[argument.name].shape)
                 raise EmulatorError(
                     f"{name}: '{argument.name}'{[int(i) for i in at]} is never written"
                 )
+
+    def _lines(self, address: str) -> str:
+        """The lines of the kernel that an address belongs to, innermost first."""
+        if not address or shutil.which("addr2line") is None:
+            return ""
+        # A return address: the call is before it.
+        command = ["addr2line", "-i", "-e", str(self._library), hex(int(address, 16) - 1)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = self._text.partition(f'"{self.kernel.file}"\n')[2].splitlines()
+        found = re.findall(rf"{re.escape(self.kernel.file)}:(\d+)", done.stdout)
+        return "".join(f"\n    {lines[int(n) - 1]}" for n in found if int(n) <= len(lines))
 
 
 class _Buffer(ctypes.Structure):
@@ -276,7 +291,8 @@ def cache_directory() -> Path:
 def _fixed() -> str:
     """What every library depends on besides its kernel's text."""
     version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True)
-    files = [(HERE / name).read_text() for name in ("language.h", "runtime.h", "runtime.cpp")]
+    names = ("language.h", "runtime.h", "memory.h", "switch.h", "runtime.cpp")
+    files = [(HERE / name).read_text() for name in names]
     return "\n".join([version.stdout, *FLAGS, *files])
 
 

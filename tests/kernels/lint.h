@@ -8,6 +8,7 @@
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 
+typedef __SIZE_TYPE__ size_t;
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;

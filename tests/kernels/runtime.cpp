@@ -4,6 +4,8 @@
 // against every other thread's access to the same element.
 #include "runtime.h"
 
+#include "switch.h"
+
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -71,6 +73,7 @@ int current, threads, order, epoch[2], first_epoch, alive;
 long shared_bytes;
 char *arena, *arena_end, *stacks;
 unsigned random_state;
+void* caller;  // where the kernel accessed memory last
 jmp_buf failed;
 char* message;
 int message_bytes;
@@ -89,76 +92,17 @@ unsigned next_random() {
   va_end(arguments);
   if (current >= 0 && n < message_bytes) {
     const emu_thread& t = fibres[current].thread;
-    snprintf(
+    n += snprintf(
         message + n, message_bytes - n, " (thread %u, %u, %u of threadgroup %u, %u, %u)",
-        t.in_group.x, t.in_group.y, t.in_group.z, t.group.x,
-        t.group.y, t.group.z);
+        t.in_group.x, t.in_group.y, t.in_group.z, t.group.x, t.group.y, t.group.z);
+  }
+  if (caller && n < message_bytes) {
+    snprintf(message + n, message_bytes - n, "@%lx", long((char*)caller - __ehdr_start));
   }
   longjmp(failed, 1);
 }
 
 // ---- Fibres
-
-#if defined(__x86_64__)
-extern "C" void emu_switch(void** save, void* load);
-asm(R"(
-.text
-.hidden emu_switch
-.globl emu_switch
-emu_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-)");
-#elif defined(__aarch64__)
-extern "C" void emu_switch(void** save, void* load);
-asm(R"(
-.text
-.hidden emu_switch
-.globl emu_switch
-emu_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x2, sp
-  str x2, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-)");
-#else
-#error "the emulator knows how to switch fibres on x86-64 and AArch64 only"
-#endif
 
 void* main_sp;
 
@@ -179,17 +123,7 @@ void entry() {
 void start(Fibre& f) {
   char* top = f.stack + STACK;
   memset(top - POISONED, 0xff, POISONED);  // NaN in uninitialised private arrays
-#if defined(__x86_64__)
-  void** sp = (void**)top - 2;
-  *sp = (void*)entry;
-  sp -= 6;
-  memset(sp, 0, 6 * sizeof(void*));
-#else
-  void** sp = (void**)(top - 160);
-  memset(sp, 0, 160);
-  sp[11] = (void*)entry;
-#endif
-  f.sp = sp;
+  f.sp = fresh_stack(top, entry);
   f.done = false;
 }
 
@@ -236,114 +170,7 @@ size_t lanes_here(const char* what, int site) {
   return LANES;
 }
 
-// ---- Memory
-
-Region* region_of(const char* p) {
-  auto after = std::upper_bound(
-      regions.begin(), regions.end(), p, [](const char* q, const Region& r) { return q < r.base; });
-  // An address in the gap before a region is nearer to that one.
-  if (after != regions.end() && after->base - p <= GAP / 2) return &*after;
-  return after == regions.begin() ? &*after : &*(after - 1);
-}
-
-void check_write(Region& r, Cell& c, long index) {
-  int now = epoch[r.shared ? 0 : 1], step = own_simdgroup().step[r.shared ? 0 : 1];
-  int mine = current / LANES;
-  const char* clash = nullptr;
-  int other = NOBODY;
-  if (c.write_epoch >= now && c.writer != current &&
-      !(c.writer / LANES == mine && c.write_step < step)) {
-    clash = "wrote", other = c.writer;
-  } else if (c.read_epoch >= now && c.reader != NOBODY && c.reader != current) {
-    bool ordered = c.reader != MANY && c.reader_simdgroup == mine && c.read_step < step;
-    if (!ordered) clash = "read", other = c.reader;
-  } else if (!r.shared && c.write_epoch && c.write_epoch < first_epoch) {
-    fail("'%s'[%ld] was written by another threadgroup too", r.name.c_str(), index);
-  } else if (!r.shared && c.read_epoch && c.read_epoch < first_epoch) {
-    fail("'%s'[%ld] is written here and read by another threadgroup", r.name.c_str(), index);
-  }
-  if (clash) {
-    fail(
-        "'%s'[%ld] is written although thread %d of the threadgroup %s it and no barrier lies "
-        "between",
-        r.name.c_str(), index, other, clash);
-  }
-  c.writer = current, c.write_epoch = now, c.write_step = step;
-}
-
-void check_read(Region& r, Cell& c, long index) {
-  int now = epoch[r.shared ? 0 : 1], step = own_simdgroup().step[r.shared ? 0 : 1];
-  int mine = current / LANES;
-  if (c.write_epoch >= now && c.writer != current && c.writer != NOBODY &&
-      !(c.writer / LANES == mine && c.write_step < step)) {
-    fail(
-        "'%s'[%ld] is read although thread %d of the threadgroup wrote it and no barrier lies "
-        "between",
-        r.name.c_str(), index, c.writer);
-  }
-  if (!r.shared && c.write_epoch && c.write_epoch < first_epoch) {
-    fail("'%s'[%ld] is read here and written by another threadgroup", r.name.c_str(), index);
-  }
-  if (c.read_epoch < now || c.reader == NOBODY) {
-    c.reader = current, c.reader_simdgroup = mine;
-  } else if (c.reader == MANY || c.reader_simdgroup != mine) {
-    c.reader = MANY;
-  } else if (c.read_step < step) {
-    c.reader = current;
-  } else if (c.reader != current) {
-    c.reader = SEVERAL;
-  }
-  c.read_epoch = now, c.read_step = step;
-}
-
-void check(const char* p, long size, bool write, long alignment) {
-  const char* stack = stacks + current * STACK;
-  if (p >= stack && p + size <= stack + STACK) return;
-  if (p >= __ehdr_start && p < _end && !write) return;  // tables of constants
-  if (p >= (char*)simdgroups.data() && p < (char*)(simdgroups.data() + simdgroups.size())) return;
-  if (p >= (char*)fibres.data() && p < (char*)(fibres.data() + fibres.size()) && !write) return;
-  const char* verb = write ? "writes" : "reads";
-  if (p >= stacks && p < stacks + long(fibres.size()) * STACK) {
-    fail("a thread %s private memory of another, or beyond its own", verb);
-  }
-  if (p < arena || p >= arena_end || regions.empty()) {
-    fail("a thread %s at an address that belongs to no array", verb);
-  }
-  Region& r = *region_of(p);
-  long offset = p - r.base, index = offset / r.item;
-  if (offset < 0) index = -((-offset + r.item - 1) / r.item);
-  if (offset < 0 || offset + size > r.bytes) {
-    fail(
-        "a thread %s '%s'[%ld], which has %ld elements", verb, r.name.c_str(),
-        offset < 0 ? index : (offset + size - 1) / r.item, r.bytes / r.item);
-  }
-  if (write && !r.writable) fail("a thread writes '%s'[%ld], which is an input", r.name.c_str(), index);
-  if (offset % alignment) {
-    fail(
-        "a thread %s %ld bytes at '%s'[%ld], which is no multiple of %ld bytes", verb, size,
-        r.name.c_str(), index, alignment);
-  }
-  if (!r.writable) return;
-  for (long i = index; i <= (offset + size - 1) / r.item; ++i) {
-    if (write) {
-      check_write(r, r.cells[i], i);
-    } else {
-      check_read(r, r.cells[i], i);
-    }
-  }
-}
-
-char* place_region(const char* name, long bytes, long item, bool writable, bool shared) {
-  char* base = arena + GAP;
-  if (!regions.empty()) {
-    const Region& last = regions.back();
-    base = last.base + (last.bytes + 4095) / 4096 * 4096 + GAP;
-  }
-  if (base + bytes + GAP > arena_end) fail("the emulator's arena is full");
-  regions.push_back({name, base, bytes, item, writable, shared, {}});
-  if (writable) regions.back().cells.resize(bytes / item + 1);
-  return base;
-}
+#include "memory.h"
 
 void run_threadgroup(const emu_uint3& at, const emu_uint3& group, const emu_uint3& grid) {
   simdgroups.assign((threads + LANES - 1) / LANES, Simdgroup());
@@ -454,6 +281,7 @@ void* emu_threadgroup_array(const char* name, size_t bytes, size_t item, int rea
 }
 
 void emu_check_pack(const void* p, long bytes) {
+  caller = nullptr;
   const char* q = (const char*)p;
   if (q < arena || q >= arena_end) return;
   Region& r = *region_of(q);
@@ -480,7 +308,7 @@ int emu_launch(
     emu_buffer* buffers, int count, const unsigned* grid, const unsigned* group, int order_,
     unsigned seed, char* message_, int message_bytes_) {
   message = message_, message_bytes = message_bytes_;
-  order = order_, random_state = seed * 2654435761u | 1u, current = -1;
+  caller = nullptr, order = order_, random_state = seed * 2654435761u | 1u, current = -1;
   emu_uint3 threads_in_grid = {grid[0], grid[1], grid[2]};
   emu_uint3 in_group = {group[0], group[1], group[2]};
   threads = group[0] * group[1] * group[2];
@@ -536,20 +364,34 @@ int emu_launch(
   return status;
 }
 
-// ---- What GCC calls before every access to memory
+// ---- What GCC calls before every access to memory, and for an index that an array does not have
 
+#define EMU_AT (caller = __builtin_return_address(0))
 #define EMU_HOOK(N) \
-  void __tsan_read##N(void* p) { check((char*)p, N, false, N); } \
-  void __tsan_write##N(void* p) { check((char*)p, N, true, N); } \
-  void __tsan_unaligned_read##N(void* p) { check((char*)p, N, false, 1); } \
-  void __tsan_unaligned_write##N(void* p) { check((char*)p, N, true, 1); }
+  void __tsan_read##N(void* p) { EMU_AT, check((char*)p, N, false, N), caller = nullptr; } \
+  void __tsan_write##N(void* p) { EMU_AT, check((char*)p, N, true, N), caller = nullptr; } \
+  void __tsan_unaligned_read##N(void* p) { EMU_AT, check((char*)p, N, false, 1), caller = nullptr; } \
+  void __tsan_unaligned_write##N(void* p) { EMU_AT, check((char*)p, N, true, 1), caller = nullptr; }
 EMU_HOOK(1)
 EMU_HOOK(2)
 EMU_HOOK(4)
 EMU_HOOK(8)
 EMU_HOOK(16)
-void __tsan_read_range(void* p, long size) { check((char*)p, size, false, 1); }
-void __tsan_write_range(void* p, long size) { check((char*)p, size, true, 1); }
+void __tsan_read_range(void* p, long size) {
+  EMU_AT, check((char*)p, size, false, 1), caller = nullptr;
+}
+void __tsan_write_range(void* p, long size) {
+  EMU_AT, check((char*)p, size, true, 1), caller = nullptr;
+}
+
+struct emu_bad_index {
+  const char* file;
+  uint32_t line, column;
+  const void *array, *index;
+};
+void __ubsan_handle_out_of_bounds(emu_bad_index* at, uintptr_t index) {
+  fail("index %ld in line %u is out of its array's bounds", long(index), at->line);
+}
 void __tsan_init(void) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit(void) {}

@@ -109,5 +109,17 @@ CASES = {
     "moe_combine_norm": [
         case("gated", 3, 136, mx.float32, norm=True),
         case("long", 2, 2060, mx.float32, norm=True),
+        case("small", 2, 136, mx.bfloat16, norm=True),
     ],
+}
+_WHOLE_PACKS = "C and the place are multiples of 4"
+_GUARDED = "the place lies beyond C there"
+EQUIVALENT = {
+    "moe_combine.metal": {
+        "moe_combine: swapped arguments 4 and 5 of moe_combine: NORM, EPS": "both are 0",
+        "moe_combine: off by one if (at < C) -> + 1 <": _WHOLE_PACKS,
+        "moe_combine: off by one if (at < C) -> + 1 < (2)": _WHOLE_PACKS,
+        "moe_combine: off by one i < PACKS -> <=": _GUARDED,
+        "moe_combine: off by one i < PACKS -> <= (2)": _GUARDED,
+    }
 }

@@ -147,35 +147,45 @@ def test_shapes_that_the_kernel_refuses():
         router.sigmoid_top_k_fused(mx.zeros((2, 8)), mx.zeros((8,)), k=2, groups=3, kept_groups=2)
 
 
-def softmax_case(name, n, e, k, normalise):
-    logits = distinct(n, e, mx.float32)
-    logits[:, 1] = logits[:, e - 1]  # a tie
+def case(name, form, oracle, logits, *others, **options):
     return Case(
         name,
-        call=lambda: router.softmax_top_k_fused(logits, k=k, normalise=normalise),
-        expected=lambda: softmax_oracle(logits, k=k, normalise=normalise),
+        call=lambda: form(logits, *others, **options),
+        expected=lambda: oracle(logits, *others, **options),
         limit=2e-6,
     )
 
 
-def sigmoid_case(name, n, e, **options):
-    logits, bias = distinct(n, e, mx.float32) * 0.5, mx.array(RNG.permutation(e) * 0.37 / e)
-    bias = bias.astype(mx.float32)
-    return Case(
-        name,
-        call=lambda: router.sigmoid_top_k_fused(logits, bias, **options),
-        expected=lambda: sigmoid_oracle(logits, bias, **options),
-        limit=2e-6,
-    )
+def softmax_case(name, logits, **options):
+    return case(name, router.softmax_top_k_fused, softmax_oracle, logits, **options)
+
+
+def sigmoid_case(name, logits, **options):
+    bias = mx.array(RNG.permutation(logits.shape[1]) * 0.37 / logits.shape[1]).astype(mx.float32)
+    return case(name, router.sigmoid_top_k_fused, sigmoid_oracle, logits * 0.5, bias, **options)
 
 
 CASES = {
     "softmax_top_k": [
-        softmax_case("normalised", 5, 70, 5, True),
-        softmax_case("all", 2, 33, 16, False),
+        softmax_case("normalised", distinct(5, 70, mx.float32), k=5),
+        softmax_case("all", distinct(2, 70, mx.float32), k=16, normalise=False),
+        softmax_case("ties", mx.zeros((2, 70)), k=5),
+        softmax_case("extreme", 1e4 * distinct(3, 40, mx.float32), k=4),
     ],
     "sigmoid_top_k": [
-        sigmoid_case("grouped", 5, 96, k=6, groups=8, kept_groups=3, scale=2.5),
-        sigmoid_case("plain", 2, 33, k=4, normalise=False),
+        sigmoid_case(
+            "grouped", distinct(5, 96, mx.float32), k=6, groups=8, kept_groups=3, scale=2.5
+        ),
+        sigmoid_case("plain", distinct(2, 33, mx.float32), k=4, normalise=False),
+        sigmoid_case("last is best", mx.arange(66.0).reshape(1, 66) / 8, k=2),
+        sigmoid_case("all but one", distinct(3, 36, mx.float32), k=16, groups=3, kept_groups=2),
+        sigmoid_case("small groups", distinct(3, 70, mx.float32), k=3, groups=14, kept_groups=2),
     ],
+}
+EQUIVALENT = {
+    "router.metal": {
+        "rank_of: off by one k < K -> <=": "lane K holds no id: its 2^32 - 1 is not smaller",
+        "sigmoid_top_k: off by one if (KEPT < GROUPS) -> <=": "keeping all groups cuts nothing",
+        "take_largest: off by one i < EACH -> <= (2)": "no index is so large: nothing is written",
+    }
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_moeflux.checkpoint.foreign import in_our_form
 from mlx_moeflux.checkpoint.names import map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.refs import TensorRef
@@ -25,45 +26,64 @@ EXPERT_BYTES = {
     "qwen3.5-397b-a17b": 60 * 512 * 3 * 1024 * 4096 * 2,
     "qwen3.5-397b-a17b-4bit": 217_432_719_360,
     "moeflux-35b-a3b": None,  # experts lie in files of their own
+    "qwen3-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
+    "qwen3-30b-a3b-4bit": 48 * 128 * 3 * 768 * 2048 * 9 // 16,
+    "qwen3-coder-30b-a3b": 48 * 128 * 3 * 768 * 2048 * 2,
+    "deepseek-v3": 58 * 256 * 3 * 2048 * 7168 * 2,  # decoded to bf16
+    "deepseek-v3-4bit": 58 * 256 * 24_772_608,
+    "cogito-v2-671b": 58 * 256 * 3 * 2048 * 7168 * 2,
+    "cogito-v2-671b-4bit": 58 * 256 * 24_772_608,
+    "kimi-k2": 60 * 384 * 3 * 2048 * 7168 * 2,
+    "kimi-k2-thinking": 60 * 384 * 3 * 2048 * 7168 * 5 // 8,  # groups of 32
+    "kimi-k2-4bit": 60 * 384 * 24_772_608,
+    "qwen3-next-80b-a3b": 48 * 512 * 3 * 512 * 2048 * 2,
+    "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
+    "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
 }
 
 
-def expand(tensors: dict, kinds: list[str]) -> Iterator[TensorRef]:
+def expand(tensors: dict, kinds: list[str], experts: int) -> Iterator[TensorRef]:
     for pattern, (kind, dtype, shape) in tensors.items():
         layers = [i for i, own in enumerate(kinds) if kind == "all" or own.startswith(kind)]
         for layer in layers if "{l}" in pattern else [0]:
-            name = pattern.replace("{l}", str(layer))
-            yield TensorRef(name, Path("published"), 0, dtype, tuple(shape))
+            for expert in range(experts) if "{e}" in pattern else [0]:
+                name = pattern.replace("{l}", str(layer)).replace("{e}", str(expert))
+                yield TensorRef(name, Path("published"), 0, dtype, tuple(shape))
 
 
 def opened(name: str):
     data = json.loads((PUBLISHED / f"{name}.json").read_text())
     config = data["config"]
-    tensors = {
-        ref.name: ref for ref in expand(data["tensors"], config["text_config"]["layer_types"])
-    }
     kind = model_class(config["model_type"])
     model = kind(kind.Config.from_dict(config, file="config.json"))
+    sparse = model.moe_blocks()
+    kinds = ["sparse" if i in sparse else "dense" for i in range(len(model.layers))]
+    if hasattr(model.config, "is_linear"):
+        linear = [model.config.is_linear(i) for i in range(len(model.layers))]
+        kinds = ["linear_attention" if one else "full_attention" for one in linear]
+    refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
         lambda path: kind.NAME_RULES.canonical(f"{path}.")[:-1]
     )
-    return model, tensors, quantization
+    return model, in_our_form({ref.name: ref for ref in refs}), quantization
 
 
 @pytest.mark.parametrize("name", EXPERT_BYTES)
 def test_both_sides_come_out_empty(name):
     model, tensors, quantization = opened(name)
-    mapped = map_tensors(tensors, model.NAME_RULES)
+    mapped = map_tensors(tensors, model.name_rules(model.config))
     match_trunk(model, mapped, quantization, directory=Path(name))
     taken = len(mapped.trunk) + len(mapped.dropped)
     if EXPERT_BYTES[name] is None:
         assert not mapped.experts
         assert taken == len(tensors)
         return
-    assert all(d.startswith(("mtp.", "model.visual.", "vision_tower.")) for d in mapped.dropped)
-    assert mapped.dropped
+    dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.")
+    assert all(d.startswith(dropped) for d in mapped.dropped)
+    drops = name.startswith("qwen3.5") or name in ("deepseek-v3", "qwen3-next-80b-a3b")
+    assert bool(mapped.dropped) == drops
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
-    assert set(layouts) == set(range(len(model.layers)))
+    assert set(layouts) == set(model.moe_blocks())
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts
     assert total == EXPERT_BYTES[name]
     assert all(layout.hidden == model.config.hidden_size for layout in layouts.values())
@@ -73,20 +93,29 @@ def test_both_sides_come_out_empty(name):
 def test_one_tensor_more_or_less_is_noticed(name):
     model, tensors, quantization = opened(name)
     tensors["model.layers.0.extra.weight"] = TensorRef("x", Path("x"), 0, "BF16", (4,))
-    mapped = map_tensors(tensors, model.NAME_RULES)
+    mapped = map_tensors(tensors, model.name_rules(model.config))
     with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
         match_trunk(model, mapped, quantization, directory=Path(name))
     model, tensors, quantization = opened(name)
-    gone = next(n for n in tensors if n.endswith("layers.3.self_attn.k_norm.weight"))
+    norms = ("layers.3.self_attn.k_norm.weight", "layers.3.self_attn.kv_a_layernorm.weight")
+    gone = next(n for n in tensors if n.endswith(norms))
     del tensors[gone]
-    mapped = map_tensors(tensors, model.NAME_RULES)
+    mapped = map_tensors(tensors, model.name_rules(model.config))
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
         match_trunk(model, mapped, quantization, directory=Path(name))
 
 
+def test_the_router_has_its_own_bits_or_not():
+    for name, bits in (("qwen3-30b-a3b-4bit", 4), ("qwen3-235b-a22b-4bit", 8)):
+        model, tensors, quantization = opened(name)
+        mapped = map_tensors(tensors, model.name_rules(model.config))
+        match_trunk(model, mapped, quantization, directory=Path("x"))
+        assert (model.layers[5].mlp.gate.bits, model.lm_head.bits) == (bits, 4)
+
+
 def test_the_router_has_its_own_bits():
     model, tensors, quantization = opened("qwen3.5-35b-a3b-4bit")
-    mapped = map_tensors(tensors, model.NAME_RULES)
+    mapped = map_tensors(tensors, model.name_rules(model.config))
     match_trunk(model, mapped, quantization, directory=Path("x"))
     block = model.layers[5].mlp
     assert (block.gate.bits, block.shared_expert_gate.bits) == (8, 8)

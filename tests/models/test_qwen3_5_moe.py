@@ -1,12 +1,9 @@
-"""Oracles: transformers' own Qwen3.5-MoE (stored logits of tiny random twins), mlx-lm's on the
-same quantised checkpoint, and equalities that need no outside oracle."""
+"""Oracles: mlx-lm's Qwen3.5-MoE on the same quantised checkpoint, and equalities that need no
+outside oracle. Logits of transformers: test_twins.py."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from itertools import pairwise
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,71 +12,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.kernels.attention import causal_sdpa
 from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import emulated
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
-LIMIT = 1e-5  # of the largest logit
-
-
-def relative_error(actual: mx.array, expected: mx.array) -> float:
-    actual, expected = np.array(actual), np.array(expected)
-    assert actual.shape == expected.shape
-    assert np.isfinite(actual).all()
-    assert np.isfinite(expected).all()
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
-
-
-def smallest_memory(directory: Path) -> str:
-    """A budget of K + 1 experts a layer where that is fewer than all."""
-    config = json.loads((directory / "config.json").read_text())
-    config = config.get("text_config", config)
-    k, e = config["num_experts_per_tok"], config["num_experts"]
-    return f"{100 * min(k + 1, e) / e + 0.01:.2f}%"
-
-
-@pytest.mark.parametrize("memory", ["resident", "streamed"])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case, memory):
-    golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
-    tokens, logits = golden["tokens"], golden["logits"]
-    budget = "auto" if memory == "resident" else smallest_memory(GOLDEN / case)
-    with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
-        assert relative_error(model(tokens), logits) <= LIMIT
-        T = tokens.shape[1]
-        for cuts in ([0, 1, 2, 9, 16, T], list(range(T + 1))):
-            cache = model.make_cache()
-            parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
-            assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT
-        last = model(tokens, last_only=True)
-        assert relative_error(last, logits[:, -1:]) <= LIMIT
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_left_padding_is_that_of_transformers(case):
-    golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
-    with load_model(GOLDEN / case, dtype=mx.float32) as model:
-        singles = [model.make_cache() for _ in golden["left_padding"].tolist()]
-        merged = [type(row[0]).merge(list(row)) for row in zip(*singles, strict=True)]
-        for entry in merged:
-            entry.prepare(left_padding=golden["left_padding"].tolist())
-        logits = model(golden["padded_tokens"], merged)
-        for b, padding in enumerate(golden["left_padding"].tolist()):
-            expected = golden["padded_logits"][b, padding:]
-            assert relative_error(logits[b, padding:], expected) <= LIMIT
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_the_planned_state_is_what_the_cache_takes(dtype):
-    """Of chunks that end before, at and behind the steps in which the buffers grow."""
-    with load_model(GOLDEN / "text_top3", dtype=dtype) as model:
-        cache, seen = model.make_cache(), 0
-        for T in (1, 30, 224, 1, 1, 255, 1, 100):
-            mx.eval(model(mx.zeros((1, T), mx.int32), cache, last_only=True))
-            seen += T
-            assert sum(entry.nbytes for entry in cache) == model.state_bytes(seen), seen
+from tests.models.twins import GOLDEN, LIMIT, relative_error
 
 
 def test_mlx_lm_agrees_on_the_quantised_checkpoint():
@@ -243,9 +180,9 @@ def test_components_can_be_swapped():
         assert residents == {(1, 3)}
     calls = []
 
-    def spy(q, k, v, *, scale, mask):
+    def spy(q, k, v, **options):
         calls.append(q.shape)
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+        return causal_sdpa(q, k, v, **options)
 
     with load_model(BUNDLED_MODEL, kernels={"sdpa": spy, "gated_delta": "recurrent"}) as model:
         calls.clear()

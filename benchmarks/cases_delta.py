@@ -1,0 +1,210 @@
+"""GPU times and errors of the delta rule and its surroundings at the shapes of Qwen3.6-35B-A3B.
+
+    python benchmarks/cases_delta.py [part of a case's name]
+
+Each launch of a case depends on the one before through a small array, and the inputs rotate over
+more than 200 MB, so that launches neither overlap nor find their inputs in the cache. The time is
+the slope over the number of launches in one `mx.eval`, the median of five.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.kernels import delta_mixer, delta_mixer_fused, gated_delta_fused
+
+B, HK, HV, D, W = 1, 16, 32, 128, 4
+DTYPE = mx.bfloat16
+ROTATED_BYTES = 200e6
+
+Inputs = dict[str, Any]
+Outputs = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True)
+class BenchmarkCase:
+    """One operation at one size.
+
+    inputs: Keyword arguments, from a seed; ours, stock: What is timed; chain: The argument and the
+    index of the output that replaces it in the next launch; moved, products: Bytes that must go
+    through device memory, and multiply-adds; target: Microseconds.
+    """
+
+    name: str
+    inputs: Callable[[int], Inputs]
+    ours: Callable[..., Outputs]
+    stock: Callable[..., Outputs]
+    chain: tuple[str, int]
+    moved: float
+    products: float
+    target: float | None = None
+
+
+def rule_inputs(T: int, seed: int) -> Inputs:
+    """Arguments of a delta rule; keys of unit length."""
+    mx.random.seed(seed)
+    normal = mx.random.normal
+    q, k = (_unit(normal((B, T, HK, D))) for _ in range(2))
+    return {
+        "q": (q * D**-0.5).astype(DTYPE),
+        "k": k.astype(DTYPE),
+        "v": normal((B, T, HV, D)).astype(DTYPE),
+        "log_decay": -0.3 * mx.abs(normal((B, T, HV))),
+        "beta": mx.sigmoid(normal((B, T, HV))),
+        "state": normal((B, HV, D, D)),
+    }
+
+
+def mixer_inputs(T: int, seed: int) -> Inputs:
+    """Arguments of a delta mixer."""
+    mx.random.seed(seed)
+    normal, channels = mx.random.normal, (2 * HK + HV) * D
+    return {
+        "qkv": normal((B, T, channels)).astype(DTYPE),
+        "z": normal((B, T, HV * D)).astype(DTYPE),
+        "a": normal((B, T, HV)).astype(DTYPE),
+        "b": normal((B, T, HV)).astype(DTYPE),
+        "conv_weight": (0.4 * normal((channels, W))).astype(DTYPE),
+        "conv_state": normal((B, W - 1, channels)).astype(DTYPE),
+        "state": normal((B, HV, D, D)),
+        "a_log": normal((HV,)),
+        "dt_bias": normal((HV,)),
+        "norm_weight": normal((D,)).astype(DTYPE),
+        "eps": 1e-6,
+    }
+
+
+def stock_rule(*, q, k, v, log_decay, beta, state) -> Outputs:
+    """MLX's own operation; a fallback of single operations on CUDA."""
+    return tuple(mx.fast.gated_delta_update(q, k, v, mx.exp(log_decay), beta, state))
+
+
+def cases() -> list[BenchmarkCase]:
+    """The targets first."""
+    state = 2 * 4 * B * HV * D * D
+    found = []
+    for T, target in ((1, 10), (16, None), (64, None), (1024, 400), (4096, 1300), (16384, 5000)):
+        found.append(
+            BenchmarkCase(
+                f"gated_delta T={T}",
+                lambda seed, T=T: rule_inputs(T, seed),
+                gated_delta_fused.gated_delta_fused,
+                stock_rule,
+                ("v", 0),
+                state + B * T * (2 * 2 * HK * D + 2 * 2 * HV * D + 8 * HV),
+                3 * B * T * HV * D * D,
+                target,
+            )
+        )
+    for T, target in ((1, 15), (4, None), (1024, None), (4096, None)):
+        found.append(
+            BenchmarkCase(
+                f"delta_mixer T={T}",
+                lambda seed, T=T: mixer_inputs(T, seed),
+                delta_mixer_fused.delta_mixer_fused,
+                delta_mixer.delta_mixer,
+                ("conv_state", 1),
+                state + B * (T + W) * 2 * (2 * HK + 3 * HV) * D,
+                3 * B * T * HV * D * D,
+                target,
+            )
+        )
+    return found
+
+
+def gpu_time(form: Callable[..., Outputs], case: BenchmarkCase, counts: tuple[int, int]) -> float:
+    """Seconds a launch."""
+    one = _bytes(case.inputs(0))
+    rotated = [case.inputs(i) for i in range(max(1, min(100, round(ROTATED_BYTES / one))))]
+    mx.eval(rotated)
+    argument, output = case.chain
+
+    def run(n: int) -> float:
+        outputs: Outputs | None = None
+        for i in range(n):
+            inputs = rotated[i % len(rotated)]
+            if outputs is not None:
+                inputs = {**inputs, argument: outputs[output]}
+            outputs = form(**inputs)
+        start = time.perf_counter()
+        mx.eval(outputs)
+        return time.perf_counter() - start
+
+    few, many = counts
+    run(few)
+    slopes = [(run(many) - run(few)) / (many - few) for _ in range(5)]
+    return statistics.median(slopes)
+
+
+def errors(case: BenchmarkCase) -> tuple[list[float], list[float]]:
+    """Largest differences from the truth, ours and of the composition in plain MLX at the same
+    precision: from float64 loops on the first heads of the rule, from float32 of the mixer."""
+    from mlx_moeflux.kernels.gated_delta import gated_delta_recurrent
+
+    inputs = case.inputs(1)
+    if "qkv" in inputs:
+        exact = {n: a.astype(mx.float32) if n != "eps" else a for n, a in inputs.items()}
+        with mx.stream(mx.cpu):
+            truth = [np.array(a) for a in delta_mixer.delta_mixer(**exact)]
+        naive = delta_mixer.delta_mixer
+    else:
+        inputs = {n: a[:, :, :2] if n != "state" else a[:, :2] for n, a in inputs.items()}
+        inputs |= {n: inputs[n][:, :, :1] for n in ("q", "k")}
+        truth, naive = _float64_rule(**inputs), gated_delta_recurrent
+    ours, theirs = case.ours(**inputs), naive(**inputs)
+    return tuple(
+        [float(np.abs(_numpy(a) - b).max()) for a, b in zip(found, truth, strict=True)]
+        for found in (ours, theirs)
+    )
+
+
+def _float64_rule(q, k, v, log_decay, beta, state) -> Outputs:
+    q, k, v, log_decay, beta, state = map(_numpy, (q, k, v, log_decay, beta, state))
+    y = np.empty_like(v)
+    for t in range(v.shape[1]):
+        key, query = k[:, t, 0, None, :, None], q[:, t, 0, None, :, None]
+        state = state * np.exp(log_decay[:, t])[..., None, None]
+        delta = (v[:, t] - (state @ key)[..., 0]) * beta[:, t, :, None]
+        state = state + delta[..., None] * key.swapaxes(-1, -2)
+        y[:, t] = (state @ query)[..., 0]
+    return y, state
+
+
+def _unit(x: mx.array) -> mx.array:
+    return x / mx.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _numpy(a: mx.array) -> np.ndarray:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def _bytes(inputs: Inputs) -> int:
+    return sum(a.nbytes for a in inputs.values() if isinstance(a, mx.array))
+
+
+def main() -> None:
+    print(f"{'case':24} {'us':>8} {'target':>8} {'GB/s':>7} {'TFLOP/s':>8}  error ours / naive")
+    for case in cases():
+        if not all(part in case.name for part in sys.argv[1:]):
+            continue
+        T = int(case.name.split("=")[1])
+        counts = (50, 250) if T <= 16 else (10, 60) if T <= 64 else (2, 10)
+        seconds = gpu_time(case.ours, case, counts)
+        line = f"{case.name:24} {seconds * 1e6:8.1f} {case.target or '':>8} "
+        line += f"{case.moved / seconds / 1e9:7.0f} {2 * case.products / seconds / 1e12:8.2f}  "
+        if T <= 1024:
+            ours, naive = errors(case)
+            line += f"{max(ours):.1e} / {max(naive):.1e}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

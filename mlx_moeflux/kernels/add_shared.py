@@ -1,0 +1,130 @@
+"""The end of a MoE layer: routed experts, the shared expert's last matrix, and the residual.
+
+    y = residual + experts + sigmoid(score) w (silu(gate) up)
+
+Shapes:
+    residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32; gate, up: ``[N, F]``, the shared
+    expert's first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix
+    ``[C, F]``.
+    returns: like residual.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import moe_combine
+from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.project import SIMDGROUPS, Weight, tiling
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+
+
+def add_shared(
+    residual: mx.array,
+    experts: mx.array,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in stock MLX."""
+    shared = down.matmul(nn.silu(gate) * up)
+    rows = residual.reshape(experts.shape)
+    return moe_combine.moe_combine(rows, experts, shared=shared, score=score).reshape(
+        residual.shape
+    )
+
+
+def add_shared_dequantised(
+    residual: mx.array,
+    experts: mx.array,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
+    ``project_dequantised``), the sum is one launch."""
+    inner = nn.silu(gate) * up
+    if isinstance(down, Weight) and inner.dtype != mx.float32:
+        down = Weight(down.dense(inner.dtype))
+    shared = down.matmul(inner).astype(inner.dtype)
+    rows = residual.reshape(experts.shape)
+    y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
+    return y.reshape(residual.shape)
+
+
+launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
+
+_KERNEL = MetalKernel(
+    "add_shared",
+    file="quantised.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float values[STAGED];
+        threadgroup float sums[SUMS];
+        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, SCORED>(
+            residual, experts, gate, up, score, w, scales, biases, y, values, sums,
+            threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+
+@launches(_KERNEL)
+def add_shared_fused(
+    residual: mx.array,
+    experts: mx.array,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in one launch for a few rows, each on its own, with one rounding.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    C, F = residual.shape[-1], gate.shape[-1]
+    N = residual.size // C
+    matrix = matrix_of(down, F)
+    if residual.dtype not in FLOATS or any(a.dtype != residual.dtype for a in (gate, up)):
+        raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
+    if score is not None and (score.size != N or score.dtype != residual.dtype):
+        raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
+    shapes = (experts.shape, gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or experts.dtype != mx.float32:
+        raise ShapeError(
+            f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
+            f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
+        )
+    launch = _launch(residual.shape, F, residual.dtype, score is not None, matrix)
+    scores = gate if score is None else score
+    return _KERNEL(residual, experts, gate, up, scores, *arrays_of(down), **launch)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+) -> dict[str, Any]:
+    *leading, C = shape
+    groups, tile, (staged, sums) = tiling(matrix, C, F)
+    template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, "SCORED": scored, **tile}
+    return {
+        "template": template | {"SIMDGROUPS": SIMDGROUPS, "STAGED": staged, "SUMS": sums},
+        "grid": (groups * SIMDGROUPS * 32, math.prod(leading), 1),
+        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }

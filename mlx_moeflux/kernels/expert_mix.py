@@ -1,0 +1,258 @@
+"""The routed experts of every token, weighted and added.
+
+    y[n] = initial[n] + sum_k weights[n, k] ffn(x[n]; slots[n, k])
+    ffn(x; s) = down[s] (silu(gate[s] x) * (up[s] x))
+
+Shapes:
+    x: ``[N, C]``; slots: ``[N, K]`` uint32, a number that no slot has, such as :data:`ABSENT`,
+    where there is no expert (nothing is added for it, and nothing read); weights: ``[N, K]``
+    float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
+    returns: ``[N, C]`` float32.
+
+Terms are added in float32 in the order of k. In one form, what an expert gives a token depends on
+nothing but the token's row and the expert's bytes; so a sum may be cut in k and continued with
+`initial`, and tokens may be computed together or apart, without changing a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import expert_tiles
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.quantised import FLOATS, ExpertLayout
+
+ABSENT = 0xFFFFFFFF
+MOST_EXPERTS_A_TOKEN = 16
+
+
+def expert_mix(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+    ffn: Callable[..., mx.array] = expert_ffn,
+) -> mx.array:
+    """The module's formula in plain MLX: every pair through `ffn`, then one sum."""
+    N, K = slots.shape
+    real = slots < bank.slots
+    rows = ffn(mx.repeat(x, K, axis=0), mx.where(real, slots, 0).reshape(-1), bank)
+    rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
+    return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
+
+
+def expert_mix_pairs(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula for few tokens, in two launches: each pair reads its expert.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    inner, outer = _pair_launches(x, slots, weights, bank, initial)
+    gate, up, down = bank.arrays
+    h = _INNER(x, slots, *gate, *up, **inner)[0]
+    return _OUTER(h, slots, weights, *down, weights if initial is None else initial, **outer)[0]
+
+
+def expert_mix_grouped(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula for many tokens, in five launches: pairs are grouped by expert.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    checked(x, slots, weights, bank, initial)
+    return expert_tiles.grouped(x, slots, weights, bank, initial)
+
+
+def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
+    """Whether the kernels know how this bank is stored, and take so many experts a token."""
+    try:
+        # Found once for a bank.
+        _ = bank.layout
+    except UnsupportedError:
+        return False
+    return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
+
+
+def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+    """x ``[N, C]``, slots ``[N, K]`` -> ``[N * K, F]`` float32, silu(gate x) * (up x) of each
+    pair: the first half of :func:`expert_mix_pairs`. Rows of absent experts hold anything."""
+    checked(x, slots, None, bank, None)
+    launch = _inner_launch(bank.layout, *slots.shape, x.dtype)
+    gate, up, _ = bank.arrays
+    return _INNER(x, slots, *gate, *up, **launch)[0]
+
+
+def expert_outer(
+    h: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    dtype: mx.Dtype,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """What :func:`expert_inner` gave for x of `dtype` -> ``[N, C]`` float32: the second half."""
+    launch = _outer_launch(bank.layout, *slots.shape, dtype, initial is not None)
+    start = weights if initial is None else initial
+    return _OUTER(h, slots, weights, *bank.arrays[2], start, **launch)[0]
+
+
+def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
+    """Bytes of scratch that the fused forms need for each pair of a long call."""
+    return (bank.layout.C + bank.layout.F) * dtype.size + 16
+
+
+def checked(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array | None,
+    bank: ExpertBank,
+    initial: mx.array | None,
+) -> None:
+    """See to it that all arguments fit.
+
+    Raises:
+        ShapeError: They do not.
+        UnsupportedError: The kernels cannot read the bank.
+    """
+    C, (N, K) = bank.layout.C, slots.shape
+    if x.shape != (N, C) or x.dtype not in FLOATS:
+        raise ShapeError(
+            f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {C}] for {N} rows of slots "
+            f"and experts of width {C}."
+        )
+    if slots.dtype != mx.uint32 or not 1 <= K <= MOST_EXPERTS_A_TOKEN:
+        raise ShapeError(
+            f"slots is {slots.dtype} {list(slots.shape)}; expected uint32 with at most "
+            f"{MOST_EXPERTS_A_TOKEN} columns."
+        )
+    if weights is not None and (weights.shape != (N, K) or weights.dtype != mx.float32):
+        raise ShapeError(
+            f"weights is {weights.dtype} {list(weights.shape)}; expected float32 [{N}, {K}]."
+        )
+    if initial is not None and (initial.shape != (N, C) or initial.dtype != mx.float32):
+        raise ShapeError(
+            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 [{N}, {C}]."
+        )
+
+
+_INNER = MetalKernel(
+    "expert_inner",
+    file="quantised.metal",
+    inputs=(
+        *("x", "slots", "gate", "gate_scales", "gate_biases"),
+        *("up", "up_scales", "up_biases"),
+    ),
+    outputs=("h",),
+    body="""
+        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, gate_shape[0],
+            threadgroup_position_in_grid.y,
+            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_OUTER = MetalKernel(
+    "expert_outer",
+    file="quantised.metal",
+    inputs=("h", "slots", "weights", "down", "scales", "biases", "initial"),
+    outputs=("y",),
+    body="""
+        threadgroup float products[K * ROWS];
+        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
+            h, slots, weights, down, scales, biases, initial, y, products,
+            down_shape[0], threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
+INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
+
+
+@functools.lru_cache(maxsize=256)
+def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
+    C, F, matrix = layout.C, layout.F, layout.inner
+    rows, groups = INNER_ROWS, INNER_SIMDGROUPS
+    return {
+        "template": {
+            **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)},
+            "EXACT": dtype == mx.float32,
+        },
+        "grid": (32 * (F // rows), N * K, 1),
+        "threadgroup": (32 * groups, 1, 1),
+        "output_shapes": [(N * K, F)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _outer_launch(
+    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool
+) -> dict[str, Any]:
+    C, F, rows, matrix = layout.C, layout.F, OUTER_ROWS, layout.down
+    return {
+        "template": {
+            **{"ROWS": rows, "K": K, "IN": F, "OUT": C, "CONTINUES": continues},
+            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(F, 16)},
+            "EXACT": dtype == mx.float32,
+        },
+        "grid": (32 * K * (C // rows), N, 1),
+        "threadgroup": (32 * K, 1, 1),
+        "output_shapes": [(N, C)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+def _pair_launches(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    initial: mx.array | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
+    key = (x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
+        () if initial is None else (initial.shape, initial.dtype)
+    )
+    found = bank.launches.get(key)
+    if found is None:
+        checked(x, slots, weights, bank, initial)
+        N, K = slots.shape
+        found = bank.launches[key] = (
+            _inner_launch(bank.layout, N, K, x.dtype),
+            _outer_launch(bank.layout, N, K, x.dtype, initial is not None),
+        )
+    return found
+
+
+for _form in (expert_mix_pairs, expert_mix_grouped):
+    _form.takes, _form.pair_bytes = readable, pair_bytes
+launches(_INNER, _OUTER)(expert_mix_pairs)
+launches(*expert_tiles.KERNELS)(expert_mix_grouped)

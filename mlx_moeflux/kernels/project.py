@@ -1,0 +1,276 @@
+"""RMS norm and the products of rows with several matrices of the same input.
+
+    y_i[n] = (residual[n] +) w_i norm(x[n]),   norm(x) = weight x / sqrt(mean x^2 + eps)
+
+Shapes:
+    x: ``[..., C]``; norm: ``[C]`` or None (x is taken as it is); weights: matrices
+    ``[out_i, C]``, quantised each in its own way or not, or several that lie one behind another;
+    residual: ``[..., out]`` like x or None, with one matrix only.
+    returns: a list of ``[..., out_i]`` in the dtype of x, and with `normed` norm(x) ``[..., C]``
+    behind them; with `flat` all of them ``[N, ...]``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
+
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
+ROWS, SIMDGROUPS = 4, 4
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix ``[out, in]``; see :class:`~mlx_moeflux.kernels.expert_ffn.ProjectionBank`.
+
+    outs: Rows of each, where several matrices lie one behind another.
+    """
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    spec: QuantSpec | None = None
+    outs: tuple[int, ...] = ()
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Widths of what it gives."""
+        return self.outs or (self.weight.shape[0],)
+
+    def matmul(self, x: mx.array) -> mx.array:
+        """x ``[..., in]`` -> ``[..., out]``."""
+        if self.spec is None:
+            return x @ self.weight.T
+        return mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=True,
+            group_size=self.spec.group_size,
+            bits=self.spec.bits,
+            mode=self.spec.mode,
+        )
+
+    def dense(self, dtype: mx.Dtype) -> mx.array:
+        """``[out, in]`` in `dtype`."""
+        if self.spec is None:
+            return self.weight.astype(dtype)
+        return mx.dequantize(
+            self.weight,
+            self.scales,
+            self.biases,
+            group_size=self.spec.group_size,
+            bits=self.spec.bits,
+            mode=self.spec.mode,
+        ).astype(dtype)
+
+
+def project(
+    x: mx.array,
+    weights: Sequence[Weight],
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-6,
+    residual: mx.array | None = None,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """The module's formula in stock MLX. Of a weight nothing is asked but ``matmul``."""
+    if flat:
+        x = x.reshape(-1, x.shape[-1])
+    if norm is not None:
+        x = mx.fast.rms_norm(x, norm, eps)
+    products = []
+    for weight in weights:
+        y = weight.matmul(x).astype(x.dtype)
+        outs = getattr(weight, "outs", ())
+        products += mx.split(y, list(accumulate(outs))[:-1], axis=-1) if outs else [y]
+    if residual is not None:
+        products = [residual + products[0]]
+    return [*products, x] if normed else products
+
+
+def project_dequantised(
+    x: mx.array,
+    weights: Sequence[Weight],
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-6,
+    residual: mx.array | None = None,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
+    for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
+    dense = weights
+    if x.dtype != mx.float32:
+        dense = [
+            Weight(w.dense(x.dtype), outs=w.outs) if isinstance(w, Weight) else w for w in weights
+        ]
+    return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
+
+
+def project_fused(
+    x: mx.array,
+    weights: Sequence[Weight],
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-6,
+    residual: mx.array | None = None,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """The module's formula in one launch for a few rows, each on its own, with one rounding, at
+    the end, for the combinations of matrices in STRUCTURES.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
+            there is no GPU.
+    """
+    C = x.shape[-1]
+    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
+        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
+    parts = tuple((matrix_of(w, C), w.results) for w in weights)
+    if residual is not None and (
+        sum(len(outs) for _, outs in parts) != 1
+        or residual.shape != (*x.shape[:-1], parts[0][1][0])
+        or residual.dtype != x.dtype
+    ):
+        raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
+    ends = "normed" if normed else "residual" if residual is not None else ""
+    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        raise UnsupportedError(
+            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
+            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
+        )
+    arrays = [x] if norm is None else [x, norm, filled(eps)]
+    if residual is not None:
+        arrays.append(residual)
+    for weight in weights:
+        arrays += arrays_of(weight)
+    shape = (x.size // C, C) if flat else x.shape
+    return kernel(*arrays, **_launch(shape, x.dtype, norm is not None, ends, parts))
+
+
+# How many results each of the matrices of a launch gives.
+STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+
+
+def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
+    """The kernel of a structure: threadgroups are dealt out among the results.
+
+    ends: "normed" gives norm(x) too, "residual" adds one to the one result.
+    """
+    matrices = [m for m, count in enumerate(structure) for _ in range(count)]
+    own = "norm, eps" if norm else "x, nullptr"
+    own += ", residual" if ends == "residual" else ", x"
+    body = """
+        threadgroup float values[STAGED];
+        threadgroup float sums[SUMS];
+        threadgroup float squares[SIMDGROUPS];
+        uint group = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
+        uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+    """
+    for i, m in enumerate(matrices):
+        call = f"""
+            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, EXACT,
+                        FORM, RESIDUAL>(
+                x, {own}, w{m}, scales{m}, biases{m}, y{i}, values, sums, squares, token, group,
+                simdgroup, lane);
+        """
+        if ends == "normed" or i + 1 < len(matrices):
+            call = f"if (group < GROUPS{i}) {{ {call} return; }} group -= GROUPS{i};"
+        body += call
+    if ends == "normed":
+        body += """
+            norm_row<SIMDGROUPS, IN>(x, norm, eps, normed, squares, token, simdgroup, lane);
+        """
+    outputs = [f"y{i}" for i in range(len(matrices))] + ["normed"] * (ends == "normed")
+    inputs = ("x", "norm", "eps") if norm else ("x",)
+    inputs += ("residual",) if ends == "residual" else ()
+    return MetalKernel(
+        "_".join(["project", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
+        file="quantised.metal",
+        inputs=(
+            *inputs,
+            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
+        ),
+        outputs=outputs,
+        body=body,
+    )
+
+
+_KERNELS = {
+    key: _kernel(*key)
+    for key in (
+        *((structure, True, "") for structure in STRUCTURES),
+        *((structure, True, "normed") for structure in ((1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1))),
+        ((1,), False, ""),
+        ((1,), False, "residual"),
+    )
+}
+launches(*_KERNELS.values())(project_fused)
+
+
+@functools.lru_cache(maxsize=64)
+def filled(value: float) -> mx.array:
+    """`value` as kernels take numbers of a call: eight times, float32, evaluated."""
+    array = mx.full((8,), value, mx.float32)
+    mx.eval(array)
+    return array
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    norm: bool,
+    ends: str,
+    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
+) -> dict[str, Any]:
+    *leading, C = shape
+    template = {"IN": C, "FORM": int(norm), "RESIDUAL": ends == "residual"}
+    template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
+    groups, staged, sums, shapes = 0, 0, 0, []
+    for m, (matrix, outs) in enumerate(parts):
+        for out, end in zip(outs, accumulate(outs), strict=True):
+            own, tile, memory = tiling(matrix, out, C)
+            groups += own
+            staged, sums = map(max, (staged, sums), memory)
+            i = len(shapes)
+            template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": end - out, f"OUT{i}": out}
+            template |= {f"GROUPS{i}": own}
+            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V")}
+            shapes.append((*leading, out))
+    normed = ends == "normed"
+    shapes += [shape] * normed
+    return {
+        "template": template | {"STAGED": staged, "SUMS": sums},
+        "grid": ((groups + normed) * SIMDGROUPS * 32, math.prod(leading), 1),
+        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "output_shapes": shapes,
+        "output_dtypes": [dtype] * len(shapes),
+    }
+
+
+def tiling(matrix: Matrix, out: int, width: int) -> tuple[int, dict[str, int], tuple[int, int]]:
+    """How ``rows_of`` in quantised.metal is laid out for a matrix ``[out, width]``: threadgroups,
+    template arguments, floats of threadgroup memory for values and for sums."""
+    rows, words = math.gcd(ROWS, out), matrix.access(width, 16)
+    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words}
+    return -(-out // (rows * SIMDGROUPS)), tile, staged_floats(matrix, words, width)

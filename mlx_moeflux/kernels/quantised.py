@@ -1,0 +1,134 @@
+"""How matrices lie in memory, for the kernels that read them as they are stored.
+
+An affine matrix ``[out, in]`` holds numbers of 2, 4 or 8 bits in uint32 words, the lowest first,
+and a scale and a bias for every `group` neighbours of a row: value = scale * number + bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+
+BITS = (2, 4, 8)
+# Metal gives a threadgroup 32 KB.
+MOST_STAGED_BYTES = 31 * 1024
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+class Stored(Protocol):
+    """A matrix or several of one shape: weight, and scales and biases unless `spec` is None."""
+
+    weight: mx.array
+    scales: mx.array | None
+    biases: mx.array | None
+    spec: QuantSpec | None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How the numbers of a row are stored; bits 0: floats."""
+
+    bits: int
+    group: int
+
+    def words(self, width: int) -> int:
+        """Words of a row of `width` numbers."""
+        return width * self.bits // 32 if self.bits else width
+
+    def access(self, width: int, most: int) -> int:
+        """How many words a lane takes at once: a power of two that keeps the 32 lanes busy with
+        a row, belongs to one group and has at most `most` bytes, but four numbers at least."""
+        per = 32 // self.bits if self.bits else 1
+        limit = min(most // 4, self.group // per) if self.bits else most // 2
+        count = 1 if self.bits else 4
+        while 2 * count <= limit and 64 * count * per <= width and width % (2 * count * per) == 0:
+            count *= 2
+        return count
+
+
+def matrix_of(matrix: Stored, width: int) -> Matrix:
+    """How rows of `width` numbers are stored.
+
+    Raises:
+        ShapeError: The arrays do not fit together.
+        UnsupportedError: The kernels cannot read them.
+    """
+    weight, scales, spec = matrix.weight, matrix.scales, matrix.spec
+    if spec is None:
+        found = Matrix(0, 32)
+        known = weight.dtype in FLOATS
+    else:
+        found = Matrix(spec.bits, spec.group_size)
+        known = spec.mode == "affine" and spec.bits in BITS and weight.dtype == mx.uint32
+    if not known or width % 32:
+        raise UnsupportedError(
+            f"kernels read floats and affine {BITS} bits in rows of multiples of 32, not {spec} "
+            f"of {weight.dtype} in rows of {width}; take the reference."
+        )
+    if weight.shape[-1] != found.words(width):
+        raise ShapeError(f"a matrix {list(weight.shape)} of {spec} has no rows of {width}.")
+    if spec is not None:
+        expected = (*weight.shape[:-1], width // spec.group_size)
+        if any(a is None or a.shape != expected for a in (scales, matrix.biases)):
+            raise ShapeError(f"scales and biases of {list(weight.shape)} must be {list(expected)}.")
+        if scales.dtype not in FLOATS or scales.dtype != matrix.biases.dtype:
+            raise ShapeError(f"scales are {scales.dtype}, biases {matrix.biases.dtype}.")
+    return found
+
+
+def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
+    """Floats of threadgroup memory that a row of x takes when lanes take `words` at a time, and
+    the sums of what they take: see ``stage`` in quantised.metal.
+
+    Raises:
+        UnsupportedError: They do not fit.
+    """
+    numbers = words * (32 // matrix.bits if matrix.bits else 1)
+    steps = -(-width // (32 * numbers))
+    if 4 * steps * 32 * (numbers + 1) > MOST_STAGED_BYTES:
+        raise UnsupportedError(f"kernels keep rows of x on the chip; {width} values are too many.")
+    return steps * 32 * numbers, steps * 32
+
+
+def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
+    """weight, scales, biases; floats have none, and any array may stand there."""
+    if matrix.scales is None:
+        return matrix.weight, matrix.weight, matrix.weight
+    return matrix.weight, matrix.scales, matrix.biases
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Sizes and storage of a bank of experts: C hidden, F inner width; gate and up are alike."""
+
+    C: int
+    F: int
+    inner: Matrix
+    down: Matrix
+
+
+def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
+    """The layout of a bank ``[slots, F, C]``, ``[slots, F, C]``, ``[slots, C, F]``.
+
+    Raises:
+        ShapeError: Its arrays do not fit together.
+        UnsupportedError: The kernels cannot read it.
+    """
+    S, F, _ = gate.weight.shape
+    C = down.weight.shape[1]
+    found = matrix_of(gate, C), matrix_of(up, C), matrix_of(down, F)
+    if up.weight.shape[:2] != (S, F) or down.weight.shape[0] != S:
+        shapes = [p.weight.shape for p in (gate, up, down)]
+        raise ShapeError(f"expert matrices {shapes} are not of one size.")
+    alike = (p.weight.dtype if p.scales is None else p.scales.dtype for p in (gate, up))
+    if found[0] != found[1] or len(set(alike)) > 1:
+        raise UnsupportedError(
+            f"expert kernels need gate and up stored alike, not {gate.spec} and {up.spec}; take "
+            "the reference (MOEFLUX_KERNELS=expert_mix=reference)."
+        )
+    return ExpertLayout(C, F, found[0], found[2])

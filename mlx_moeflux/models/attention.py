@@ -1,0 +1,70 @@
+"""Grouped-query attention as the Qwen families have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import KVCache
+from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.layers import project
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head norms of queries and keys and a rotary embedding.
+
+    config: Its fields ``hidden_size``, ``head_dim``, ``num_attention_heads``,
+    ``num_key_value_heads``, ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and
+    ``attention_bias`` count. gated: Each head's rows of ``q_proj`` are its query rows, then the
+    rows of a sigmoid gate of its output. window: A token sees only so many, itself included.
+
+    Shapes:
+        x: ``[B, T, C]``; returns x plus what comes of norm(x).
+    """
+
+    def __init__(
+        self, config: Any, kernels: Kernels, *, gated: bool = False, window: int | None = None
+    ):
+        super().__init__()
+        C, Dh = config.hidden_size, config.head_dim
+        Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
+        self.k_proj = nn.Linear(C, Hkv * Dh, bias=bias)
+        self.v_proj = nn.Linear(C, Hkv * Dh, bias=bias)
+        self.o_proj = nn.Linear(Hq * Dh, C, bias=bias)
+        self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm) -> mx.array:
+        config, kernels = self.config, self._kernels
+        B, T, _ = x.shape
+        Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q, k, v = project(kernels, x, *self.stacks()[0], norm=norm)
+        q = q.reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
+        k, v = k.reshape(B, T, Hkv, Dh), v.reshape(B, T, Hkv, Dh)
+        gate = q if self.gated else None
+        q, k, v = kernels.norm_rope(  # heads before tokens
+            q,
+            k,
+            v,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            eps=config.rms_norm_eps,
+            dims=config.rotary_dims,
+            base=config.rope_theta,
+            offset=cache.positions(T),
+        )
+        options = {"mask": "causal" if T > 1 else None}
+        if self.window is not None and cache.columns + T > self.window:
+            options = {"mask": cache.make_mask(T, window_size=self.window), "start": None}
+        y = kernels.sdpa(q, **cache.append(kernels, k, v) | options, scale=Dh**-0.5, gate=gate)
+        y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
+        return project(kernels, y, self.o_proj, residual=x)[0]
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.q_proj, self.k_proj, self.v_proj)]

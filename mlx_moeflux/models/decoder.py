@@ -1,0 +1,186 @@
+"""What all decoders share: a layer of mixer and MLP, and the way from ids to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
+from mlx_moeflux.checkpoint.names import NameRules, Transform
+from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.layers import SwiGLU, project
+from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
+from mlx_moeflux.models.record import note
+from mlx_moeflux.models.step import CompiledStep
+
+
+class DecoderLayer(nn.Module):
+    """Mixer, then MLP or MoE block, each behind a norm and with a residual.
+
+    mixer: Its name in the checkpoint (``self_attn``, ``linear_attn``) and the module, which maps
+    (x ``[B, T, C]``, cache entry, norm) to ``[B, T, C]``: x itself plus what comes of norm(x).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        mixer: tuple[str, nn.Module],
+        mlp: SwiGLU | SparseMoeBlock,
+    ):
+        super().__init__()
+        self._mixer_name, module = mixer
+        self[self._mixer_name] = module
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
+        """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer and a dense MLP take `chunk` tokens at a
+        time, so that their scratch is bounded; a MoE block takes all, so that every expert is
+        read once."""
+        mixer, T = self[self._mixer_name], x.shape[1]
+        mask = cache.real_tokens(T)
+        parts = _parts(cache, T, chunk)
+        h = _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, parts)
+        if isinstance(self.mlp, SparseMoeBlock):
+            out = self.mlp(h, self.post_attention_layernorm, mask)
+        else:
+            post = self.post_attention_layernorm(h)
+            out = h + _chunked(self.mlp, post, parts)
+            note(self, h_post=post)
+        note(self, input=x, h_mid=h, output=out)
+        return out
+
+
+def _parts(cache: Any, T: int, chunk: int) -> list[tuple[int, int]]:
+    """Where T tokens are cut; a decode step, whose entry may be a trace's stand-in, never is."""
+    return [(0, 1)] if T == 1 else cache.parts(T, chunk)
+
+
+def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
+    """`function` of x ``[B, T, C]``, one part after the other; evaluates if there are several."""
+    results = []
+    for start, stop in parts:
+        results.append(function(x[:, start:stop]))
+        if len(parts) > 1:
+            mx.eval(results[-1])
+    return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+
+
+class TextModel(nn.Module):
+    """Embedding, layers, final norm: the parameters under ``model.`` of a checkpoint."""
+
+    def __init__(self, config: Any, layers: Iterable[DecoderLayer]):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = list(layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class DecoderModel(StreamingModel):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``.
+
+    A subclass is one architecture: it names its ``Config`` and ``NAME_RULES`` and defines
+    ``make_layer``, ``make_cache``, ``state_bytes`` and ``activation_bytes``.
+    """
+
+    Config: ClassVar[type]
+    NAME_RULES: ClassVar[NameRules]
+    MODEL_TYPE: ClassVar[str]
+    MLX_LM_PREFIX: ClassVar[str] = ""
+    """Before every name in the layout that mlx-lm loads."""
+
+    def __init__(
+        self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
+    ):
+        super().__init__()
+        self.config, self.model_type = config, self.MODEL_TYPE
+        self._kernels = kernels or Kernels()
+        # A new module is in training mode.
+        self._kernels.references_only(self.training)
+        self._router = router or self.make_router(config, self._kernels)
+        self._step = CompiledStep(self._forward)
+        layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
+        self.model = TextModel(config, layers)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @classmethod
+    def make_router(
+        cls, config: Any, kernels: Kernels, *, experts_per_token: int | None = None
+    ) -> Router:
+        """The architecture's own router, of fewer experts per token if told so."""
+        k = experts_per_token or config.num_experts_per_tok
+        return SoftmaxRouter(k, config.norm_topk_prob, kernels)
+
+    @classmethod
+    def name_rules(cls, config: Any) -> NameRules:
+        """The table of tensor names of a checkpoint with this config."""
+        return cls.NAME_RULES
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
+        """Keys of config.json that mlx-lm wants and newer spellings may lack."""
+        return {}
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Layer number `layer`, of ``self.config``, ``self._router`` and ``self._kernels``."""
+        raise NotImplementedError
+
+    def make_cache(self) -> SequenceState:
+        """One empty state per layer."""
+        raise NotImplementedError
+
+    def fit_names(self, names: Iterable[str]) -> None:
+        """Choose between forms of a module by the parameters that a checkpoint has."""
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        cache: list[SequenceClock] | None = None,
+        *,
+        last_only: bool = False,
+    ) -> mx.array:
+        """tokens ``[B, T]`` ints -> logits; `last_only` computes the last position's alone.
+
+        A call that raises leaves `cache` as it was before.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
+        cache = self.make_cache() if cache is None else cache
+        if tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache):
+            traces = self._step.traces
+            logits = self._step(tokens, cache)
+            if self._step.traces == traces:
+                self.store.count(tokens.shape[0])  # the store itself was not asked
+            return logits
+        with transaction(cache):
+            return self._forward(tokens, cache, last_only=last_only)
+
+    def _forward(
+        self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
+    ) -> mx.array:
+        h = self.model.embed_tokens(tokens)
+        for layer, entry in zip(self.model.layers, cache, strict=True):
+            h = layer(h, entry, chunk=self.prefill_chunk)
+        h = h[:, -1:] if last_only else h
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(self.model.norm(h))
+        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
+
+    @staticmethod
+    def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
+        """What to do to trunk tensors once read, by canonical name."""
+        return {}
+
+    @staticmethod
+    def keeps_float32(name: str) -> bool:
+        """Parameters that stay in float32 whatever the compute dtype is."""
+        return False

@@ -1,0 +1,321 @@
+"""DeepSeek-V3: latent attention, dense layers first, then MoE blocks with unscaled shared experts.
+
+Source: transformers 5.23 `models/deepseek_v3/modeling_deepseek_v3.py`, whose maths wins; where
+mlx-lm 0.32.2 differs (groups that lose are scored 0, not minus infinity) a test says so.
+Checkpoints: DeepSeek-V3, R1, V3.1 in FP8 or bf16, Cogito-v2 671B, mlx-community's 4-bit with
+``kv_b_proj`` or with ``embed_q`` and ``unembed_out``, int4 of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import LatentCache, SequenceState
+from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.experts.compute import compute_scratch_bytes
+from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
+from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.models.mla import LatentAttention
+from mlx_moeflux.models.moe import Router, SparseMoeBlock
+from mlx_moeflux.models.record import note, recorded
+from mlx_moeflux.models.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The keys of config.json that this architecture uses.
+
+    Source of the defaults: transformers' `DeepseekV3Config`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Rope
+    n_shared_experts: int | None = 1
+    routed_scaling_factor: float = 2.5
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    n_group: int = 8
+    topk_group: int = 4
+    first_k_dense_replace: int = 3
+    norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = 1
+    rope_interleave: bool = True
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        [
+            "auto_map",
+            "aux_loss_alpha",
+            "seq_aux",
+            "ep_size",
+            "pretraining_tp",
+            "num_key_value_heads",
+            "qk_head_dim",
+            "head_dim",
+            "moe_layer_freq",
+            "scoring_func",
+            "topk_method",
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+        ]
+    )
+    DEFAULT_THETA: ClassVar[float] = 10000.0
+    EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
+        """Read config.json.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        positions = config.get("max_position_embeddings")
+        positions = positions if isinstance(positions, int) else 0
+        rope = Rope.from_config(config, file, theta=cls.DEFAULT_THETA, positions=positions)
+        parsed = parse_config(
+            cls, config | {"rope": rope}, file=file, inert=cls.INERT, strict=strict
+        )
+        only(file, "hidden_act", parsed.hidden_act, "silu")
+        only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
+        only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
+        only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")
+        maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers")
+        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
+        positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
+        parsed._check_groups(file)
+        return parsed
+
+    def _check_groups(self, file: Path | str) -> None:
+        divides(self, file, "n_group", "n_routed_experts")
+        if self.topk_group > self.n_group:
+            raise ConfigError(
+                f"{file}: 'topk_group' {self.topk_group} is more than 'n_group' {self.n_group}."
+            )
+        group = self.n_routed_experts // self.n_group
+        if self.num_experts_per_tok > self.topk_group * group:
+            raise ConfigError(
+                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
+                f"{self.topk_group} groups of {group} experts that take part have."
+            )
+        if group < 2 and self.topk_group < self.n_group:
+            raise ConfigError(f"{file}: 'n_group' {self.n_group} leaves groups of one expert.")
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(f"{file}: 'qk_rope_head_dim' {self.qk_rope_head_dim} is odd.")
+
+    @property
+    def num_experts(self) -> int:
+        return self.n_routed_experts
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether `layer` has a MoE block (else a dense MLP)."""
+        return layer >= self.first_k_dense_replace
+
+    def published(self) -> dict[str, Any]:
+        """This as config.json."""
+        keys = {k: v for k, v in asdict(self).items() if k != "rope"} | self.rope.published()
+        kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+
+
+@dataclass
+class GroupedRouter:
+    """Sigmoid scores; the K best experts of the best groups, chosen with a bias.
+
+    wants_bias: :class:`MoeBlock` passes its layer's ``e_score_correction_bias``, which counts for
+    the choice only.
+    """
+
+    num_experts_per_tok: int
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    scale: float = 1.0
+    kernels: Kernels = field(default_factory=Kernels)
+    wants_bias: ClassVar[bool] = True
+
+    def __call__(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        """logits ``[N, E]``, bias ``[E]`` -> what :class:`~mlx_moeflux.models.moe.Router` says."""
+        return self.kernels.sigmoid_top_k(
+            logits,
+            mx.zeros(logits.shape[-1:]) if bias is None else bias,
+            k=self.num_experts_per_tok,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            normalise=self.norm_topk_prob,
+            scale=self.scale,
+        )
+
+
+class Gate(nn.Module):
+    """Parameters ``gate.weight [E, C]`` and ``gate.e_score_correction_bias [E]``, never
+    quantised; logits are computed in float32, as in transformers."""
+
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__()
+        scale = hidden_size**-0.5
+        self.weight = mx.random.uniform(-scale, scale, (num_experts, hidden_size))
+        self.e_score_correction_bias = mx.zeros((num_experts,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x.astype(mx.float32) @ self.weight.astype(mx.float32).T
+
+
+class MoeBlock(SparseMoeBlock):
+    """A MoE block whose shared experts are one SwiGLU, added as it is.
+
+    Parameters besides: ``gate.e_score_correction_bias [E]``; ``shared_experts.*``.
+
+    Source: transformers `DeepseekV3MoE`.
+    """
+
+    def __init__(self, config: Config, *, layer: int, router: Router, kernels: Kernels):
+        C, E = config.hidden_size, config.num_experts
+        super().__init__(layer=layer, hidden_size=C, num_experts=E, router=router, kernels=kernels)
+        self.gate = Gate(C, E)
+        if config.n_shared_experts:
+            width = config.n_shared_experts * config.moe_intermediate_size
+            self.shared_experts = SwiGLU(C, width)
+
+    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
+        stacks = self.stacks()
+        if not stacks:
+            post = norm(x).reshape(-1, x.shape[-1])
+            return post, self.gate(post), ()
+        *shared, post = project(self._kernels, x, *stacks[0], norm=norm, normed=True, flat=True)
+        return post, self.gate(post), shared
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        expert = self.get("shared_experts")
+        return [] if expert is None else [(expert.gate_proj, expert.up_proj)]
+
+    def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """See :meth:`SparseMoeBlock.route`."""
+        if getattr(self._router, "wants_bias", False):
+            return self._router(logits, self.gate.e_score_correction_bias)
+        return self._router(logits)
+
+    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.leave`; the shared experts' sum is not scaled."""
+        if not shared:
+            return super().leave(x, experts, shared)
+        gate, up = shared
+        down = weight_of(self.shared_experts.down_proj)
+        if recorded(self, "shared_out"):
+            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        return self._kernels.add_shared(x, experts, gate, up, down)
+
+
+class Model(DecoderModel):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
+
+    Config = Config
+    MODEL_TYPE = "deepseek_v3"
+    NAME_RULES: ClassVar[NameRules] = NameRules(experts=EXPERT_NAMES)
+
+    @classmethod
+    def make_router(
+        cls, config: Config, kernels: Kernels, *, experts_per_token: int | None = None
+    ) -> Router:
+        """The architecture's own router, of fewer experts per token if told so."""
+        return GroupedRouter(
+            experts_per_token or config.num_experts_per_tok,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            norm_topk_prob=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            kernels=kernels,
+        )
+
+    @classmethod
+    def name_rules(cls, config: Config) -> NameRules:
+        """Multi-token prediction is stored as further layers."""
+        first = config.num_hidden_layers
+        further = range(first, first + config.num_nextn_predict_layers)
+        drops = [Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")]
+        drops += [
+            Drop(rf"model\.layers\.{i}\..*", "multi-token prediction is not used at inference")
+            for i in further
+        ]
+        return NameRules(drops=tuple(drops), experts=cls.NAME_RULES.experts)
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`."""
+        keys = {k: v for k, v in asdict(config).items() if k != "rope"}
+        return keys | config.rope.published()
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Latent attention, then MoE block or dense MLP."""
+        config, kernels = self.config, self._kernels
+        if config.is_sparse(layer):
+            mlp = MoeBlock(config, layer=layer, router=self._router, kernels=kernels)
+        else:
+            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        attention = LatentAttention(config, kernels)
+        return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
+
+    def fit_names(self, names: Iterable[str]) -> None:
+        """See :meth:`DecoderModel.fit_names`: attention split by heads, or not."""
+        found = set(names)
+        for i, layer in enumerate(self.layers):
+            if f"model.layers.{i}.self_attn.embed_q.weight" in found:
+                layer.self_attn.use_split_heads()
+
+    def make_cache(self) -> SequenceState:
+        """One empty state per layer."""
+        return self.new_state(LatentCache() for _ in self.layers)
+
+    def state_bytes(self, positions: int) -> int:
+        """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
+        rows that the buffers have in reserve."""
+        config, size = self.config, self.model.norm.weight.itemsize
+        row = size * (config.kv_lora_rank + config.qk_rope_head_dim)
+        return config.num_hidden_layers * row * LatentCache.rows_for(positions)
+
+    def activation_bytes(self, tokens: int, seen: int = 0) -> int:
+        """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
+
+        Residual stream and shared experts of all tokens, attention or dense MLP for one chunk
+        (scores are bounded), and the scratch of the experts.
+        """
+        config, chunk = self.config, min(tokens, self.prefill_chunk)
+        shared = 3 * tokens * config.moe_intermediate_size * (config.n_shared_experts or 0)
+        residual = 10 * tokens * config.hidden_size + shared
+        width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
+        heads = chunk * config.num_attention_heads * (width + 4 * config.v_head_dim)
+        attention = heads + 8 * SCORES_AT_ONCE
+        dense = 3 * chunk * config.intermediate_size
+        return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
+
+    @staticmethod
+    def keeps_float32(name: str) -> bool:
+        """The router is computed in float32."""
+        return ".mlp.gate." in name

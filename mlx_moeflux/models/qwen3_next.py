@@ -1,0 +1,123 @@
+"""Qwen3-Next: Qwen3.5-MoE's layers with the delta net's inputs in two fused projections, and dense
+layers where the config says so.
+
+Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, whose maths wins.
+Checkpoints: Hugging Face originals, mlx-lm and mlx-community: Qwen3-Next-80B-A3B, Qwen3-Coder-Next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
+from mlx_moeflux.models.attention import Attention
+from mlx_moeflux.models.decoder import DecoderLayer
+from mlx_moeflux.models.layers import SwiGLU, project
+from mlx_moeflux.models.moe import SharedExpertMoeBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(qwen3_5_moe_config.Config):
+    """The keys of config.json that this architecture uses, without a wrapper.
+
+    Source of the defaults: transformers' `Qwen3NextConfig`.
+    """
+
+    intermediate_size: int = 5632
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+
+    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
+        for name in ("intermediate_size", "decoder_sparse_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{file}: '{name}' is {getattr(self, name)}, must be positive.")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether `layer` has a MoE block (else a dense MLP)."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def published(self) -> dict[str, Any]:
+        """This as config.json."""
+        kind = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+        kinds = [
+            qwen3_5_moe_config.LINEAR if self.is_linear(i) else qwen3_5_moe_config.FULL
+            for i in range(self.num_hidden_layers)
+        ]
+        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1, "rope_scaling": None}
+        return kind | asdict(self) | more
+
+
+class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
+    """The gated delta net with ``in_proj_qkvz`` and ``in_proj_ba``.
+
+    The rows of both go by key head: ``[q Dk, k Dk, v R Dv, z R Dv]`` and ``[b R, a R]``, with
+    R = Hv / Hk value heads to each.
+    """
+
+    def make_projections(self) -> None:
+        """See :meth:`GatedDeltaNet.make_projections`."""
+        config = self.config
+        width = config.conv_dim + config.value_dim
+        self.in_proj_qkvz = nn.Linear(config.hidden_size, width, bias=False)
+        self.in_proj_ba = nn.Linear(
+            config.hidden_size, 2 * config.linear_num_value_heads, bias=False
+        )
+
+    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+        """See :meth:`GatedDeltaNet.project`."""
+        config = self.config
+        B, T, _ = x.shape
+        Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.value_dim // Hk
+        qkvz, ba = project(self._kernels, x, *self.stacks()[0], norm=norm)
+        parts = mx.split(qkvz.reshape(B, T, Hk, -1), [Dk, 2 * Dk, 2 * Dk + values], axis=-1)
+        q, k, v, z = (part.reshape(B, T, -1) for part in parts)
+        b, a = mx.split(ba.reshape(B, T, Hk, -1), 2, axis=-1)
+        qkv = mx.concatenate([q, k, v], axis=-1)
+        return qkv, z, a.reshape(B, T, -1), b.reshape(B, T, -1)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.in_proj_qkvz, self.in_proj_ba)]
+
+
+class Model(qwen3_5_moe.Model):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
+
+    Config = Config
+    MODEL_TYPE = "qwen3_next"
+    MLX_LM_PREFIX: ClassVar[str] = ""
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm knows intervals only, no list of layers."""
+        full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
+        interval = full[0] + 1 if full else config.num_hidden_layers + 1
+        keys = {k: v for k, v in asdict(config).items() if k != "layer_types"}
+        return keys | {"full_attention_interval": interval}
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Mixer, then MoE block with a gated shared expert, or dense MLP."""
+        config, kernels = self.config, self._kernels
+        mixer = "self_attn", Attention(config, kernels, gated=True)
+        if config.is_linear(layer):
+            mixer = "linear_attn", FusedDeltaNet(config, kernels)
+        if not config.is_sparse(layer):
+            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            return DecoderLayer(config, mixer=mixer, mlp=mlp)
+        mlp = SharedExpertMoeBlock(
+            layer=layer,
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts,
+            shared_intermediate_size=config.shared_expert_intermediate_size,
+            router=self._router,
+            kernels=kernels,
+        )
+        return DecoderLayer(config, mixer=mixer, mlp=mlp)

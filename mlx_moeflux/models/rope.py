@@ -1,0 +1,195 @@
+"""Rotary embeddings as config.json describes them, in either spelling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import ConfigError, UnsupportedError
+
+
+def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, float]:
+    """``rope_theta`` and ``partial_rotary_factor`` (absent: `partial`) of a plain rope.
+
+    transformers 5 writes ``rope_parameters``; older files ``rope_theta``, ``rope_scaling`` and
+    a ``partial_rotary_factor`` beside them.
+
+    Raises:
+        ConfigError: Two places contradict each other.
+        UnsupportedError: The rope is not the plain one.
+    """
+    keys = ("rope_theta", "partial_rotary_factor")
+    found = rope_parameters(config, file, keys)
+    if found["rope_type"] != "default":
+        raise UnsupportedError(
+            f"{file}: rope type {found['rope_type']!r} is not computed; only 'default'."
+        )
+    return {"partial_rotary_factor": partial} | {k: found[k] for k in keys if k in found}
+
+
+def rope_parameters(
+    config: dict[str, Any], file: Path | str, flat: tuple[str, ...]
+) -> dict[str, Any]:
+    """All that ``rope_scaling``, ``rope_parameters`` and the keys `flat` at the top say.
+
+    ``rope_type`` is always there. Raises ConfigError where two of them disagree.
+    """
+    found: dict[str, Any] = {"rope_type": "default"}
+    for key in ("rope_scaling", "rope_parameters"):
+        source = config.get(key)
+        if source is None:
+            continue
+        if not isinstance(source, dict):
+            raise ConfigError(f"{file}: '{key}' is {source!r}, expected an object or null.")
+        found |= {k: v for k, v in source.items() if v is not None and k != "type"}
+        found["rope_type"] = source.get("rope_type", source.get("type", "default"))
+    for key in flat:
+        top = config.get(key)
+        if top is not None and found.setdefault(key, top) != top:
+            raise ConfigError(
+                f"{file}: '{key}' is {top} at the top and {found[key]} in the rope parameters; "
+                "keep one."
+            )
+    return found
+
+
+YARN_KINDS = ("yarn", "deepseek_yarn")
+_YARN_KEYS = {
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding, plain (`factor` None) or stretched by YaRN.
+
+    factor: How much longer than `original` the context is. attention_factor: Of cosine and sine.
+    mscale_all_dim: Enters the softmax scale, squared; see :meth:`softmax_factor`.
+
+    Source: transformers 5.23 `modeling_rope_utils._compute_yarn_parameters` and
+    `deepseek_v3.modeling_deepseek_v3.yarn_apply_mscale`.
+    """
+
+    theta: float
+    factor: float | None = None
+    original: float = 0.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], file: Path | str, *, theta: float, positions: int
+    ) -> Rope:
+        """Read ``rope_scaling`` + ``rope_theta`` or ``rope_parameters``.
+
+        theta: The base if none is given. positions: ``max_position_embeddings``.
+
+        Raises:
+            ConfigError: A key is missing, unknown or no number.
+            UnsupportedError: The rope is neither plain nor YaRN.
+        """
+        found = rope_parameters(config, file, ("rope_theta",))
+        kind, theta = found.pop("rope_type"), found.pop("rope_theta", theta)
+        if kind == "default":
+            return cls(theta=_number(theta, "rope_theta", file))
+        if kind not in YARN_KINDS:
+            raise UnsupportedError(
+                f"{file}: rope type {kind!r} is not computed; only 'default' and 'yarn'."
+            )
+        unknown = sorted(set(found) - _YARN_KEYS)
+        if unknown:
+            raise ConfigError(f"{file}: nothing here reads {unknown[0]!r} of the rope parameters.")
+        truncate = found.pop("truncate", True)
+        numbers = {key: _number(value, key, file) for key, value in found.items()}
+        original = numbers.get("original_max_position_embeddings")
+        if not original:
+            raise ConfigError(
+                f"{file}: YaRN needs 'original_max_position_embeddings' in the rope parameters."
+            )
+        factor = numbers.get("factor", positions / original)
+        mscale, all_dim = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
+        attention = _mscale(factor, 1.0)
+        if mscale and all_dim:
+            attention = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        return cls(
+            theta=_number(theta, "rope_theta", file),
+            factor=factor,
+            original=original,
+            attention_factor=numbers.get("attention_factor", attention),
+            beta_fast=numbers.get("beta_fast") or 32.0,
+            beta_slow=numbers.get("beta_slow") or 1.0,
+            mscale=mscale,
+            mscale_all_dim=all_dim,
+            truncate=bool(truncate),
+        )
+
+    def softmax_factor(self) -> float:
+        """Of the softmax scale."""
+        if self.factor is None or not self.mscale_all_dim:
+            return 1.0
+        return _mscale(self.factor, self.mscale_all_dim) ** 2
+
+    def periods(self, dims: int) -> mx.array:
+        """``[dims / 2]`` float32: pair i turns by position / periods[i].
+
+        YaRN divides the frequency by `factor` where a pair turns less than `beta_slow` times in
+        the original context, keeps it where it turns more than `beta_fast` times, and blends in
+        between.
+        """
+        periods = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        if self.factor is not None:
+            low, high = self._turns_at(self.beta_fast, dims), self._turns_at(self.beta_slow, dims)
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dims - 1)
+            high += 0.001 if low == high else 0.0
+            ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0.0, 1.0)
+            periods = 1 / (ramp / (self.factor * periods) + (1 - ramp) / periods)
+        return mx.array(periods.astype(np.float32))
+
+    def _turns_at(self, turns: float, dims: int) -> float:
+        """The pair, as a real number, that turns so often in the original context."""
+        return dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def published(self) -> dict[str, Any]:
+        """``rope_theta`` and ``rope_scaling`` of config.json."""
+        if self.factor is None:
+            return {"rope_theta": self.theta, "rope_scaling": None}
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": self.factor,
+                "original_max_position_embeddings": self.original,
+                "beta_fast": self.beta_fast,
+                "beta_slow": self.beta_slow,
+                "mscale": self.mscale,
+                "mscale_all_dim": self.mscale_all_dim,
+            },
+        }
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _number(value: Any, key: str, file: Path | str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ConfigError(f"{file}: '{key}' of the rope is {value!r}, expected a number.")
+    return value

@@ -1,0 +1,122 @@
+"""A decode step whose graph is built once by Python and then by MLX.
+
+Building some 400 operations in Python takes longer than a GPU needs to compute them. A step of one
+token a sequence is therefore traced under ``mx.compile``: counts go in as arrays, states go in and
+come out, and the trace serves until a key-value buffer grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.kernels.choice import Kernels
+
+
+class _Attention:
+    """What an attention layer asks of its cache, with counts as arrays."""
+
+    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+        self._keys, self._values, *tail = arrays
+        self._tail, self._columns, self.left_padding = tuple(tail), columns, padding
+
+    @property
+    def ends(self) -> tuple[mx.array, ...]:
+        return self._tail
+
+    def real_tokens(self, T: int) -> None:
+        return None
+
+    def positions(self, T: int) -> mx.array:
+        return self._columns if self.left_padding is None else self._columns - self.left_padding
+
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        self._tail = kernels.append_row(self._tail, keys, values, position=self._columns)
+        return {
+            "k": self._keys,
+            "v": self._values,
+            "length": self._columns + 1,
+            "start": self.left_padding,
+            "tail": self._tail,
+        }
+
+
+class _Recurrent:
+    """What a gated delta net asks of its cache."""
+
+    lengths = None
+
+    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+        self.conv, self.delta = arrays
+
+    @property
+    def ends(self) -> tuple[mx.array, ...]:
+        return self.conv, self.delta
+
+    def real_tokens(self, T: int) -> None:
+        return None
+
+    def make_mask(self, T: int) -> None:
+        return None
+
+    def advance(self, T: int) -> None:
+        pass
+
+
+# Kind of entry -> its stand-in while tracing.
+_KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
+
+
+class CompiledStep:
+    """Runs ``forward(tokens [B, 1], entries) -> logits [B, 1, V]`` as one traced graph.
+
+    forward: Must be free of side effects other than on the entries that it is given.
+    traces: How often it was traced: at the first step, and when shapes change.
+    """
+
+    def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
+        self._forward = forward
+        self._compiled: dict[tuple[type, ...], Callable[..., Any]] = {}
+        self.traces = 0
+
+    def fits(self, cache: Sequence[Any]) -> bool:
+        """Whether every entry has begun, and each sequence goes on by one real token."""
+        return all(
+            type(entry) in _KINDS
+            and not entry.empty()
+            and entry.lengths is None
+            and entry.real_tokens(1) is None
+            for entry in cache
+        )
+
+    def forget(self) -> None:
+        """Trace again: parameters, kernels or banks were replaced."""
+        self._compiled.clear()
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """tokens ``[B, 1]`` -> logits ``[B, 1, V]``; every entry is one column longer then."""
+        kinds = tuple(type(entry) for entry in cache)
+        run = self._compiled.get(kinds)
+        if run is None:
+            run = self._compiled[kinds] = mx.compile(self._traced(kinds))
+        columns = mx.array([cache[0].columns], dtype=mx.int32)
+        padding = cache[0].left_padding
+        logits, states = run(tokens, columns, padding, [entry.begin_step() for entry in cache])
+        for entry, ends in zip(cache, states, strict=True):
+            entry.end_step(*ends)
+        return logits
+
+    def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
+        def run(tokens, columns, padding, states):
+            self.traces += 1
+            entries = [
+                _KINDS[kind](arrays, columns, padding)
+                for kind, arrays in zip(kinds, states, strict=True)
+            ]
+            logits = self._forward(tokens, entries)
+            return logits, [entry.ends for entry in entries]
+
+        return run

@@ -1,0 +1,214 @@
+"""Oracle: the `gguf` package, which writes the files and dequantises their blocks; the same values
+in float32 safetensors must give the same logits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.checkpoint.gguf_blocks import KINDS, BlocksRef
+from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.convert import convert
+from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
+from mlx_moeflux.generation import generate
+from mlx_moeflux.loading import load, load_model, open_checkpoint
+
+gguf = pytest.importorskip("gguf", reason="extra: gguf")
+
+from tests import gguf_files  # noqa: E402
+from tests.models.twins import relative_error  # noqa: E402
+
+TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
+EXACT = ("Q8_0", "Q4_K", "Q5_K")
+
+
+def logits(path: Path, **options) -> np.ndarray:
+    with load_model(path, **options) as model:
+        result = np.array(model(TOKENS))
+    assert np.isfinite(result).all()
+    return result
+
+
+def parts_of(kind: str, rows: int, width: int, file: Path):
+    """The affine parts of random blocks as arrays, and gguf's values."""
+    raw = gguf_files.random_blocks(kind, rows, width, np.random.default_rng(rows))
+    file.write_bytes(raw.tobytes())
+    source = TensorRef("x", file, 0, "U8", raw.shape)
+    parts = BlocksRef.parts("x", source, KINDS[kind])
+    return parts, gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+
+
+def dequantised(parts, bits: int) -> np.ndarray:
+    arrays = [parts[part].load() for part in ("weight", "scales", "biases")]
+    return np.array(mx.dequantize(*arrays, 32, bits))
+
+
+@pytest.mark.parametrize("chunk", [1 << 18, 700])
+@pytest.mark.parametrize("kind", EXACT)
+def test_blocks_are_affine_exactly(tmp_path, kind, chunk, monkeypatch):
+    monkeypatch.setattr("mlx_moeflux.checkpoint.gguf_blocks.ELEMENTS_AT_ONCE", chunk)
+    parts, expected = parts_of(kind, 37, 512, tmp_path / "x")
+    assert np.array_equal(dequantised(parts, KINDS[kind].bits), expected)
+    some = {part: ref.rows(5, 19) for part, ref in parts.items()}
+    assert np.array_equal(dequantised(some, KINDS[kind].bits), expected[5:19])
+    assert np.isfinite(expected).all()
+    assert len(np.unique(expected)) > 1000
+
+
+def test_q6_is_within_half_a_step(tmp_path):
+    parts, expected = parts_of("Q6_K", 23, 768, tmp_path / "x")
+    actual = dequantised(parts, 8).reshape(-1, 32)
+    groups = expected.reshape(-1, 32)
+    step = np.ptp(groups, axis=1) / 255
+    error = np.abs(actual - groups).max(axis=1)
+    assert (error <= step * 0.5001 + 1e-9).all()
+    assert error.max() > 0
+
+
+def test_q6_of_equal_elements(tmp_path):
+    raw = np.zeros((2, 210), np.uint8)
+    raw[1, 208:210] = np.array([0.5], np.float16).view(np.uint8)
+    raw[1, 192:208] = 3
+    (tmp_path / "x").write_bytes(raw.tobytes())
+    ref = TensorRef("x", tmp_path / "x", 0, "U8", raw.shape)
+    values = dequantised(BlocksRef.parts("x", ref, KINDS["Q6_K"]), 8)
+    assert np.array_equal(values, gguf.dequantize(raw, gguf.GGMLQuantizationType.Q6_K))
+    assert set(values.flat) == {0.0, -48.0}
+
+
+def mixed(name: str) -> str:
+    """As Q4_K_M and Q5_K_M are: several types, and routers in float32."""
+    if name.endswith("ffn_gate_inp"):
+        return "F32"
+    for ending, kind in (("_down_exps", "Q5_K"), ("attn_v", "Q8_0"), ("ffn_down", "Q8_0")):
+        if name.endswith(ending):
+            return kind
+    return {"token_embd": "Q8_0", "output": "Q5_K"}.get(name, "Q4_K")
+
+
+CASES = {
+    "mixed": (mixed, {}),
+    "Q8_0": (lambda name: "F32" if "inp" in name else "Q8_0", {"dense": (1,)}),
+    "BF16": (lambda name: "BF16", {"tied": True}),
+    "F16": (lambda name: "F16", {"dense": (0, 2)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_values(tmp_path, case):
+    kind_of, options = CASES[case]
+    path = gguf_files.write(tmp_path / "model.gguf", kind_of, **options)
+    expected = logits(tmp_path / "meaning")
+    resident = logits(path)
+    assert relative_error(resident, expected) <= 1e-5
+    for reader in ("pread", "mmap"):
+        options = {"expert_memory": "80%", "expert_reader": reader, "expert_threads": 1}
+        assert np.array_equal(logits(tmp_path, **options), resident)
+    packed = convert(path, tmp_path / "packed", verify_written=True)
+    assert np.array_equal(logits(packed), resident)
+    assert np.array_equal(logits(packed, expert_memory="60%"), resident)
+
+
+def test_q6_says_that_it_is_quantised_anew(tmp_path, capsys):
+    """With the error of the logits: 8 bits in groups of 32 for 6 bits in groups of 16."""
+    path = gguf_files.write(
+        tmp_path / "model.gguf", lambda name: "Q6_K" if "down" in name else mixed(name)
+    )
+    expected = logits(tmp_path / "meaning")
+    with load_model(path, verbose=True) as model:
+        actual = np.array(model(TOKENS))
+        words = "Q6_K quantised anew to 8 bits in groups of 32 in 3 tensors"
+        assert model.store.stats().lossy == [words]
+    assert words in capsys.readouterr().err
+    errors = np.abs(actual - expected).max(axis=-1) / np.abs(expected).max(axis=-1)
+    # Of most tokens; a few may go to other experts.
+    assert 1e-5 < np.median(errors) <= 1e-2
+
+
+def test_tokenizer_comes_with_the_file(tmp_path):
+    path = gguf_files.write(tmp_path / "model.gguf", mixed)
+    model, tokenizer = load(path, expert_memory="80%", expert_threads=1)
+    with model:
+        ids = tokenizer.encode("ab ba")
+        assert tokenizer.convert_ids_to_tokens(ids) == ["ab", "Ġ", "b", "a"]
+        assert tokenizer.decode(ids) == "ab ba"
+        assert tokenizer.eos_token_ids == {gguf_files.V - 1}
+        assert tokenizer.apply_chat_template([{"content": "ab"}], tokenize=False) == "ab"
+        text = generate(model, tokenizer, "ab", max_tokens=5)
+    out = convert(path, tmp_path / "packed")
+    model, tokenizer = load(out, expert_memory="80%")
+    with model:
+        assert tokenizer.encode("ab ba") == ids
+        assert generate(model, tokenizer, "ab", max_tokens=5) == text
+
+
+def test_shards(tmp_path):
+    whole = gguf_files.write(tmp_path / "model.gguf", mixed)
+    reader = gguf.GGUFReader(whole)
+    out = tmp_path / "shards"
+    out.mkdir()
+    for i in (1, 2):
+        writer = gguf.GGUFWriter(str(out / f"m-{i:05d}-of-00002.gguf"), "qwen3moe")
+        if i == 1:
+            for name, found in reader.fields.items():
+                if name.startswith("qwen3moe.") or name.endswith("eos_token_id"):
+                    writer.add_key_value(name, found.contents(), found.types[0])
+        for tensor in reader.tensors[i - 1 :: 2]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert np.array_equal(logits(out), logits(whole))
+    (out / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match="00002-of-00002"):
+        load_model(out)
+
+
+def refused(path: Path, kind, words: str) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value) or str(path.parent) in str(caught.value)
+
+
+def test_bad_files_are_one_line(tmp_path, monkeypatch):
+    path = gguf_files.write(tmp_path / "model.gguf", mixed)
+    content = path.read_bytes()
+    for size in (0, 3, 40, 5000, len(content) - 100):
+        path.write_bytes(content[:size])
+        refused(path, CheckpointError, "truncated|damaged")
+    path.write_bytes(b"GGML" + content[4:])
+    refused(path, CheckpointError, "no GGUF")
+    path.write_bytes(content)
+    (tmp_path / "other.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match="2 GGUF models"):
+        open_checkpoint(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(path, UnsupportedError, r"pip install 'mlx_moeflux\[gguf\]'")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"architecture": "llama"}, UnsupportedError, "llama"),
+        ({"skip": ("expert_used_count",)}, ConfigError, "expert_used_count"),
+        ({"skip": ("blk.1.ffn_up_exps",)}, CheckpointError, "up_proj"),
+        ({"skip": ("blk.1.attn_q",)}, CheckpointError, "q_proj"),
+        ({"skip": ("token_embd",)}, CheckpointError, "token_embd"),
+    ],
+)
+def test_other_models_are_one_line(tmp_path, options, kind, words):
+    refused(gguf_files.write(tmp_path / "model.gguf", mixed, **options), kind, words)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1"])
+def test_other_types_are_refused_by_name(tmp_path, kind):
+    path = gguf_files.write(
+        tmp_path / "model.gguf", lambda name: kind if "exps" in name else mixed(name)
+    )
+    refused(path, UnsupportedError, rf"ffn_gate_exps\.weight' is {kind}; only Q8_0, Q4_K")

@@ -1,0 +1,117 @@
+"""Stores with the fused kernels. Oracle: the resident store, bit for bit; the reference closely."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.experts.compute import Form
+from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.kernels import auto
+from mlx_moeflux.kernels.choice import choose_kernels
+from mlx_moeflux.kernels.expert_mix import expert_mix_grouped, expert_mix_pairs
+from tests.experts.helpers import (
+    LAYERS,
+    E,
+    K,
+    bank_is_right,
+    random_call,
+    random_experts,
+    same_bits,
+    write_experts,
+)
+from tests.kernels.harness import emulated
+
+FEW_TOKENS = 3
+
+
+class BySize:
+    """What a store gets as `mix`: asked once a call which form all parts of it take."""
+
+    def form(self, x, slots, weights, bank):
+        assert slots is None
+        return expert_mix_pairs if x.shape[0] <= FEW_TOKENS else expert_mix_grouped
+
+
+FUSED = {"mix": BySize(), "scratch_bytes": 30_000}
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
+def kernels(request):
+    if request.param == "gpu":
+        yield
+    else:
+        # The order of threads is the business of the kernels' own tests.
+        once = [("forward", 0)]
+        with emulated(partly_written=("h", "order", "out"), schedules=once):
+            yield
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("slots", [K, 4, E - 1, E])
+def test_bank_size_changes_no_bit(experts, open_store, slots, overlap):
+    store = open_store(slots, overlap=overlap, **FUSED)
+    resident = experts.resident(**FUSED)
+    for seed, n in enumerate((1, 2, 1, FEW_TOKENS, FEW_TOKENS + 1, 1, 40)):
+        call = random_call(n, seed=seed, padding=n // 7)
+        assert same_bits(store.experts(5, *call), resident.experts(5, *call))
+    assert bank_is_right(store, experts)
+
+
+@pytest.mark.parametrize("specs", [(None,) * 3, (QuantSpec(8), QuantSpec(8), QuantSpec(2))])
+@pytest.mark.parametrize("n", [1, FEW_TOKENS + 2])
+def test_close_to_the_reference(tmp_path, specs, n):
+    experts = write_experts(tmp_path, random_experts(specs), "packed")
+    call = random_call(n, padding=n // 6)
+    expected = np.array(experts.resident().experts(3, *call))
+    with StreamedStore(make_reader("pread", experts.refs), 4, **FUSED) as store:
+        for _ in range(2):
+            y = np.array(store.experts(3, *call))
+            assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_scratch_changes_no_bit(experts, open_store):
+    """A call cut into chunks of a few tokens takes the form of the whole call."""
+    call = random_call(FEW_TOKENS + 5, padding=2)
+    expected = experts.resident(mix=BySize()).experts(3, *call)
+    for scratch_bytes in (3_000, 10_000):
+        options = {"mix": BySize(), "scratch_bytes": scratch_bytes}
+        for store in (
+            experts.resident(**options),
+            open_store(4, **options),
+            open_store(E, **options),
+        ):
+            assert same_bits(store.experts(3, *call), expected)
+
+
+def test_half_precision(experts, open_store):
+    store, resident = open_store(4, **FUSED), experts.resident(**FUSED)
+    for dtype in (mx.float16, mx.bfloat16):
+        for n in (3, FEW_TOKENS + 1):
+            x, ids, weights = random_call(n)
+            call = (x.astype(dtype), ids, weights)
+            assert same_bits(store.experts(LAYERS[0], *call), resident.experts(LAYERS[0], *call))
+
+
+def test_the_table_and_names_decide(experts):
+    x, _, weights = random_call(2)
+    bank = experts.bank(3)
+    by_name = choose_kernels({"expert_mix": "grouped"}).expert_mix
+    assert Form(mix=by_name).mixer(x, weights, bank) is expert_mix_grouped
+    by_name = choose_kernels(environment="expert_mix=reference").expert_mix
+    assert Form(mix=by_name).mixer(x, weights, bank) is None
+    training = choose_kernels({"expert_mix": "pairs"})
+    training.references_only()
+    assert Form(mix=training.expert_mix).mixer(x, weights, bank) is None
+
+
+def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
+    experts = random_experts((QuantSpec(3, 32),) * 3)
+    rows = (auto.Row("grouped"),)
+    monkeypatch.setattr(auto, "rows", lambda operation, backend: rows)
+    kernels = choose_kernels("auto")
+    x, _, weights = random_call(2)
+    assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
+    four = random_experts().bank(3)
+    assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped

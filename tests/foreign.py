@@ -1,0 +1,184 @@
+"""An independent writer of foreign checkpoints: NumPy and the formats' descriptions, none of the
+package's code. Values are computed in float64 loops or tables of their own."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+NUMPY = {"F32": np.float32, "I32": np.int32, "U32": np.uint32, "I64": np.int64}
+
+
+def bf16_bits(values) -> np.ndarray:
+    """Nearest bfloat16 (ties to even), by choosing between the two neighbours in float64."""
+    values = np.asarray(values, np.float32)
+    low = values.view(np.uint32) >> 16
+    below = (low.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    above = ((low + 1).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    up, down = np.abs(above - values), np.abs(values - below)
+    take = (up < down) | ((up == down) & (low % 2 == 1))
+    return (low + take).astype(np.uint16)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def e4m3_value(code: int) -> float:
+    """Of one byte, by the definition: 1 sign, 4 exponent, 3 mantissa bits, bias 7, no infinity."""
+    sign = -1.0 if code >= 128 else 1.0
+    exponent, mantissa = code // 8 % 16, code % 8
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    if exponent == 0:
+        return sign * (mantissa / 8) * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+E4M3_VALUES = np.array([e4m3_value(code) for code in range(256)])
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """The byte of the nearest value."""
+    finite = np.flatnonzero(np.isfinite(E4M3_VALUES))
+    distance = np.abs(E4M3_VALUES[finite][:, None] - values.reshape(-1))
+    return finite[distance.argmin(axis=0)].astype(np.uint8).reshape(values.shape)
+
+
+def fp8_blocks(weight: np.ndarray, block: tuple[int, int]):
+    """Bytes, float32 scales of blocks, and what they mean: float32(value) * scale in bfloat16."""
+    rows, width = weight.shape
+    counts = -(-rows // block[0]), -(-width // block[1])
+    codes, scales = np.zeros(weight.shape, np.uint8), np.zeros(counts, np.float32)
+    meaning = np.zeros(weight.shape, np.uint16)
+    for i in range(counts[0]):
+        for j in range(counts[1]):
+            part = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scale = np.float32(np.abs(weight[part]).max() / 448 + 1e-6)
+            scales[i, j] = scale
+            codes[part] = to_e4m3(weight[part].astype(np.float64) / float(scale))
+            product = E4M3_VALUES[codes[part]].astype(np.float32) * scale
+            meaning[part] = bf16_bits(product)
+    return codes, scales, meaning
+
+
+def int4_groups(weight: np.ndarray, group: int):
+    """int32 words of 8 values (lowest bits first, 8 stands for zero) and bfloat16 scales."""
+    groups = weight.reshape(len(weight), -1, group).astype(np.float64)
+    scales = bf16_bits(np.abs(groups).max(axis=-1) / 7 + 1e-6)
+    q = np.rint(groups / bf16_values(scales).astype(np.float64)[..., None])
+    q = (np.clip(q, -8, 7) + 8).astype(np.int64).reshape(len(weight), -1, 8)
+    words = (q << (4 * np.arange(8))).sum(axis=-1)
+    return words.astype(np.uint32).view(np.int32), scales
+
+
+def read_safetensors(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__", None)
+    return {
+        name: (
+            entry["dtype"],
+            tuple(entry["shape"]),
+            raw[8 + length + entry["data_offsets"][0] : 8 + length + entry["data_offsets"][1]],
+        )
+        for name, entry in header.items()
+    }
+
+
+def write_safetensors(file: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    header, position = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        ends = [position, position + len(data)]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends}
+        position += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    body = b"".join(data for _, _, data in tensors.values())
+    file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def as_array(tensor) -> np.ndarray:
+    """float32 of a BF16 or F32 tensor."""
+    dtype, shape, data = tensor
+    if dtype == "F32":
+        return np.frombuffer(data, np.float32).reshape(shape)
+    return bf16_values(np.frombuffer(data, np.uint16)).reshape(shape)
+
+
+def entry(dtype: str, array: np.ndarray):
+    return dtype, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def is_quantised_by_them(name: str) -> bool:
+    """Published FP8 and int4 checkpoints leave embeddings, norms, the head and routers alone."""
+    return name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+
+
+def copy_config(source: Path, out: Path, **keys) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | keys
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def write_fp8(source: Path, out: Path, block: tuple[int, int]) -> Path:
+    """`source` in FP8, and in ``out / "meaning"`` the same values in bfloat16."""
+    theirs, meaning = {}, {}
+    for name, tensor in read_safetensors(source / "model.safetensors").items():
+        theirs[name] = meaning[name] = tensor
+        if is_quantised_by_them(name):
+            codes, scales, values = fp8_blocks(as_array(tensor), block)
+            theirs[name] = entry("F8_E4M3", codes)
+            theirs[f"{name}_scale_inv"] = entry("F32", scales)
+            meaning[name] = entry("BF16", values)
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+    copy_config(source, out / "fp8", quantization_config=quantization)
+    copy_config(source, out / "meaning")
+    write_safetensors(out / "fp8" / "model.safetensors", theirs)
+    write_safetensors(out / "meaning" / "model.safetensors", meaning)
+    return out / "fp8"
+
+
+def write_int4(source: Path, out: Path, group: int) -> Path:
+    """`source` in compressed-tensors' int4, and in ``out / "meaning"`` in MLX's affine form."""
+    theirs, meaning = {}, {}
+    for name, tensor in read_safetensors(source / "model.safetensors").items():
+        if not is_quantised_by_them(name) or "layers.3." in name:
+            theirs[name] = meaning[name] = tensor
+            continue
+        base = name.removesuffix(".weight")
+        words, scales = int4_groups(as_array(tensor), group)
+        theirs[f"{base}.weight_packed"] = entry("I32", words)
+        theirs[f"{base}.weight_scale"] = entry("BF16", scales)
+        theirs[f"{base}.weight_shape"] = entry("I64", np.array(tensor[1], np.int64))
+        meaning[name] = entry("U32", words.view(np.uint32))
+        meaning[f"{base}.scales"] = entry("BF16", scales)
+        meaning[f"{base}.biases"] = entry("BF16", bf16_bits(-8 * bf16_values(scales)))
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "actorder": None,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    copy_config(source, out / "int4", quantization_config=quantization)
+    copy_config(source, out / "meaning", quantization={"bits": 4, "group_size": group})
+    write_safetensors(out / "int4" / "model.safetensors", theirs)
+    write_safetensors(out / "meaning" / "model.safetensors", meaning)
+    return out / "int4"

@@ -1,0 +1,194 @@
+"""The twins that make_families.py writes: shapes, spellings, what is added to a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One twin. `text` are keys of transformers' config, `written` of the config.json beside."""
+
+    family: str
+    text: dict
+    length: int
+    seed: int = 1
+    leniency: float = 1.0  # times the two minima
+    fused: bool = False  # experts.gate_up_proj / down_proj, else one tensor per expert
+    dtype: torch.dtype = torch.bfloat16
+    written: dict = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    extra: Callable[[dict, torch.Generator], dict] | None = None  # tensors -> more of them
+    bias: tuple[float, float] = (0.0, 0.3)  # mean and deviation of a router's bias
+    model_type: str | None = None  # written in the end, where transformers knows no such class
+
+
+def prediction_layer(tensors: dict, generator: torch.Generator) -> dict:
+    """The names of a published multi-token-prediction layer and of rotary buffers."""
+    layers = sorted({int(k.split(".")[2]) for k in tensors if k.startswith("model.layers.")})
+    last, new = f"model.layers.{layers[-1]}.", f"model.layers.{layers[-1] + 1}."
+    shapes = {new + k[len(last) :]: t.shape for k, t in tensors.items() if k.startswith(last)}
+    vocabulary, width = tensors["model.embed_tokens.weight"].shape
+    shapes |= {f"{new}{n}.weight": (width,) for n in ("enorm", "hnorm", "shared_head.norm")}
+    shapes |= {
+        f"{new}{n}.weight": (vocabulary, width) for n in ("embed_tokens", "shared_head.head")
+    }
+    shapes[f"{new}eh_proj.weight"] = (width, 2 * width)
+    shapes |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (8,) for i in layers}
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+def yarn(**more) -> dict:
+    """Of an original context so short that all pairs differ."""
+    keys = {"original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}
+    return keys | {"rope_theta": 1e4} | more
+
+
+QWEN3 = {"max_position_embeddings": 512, "use_cache": True}
+
+CASES = {
+    # Every input width is a multiple of 64, so that this one can be quantised in any way.
+    "qwen3_moe_top2": Case(
+        "qwen3_moe",
+        QWEN3
+        | {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+        length=37,
+        written={"rope_scaling": None, "rope_theta": 1e6, "max_window_layers": 3},
+        dropped=("rope_parameters",),
+    ),
+    "qwen3_moe_window": Case(
+        "qwen3_moe",
+        QWEN3
+        | {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "intermediate_size": 56}
+        | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_experts": 7}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False}
+        | {"use_sliding_window": True, "sliding_window": 5, "mlp_only_layers": [1]}
+        | {"decoder_sparse_step": 2, "tie_word_embeddings": True, "attention_bias": True},
+        length=29,
+        fused=True,
+        dtype=torch.float32,
+        # Weights that are not normalised are small: less shows.
+        leniency=0.3,
+    ),
+    # Three value heads to a key head, so that an order by value heads would show; dense layers.
+    "qwen3_next_top3": Case(
+        "qwen3_next",
+        QWEN3
+        | {"vocab_size": 107, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 72}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24}
+        | {
+            "linear_value_head_dim": 32,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"],
+        }
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+            }
+        },
+        length=35,
+        written={"rope_scaling": None, "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        dropped=("rope_parameters",),
+    ),
+    # Kimi-K2's shape of things: one group, YaRN of factor 32 with one beta.
+    "kimi_k2_group1": Case(
+        "deepseek_v3",
+        {"vocab_size": 73, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24}
+        | {"kv_lora_rank": 20, "v_head_dim": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 24}
+        | {"n_routed_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 5}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.827, "max_position_embeddings": 1024, "num_mtp_layers": 0}
+        | {
+            "rope_parameters": yarn(rope_type="yarn", factor=32.0, mscale=1.0, mscale_all_dim=1.0)
+            | {"rope_theta": 5e4, "beta_fast": 1.0, "beta_slow": 1.0}
+        },
+        length=33,
+        bias=(-0.4, 0.3),
+        written={"num_nextn_predict_layers": 0, "auto_map": {"x": "y"}},
+        model_type="kimi_k2",
+        leniency=0.5,
+    ),
+    # Every input width is a multiple of 64, so that this one can be quantised in any way. All
+    # scores of experts are negative: a group that lost would win with zero.
+    "deepseek_v3_yarn40": Case(
+        "deepseek_v3",
+        {"vocab_size": 89, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "v_head_dim": 64,
+        }
+        | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 16, "n_routed_experts": 8}
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": True, "max_position_embeddings": 1280}
+        | {"num_mtp_layers": 1}
+        | {"rope_parameters": yarn(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.8)},
+        length=39,
+        bias=(-1.6, 0.3),
+        extra=prediction_layer,
+        written={
+            "rope_scaling": {k: v for k, v in yarn().items() if k != "rope_theta"}
+            | {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.8},
+            "rope_theta": 10000,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "ep_size": 1,
+            "seq_aux": True,
+            "aux_loss_alpha": 0.001,
+        },
+        dropped=("rope_parameters",),
+    ),
+    "deepseek_v3_direct": Case(
+        "deepseek_v3",
+        {"vocab_size": 83, "hidden_size": 40, "num_hidden_layers": 2, "intermediate_size": 56}
+        | {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "q_lora_rank": None,
+            "kv_lora_rank": 28,
+            "v_head_dim": 18,
+        }
+        | {"qk_nope_head_dim": 22, "qk_rope_head_dim": 12, "n_routed_experts": 5}
+        | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"attention_bias": True, "max_position_embeddings": 32, "num_mtp_layers": 0}
+        | {"rope_parameters": yarn(rope_type="yarn", factor=1.0, mscale=1.0, mscale_all_dim=1.0)},
+        length=31,
+        dtype=torch.float32,
+        fused=True,
+        bias=(0.4, 0.2),
+    ),
+    "deepseek_v3_groups": Case(
+        "deepseek_v3",
+        {"vocab_size": 79, "hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 40}
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 36,
+            "kv_lora_rank": 32,
+            "v_head_dim": 20,
+        }
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "n_routed_experts": 16}
+        | {"n_group": 8, "topk_group": 3, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 2, "norm_topk_prob": True, "rope_interleave": False}
+        | {"max_position_embeddings": 512, "num_mtp_layers": 0, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        length=27,
+        bias=(-0.5, 0.4),
+        leniency=0.3,
+    ),
+}

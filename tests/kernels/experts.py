@@ -1,0 +1,106 @@
+"""Random experts and routes for tests of kernels, and what they must give, in float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.expert_mix import ABSENT
+from mlx_moeflux.kernels.quantised import Stored
+from tests.kernels.harness import float64
+
+# What the launches between hold for absent experts is never read.
+BETWEEN = ("h", "order", "out")
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+def random_matrix(
+    rng: np.random.Generator, shape: tuple[int, ...], *, bits: int, group: int, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array | None, mx.array | None, QuantSpec | None]:
+    """Weight, scales, biases and spec of a random matrix; bits 0: floats."""
+    dense = random_array(rng, shape, mx.float32) * shape[-1] ** -0.5
+    if bits == 0:
+        return dense.astype(dtype), None, None, None
+    weight, scales, biases = mx.quantize(dense, group_size=group, bits=bits)
+    return weight, scales.astype(dtype), biases.astype(dtype), QuantSpec(bits, group)
+
+
+def random_bank(
+    *, slots: int, C: int, F: int, bits: int, group: int, dtype: mx.Dtype, down: int | None = None
+) -> ExpertBank:
+    """down: Bits of the down projection where they differ."""
+    rng = np.random.default_rng(1000 * bits + C + F)
+    arrays, specs = {}, {}
+    for name, out, width in (("gate", F, C), ("up", F, C), ("down", C, F)):
+        of_this = down if name == "down" and down is not None else bits
+        parts = random_matrix(rng, (slots, out, width), bits=of_this, group=group, dtype=dtype)
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+            if array is not None:
+                arrays[f"{name}_proj.{part}"] = array
+        specs[f"{name}_proj"] = parts[3]
+    return ExpertBank.of(arrays, specs)
+
+
+def random_route(
+    rng: np.random.Generator, *, tokens: int, K: int, slots: int, absent: float = 0.0
+) -> tuple[mx.array, mx.array]:
+    """Distinct slots in random order and weights, both ``[tokens, K]``."""
+    chosen = np.stack([rng.permutation(slots)[:K] for _ in range(tokens)]).astype(np.uint32)
+    # Both what stores write for "none", and what routers do.
+    chosen[rng.random(chosen.shape) < absent / 2] = ABSENT
+    chosen[rng.random(chosen.shape) < absent / 2] = slots
+    return mx.array(chosen), mx.array(rng.random((tokens, K)).astype(np.float32))
+
+
+def dense(matrix: Stored) -> np.ndarray:
+    """The values of a stored matrix."""
+    if matrix.spec is None:
+        return float64(matrix.weight)
+    bits, group = matrix.spec.bits, matrix.spec.group_size
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
+    words = np.array(matrix.weight)[..., None] >> shifts
+    numbers = (words & ((1 << bits) - 1)).reshape(*matrix.weight.shape[:-1], -1)
+    scales, biases = (np.repeat(float64(a), group, -1) for a in (matrix.scales, matrix.biases))
+    return numbers * scales + biases
+
+
+def mix(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    initial: mx.array | None = None,
+    *,
+    rounded: mx.Dtype | None = None,
+) -> np.ndarray:
+    """The sum over experts by loops in float64; with `rounded` in that dtype, the naive way: every
+    weight, product and inner value is rounded to it."""
+
+    def keep(values: np.ndarray) -> np.ndarray:
+        if rounded is None:
+            return values
+        return float64(mx.array(values.astype(np.float32)).astype(rounded))
+
+    def product(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if rounded is None:
+            return matrix @ values
+        terms = (matrix * values).astype(np.float32)
+        return keep(np.cumsum(terms, axis=-1, dtype=np.float32)[:, -1])
+
+    gate, up, down = (keep(dense(p)) for p in (bank.gate, bank.up, bank.down))
+    rows, share, chosen = float64(x), float64(weights), np.array(slots)
+    y = np.zeros((len(rows), down.shape[1])) if initial is None else float64(initial)
+    for n, k in np.ndindex(chosen.shape):
+        s = chosen[n, k]
+        if s < len(gate):
+            a, b = product(gate[s], rows[n]), product(up[s], rows[n])
+            inner = keep(keep(a / (1 + np.exp(-a))) * b)
+            y[n] += share[n, k] * product(down[s], inner)
+            if rounded is not None:
+                y[n] = y[n].astype(np.float32)
+    return y

@@ -1,0 +1,109 @@
+// Part of runtime.cpp: may this thread touch this memory now?
+#pragma once
+
+Region* region_of(const char* p) {
+  auto after = std::upper_bound(
+      regions.begin(), regions.end(), p, [](const char* q, const Region& r) { return q < r.base; });
+  // An address in the gap before a region is nearer to that one.
+  if (after != regions.end() && after->base - p <= GAP / 2) return &*after;
+  return after == regions.begin() ? &*after : &*(after - 1);
+}
+
+void check_write(Region& r, Cell& c, long index) {
+  int now = epoch[r.shared ? 0 : 1], step = own_simdgroup().step[r.shared ? 0 : 1];
+  int mine = current / LANES;
+  const char* clash = nullptr;
+  int other = NOBODY;
+  if (c.write_epoch >= now && c.writer != current &&
+      !(c.writer / LANES == mine && c.write_step < step)) {
+    clash = "wrote", other = c.writer;
+  } else if (c.read_epoch >= now && c.reader != NOBODY && c.reader != current) {
+    bool ordered = c.reader != MANY && c.reader_simdgroup == mine && c.read_step < step;
+    if (!ordered) clash = "read", other = c.reader;
+  } else if (!r.shared && c.write_epoch && c.write_epoch < first_epoch) {
+    fail("'%s'[%ld] was written by another threadgroup too", r.name.c_str(), index);
+  } else if (!r.shared && c.read_epoch && c.read_epoch < first_epoch) {
+    fail("'%s'[%ld] is written here and read by another threadgroup", r.name.c_str(), index);
+  }
+  if (clash) {
+    fail(
+        "'%s'[%ld] is written although thread %d of the threadgroup %s it and no barrier lies "
+        "between",
+        r.name.c_str(), index, other, clash);
+  }
+  c.writer = current, c.write_epoch = now, c.write_step = step;
+}
+
+void check_read(Region& r, Cell& c, long index) {
+  int now = epoch[r.shared ? 0 : 1], step = own_simdgroup().step[r.shared ? 0 : 1];
+  int mine = current / LANES;
+  if (c.write_epoch >= now && c.writer != current && c.writer != NOBODY &&
+      !(c.writer / LANES == mine && c.write_step < step)) {
+    fail(
+        "'%s'[%ld] is read although thread %d of the threadgroup wrote it and no barrier lies "
+        "between",
+        r.name.c_str(), index, c.writer);
+  }
+  if (!r.shared && c.write_epoch && c.write_epoch < first_epoch) {
+    fail("'%s'[%ld] is read here and written by another threadgroup", r.name.c_str(), index);
+  }
+  if (c.read_epoch < now || c.reader == NOBODY) {
+    c.reader = current, c.reader_simdgroup = mine;
+  } else if (c.reader == MANY || c.reader_simdgroup != mine) {
+    c.reader = MANY;
+  } else if (c.read_step < step) {
+    c.reader = current;
+  } else if (c.reader != current) {
+    c.reader = SEVERAL;
+  }
+  c.read_epoch = now, c.read_step = step;
+}
+
+void check(const char* p, long size, bool write, long alignment) {
+  const char* stack = stacks + current * STACK;
+  if (p >= stack && p + size <= stack + STACK) return;
+  if (p >= __ehdr_start && p < _end && !write) return;  // tables of constants
+  if (p >= (char*)simdgroups.data() && p < (char*)(simdgroups.data() + simdgroups.size())) return;
+  if (p >= (char*)fibres.data() && p < (char*)(fibres.data() + fibres.size()) && !write) return;
+  const char* verb = write ? "writes" : "reads";
+  if (p >= stacks && p < stacks + long(fibres.size()) * STACK) {
+    fail("a thread %s private memory of another, or beyond its own", verb);
+  }
+  if (p < arena || p >= arena_end || regions.empty()) {
+    fail("a thread %s at an address that belongs to no array", verb);
+  }
+  Region& r = *region_of(p);
+  long offset = p - r.base, index = offset / r.item;
+  if (offset < 0) index = -((-offset + r.item - 1) / r.item);
+  if (offset < 0 || offset + size > r.bytes) {
+    fail(
+        "a thread %s '%s'[%ld], which has %ld elements", verb, r.name.c_str(),
+        offset < 0 ? index : (offset + size - 1) / r.item, r.bytes / r.item);
+  }
+  if (write && !r.writable) fail("a thread writes '%s'[%ld], which is an input", r.name.c_str(), index);
+  if (offset % alignment) {
+    fail(
+        "a thread %s %ld bytes at '%s'[%ld], which is no multiple of %ld bytes", verb, size,
+        r.name.c_str(), index, alignment);
+  }
+  if (!r.writable) return;
+  for (long i = index; i <= (offset + size - 1) / r.item; ++i) {
+    if (write) {
+      check_write(r, r.cells[i], i);
+    } else {
+      check_read(r, r.cells[i], i);
+    }
+  }
+}
+
+char* place_region(const char* name, long bytes, long item, bool writable, bool shared) {
+  char* base = arena + GAP;
+  if (!regions.empty()) {
+    const Region& last = regions.back();
+    base = last.base + (last.bytes + 4095) / 4096 * 4096 + GAP;
+  }
+  if (base + bytes + GAP > arena_end) fail("the emulator's arena is full");
+  regions.push_back({name, base, bytes, item, writable, shared, {}});
+  if (writable) regions.back().cells.resize(bytes / item + 1);
+  return base;
+}

@@ -1,0 +1,35 @@
+"""Oracle: the bundled model with references, for whole calls and token by token after them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+
+
+def logits(form: str, *, T: int, left: list[int]) -> list[np.ndarray]:
+    """Of a prompt of T columns and of two tokens after it; `left`: padding of each row."""
+    rng = np.random.default_rng(T)
+    kernels = f"reference,delta_mixer={form}"
+    with load_model(BUNDLED_MODEL, dtype=mx.float32, kernels=kernels) as model:
+        assert model.kernels.names()["delta_mixer"] == form
+        tokens = mx.array(rng.integers(0, model.config.vocab_size, (len(left), T + 2)))
+        cache = model.make_cache()
+        for entry in cache:
+            entry.prepare(left_padding=left)
+        found = [model(tokens[:, :T], cache=cache)]
+        found += [model(tokens[:, t : t + 1], cache=cache) for t in (T, T + 1)]
+        return [np.array(a) for a in found]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("T", "left"), [(3, [0]), (20, [0, 7])])
+def test_fused_mixer(T, left):
+    expected, actual = (logits(form, T=T, left=left) for form in ("reference", "fused"))
+    for a, b in zip(actual, expected, strict=True):
+        for row, padding in enumerate(left if a.shape[1] > 1 else [0] * len(left)):
+            real = slice(padding, None)
+            difference = np.abs(a[row, real] - b[row, real]).max()
+            assert difference <= 1e-4 * np.abs(b[row, real]).max()

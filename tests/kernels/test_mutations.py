@@ -1,0 +1,88 @@
+"""Oracle: the cases of every kernel. A mutation that none of them finds is a missing test."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mlx_moeflux.kernels import source
+from tests.kernels import lint
+from tests.kernels.cases import equivalent, kernels, variants
+from tests.kernels.harness import require, require_emulator, scratch_kernel
+from tests.kernels.mutations import mutations, run
+from tests.kernels.variant import Variant
+
+NAMES = sorted(kernels())
+FILES = sorted({kernel.file for kernel in kernels().values()})
+_SPACE = re.compile(r"\b(device|threadgroup|thread|constant)(?= (?:const )?[\w:<>, ]+[*&])")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_every_mutation_is_found(file):
+    require_emulator()
+    survivors = [what for what, found in run(file) if found is None]
+    known = equivalent(file)
+    assert sorted(set(survivors) - set(known)) == []
+    assert sorted(set(known) - set(survivors)) == [], "no longer survives: take it off the list"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_wrong_address_space_is_found(name):
+    require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    variant = variants(name)[0]
+    own = {d.text for d in source.definitions(variant.kernel.file, cuda=False)}
+    survivors = []
+    for match in _SPACE.finditer(variant.header):
+        if not any(_line(variant.header, match) in text for text in own):
+            continue
+        other = "threadgroup" if match[1] != "threadgroup" else "device"
+        header = variant.header[: match.start()] + other + variant.header[match.end() :]
+        changed = Variant(
+            variant.kernel, header, variant.generated, variant.template, variant.input_dtypes,
+            variant.output_dtypes,
+        )  # fmt: skip
+        if not lint.address_spaces(changed):
+            survivors.append(f"{match[1]} -> {other}: {_line(variant.header, match)}")
+    assert survivors == []
+
+
+def _line(text, match):
+    return text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]
+
+
+def test_every_class_of_mutation_is_made():
+    kernel = scratch_kernel(
+        "mutated",
+        inputs=("x", "y"),
+        outputs=("z",),
+        body="""
+        threadgroup float s[64];
+        uint i = thread_index_in_threadgroup;
+        if (i < 60) {
+          s[i] = x[i];
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        tile_a<float> a;
+        load_a(a, s, 8, i);
+        z[row * 8 + col] = metal::fma(x[i], y[i], s[i]);
+        """,
+    )
+    made = mutations("common.metal", [kernel])
+    names = [m.name for m in made]
+    for wanted in (
+        "scratch_mutated: missing barrier threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "scratch_mutated: unwritten s[i] = x[i];",
+        "scratch_mutated: unwritten z[row * 8 + col] = metal::fma(x[i], y[i], s[i]);",
+        "scratch_mutated: off by one if (i < 60) -> <=",
+        "scratch_mutated: off by one if (i < 60) -> + 1 <",
+        "scratch_mutated: transposed row * 8 + col -> col * 8 + row",
+        "scratch_mutated: transposed load_a(a, s, 8, i) ->load_a_t(",
+        "scratch_mutated: swapped arguments 2 and 3 of load_a: s, 8",
+        "scratch_mutated: swapped arguments 1 and 2 of metal::fma: x[i], y[i]",
+    ):
+        assert wanted in names, (wanted, names)
+    assert len(set(names)) == len(names)
+    assert all(m.old != m.new for m in made)

@@ -1,0 +1,168 @@
+"""Norm and matrices in one launch against float64; the naive error is stock MLX's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.project import _KERNELS, Weight, project, project_fused
+from tests.kernels.experts import dense, random_array, random_matrix
+from tests.kernels.harness import Case, error, float64
+
+EPS = 1e-5
+# tokens, C, (rows, bits, group) of each matrix, dtype
+SIZES = [
+    (1, 96, [(5, 4, 32), (8, 8, 32), (3, 2, 32), (1, 0, 32)], mx.float32),
+    (
+        1,
+        256,
+        [(7, 2, 128), (6, 4, 64), (1, 8, 128), (2, 0, 32)],
+        mx.float16,
+    ),
+    (3, 160, [(6, 4, 32)], mx.bfloat16),
+    (2, 2048, [(2, 4, 64), (2, 8, 64)], mx.bfloat16),
+    (4, 64, [(6, 8, 64), (7, 4, 32)], mx.float32),
+    (4, 128, [(33, 0, 32)], mx.float16),
+]
+
+
+def arguments(sizes, *, with_norm, residual):
+    """The call's arguments and what they must give."""
+    tokens, C, parts, dtype = sizes
+    rng = np.random.default_rng(C + tokens)
+    parts = parts[:1] if residual else parts
+    weights = [
+        Weight(*random_matrix(rng, (out, C), bits=bits, group=group, dtype=dtype))
+        for out, bits, group in parts
+    ]
+    x = random_array(rng, (tokens, C), dtype)
+    norm = random_array(rng, (C,), dtype) if with_norm else None
+    added = random_array(rng, (tokens, parts[0][0]), dtype) if residual else None
+    rows = float64(x)
+    if with_norm:
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(norm)
+    truths = [rows @ dense(weight).T + (float64(added) if residual else 0) for weight in weights]
+    return (x, weights), {"norm": norm, "eps": EPS, "residual": added}, truths
+
+
+def limits(args, options, truths):
+    """Twice the error of stock MLX; one rounding of the result is no one's fault."""
+    dtype = args[0].dtype
+    half = 3e-7 if dtype == mx.float32 else float(mx.finfo(dtype).eps) / 2
+    return [
+        max(2 * error(reference, truth), half * np.abs(truth).max())
+        for reference, truth in zip(project(*args, **options), truths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("with_norm", "residual"), [(True, False), (False, True)])
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+def test_agrees_with_float64(device, sizes, with_norm, residual):
+    args, options, truths = arguments(sizes, with_norm=with_norm, residual=residual)
+    outputs = project_fused(*args, **options)
+    assert len(outputs) == len(args[1])
+    for y, truth, limit in zip(outputs, truths, limits(args, options, truths), strict=True):
+        assert y.dtype == args[0].dtype
+        assert error(y, truth) <= limit
+
+
+def test_tokens_together_or_apart_give_the_same_bits(device):
+    rng = np.random.default_rng(0)
+    weight = Weight(*random_matrix(rng, (6, 128), bits=4, group=64, dtype=mx.bfloat16))
+    x, norm = random_array(rng, (4, 128), mx.bfloat16), random_array(rng, (128,), mx.bfloat16)
+    pairs = [project_fused(x[i : i + 2], [weight], norm=norm)[0] for i in (0, 2)]
+    assert mx.array_equal(project_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)).item()
+
+
+def test_wrong_arguments():
+    rng = np.random.default_rng(0)
+    weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=64, dtype=mx.float32))
+    x = random_array(rng, (2, 64), mx.float32)
+    for call in (
+        lambda: project_fused(mx.zeros((0, 64)), [weight]),
+        lambda: project_fused(x[:, :32], [weight]),
+        lambda: project_fused(x, [weight], norm=mx.ones((32,))),
+        lambda: project_fused(x, [weight], residual=x),
+        lambda: project_fused(x, [weight, weight], residual=x[:, :6]),
+    ):
+        with pytest.raises(ShapeError):
+            call()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
+def test_gives_the_normalised_rows_too(device, sizes):
+    args, options, _ = arguments(sizes, with_norm=True, residual=False)
+    *outputs, normed = project_fused(*args, **options, normed=True)
+    rows = float64(args[0])
+    truth = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
+    (naive,) = project(args[0], [], **options, normed=True)
+    assert normed.dtype == args[0].dtype
+    assert error(normed, truth) <= max(2 * error(naive, truth), 1e-6)
+    for y, expected in zip(outputs, project_fused(*args, **options), strict=True):
+        assert mx.array_equal(y, expected).item()
+
+
+@pytest.mark.parametrize("structure", [(4,), (2, 2)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_matrices_one_behind_another_are_as_if_apart(device, dtype, structure):
+    rng = np.random.default_rng(3)
+    apart, together = [], []
+    for m, count in enumerate(structure):
+        options = {"bits": (4, 8)[m], "group": 32, "dtype": dtype}
+        parts = [random_matrix(rng, (3 + 4 * i, 96), **options) for i in range(count)]
+        apart += [Weight(*part) for part in parts]
+        arrays = [mx.concatenate([part[i] for part in parts]) for i in range(3)]
+        outs = tuple(part[0].shape[0] for part in parts)
+        together.append(Weight(*arrays, parts[0][3], outs))
+    x, norm = random_array(rng, (2, 1, 96), dtype), random_array(rng, (96,), dtype)
+    expected = project_fused(x, apart, norm=norm)
+    assert [y.shape for y in expected] == [(2, 1, n) for w in together for n in w.outs]
+    for form, same in ((project_fused, True), (project, False)):
+        for y, other in zip(form(x, together, norm=norm), expected, strict=True):
+            assert y.shape == other.shape
+            if same:
+                assert mx.array_equal(y, other).item()
+            else:
+                assert error(y, float64(other)) <= 0.03 * np.abs(float64(other)).max()
+
+
+def test_flat_results(device):
+    rng = np.random.default_rng(5)
+    weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=32, dtype=mx.float32))
+    x, norm = random_array(rng, (2, 3, 64), mx.float32), random_array(rng, (64,), mx.float32)
+    for form in (project, project_fused):
+        y, normed = form(x, [weight], norm=norm, normed=True, flat=True)
+        assert (y.shape, normed.shape) == ((6, 6), (6, 64))
+        shaped, _ = form(x, [weight], norm=norm, normed=True)
+        assert mx.array_equal(y.reshape(2, 3, 6), shaped).item()
+
+
+def case(structure, norm: bool, ends: str) -> Case:
+    """Matrices of different sizes and bits, two rows."""
+    rng = np.random.default_rng(len(structure))
+    weights, truths, x = [], [], random_array(rng, (2, 96), mx.float32)
+    scale = random_array(rng, (96,), mx.float32)
+    rows = float64(x)
+    if norm:
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
+    for m, count in enumerate(structure):
+        outs = tuple(5 + 2 * i + m for i in range(count))
+        bits = (4, 8, 2, 0)[m]
+        matrix = random_matrix(rng, (sum(outs), 96), bits=bits, group=32, dtype=mx.float32)
+        weights.append(Weight(*matrix, outs))
+        product = rows @ dense(weights[-1]).T
+        truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
+    options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
+    if ends == "residual":
+        options["residual"] = random_array(rng, (2, 5), mx.float32)
+        truths = [truths[0] + float64(options["residual"])]
+    if ends == "normed":
+        truths.append(rows)
+    limit = max(limits((x, weights), options, truths))
+    name = "-".join([*map(str, structure), str(norm), ends])
+    return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
+
+
+CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}

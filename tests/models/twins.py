@@ -1,0 +1,32 @@
+"""The stored twins and how far an answer is from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.models import model_class
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
+LIMIT = 1e-5  # of the largest logit
+
+
+def relative_error(actual: mx.array, expected: mx.array) -> float:
+    actual, expected = np.array(actual), np.array(expected)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    assert np.isfinite(expected).all()
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def smallest_memory(directory: Path) -> str:
+    """A budget of K + 1 experts a layer where that is fewer than all."""
+    file = directory / "config.json"
+    raw = json.loads(file.read_text())
+    config = model_class(raw["model_type"]).Config.from_dict(raw, file=file)
+    k, e = config.num_experts_per_tok, config.num_experts
+    return f"{100 * min(k + 1, e) / e + 0.01:.2f}%"
