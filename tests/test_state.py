@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from mlx_moeflux.batch import Batch
 from mlx_moeflux.cache import KVCache, RecurrentCache
 from mlx_moeflux.errors import CacheError
-from tests.models_at_hand import KINDS, model_of, run, same_bits, tokens_of
+from mlx_moeflux.loading import load_model
+from tests.models_at_hand import KINDS, TWIN, model_of, run, same_bits, tokens_of
 
 T = 21
 
@@ -170,3 +173,32 @@ def test_context_left_and_bytes_per_position(model):
         for array in entry._arrays()
     )
     assert model.bytes_per_position() == rows
+
+
+@pytest.mark.parametrize("position", [3, 16, 21])
+def test_traced_steps_are_kept_and_restored_with_their_tails(tmp_path, position):
+    with load_model(TWIN, expert_memory="100%", dtype=mx.float32) as model:
+        model.compile_steps = True
+        tokens, state = tokens_of(position + 20), model.make_cache()
+        run(model, state, tokens[:, :position])
+        kept = state.snapshot()
+        state.save(tmp_path / "state")
+        expected = run(model, state, tokens[:, position:])
+        assert model._step.traces > 0
+        for restore in ("memory", "disk"):
+            other = model.make_cache()
+            if restore == "memory":
+                other.restore(kept)
+            else:
+                other.load(tmp_path / "state")
+            got = run(model, other, tokens[:, position:])
+            assert np.abs(np.array(got - expected)).max() <= 1e-5 * np.abs(np.array(expected)).max()
+        batch = Batch(model)
+        for name, length in (("a", 4), ("b", position)):
+            single = model.make_cache()
+            run(model, single, tokens_of(length, seed=7))
+            batch.join([name], single)
+        logits = batch.step(mx.array([1, 2]))
+        batch.evaluate(logits)
+        batch.leave(["a"])
+        assert batch.state("b").position == position + 1
