@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mlx_moeflux._version import __version__
 
 if TYPE_CHECKING:
+    from mlx_moeflux.batch_text import batch_generate
+    from mlx_moeflux.batching import BatchGenerator
+    from mlx_moeflux.cache.prompt import PromptCache
     from mlx_moeflux.convert import convert
     from mlx_moeflux.generation import GenerationResponse, generate, stream_generate
     from mlx_moeflux.loading import load, load_model
@@ -20,7 +23,10 @@ if sys.platform == "darwin":
 
 # Public name -> module; imported when first used, so that importing the package loads no MLX.
 _PUBLIC = {
+    "BatchGenerator": "batching",
     "GenerationResponse": "generation",
+    "PromptCache": "cache.prompt",
+    "batch_generate": "batch_text",
     "convert": "convert",
     "generate": "generation",
     "load": "loading",
@@ -29,8 +35,11 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "BatchGenerator",
     "GenerationResponse",
+    "PromptCache",
     "__version__",
+    "batch_generate",
     "convert",
     "generate",
     "load",

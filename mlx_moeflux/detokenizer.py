@@ -88,7 +88,7 @@ class StopText:
             self.found = True
             shown, self._held = self._held[: min(hits)], ""
             return shown
-        held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        held = max((overlap(self._held, stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - held]
         self._held = self._held[len(self._held) - held :]
         return shown
@@ -102,7 +102,7 @@ class StopText:
         return shown + rest
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that ends `text`."""
     return next(
         (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0

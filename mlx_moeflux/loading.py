@@ -64,6 +64,8 @@ def load_model(
     expert_threads: int | None = None,
     experts_per_token: int | None = None,
     max_context: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
     dtype: mx.Dtype | None = None,
     router: Router | None = None,
     store: ExpertStore | None = None,
@@ -89,6 +91,8 @@ def load_model(
         experts_per_token: Fewer than the model's own is faster and lossy; marked as such in the
             statistics.
         max_context: Tokens a sequence may have, at most the config's limit.
+        kv_bits, kv_group_size: Keep keys and values in 4 or 8 bits, in groups with a scale each:
+            smaller and lossy; marked as such in the statistics.
         dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
         router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
             the same name; their protocols state shapes, and a wrong shape raises here. kernels:
@@ -177,6 +181,9 @@ def load_model(
         store.stats().mark_lossy(checkpoint.approximated)
     if router.num_experts_per_tok < own_k:
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
+    if kv_bits is not None:
+        store.stats().mark_lossy(f"kv_bits {kv_bits}")
+        model.quantize_cache(kv_bits, kv_group_size)
     if fuse or (fuse is None and mx.default_device() != mx.cpu):
         model.prepare()
     return model

@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cache import AttentionCache, LatentCache, RecurrentCache
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.cache.prompt import PromptCache
+from mlx_moeflux.errors import CacheError, UnsupportedError
+from mlx_moeflux.experts.rewarm import rewarm
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
@@ -71,3 +74,46 @@ def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]
 
     load_model.stock = stock
     return load_model
+
+
+class SharedPrompts:
+    """A :class:`~mlx_moeflux.cache.prompt.PromptCache` in the place of mlx-lm's ``LRUPromptCache``.
+
+    provider: Has the ``model`` that is asked for; tokens alone tell its states apart.
+    """
+
+    def __init__(self, provider: Any, cache: PromptCache):
+        self._provider, self._cache = provider, cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+        """A state behind the longest known beginning, or None, and the tokens after it: one at
+        least, for mlx-lm has no use for logits."""
+        resumed = self._cache.resume(self._provider.model, tokens)
+        if resumed.position == len(tokens):
+            resumed = self._cache.resume(self._provider.model, tokens[:-1])
+        rewarm(self._provider.model.store, resumed.experts)
+        if resumed.position == 0:
+            return None, tokens
+        return resumed.state, tokens[resumed.position :]
+
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = ""
+    ) -> None:
+        """Keep a state behind `tokens`."""
+        # mlx-lm may be a token ahead where a reply was cut off; such a state has no use.
+        with contextlib.suppress(CacheError):
+            self._cache.store(self._provider.model, tokens, prompt_cache)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Nothing: the cache keeps to its own limits."""
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Nothing: there is one type."""
+        return {}

@@ -53,6 +53,29 @@ def prompt_ids(
     return ids
 
 
+def turn_end(
+    tokenizer: Any,
+    prompt: Prompt,
+    ids: Sequence[int],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> int | None:
+    """Where the messages of a conversation end in its `ids`, before what opens the reply: the next
+    turn has the same beginning, whatever the template makes of the reply. None for other prompts.
+    """
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return None
+    if not isinstance(prompt[0], Mapping) or prompt[-1].get("role") == "assistant":
+        return None
+    options = {**(options or {}), "add_generation_prompt": False}
+    try:
+        closed = _template_ids(tokenizer, prompt, tools, options)
+    except InputError:
+        return None
+    return len(closed) if list(ids[: len(closed)]) == closed else None
+
+
 def _are_integers(ids: Any) -> bool:
     return isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
 

@@ -110,3 +110,18 @@ def test_bigger_than_memory_holds_less_than_its_checkpoint():
     assert limit < size
     assert ours < limit
     assert ours < theirs
+
+
+def test_shared_prompt_reads_the_text_once_and_in_one_process(tmp_path):
+    def known(out):
+        return [line.split()[1:3] for line in out.splitlines()[1:4]]
+
+    first, second = (run("examples/shared_prompt.py", str(tmp_path / "known")) for _ in range(2))
+    (none, _), (text, _), (same, _) = known(first)
+    assert none == "0"
+    assert int(text) > 300
+    assert text == same
+    assert all(cached == asked for cached, asked in known(second))
+    assert [line.split("  ")[-1] for line in first.splitlines()[1:4]] == [
+        line.split("  ")[-1] for line in second.splitlines()[1:4]
+    ]

@@ -124,7 +124,7 @@ def test_stream_generate(twin, loaded, chunk):
 
 
 def test_quantised_keys_and_values_are_refused_rather_than_ignored(twin, loaded):
-    with pytest.raises(UnsupportedError, match="quantised yet; leave kv_bits out"):
+    with pytest.raises(UnsupportedError, match="give kv_bits to load"):
         list(mlx_lm.stream_generate(*loaded, twin.prompts[0], max_tokens=2, kv_bits=4))
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux import generation
+from mlx_moeflux import steps
 from mlx_moeflux.benchmarking.exact import DECODE_TOKENS, forced_logits
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 from mlx_moeflux.memory import LIMITS, Needs
@@ -161,7 +161,7 @@ class Ours:
         """See :meth:`Side.steps`."""
         (B, P), model = stream.prompt.shape, self.model
         if B == 1:
-            yield from generation.generate_step(
+            yield from steps.generate_step(
                 mx.array(stream.prompt[0]),
                 model,
                 max_tokens=stream.following.shape[1],

@@ -22,6 +22,7 @@ class AttentionCache(SequenceClock):
     slice update that MLX carries out in place once every earlier reader has finished.
     """
 
+    kind, fields, token_axis = "attention", ("keys", "values"), 2
     step = 256
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class AttentionCache(SequenceClock):
         keys [B, Hkv, T, Dk], values [B, Hkv, T, Dv] -> [B, Hkv, S, Dk], [B, Hkv, S, Dv].
         """
         T = keys.shape[2]
+        keys, values = self.packed(keys), self.packed(values)
         if self._batch_known() and keys.shape[0] != self.batch_size:
             raise CacheError(
                 f"The cache holds {self.batch_size} sequences but {keys.shape[0]} were given; "
@@ -87,18 +89,25 @@ class AttentionCache(SequenceClock):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
-        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+        rows = (self.keys[:, :, : self.columns], self.values[:, :, : self.columns])
+        return self.unpacked(rows[0]), self.unpacked(rows[1])
+
+    @classmethod
+    def packed(cls, rows: mx.array) -> mx.array:
+        """Rows of the model as they are kept."""
+        return rows
+
+    @classmethod
+    def unpacked(cls, rows: mx.array) -> mx.array:
+        """The reverse of :meth:`packed`."""
+        return rows
 
     def append(self, kernels: Any, keys: mx.array, values: mx.array) -> dict[str, Any]:
         """:meth:`update_and_fetch`, but returns what an attention operation takes: whole buffers
         and which rows of them count."""
         self.update_and_fetch(keys, values)
-        return {
-            "k": self.keys,
-            "v": self.values,
-            "length": self.columns,
-            "start": self.left_padding,
-        }
+        keys, values, length = self.buffer()
+        return {"k": keys, "v": values, "length": length, "start": self.left_padding}
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Whole buffers and the number of columns in use, for kernels that take a length."""
@@ -231,7 +240,10 @@ class AttentionCache(SequenceClock):
         They look for this name before the first token and call it thousands of tokens later: a
         property refuses at once.
         """
-        raise UnsupportedError("Keys and values cannot be quantised yet; leave kv_bits out.")
+        raise UnsupportedError(
+            "Keys and values are quantised from the first token on or never; give kv_bits to "
+            "load() and leave it out here."
+        )
 
     # Batches.
 
@@ -320,6 +332,8 @@ KVCache = AttentionCache
 class LatentCache(AttentionCache):
     """What latent attention remembers: ``keys`` are the latents [B, 1, capacity, R] and
     ``values`` the rotary keys [B, 1, capacity, Dr] that all heads share."""
+
+    kind = "latent"
 
 
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -56,17 +56,21 @@ class SequenceClock:
     """Counts the columns of B sequences; the base of every cache entry.
 
     ``columns``: columns written so far, padding included, the same for all sequences.
+
+    A subclass says what it is when saved, see :mod:`mlx_moeflux.cache.portable`.
     """
+
+    kind: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
+    token_axis: ClassVar[int | None] = None
 
     def __init__(self) -> None:
         self.columns = 0
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
 
-    # A subclass says what it holds.
-
     def _arrays(self) -> tuple[mx.array | None, ...]:
-        raise NotImplementedError
+        return tuple(getattr(self, name) for name in self.fields)
 
     @property
     def batch_size(self) -> int:
@@ -151,6 +155,10 @@ class SequenceClock:
     def advance(self, T: int) -> None:
         """Counts T columns as written (``update_and_fetch`` does so itself)."""
         self.columns += T
+
+    def parts(self, T: int, size: int) -> list[tuple[int, int]]:
+        """How the next T columns go through a layer's mixer: (start, stop) of at most `size`."""
+        return [(start, min(start + size, T)) for start in range(0, T, size)]
 
     def prepare(
         self,

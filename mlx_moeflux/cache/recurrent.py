@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -23,13 +24,14 @@ class RecurrentCache(SequenceClock):
     ``delta``, and ends with ``advance(T)``. Arrays are replaced, never written in place.
     """
 
+    kind, fields = "recurrent", ("conv", "delta")
+
     def __init__(self) -> None:
         super().__init__()
         self.conv: mx.array | None = None
         self.delta: mx.array | None = None
-
-    def _arrays(self):
-        return self.conv, self.delta
+        self._watched: frozenset[int] = frozenset()
+        self._seen_at: dict[int, tuple[mx.array, mx.array]] = {}
 
     def make_mask(self, T: int) -> mx.array | None:
         """Which of the next T columns are tokens: bool [B, T], or None when all are.
@@ -38,6 +40,39 @@ class RecurrentCache(SequenceClock):
         the window ends at the last token, which ``lengths`` tells.
         """
         return self.real_tokens(T)
+
+    # Looking back.
+
+    def watch(self, positions: Iterable[int]) -> None:
+        """Remember the state at these columns when they are passed, for :meth:`seen_at`; what was
+        watched before is forgotten. Costs no call of the model: a layer's mixer stops there."""
+        self._watched, self._seen_at = frozenset(positions), {}
+
+    def seen_at(self, column: int) -> tuple[mx.array, mx.array] | None:
+        """(conv, delta) as they were at a column that was watched and passed."""
+        return self._seen_at.get(column)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentCache:
+        other = super().__deepcopy__(memo)
+        other.watch(())
+        return other
+
+    def parts(self, T: int, size: int) -> list[tuple[int, int]]:
+        """See :meth:`SequenceClock.parts`; also cut where the state is watched."""
+        now = self.columns
+        cuts = {column - now for column in self._watched if now < column < now + T}
+        parts = []
+        for start, stop in pairwise(sorted({0, T} | cuts)):
+            parts += [(a, min(a + size, stop)) for a in range(start, stop, size)]
+        return parts
+
+    def advance(self, T: int) -> None:
+        """See :meth:`SequenceClock.advance`."""
+        super().advance(T)
+        if self.columns in self._watched:
+            self._seen_at[self.columns] = self.conv, self.delta
+
+    # One column at a time.
 
     def begin_step(self) -> tuple[mx.array, mx.array]:
         """The arrays that a step of one column reads, ``conv`` and ``delta``."""

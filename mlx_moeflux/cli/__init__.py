@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -15,6 +16,9 @@ from mlx_moeflux.errors import MoefluxError
 # Command -> what it does; its module in this package has add_arguments(parser) and run(args).
 COMMANDS = {
     "generate": "write text after a prompt",
+    "chat": "talk to a model, turn by turn",
+    "server": "answer OpenAI's protocol over HTTP",
+    "cache_prompt": "read a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare every kernel with its reference on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
@@ -83,10 +87,16 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
     return command_module(name).run(args) or 0
 
 
+def _one_line(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
 def _guarded(action) -> int:
-    """Errors of users and files become one line on stderr."""
+    """Errors of users and files become one line on stderr, and so do warnings."""
     try:
-        status = action()
+        with warnings.catch_warnings():
+            warnings.showwarning = _one_line
+            status = action()
         sys.stdout.flush()
         return status
     except MoefluxError as error:

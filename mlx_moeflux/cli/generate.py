@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_moeflux.cli.look import add_look_arguments, looking
@@ -23,10 +23,8 @@ REFUSED = {
     "--image": "images are not read",
     "--quantize-activations": "activations stay in the compute dtype",
     "--max-kv-size": "the state of the recurrent layers cannot be rotated",
-    "--kv-bits": "the key-value cache is not quantised yet",
-    "--kv-group-size": "the key-value cache is not quantised yet",
-    "--quantized-kv-start": "the key-value cache is not quantised yet",
-    "--prompt-cache-file": "prompt caches are not stored yet",
+    "--quantized-kv-start": "keys and values are quantised from the first token on",
+    "--pipeline": "one machine runs the model",
     "--trust-remote-code": "no code from a checkpoint ever runs",
 }
 
@@ -73,10 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int)
     add("--verbose", type=_boolean, default=True, help="print speeds at the end")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
+    add_cache_arguments(parser)
+    add("--prompt-cache-file", metavar="FILE", help="go on from what `cache_prompt` wrote")
     add_expert_arguments(parser)
+    add("--trace", metavar="FILE", help="record which experts every token chooses")
     add_look_arguments(parser)
     for flag in REFUSED:
         add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=Refuse)
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where states of prompts outlive a call."""
+    add = parser.add_argument
+    add("--prompt-cache", metavar="DIR", help="keep states of prompts there and go on from them")
+    add("--prompt-cache-disk", default="20GB", metavar="SIZE", help="at most, default %(default)s")
 
 
 def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,30 +99,26 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tuning", metavar="FILE", help="what tune found, where these options leave it open")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
-    add("--trace", metavar="FILE", help="record which experts every token chooses")
+    add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
+    add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
     add("--stats", action="store_true", help="print what the experts cost, layer by layer")
 
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import generation, loading
 
-    model, tokenizer = loading.load(
-        args.model or loading.BUNDLED_MODEL,
-        expert_memory=args.expert_memory,
-        expert_threads=args.expert_threads,
-        expert_reader=args.expert_reader,
-        eviction=args.eviction,
-        prefetch=args.prefetch,
-        balance=args.balance,
-        tuning=args.tuning,
-        experts_per_token=args.experts_per_token,
-        max_context=args.max_context,
-        verbose=True,
-    )
-    with model, model.trace(args.trace) if args.trace else nullcontext():
+    if args.prompt_cache and args.prompt_cache_file:
+        raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
+    model, tokenizer = loading.load(_model_of(args), **load_options(args), verbose=True)
+    tracing = model.trace(args.trace) if args.trace else contextlib.nullcontext()
+    with model, tracing, prompt_cache(args) as known:
         prompt, options = _prompt(args, tokenizer)
+        if args.prompt_cache_file:
+            known = model.make_cache()
+            known.load(args.prompt_cache_file)
+            prompt = rest_of_prompt(prompt, options, tokenizer)
         last = None
-        with looking(args, model), _PrefillBar() as bar:
+        with looking(args, model), PrefillBar() as bar:
             stream = generation.stream_generate(
                 model,
                 tokenizer,
@@ -124,11 +128,12 @@ def run(args: argparse.Namespace) -> int:
                 stop_ids=_extra_ends(args.extra_eos_token, tokenizer),
                 template_options=options,
                 seed=args.seed,
+                prompt_cache=known,
                 prefill_step_size=args.prefill_step_size,
                 prompt_progress_callback=bar.update,
                 **_sampling(args, tokenizer),
             )
-            if isinstance(prompt, str) and args.prompt is None:
+            if args.prompt is None and isinstance(prompt, str):
                 print(prompt, end="")
             for last in stream:
                 print(last.text, end="", flush=True)
@@ -138,6 +143,54 @@ def run(args: argparse.Namespace) -> int:
         if args.verbose:
             print(generation.summary(last), file=sys.stderr)
     return 0
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`add_expert_arguments` says, for :func:`~mlx_moeflux.loading.load_model`."""
+    names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
+    names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size")
+    return {name: getattr(args, name) for name in names}
+
+
+@contextlib.contextmanager
+def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
+    """The cache that :func:`add_cache_arguments` asks for, or None; written out at the end."""
+    from mlx_moeflux.cache.prompt import PromptCache
+    from mlx_moeflux.experts.budget import parse_budget
+
+    if args.prompt_cache is None:
+        yield None
+        return
+    limit = parse_budget(args.prompt_cache_disk, 0)
+    if limit is None:
+        raise InputError("--prompt-cache-disk is auto; give an amount such as 20GB.")
+    with PromptCache(args.prompt_cache, disk_bytes=limit, **options) as cache:
+        yield cache
+
+
+def _model_of(args: argparse.Namespace) -> Any:
+    from mlx_moeflux import loading
+
+    if args.model is None and args.prompt_cache_file:
+        from mlx_moeflux.cache.sequence import read_notes
+
+        args.model = read_notes(args.prompt_cache_file).get("model")
+    return args.model or loading.BUNDLED_MODEL
+
+
+def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
+    """What follows a cached beginning: text as it is; of messages, the last one's text and what the
+    template puts behind it, as if it went on where the cached message ends."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    user = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+    marked = [dict(message) for message in prompt]
+    marked[user]["content"] = mark = "\x02query\x03"
+    text = tokenizer.apply_chat_template(marked, tokenize=False, **options)
+    if mark not in text:
+        raise InputError("the chat template drops the message that is to go on.")
+    rest = prompt[user]["content"] + text[text.rindex(mark) + len(mark) :]
+    return tokenizer.encode(rest, add_special_tokens=False)
 
 
 def _sampling(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
@@ -150,17 +203,8 @@ def _sampling(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
     """The prompt as text or messages, and the template's variables."""
-    text = DEFAULT_PROMPT if args.prompt is None else args.prompt
-    if text == "-":
-        text = _standard_input()
-    elif args.prompt is not None:
-        text = text.replace("\\n", "\n").replace("\\t", "\t")
-    try:
-        options = json.loads(args.chat_template_config)
-    except json.JSONDecodeError as error:
-        raise InputError(f"--chat-template-config is not JSON ({error}).") from None
-    if not isinstance(options, dict):
-        raise InputError("--chat-template-config must be a JSON object.")
+    text = DEFAULT_PROMPT if args.prompt is None else read_prompt(args.prompt)
+    options = template_options(args)
     if tokenizer.chat_template is None or args.ignore_chat_template:
         if args.use_default_chat_template and not args.ignore_chat_template:
             raise InputError("this tokenizer has no chat template to use.")
@@ -176,6 +220,24 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, An
         messages.append({"role": "assistant", "content": args.prefill_response})
         options["continue_final_message"] = True
     return messages, options
+
+
+def template_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The variables of ``--chat-template-config``."""
+    try:
+        options = json.loads(args.chat_template_config)
+    except json.JSONDecodeError as error:
+        raise InputError(f"--chat-template-config is not JSON ({error}).") from None
+    if not isinstance(options, dict):
+        raise InputError("--chat-template-config must be a JSON object.")
+    return options
+
+
+def read_prompt(text: str) -> str:
+    """A prompt as the command line has it: ``-`` is standard input; ``\\n`` is a line."""
+    if text == "-":
+        return _standard_input()
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _standard_input() -> str:
@@ -213,13 +275,13 @@ def stats_table(experts: Any, model: Any) -> str:
     return "\n".join([*lines, f"kernels: {kernels}", *(f"lossy: {what}" for what in experts.lossy)])
 
 
-class _PrefillBar:
+class PrefillBar:
     """A progress bar on a terminal's stderr, gone once the prompt is read."""
 
     def __init__(self):
         self._bar = None
 
-    def __enter__(self) -> _PrefillBar:
+    def __enter__(self) -> PrefillBar:
         return self
 
     def update(self, done: int, total: int) -> None:

@@ -122,6 +122,11 @@ class StreamedLayer:
             self.bank.resize(self.bank.slots)
         self._readers_of_bank.clear()
 
+    def read_elsewhere(self) -> bool:
+        """Results of another thread read the bank, for which this one cannot wait."""
+        here = threading.current_thread()
+        return any(r.maker not in (None, here) for r in self._readers_of_bank)
+
     def own_outputs(self) -> list[mx.array]:
         """What this thread built on the bank and may not have evaluated."""
         here = threading.current_thread()

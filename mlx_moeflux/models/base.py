@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_moeflux.cache import SequenceClock, SequenceState, StateSpec, check_positions
+from mlx_moeflux.cache.quantized import KV_BITS, quantized
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.attribution import Attribution
 from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
@@ -23,6 +26,7 @@ from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock
 from mlx_moeflux.models.record import record
+from mlx_moeflux.models.state_spec import state_spec
 
 if TYPE_CHECKING:
     from mlx_moeflux.models.step import CompiledStep
@@ -49,6 +53,9 @@ class StreamingModel(nn.Module):
         self._recordings = self._generation = 0
         self._step_lock = threading.RLock()
         self._store = None
+        self._state_spec: StateSpec | None = None
+        self.kv_bits: int | None = None
+        self.kv_group_size = 64
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -135,6 +142,56 @@ class StreamingModel(nn.Module):
         if limit is not None and not 1 <= limit <= longest:
             raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
         self.max_context = limit or longest
+
+    def new_state(self, entries: Iterable[SequenceClock]) -> SequenceState:
+        """What ``make_cache`` returns: `entries` as one state of this model, with keys and values
+        in ``kv_bits`` bits if that is set."""
+        return SequenceState(map(self._quantized, entries), self.state_spec)
+
+    def _quantized(self, entry: SequenceClock) -> SequenceClock:
+        if self.kv_bits is None or entry.token_axis is None or not entry.empty():
+            return entry
+        return quantized(
+            type(entry),
+            bits=self.kv_bits,
+            group_size=self.kv_group_size,
+            dtype=self.model.norm.weight.dtype,
+        )()
+
+    def quantize_cache(self, bits: int | None, group_size: int = 64) -> None:
+        """Keep keys and values of states made from now on in 4 or 8 bits, in groups that have a
+        scale each; None: as they are.
+
+        Raises:
+            InputError: Other bits or groups, or a group does not divide a row.
+        """
+        if bits not in (None, *KV_BITS) or group_size not in GROUP_SIZES:
+            raise InputError(
+                f"kv_bits is {bits} in groups of {group_size}; give 4 or 8 and groups of "
+                f"{', '.join(map(str, GROUP_SIZES))}."
+            )
+        self.kv_bits, self.kv_group_size, self._state_spec = bits, group_size, None
+        # Asks every layer for a row.
+        self.state_spec()
+
+    def state_spec(self) -> StateSpec:
+        """Identity and shapes of this model's states; made when first asked for."""
+        if self._state_spec is None:
+            self._state_spec = state_spec(self)
+        return self._state_spec
+
+    def context_left(self, cache: Sequence[SequenceClock] | None = None) -> int:
+        """Tokens that a state has room for; of all its sequences, the longest counts.
+
+        Raises:
+            CacheError: Its entries disagree about what they have seen.
+        """
+        used = max(check_positions(cache)) if cache else 0
+        return (self.max_context or self.config.max_position_embeddings) - used
+
+    def bytes_per_position(self) -> int:
+        """Bytes by which a sequence's state grows with each token."""
+        return sum(entry.row_bytes for entry in self.state_spec().entries)
 
     def trunk_bytes(self) -> int:
         """Bytes of all parameters; ask before resident experts are added."""

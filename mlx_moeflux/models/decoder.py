@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import SequenceClock, transaction
+from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
@@ -47,25 +47,31 @@ class DecoderLayer(nn.Module):
         read once."""
         mixer, T = self[self._mixer_name], x.shape[1]
         mask = cache.real_tokens(T)
-        h = _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, chunk)
+        parts = _parts(cache, T, chunk)
+        h = _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, parts)
         if isinstance(self.mlp, SparseMoeBlock):
             out = self.mlp(h, self.post_attention_layernorm, mask)
         else:
             post = self.post_attention_layernorm(h)
-            out = h + _chunked(self.mlp, post, chunk)
+            out = h + _chunked(self.mlp, post, parts)
             note(self, h_post=post)
         note(self, input=x, h_mid=h, output=out)
         return out
 
 
-def _chunked(function, x: mx.array, chunk: int) -> mx.array:
-    """`function` of x ``[B, T, C]``, `chunk` tokens after one another; evaluates if several."""
-    T, parts = x.shape[1], []
-    for start in range(0, T, chunk):
-        parts.append(function(x[:, start : start + chunk]))
-        if chunk < T:
-            mx.eval(parts[-1])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+def _parts(cache: Any, T: int, chunk: int) -> list[tuple[int, int]]:
+    """Where T tokens are cut; a decode step, whose entry may be a trace's stand-in, never is."""
+    return [(0, 1)] if T == 1 else cache.parts(T, chunk)
+
+
+def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
+    """`function` of x ``[B, T, C]``, one part after the other; evaluates if there are several."""
+    results = []
+    for start, stop in parts:
+        results.append(function(x[:, start:stop]))
+        if len(parts) > 1:
+            mx.eval(results[-1])
+    return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
 
 
 class TextModel(nn.Module):
@@ -128,7 +134,7 @@ class DecoderModel(StreamingModel):
         """Layer number `layer`, of ``self.config``, ``self._router`` and ``self._kernels``."""
         raise NotImplementedError
 
-    def make_cache(self) -> list[SequenceClock]:
+    def make_cache(self) -> SequenceState:
         """One empty state per layer."""
         raise NotImplementedError
 

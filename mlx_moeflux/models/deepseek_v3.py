@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import LatentCache
+from mlx_moeflux.cache import LatentCache, SequenceState
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
 from mlx_moeflux.errors import ConfigError
@@ -289,9 +289,9 @@ class Model(DecoderModel):
             if f"model.layers.{i}.self_attn.embed_q.weight" in found:
                 layer.self_attn.use_split_heads()
 
-    def make_cache(self) -> list[LatentCache]:
+    def make_cache(self) -> SequenceState:
         """One empty state per layer."""
-        return [LatentCache() for _ in self.layers]
+        return self.new_state(LatentCache() for _ in self.layers)
 
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the

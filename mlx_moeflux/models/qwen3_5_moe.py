@@ -13,7 +13,7 @@ from typing import ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.experts.compute import compute_scratch_bytes
@@ -137,10 +137,12 @@ class Model(DecoderModel):
         )
         return DecoderLayer(config, mixer=mixer, mlp=mlp)
 
-    def make_cache(self) -> list[KVCache | RecurrentCache]:
+    def make_cache(self) -> SequenceState:
         """One empty state per layer."""
         layers = range(self.config.num_hidden_layers)
-        return [RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers]
+        return self.new_state(
+            RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers
+        )
 
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the

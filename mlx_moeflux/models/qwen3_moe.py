@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.cache import KVCache
+from mlx_moeflux.cache import KVCache, SequenceState
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
@@ -133,9 +133,9 @@ class Model(DecoderModel):
         attention = Attention(config, kernels, window=config.window)
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 
-    def make_cache(self) -> list[KVCache]:
+    def make_cache(self) -> SequenceState:
         """One empty state per layer."""
-        return [KVCache() for _ in self.layers]
+        return self.new_state(KVCache() for _ in self.layers)
 
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the

@@ -272,3 +272,24 @@ def test_state_round_trip_through_mlx_lm_files(tmp_path):
 
 def load_arrays(path):
     return {name: np.asarray(array).tolist() for name, array in mx.load(path).items()}
+
+
+def test_watched_states_are_remembered_as_they_were():
+    cache = RecurrentCache()
+    cache.watch([2, 5, 9])
+    assert cache.parts(8, 3) == [(0, 2), (2, 5), (5, 8)]
+    assert cache.parts(8, 100) == [(0, 2), (2, 5), (5, 8)]
+    states = {}
+    for start, stop in cache.parts(8, 100):
+        cache.conv, cache.delta = mx.random.normal((1, 3, 6)), mx.random.normal((1, 4, 7, 5))
+        states[stop] = cache.conv, cache.delta
+        cache.advance(stop - start)
+    other = copy.deepcopy(cache)
+    assert cache.seen_at(2) == states[2]
+    assert cache.seen_at(5) == states[5]
+    assert cache.seen_at(8) is cache.seen_at(9) is other.seen_at(2) is None
+    assert cache.parts(2, 100) == [(0, 1), (1, 2)]
+    assert other.parts(2, 100) == [(0, 2)]
+    cache.watch(())
+    assert cache.seen_at(2) is None
+    assert KVCache().parts(5, 2) == [(0, 2), (2, 4), (4, 5)]

@@ -28,14 +28,39 @@ OPTIONS = {
         --balance --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
-        --prefetch --prefill-step-size --presence-penalty --prompt --repetition-penalty --seed
-        --stats --stop --tuning
+        --pipeline --prefetch --prefill-step-size --presence-penalty --prompt --prompt-cache
+        --prompt-cache-disk --repetition-penalty --seed --stats --stop --tuning
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --capture-layer --capture-token --gpu-capture --profile
         --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
+    """,
+    "chat": """
+        --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
+        --experts-per-token --hide-thinking --kv-bits --kv-group-size --max-context
+        --max-kv-size --max-tokens --model
+        --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
+        --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
+        --balance --eviction --prefetch --tuning
+    """,
+    "server": """
+        --adapter-path --allowed-origins --chat-template --chat-template-args
+        --decode-concurrency --draft-model --expert-memory --expert-reader --expert-threads
+        --experts-per-token --host --kv-bits --kv-group-size --log-level --max-context
+        --max-tokens --min-p --model --num-draft-tokens --pipeline --port --prefill-step-size
+        --prompt-cache --prompt-cache-bytes --prompt-cache-disk --prompt-cache-size
+        --prompt-concurrency --quantized-kv-start
+        --stats --temp --top-k --top-p --trust-remote-code --use-default-chat-template
+        --balance --eviction --prefetch --tuning
+    """,
+    "cache_prompt": """
+        --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
+        --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model
+        --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
+        --trust-remote-code
+        --balance --eviction --prefetch --tuning
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size

@@ -10,6 +10,7 @@ from mlx_moeflux.experts import streamed
 from mlx_moeflux.experts.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
 from mlx_moeflux.experts.evictions import LRU
 from mlx_moeflux.experts.readers import READERS, make_reader
+from mlx_moeflux.experts.rewarm import rewarm
 from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import (
     LAYERS,
@@ -359,3 +360,25 @@ def test_slots_differ_by_layer_and_are_counted(experts, open_store):
     store = open_store({3: K, 5: E}, reader="direct", threads=2)
     sizes = [experts.layouts[layer].nbytes for layer in LAYERS]
     assert store.nbytes == K * sizes[0] + E * sizes[1] + 2 * store.reader.staging_bytes
+
+
+def test_rewarm_reads_what_is_missing_in_the_place_of_others(experts, open_store):
+    """The experts asked for are there afterwards, whatever was before."""
+    store = open_store(4)
+    for seed in range(6):
+        mx.eval(store.experts(LAYERS[0], *random_call(1, seed=seed)))
+    store.hand_over()
+    wanted = {layer: [0, 2, 3, E - 1] for layer in LAYERS}
+    before = store.stats().total
+    misses, reads = before.misses, before.reads
+    rewarm(store, wanted).join()
+    assert all(set(store.residents(layer)) == set(wanted[layer]) for layer in LAYERS)
+    assert store.stats().total.misses == misses
+    assert store.stats().total.reads > reads
+    assert bank_is_right(store, experts)
+    rewarm(store, {LAYERS[0]: [1, E, 10_000]}).join()
+    assert 1 in store.residents(LAYERS[0])
+    assert bank_is_right(store, experts)
+    assert rewarm(store, {}) is None
+    store.close()
+    rewarm(store, wanted).join()

@@ -1,0 +1,213 @@
+"""Keys and values of a batch in blocks of one pool: nothing is copied when sequences join or leave.
+
+The same block numbers hold a sequence's rows in every layer. Block 0 belongs to nobody: padding
+reads it. A step gathers each sequence's rows so that all end at the last column, as
+:class:`~mlx_moeflux.cache.attention.AttentionCache` has them: the same arrays, the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.cache.attention import AttentionCache
+from mlx_moeflux.cache.clock import as_ints
+from mlx_moeflux.cache.portable import EntrySpec, StateSpec
+from mlx_moeflux.checkpoint.refs import mlx_dtype
+from mlx_moeflux.errors import CacheError, InputError
+
+BLOCK_TOKENS = 16
+
+
+class KVPool:
+    """Who has which blocks, for all attention layers of a model together.
+
+    nbytes: Of all layers' blocks. block: Tokens of one.
+
+    Raises:
+        InputError: Not one block fits.
+    """
+
+    def __init__(self, spec: StateSpec, nbytes: int, *, block: int = BLOCK_TOKENS):
+        self.block = block
+        self.block_bytes = block * sum(entry.row_bytes for entry in spec.entries)
+        self.blocks = nbytes // self.block_bytes if self.block_bytes else 0
+        if self.block_bytes and not self.blocks:
+            raise InputError(
+                f"a KV pool of {nbytes} bytes has no room for a block of {block} tokens; give at "
+                f"least {self.block_bytes}."
+            )
+        self.tables: list[list[int]] = []
+        self._free = list(range(self.blocks, 0, -1))
+        self._index: tuple[list[int], mx.array] | None = None
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody has."""
+        return len(self._free)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens takes."""
+        return -(-tokens // self.block) if self.block_bytes else 0
+
+    def admit(self, lengths: Sequence[int]) -> None:
+        """Give new sequences, of so many tokens, their blocks.
+
+        Raises:
+            CacheError: There are not enough; nothing was given.
+        """
+        self._take([0] * len(self.tables) + [self.blocks_for(n) for n in lengths])
+        self._index = None
+
+    def release(self, keep: Sequence[int]) -> None:
+        """Take the blocks of all sequences but these back."""
+        kept = set(keep)
+        for i, table in enumerate(self.tables):
+            if i not in kept:
+                self._free.extend(reversed(table))
+        self.tables = [self.tables[i] for i in keep]
+        self._index = None
+
+    def rows(self, lengths: Sequence[int]) -> mx.array:
+        """Where the sequences' tokens are, once they have these lengths: int32 [B, S], each
+        sequence's last token in the last column, 0 for padding. Takes the blocks that are missing.
+
+        Raises:
+            CacheError: There are not enough.
+        """
+        lengths = list(lengths)
+        self._take([self.blocks_for(n) - len(t) for n, t in zip(lengths, self.tables, strict=True)])
+        if self._index is not None:
+            before, index = self._index
+            steps = {after - n for n, after in zip(before, lengths, strict=True)}
+            if steps == {0}:
+                return index
+            if len(steps) == 1 and min(steps) > 0:
+                new = self._rows(lengths, steps.pop())
+                self._index = lengths, mx.concatenate([index, new], axis=1)
+                return self._index[1]
+        self._index = lengths, self._rows(lengths, max(lengths))
+        return self._index[1]
+
+    def _rows(self, lengths: list[int], last: int) -> mx.array:
+        """The `last` columns of :meth:`rows`."""
+        found = np.zeros((len(lengths), last), np.int32)
+        for row, n, table in zip(found, lengths, self.tables, strict=True):
+            position = np.arange(max(n - last, 0), n)
+            blocks = np.array(table, np.int32)[position // self.block]
+            row[last - len(position) :] = blocks * self.block + position % self.block
+        return mx.array(found)
+
+    def _take(self, counts: Sequence[int]) -> None:
+        wanted = sum(max(count, 0) for count in counts)
+        if wanted > len(self._free):
+            raise CacheError(
+                f"The KV pool is full: {wanted} blocks of {self.block} tokens are needed, "
+                f"{len(self._free)} of {self.blocks} are free and {len(self.tables)} sequences "
+                "hold the others; let one end, or give the pool more bytes."
+            )
+        self.tables += [[] for _ in range(len(counts) - len(self.tables))]
+        for table, count in zip(self.tables, counts, strict=True):
+            table += [self._free.pop() for _ in range(count)]
+
+
+class PagedCache(AttentionCache):
+    """One layer's keys and values in a pool: ``keys`` [R, Hkv, Dk] and ``values`` [R, Hkv, Dv].
+
+    spec, kind: Of the entries that join, see :class:`AttentionCache`; ``extract`` makes such.
+    """
+
+    def __init__(self, pool: KVPool, spec: EntrySpec, kind: type[AttentionCache]):
+        super().__init__()
+        self._pool, self._kind = pool, kind
+        self._padding = []
+        rows = (pool.blocks + 1) * pool.block
+        self.keys, self.values = (
+            mx.zeros((rows, array.shape[1], array.shape[3]), mlx_dtype(array.dtype))
+            for array in (spec.arrays["keys"], spec.arrays["values"])
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._padding)
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the pool."""
+        return self.keys.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that sequences have."""
+        row = (self.keys.nbytes + self.values.nbytes) // self.capacity
+        return row * self._pool.block * sum(map(len, self._pool.tables))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See :meth:`AttentionCache.update_and_fetch`."""
+        T = keys.shape[2]
+        keys, values = self._kind.packed(keys), self._kind.packed(values)
+        index = self._pool.rows([n + T for n in self.seen()])
+        self._write(index[:, index.shape[1] - T :], keys, values)
+        self.advance(T)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+        index = self._pool.rows(self.seen())
+        rows = (array[index].swapaxes(1, 2) for array in (self.keys, self.values))
+        return tuple(map(self._kind.unpacked, rows))
+
+    def buffer(self) -> tuple[mx.array, mx.array, int]:
+        """See :meth:`AttentionCache.buffer`; the buffers are this step's copies."""
+        return *self.keys_and_values(), self.columns
+
+    def extend(self, other: AttentionCache) -> None:
+        """Takes in the sequences of a contiguous entry, which the pool has admitted before."""
+        self._join_counts([copy.copy(self), other] if self._padding else [other])
+        if other.keys is None:
+            return
+        index = self._pool.rows(self.seen())[-other.batch_size :]
+        S = min(other.columns, index.shape[1])
+        if S:
+            columns = slice(other.columns - S, other.columns)
+            self._write(
+                index[:, index.shape[1] - S :],
+                other.keys[:, :, columns],
+                other.values[:, :, columns],
+            )
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keeps only these sequences; the pool is told apart."""
+        self._keep(as_ints(batch_indices, "batch_indices"))
+
+    def extract(self, i: int) -> AttentionCache:
+        """A contiguous entry for sequence i."""
+        single = self._kind()
+        single.columns = n = self.seen()[i]
+        if n:
+            index = self._pool.rows(self.seen())[i : i + 1, self.columns - n :]
+            single.keys, single.values = (
+                mx.contiguous(array[index].swapaxes(1, 2)) for array in (self.keys, self.values)
+            )
+            mx.async_eval(single.keys, single.values)
+        return single
+
+    def _write(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
+        """rows [B, T]; keys, values [B, Hkv, T, D]."""
+        rows = rows.reshape(-1)
+        self.keys, self.values = (
+            _scattered(pool, rows, new) for pool, new in ((self.keys, keys), (self.values, values))
+        )
+
+
+def _scattered(pool: mx.array, rows: mx.array, new: mx.array) -> mx.array:
+    """`pool` [R, H, D] with `new` [B, H, T, D] at `rows` [B * T]."""
+    _, H, _, D = new.shape
+    # A second handle lets MLX write in place, as in AttentionCache. Padding of a joining sequence
+    # goes to row 0, which nobody reads as a token.
+    pool = copy.copy(pool)
+    pool[rows] = new.swapaxes(1, 2).reshape(-1, H, D).astype(pool.dtype)
+    return pool

@@ -1,0 +1,75 @@
+"""``mlx_moeflux cache_prompt``: read a prompt once, for ``generate --prompt-cache-file``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mlx_moeflux.cli.generate import (
+    PrefillBar,
+    Refuse,
+    add_expert_arguments,
+    load_options,
+    read_prompt,
+    stats_table,
+)
+
+REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-remote-code")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--prompt", required=True, help="text, or - for standard input")
+    add("--prompt-cache-file", required=True, metavar="FILE", help="file to write")
+    add("--eos-token", help="end of the sequence, for the template")
+    add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
+    add_expert_arguments(parser)
+    for flag in REFUSED:
+        add(flag, action=Refuse)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux import generation, loading
+
+    settings = {"eos_token": args.eos_token} if args.eos_token else {}
+    model, tokenizer = loading.load(
+        args.model or loading.BUNDLED_MODEL,
+        tokenizer_config=settings,
+        **load_options(args),
+        verbose=True,
+    )
+    with model:
+        prompt = read_prompt(args.prompt)
+        options = {}
+        if tokenizer.chat_template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+            options = {"continue_final_message": True}
+        state = model.make_cache()
+        with PrefillBar() as bar:
+            (last,) = generation.stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=0,
+                template_options=options,
+                prompt_cache=state,
+                prefill_step_size=args.prefill_step_size,
+                prompt_progress_callback=bar.update,
+            )
+        notes = {"model": args.model} if args.model else {}
+        size = state.save(args.prompt_cache_file, notes=notes)
+        if args.stats:
+            print(stats_table(last.experts, model), file=sys.stderr)
+        print(
+            f"wrote {args.prompt_cache_file}: {state.position} tokens, {size / 1e6:.1f} MB",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.cache_prompt``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("cache_prompt")

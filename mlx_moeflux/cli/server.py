@@ -1,0 +1,181 @@
+"""``mlx_moeflux server``: mlx-lm's OpenAI-compatible server on our loader, caches and experts."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from mlx_moeflux.cli.generate import (
+    Refuse,
+    add_cache_arguments,
+    add_expert_arguments,
+    load_options,
+    prompt_cache,
+)
+from mlx_moeflux.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from mlx_moeflux.cache.prompt import PromptCache
+
+REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
+REFUSED += ("--pipeline", "--trust-remote-code")
+
+# Flags that mlx-lm's server reads itself, with its own defaults.
+PASSED = ("--allowed-origins", "--log-level", "--chat-template", "--temp", "--top-p", "--top-k")
+PASSED += ("--min-p", "--max-tokens", "--chat-template-args", "--decode-concurrency")
+PASSED += ("--prompt-concurrency", "--prefill-step-size", "--prompt-cache-size")
+PASSED += ("--prompt-cache-bytes",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
+    add("--port", type=int, default=8080, help="default %(default)s")
+    add("--use-default-chat-template", action="store_true", help="see mlx_lm.server")
+    for flag in PASSED:
+        add(flag, help="see mlx_lm.server")
+    add_cache_arguments(parser)
+    add_expert_arguments(parser)
+    for flag in REFUSED:
+        add(flag, action=Refuse)
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux import loading
+    from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
+
+    options = load_options(args) | {"verbose": True}
+    register_with_mlx_lm(**options)
+    try:
+        from mlx_lm import server
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the server needs the extra 'server' ({error}); pip install 'mlx_moeflux[server]'."
+        ) from error
+    given = ["--model", str(args.model or loading.BUNDLED_MODEL), "--host", args.host]
+    given += ["--port", str(args.port)]
+    given += ["--use-default-chat-template"] if args.use_default_chat_template else []
+    for flag in PASSED:
+        value = getattr(args, flag[2:].replace("-", "_"))
+        given += [] if value is None else [flag, value]
+    # Whoever stops it, what is pending is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with prompt_cache(args) as prompts:
+        serve(server, given, prompts)
+    return 0
+
+
+def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) -> None:
+    """Run mlx-lm's server until it is interrupted, with ``GET /metrics`` besides. prompts: Takes
+    the place of its own cache."""
+    from mlx_moeflux.mlx_lm_plugin import SharedPrompts
+
+    http, generator = server._run_http_server, server.ResponseGenerator
+
+    def with_prompts(provider, cache):
+        return generator(provider, cache if prompts is None else SharedPrompts(provider, prompts))
+
+    def with_metrics(host, port, responses):
+        http(host, port, responses, handler_class=handler_with_metrics(server.APIHandler))
+
+    with (
+        mock.patch.object(server, "_run_http_server", with_metrics),
+        mock.patch.object(server, "ResponseGenerator", with_prompts),
+        mock.patch.object(sys, "argv", ["mlx_moeflux.server", *arguments]),
+    ):
+        server.main()
+
+
+def handler_with_metrics(handler: type) -> type:
+    """mlx-lm's request handler that also answers ``/metrics`` with what the experts cost, and
+    refuses what it does not understand with a 4xx and one line."""
+
+    class Handler(handler):
+        began = False
+
+        def send_response(self, *arguments) -> None:
+            self.began = True
+            super().send_response(*arguments)
+
+        def do_GET(self) -> None:
+            if self.path != "/metrics":
+                super().do_GET()
+                return
+            self._set_completion_headers(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(metrics(self.response_generator.model_provider)).encode())
+
+        def do_POST(self) -> None:
+            try:
+                size = int(self.headers.get("Content-Length") or 0)
+                raw = self.rfile.read(max(size, 0))
+                fault = complaint(json.loads(raw), self.response_generator.model_provider.model)
+                self.rfile = io.BytesIO(raw)
+                if fault is None:
+                    super().do_POST()
+                    return
+            except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+                if self.began:
+                    raise
+                fault = str(error)
+            self._set_completion_headers(400)
+            self.end_headers()
+            line = " ".join(f"The request cannot be used: {fault}".split())
+            self.wfile.write(json.dumps({"error": line}).encode())
+
+    return Handler
+
+
+# Field -> what it must be; mlx-lm's server looks at the others before it begins.
+TYPES = {
+    "messages": list,
+    "prompt": str,
+    "tools": list,
+    "chat_template_kwargs": dict,
+    "stream_options": dict,
+    "logit_bias": dict,
+}
+
+
+def complaint(body: object, model: object) -> str | None:
+    """What of a request's body would only be noticed in the midst of generation, or None."""
+    if not isinstance(body, dict):
+        return "it is no JSON object."
+    for name, kind in TYPES.items():
+        value = body.get(name)
+        if value is not None and not isinstance(value, kind):
+            return f"'{name}' is a {type(value).__name__}, expected {kind.__name__}."
+    stops = body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or any(not isinstance(s, str) or not s for s in stops):
+        return "'stop' must be a text or a list of texts that are not empty."
+    for message in body.get("messages") or []:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "each of 'messages' needs a 'role'."
+    limit = getattr(getattr(model, "config", None), "vocab_size", None)
+    for i in body.get("logit_bias") or {}:
+        if not i.isdecimal() or (limit is not None and int(i) >= limit):
+            return f"'logit_bias' names {i!r}, which is no token id below {limit}."
+    return None
+
+
+def metrics(provider) -> dict:
+    """The model's name and the account of its experts since it was loaded."""
+    model = provider.model
+    if model is None or getattr(model, "store", None) is None:
+        return {"model": None}
+    return {"model": provider.model_key[0], "experts": model.store.stats().as_dict()}
+
+
+def main() -> int:
+    """The script ``mlx_moeflux.server``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("server")

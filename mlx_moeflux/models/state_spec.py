@@ -1,0 +1,68 @@
+"""What decides what is in a model's states: so that a state never meets another model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.cache import SequenceClock
+from mlx_moeflux.cache.portable import EntrySpec, StateSpec
+
+if TYPE_CHECKING:
+    from mlx_moeflux.models.base import StreamingModel
+
+# Elements of each parameter that tell two checkpoints of one shape apart.
+SAMPLES = 64
+
+
+def state_spec(model: StreamingModel) -> StateSpec:
+    """Identity and shapes of the states of `model`. Evaluates: some elements of each parameter."""
+    entries = tuple(EntrySpec.of(entry) for entry in _after_a_token(model))
+    return StateSpec(state_identity(model), entries, model.config.vocab_size)
+
+
+def state_identity(model: StreamingModel) -> str:
+    """A hash of the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
+    router's settings and every mark of lossy choices.
+
+    Where experts live, what memory they have and which kernels run do not count: they change no
+    state beyond rounding.
+    """
+    router = model._router
+    settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
+    facts = [
+        model.identity,
+        str(model.model.norm.weight.dtype),
+        type(router).__qualname__,
+        settings,
+        list(model.store.stats().lossy),
+        [model.kv_bits, model.kv_group_size] if model.kv_bits else [],
+    ]
+    hasher = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
+    hasher.update(_trunk_samples(model))
+    return hasher.hexdigest()
+
+
+def _trunk_samples(model: StreamingModel) -> bytes:
+    """Evenly spaced elements of every parameter but the experts, which need not be in memory."""
+    pieces = []
+    for name, array in sorted(tree_flatten(model.parameters())):
+        if ".switch_mlp." not in name and array.size:
+            some = array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES]
+            pieces.append(mx.contiguous(some).view(mx.uint8))
+    return bytes(memoryview(mx.concatenate(pieces)))
+
+
+def _after_a_token(model: StreamingModel) -> list[SequenceClock]:
+    """Entries that have seen a token of which nothing was computed: shapes need no values."""
+    entries = list(model.make_cache())
+    weight = model.model.norm.weight
+    x = mx.zeros((1, 1, weight.shape[0]), weight.dtype)
+    for layer, entry in zip(model.layers, entries, strict=True):
+        mixer: Any = layer.linear_attn if "linear_attn" in layer else layer.self_attn
+        mixer(x, entry, layer.input_layernorm)
+    return entries

@@ -1,0 +1,71 @@
+"""Oracle: a list of all prefixes that were entered, looked through one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_moeflux.cache.prompt_tree import Node, best_start, child_key, deepest, shared
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+entries = st.lists(st.tuples(prompts, st.booleans()), max_size=8)
+
+
+def ids(tokens) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def grown(entered) -> tuple[Node, dict[tuple, bool]]:
+    """The tree, and prefix -> whether its logits are known."""
+    root, known = Node.root("model"), {}
+    for tokens, has_logits in entered:
+        parent = deepest(root, ids(tokens))
+        if parent.end == len(tokens):
+            continue
+        parent.add(ids(tokens[parent.end :]), has_logits=has_logits)
+        known[tokens] = has_logits
+    return root, known
+
+
+def common(a, b) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(entries, prompts)
+def test_look_ups_are_those_of_a_list(entered, prompt):
+    root, known = grown(entered)
+    assert {tuple(np.concatenate([n.tokens for n in node.path()])) for node in root.family()
+            if node.parent} == set(known)  # fmt: skip
+    begun = [prefix for prefix in known if prompt[: len(prefix)] == prefix]
+    node = deepest(root, ids(prompt))
+    assert node.end == max(map(len, begun), default=0)
+    assert shared(root, ids(prompt)) == max((common(p, prompt) for p in known), default=0)
+    usable = [len(p) for p in begun if len(p) < len(prompt) or known[p]]
+    whole = best_start(root, ids(prompt), cut=False)
+    assert whole.whole
+    assert whole.tokens == max(usable, default=0)
+    cut = best_start(root, ids(prompt), cut=True)
+    anywhere = max((min(common(p, prompt), len(prompt) - 1) for p in known), default=0)
+    assert cut.tokens == max([*usable, anywhere])
+    path = [token for node in cut.node.path() for token in node.tokens]
+    assert tuple(path[: cut.tokens]) == prompt[: cut.tokens]
+
+
+@given(prompts, prompts)
+def test_a_key_is_that_of_model_and_tokens_alone(a, b):
+    keys = [child_key("model", ids(tokens)) for tokens in (a, b)]
+    assert (keys[0] == keys[1]) == (a == b)
+    assert child_key("other", ids(a)) != keys[0]
+    assert child_key(child_key("model", ids(a)), ids(b)) != child_key("model", ids(a + b))
+
+
+def test_removing_a_node_takes_what_stands_on_it():
+    root, _ = grown([((1, 2), False), ((1, 2, 3), True), ((2,), False)])
+    node = deepest(root, ids((1, 2, 9)))
+    assert [n.end for n in node.family()] == [2, 3]
+    node.remove()
+    assert [n.end for n in root.family()] == [0, 1]

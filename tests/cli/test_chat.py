@@ -1,0 +1,159 @@
+"""Oracle: every reply is that of a call with the whole conversation and no state."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_moeflux import generate, generation, load
+from mlx_moeflux.cli import main
+from mlx_moeflux.cli.chat import HELP, Thinking
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: "
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant: <think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory) -> Path:
+    """The bundled model with a template that drops what was thought."""
+    directory = tmp_path_factory.mktemp("talking") / "model"
+    shutil.copytree(BUNDLED_MODEL, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def say(monkeypatch, capsys, lines, *arguments):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert main(["chat", "-m", "8", *arguments]) == 0
+    return capsys.readouterr()
+
+
+def expected_replies(directory, queries, *, system=None):
+    model, tokenizer = load(directory)
+    messages, replies = [{"role": "system", "content": system}] if system else [], []
+    with model:
+        for query in queries:
+            messages.append({"role": "user", "content": query})
+            prompt = messages if tokenizer.chat_template else "".join(
+                m["content"] for m in messages
+            )  # fmt: skip
+            replies.append(generate(model, tokenizer, prompt, max_tokens=8))
+            messages.append({"role": "assistant", "content": replies[-1]})
+    return replies
+
+
+def test_turns_are_those_of_the_whole_conversation(monkeypatch, capsys, talking):
+    queries = ["import os", "return self", "class A"]
+    out, err = say(
+        monkeypatch, capsys, [*queries, "q", "never read"], "--model", str(talking),
+        "--system-prompt", "a module",
+    )  # fmt: skip
+    replies = expected_replies(talking, queries, system="a module")
+    assert out == "".join(f"{reply}\n" for reply in replies)
+    assert HELP in err
+
+
+def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
+    queries = ["def f(x):", " and", "try"]
+    out, _ = say(monkeypatch, capsys, ["", *queries])
+    assert out == "".join(f"{reply}\n" for reply in expected_replies(BUNDLED_MODEL, queries))
+
+
+def test_only_what_is_new_is_read(monkeypatch, capsys, talking, tmp_path):
+    seen = []
+    original = generation.stream_generate
+
+    def spy(*arguments, **options):
+        for last in original(*arguments, **options):
+            yield last
+        seen.append((last.prompt_tokens, last.cached_tokens))
+
+    monkeypatch.setattr(generation, "stream_generate", spy)
+    queries = ["import os", "return self", "class A"]
+    say(monkeypatch, capsys, queries, "--model", str(talking))
+    # The next turn goes on behind the question at least: the template drops the mark of thinking
+    # that was put behind it.
+    opening = len(load_tokenizer(BUNDLED_MODEL).encode("# assistant: <think>"))
+    (first, none), (second, known), (_, more) = seen
+    assert none == 0
+    assert known == first - opening
+    assert more == second - opening
+    # Without a template text goes on behind the reply.
+    seen.clear()
+    say(monkeypatch, capsys, queries, "--prompt-cache", str(tmp_path / "prompts"))
+    assert [known for _, known in seen][1] == seen[0][0] + 8
+    seen.clear()
+    say(monkeypatch, capsys, queries, "--prompt-cache", str(tmp_path / "prompts"))
+    assert all(prompt == known for prompt, known in seen)
+
+
+def test_r_forgets_and_h_helps(monkeypatch, capsys, talking):
+    out, err = say(
+        monkeypatch, capsys, ["import os", "r", "h", "import os"], "--model", str(talking)
+    )
+    one, two = out.splitlines()
+    assert one == two == expected_replies(talking, ["import os"])[0]
+    assert "forgotten" in err
+    assert err.count(HELP) == 2
+
+
+def test_a_full_context_is_said_in_one_line_and_r_makes_room(monkeypatch, capsys, talking):
+    lines = ["import os", "x " * 60, "r", "import os"]
+    out, err = say(monkeypatch, capsys, lines, "--model", str(talking), "--max-context", "60")
+    one, two = out.splitlines()
+    assert one == two
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "exceed the context of 60" in line
+
+
+def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
+    original, turns = generation.stream_generate, []
+
+    def interrupted(*arguments, **options):
+        turns.append(0)
+        for last in original(*arguments, **options):
+            yield last
+            turns[-1] += 1
+            if len(turns) == 1 and turns[-1] == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "stream_generate", interrupted)
+    out, _ = say(monkeypatch, capsys, ["import os", "class A"], "--model", str(talking))
+    monkeypatch.undo()
+    assert turns == [3, 8]
+    first, second = out.split(" ...\n")
+    model, tokenizer = load(talking)
+    messages = [
+        {"role": "user", "content": "import os"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "class A"},
+    ]
+    with model:
+        assert second == generate(model, tokenizer, messages, max_tokens=8) + "\n"
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("inside", "text", "shown"),
+    [
+        (False, "say <think>no</think>yes < b", "say yes < b"),
+        (True, "no, no</think>yes</think>", "yes</think>"),
+        (True, "never ends", ""),
+        (False, "no mark at all <thin", "no mark at all <thin"),
+        (False, "<think>a</think>b<think>c</think>d", "bd"),
+    ],
+)
+def test_thinking_is_hidden_or_shown(inside, text, shown, size):
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for hidden, expected in ((True, shown), (False, text)):
+        thinking = Thinking(inside, hidden=hidden)
+        assert "".join([*map(thinking.add, pieces), thinking.finish()]) == expected
