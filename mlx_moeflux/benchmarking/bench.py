@@ -28,7 +28,7 @@ from mlx_moeflux.benchmarking.measure import Measurement, beside_resident, measu
 from mlx_moeflux.benchmarking.options import Options
 from mlx_moeflux.benchmarking.report import run_lines
 from mlx_moeflux.benchmarking.results import Report
-from mlx_moeflux.benchmarking.sides import MlxLm, Ours, Stream
+from mlx_moeflux.benchmarking.sides import MlxLm, Ours, Stream, settled_memory
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.experts.budget import measure_memory, parse_budget
@@ -173,13 +173,13 @@ class _Bench:
 
     @contextmanager
     def _ours(self, budget: str, **more: Any) -> Iterator[Ours]:
-        before, options = mx.get_active_memory(), self.options
+        before, options = settled_memory(), self.options
         more = {"expert_memory": budget, "expert_reader": options.reader} | more
         model = load_model(self.directory, expert_threads=options.threads, **more, **options.load)
         with model:
             if model.plan is not None:
                 self.say(str(model.plan))
-            held = mx.get_active_memory() - before
+            held = settled_memory() - before
             yield Ours(model, prefill_step_size=options.prefill_step_size, held_bytes=held)
         mx.clear_cache()
 

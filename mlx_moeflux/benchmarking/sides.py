@@ -8,6 +8,7 @@ one before, stay.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,6 +82,13 @@ class Timing:
 
 Report = Callable[[int, int], None]
 Steps = Callable[[Stream, Report], Iterator[Any]]
+
+
+def settled_memory() -> int:
+    """Bytes that MLX holds once what nobody refers to any more is gone: a model that is collected
+    while another is loaded would make that one look smaller."""
+    gc.collect()
+    return mx.get_active_memory()
 
 
 class Side(Protocol):
@@ -206,13 +214,13 @@ class MlxLm:
             from mlx_lm.utils import load_model
         except ImportError as error:
             raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
-        before = mx.get_active_memory()
+        before = settled_memory()
         try:
             self.model, _ = load_model(Path(directory))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(f"{directory}: mlx-lm cannot load this ({error}).") from error
         mx.eval(self.model.parameters())
-        self.held_bytes = mx.get_active_memory() - before
+        self.held_bytes = settled_memory() - before
         self._size = prefill_step_size or MLX_LM_PREFILL
 
     def steps(self, stream: Stream, report: Report) -> Iterator[Any]:
