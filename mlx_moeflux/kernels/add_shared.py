@@ -66,7 +66,7 @@ launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
 
 _KERNEL = MetalKernel(
     "add_shared",
-    file="quantised.metal",
+    file="matvec.metal",
     inputs=("residual", "experts", "gate", "up", "score", "w", "scales", "biases"),
     outputs=("y",),
     body="""

@@ -8,6 +8,7 @@ functions that launch; this class only makes sure that MLX can take the call.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -124,6 +125,12 @@ def launches(*kernels: MetalKernel) -> Callable[[Function], Function]:
         return function
 
     return mark
+
+
+def float_bits(value: float) -> int:
+    """`value` as a template argument: templates take no floats, bodies say
+    ``as_type<float>(NAME)``."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 class MetalKernel:
