@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import source
+from mlx_moeflux.kernels import cuda_cache, source
 
 # MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
 # take `device` pointers do not compile.
@@ -66,7 +66,7 @@ class CudaBackend:
     follows_device, checks_first_use = True, False
 
     def build(self, kernel: MetalKernel) -> Launcher:
-        header, body = kernel.cuda_text()
+        header, body = cuda_cache.outsource(*kernel.cuda_text(), kernel.inputs)
         return mx.fast.cuda_kernel(
             name=f"moeflux_{kernel.name}",
             input_names=list(kernel.inputs),
