@@ -185,8 +185,8 @@ class MetalKernel:
 
         Raises:
             UnsupportedError: MLX drives no GPU.
-            ShapeError: `grid` is not divisible, or an input is too small for Metal and the body
-                reads its shape.
+            ShapeError: `grid` is not divisible, an input is too small for Metal and the body
+                reads its shape, or a number of `template` is negative: MLX makes it part of a name.
         """
         if _Active.backend is not self._bound:
             self._bind()
@@ -200,6 +200,13 @@ class MetalKernel:
                 if array.size < LEAST_INPUT:
                     inputs = self._padded(inputs)
                     break
+        if template:
+            for value in template.values():
+                if value.__class__ is int and value < 0:
+                    raise ShapeError(
+                        f"kernel '{self.name}': template {dict(template)} holds {value}; MLX takes "
+                        "no negative number there, pass it as an input."
+                    )
         return self._launch(
             inputs=inputs,
             template=template and [*template.items()],

@@ -85,6 +85,17 @@ def error(actual: mx.array, truth: mx.array | np.ndarray) -> float:
     return float(np.abs(a - b).max(initial=0.0))
 
 
+def one_rounding(truth: np.ndarray, dtype: mx.Dtype) -> float:
+    """Half a unit in the last place of the largest value: what rounding the result alone may cost.
+
+    The least error that a naive computation is taken to have; by luck it has none (attention over
+    one key: its weight is exactly 1, nothing is left to round).
+    """
+    bits = {mx.float32: 24, mx.float16: 11, mx.bfloat16: 8}[dtype]
+    largest = float(np.abs(truth).max(initial=0.0))
+    return 0.0 if largest == 0.0 else 2.0 ** (np.floor(np.log2(largest)) - bits)
+
+
 @dataclass(frozen=True)
 class Case:
     """A small call of a kernel for the mutation test: what it must return.
