@@ -24,8 +24,10 @@ def test_every_mutation_is_found(file):
     require_emulator()
     survivors = [what for what, found in run(file) if found is None]
     known = equivalent(file)
-    assert sorted(set(survivors) - set(known)) == []
-    assert sorted(set(known) - set(survivors)) == [], "no longer survives: take it off the list"
+    unknown = sorted(set(survivors) - set(known))
+    assert not unknown, "\n".join(["nothing finds", *unknown])
+    found = sorted(set(known) - set(survivors))
+    assert not found, "\n".join(["found now, take it off the list:", *found])
 
 
 @pytest.mark.slow
