@@ -4,19 +4,25 @@ sizes from which on they are used.
     {"gated_delta": {"cuda": [{"form": "recurrent", "from": 1, "us": {...}}, ...]}}
 
 "us" holds microseconds measured at that size for the forms that were compared. An operation or a
-back end that is not listed takes the reference.
+back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
+others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
+``mlx_moeflux tune --kernels`` writes such a file; ``$MOEFLUX_DISPATCH`` names one to use.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.errors import InputError
+
 TABLE = Path(__file__).with_name("dispatch.json")
+ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
 
 # What a row's "from" counts, where it is not the rows of the first argument: tokens of a sequence.
 _AXES = {"causal_conv": 1, "gated_delta": 1, "delta_mixer": 1, "sdpa": 2, "norm_rope": 1}
@@ -27,6 +33,9 @@ _SIZES: dict[str, Callable[..., int]] = {
     "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
     "moe_step": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
+
+
+_KINDS: dict[str, Callable[..., int]] = {"sdpa": lambda q, *_, **__: q.shape[-1]}
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Row:
 
 @functools.cache
 def table() -> dict[str, dict[str, tuple[Row, ...]]]:
-    """Operation -> back end -> rows by ascending size."""
+    """Operation, or operation and kind, -> back end -> rows by ascending size."""
     return {
         operation: {
             backend: tuple(
@@ -51,13 +60,42 @@ def table() -> dict[str, dict[str, tuple[Row, ...]]]:
             )
             for backend, rows in backends.items()
         }
-        for operation, backends in json.loads(TABLE.read_text()).items()
+        for operation, backends in read().items()
+        if operation != MEASURED
     }
+
+
+def read() -> dict[str, Any]:
+    """The file in use.
+
+    Raises:
+        InputError: ``$MOEFLUX_DISPATCH`` names a file that cannot be read.
+    """
+    file = Path(os.environ.get(ENVIRONMENT) or TABLE)
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {ENVIRONMENT} wants a table of kernels: {error}.") from error
 
 
 def rows(operation: str, backend: str) -> tuple[Row, ...]:
     """The rows of one operation on one back end; none: the reference."""
     return table().get(operation, {}).get(backend, ())
+
+
+def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
+    """Kind of call -> rows, where it has its own."""
+    names = (name.partition(" ") for name in table())
+    return {
+        kind: found
+        for first, _, kind in names
+        if first == operation and kind and (found := rows(f"{operation} {kind}", backend))
+    }
+
+
+def kind(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What rows of its own a call may have."""
+    return str(_KINDS[operation](*args, **kwargs))
 
 
 def pick(chosen: Sequence[Row], size: int) -> str:
