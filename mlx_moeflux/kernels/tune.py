@@ -27,7 +27,7 @@ TOKENS = {"gpu": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 
 MARGIN, HOPELESS = 0.1, 8.0
 # Of one measurement, and of one call that is still repeated.
 SECONDS, LONGEST = 0.02, 0.2
-ROUNDS = 5
+ROUNDS = 3
 
 Report = Callable[[str], None]
 
