@@ -42,6 +42,18 @@ def emulated(*, name: str = "metal", **options: Any) -> Iterator[None]:
         set_backend(before)
 
 
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """References run there, exactly in float32. It saves a minute on CUDA: stock operations that a
+    model's references take are compiled at their first use."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        yield
+    finally:
+        mx.set_default_device(before)
+
+
 def require_emulator() -> None:
     """Skip, or fail with MOEFLUX_REQUIRE_EMULATOR=1, where the emulator cannot run."""
     require(missing(), "MOEFLUX_REQUIRE_EMULATOR")

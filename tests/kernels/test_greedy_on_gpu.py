@@ -19,7 +19,7 @@ from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.steps import generate_step
 from mlx_moeflux.synthesize import synthesize
 from mlx_moeflux.tokenizer import load_tokenizer
-from tests.kernels.harness import require_gpu
+from tests.kernels.harness import on_the_cpu, require_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -70,14 +70,9 @@ def prompt(directory):
         return prompt_of(directory, model.config.vocab_size)
 
 
-def on_the_cpu(directory, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    try:
-        with load_model(directory, dtype=mx.float32) as model:
-            return logits(model, prompt, tokens)
-    finally:
-        mx.set_default_device(before)
+def in_float32(directory, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    with on_the_cpu(), load_model(directory, dtype=mx.float32) as model:
+        return logits(model, prompt, tokens)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
@@ -93,7 +88,7 @@ def test_kernels_say_what_references_say(directory, prompt, dtype):
         limit = RELATIVE * largest
         off, apart = np.abs(said.logits - expected.logits).max(), limit
     else:
-        truth = on_the_cpu(directory, prompt, tokens)
+        truth = in_float32(directory, prompt, tokens)
         naive = np.abs(expected.logits - truth).max()
         off, limit, apart = np.abs(said.logits - truth).max(), 2 * naive, 3 * naive
     LOG.info("logits off by %.3g, %.3g allowed, largest %.3g", off, limit, largest)
