@@ -25,6 +25,7 @@ from mlx_moeflux.kernels.workloads import LARGE, SMALL, WORKLOADS, workload
 
 TOKENS = {"gpu": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
+OF_ONE_SIZE = frozenset(("append_row",))
 # Of one measurement, and of one call that is still repeated.
 SECONDS, LONGEST = 0.02, 0.2
 ROUNDS = 3
@@ -79,7 +80,7 @@ def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
     device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
     dtype = mx.bfloat16 if device == "gpu" else mx.float32
     found: dict[int, dict[str, float]] = {}
-    for tokens in TOKENS[device]:
+    for tokens in TOKENS[device][: 1 if operation in OF_ONE_SIZE else None]:
         rotated = [workload(name, sizes, tokens, dtype) for _ in range(8 if tokens <= 64 else 2)]
         by_form = seconds(
             forms, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")

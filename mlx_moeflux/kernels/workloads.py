@@ -94,8 +94,8 @@ def _norm_rope(s: Sizes, n: int, x: Normal) -> Arguments:
 
 
 def _append_row(s: Sizes, n: int, x: Normal) -> Arguments:
-    tail = (x(n, s.Hkv, 256, s.Dh), x(n, s.Hkv, 256, s.Dh))
-    rows = (x(n, s.Hkv, 1, s.Dh), x(n, s.Hkv, 1, s.Dh))
+    tail = (x(1, s.Hkv, 256, s.Dh), x(1, s.Hkv, 256, s.Dh))
+    rows = (x(1, s.Hkv, 1, s.Dh), x(1, s.Hkv, 1, s.Dh))
     return (tail, *rows), {"position": mx.array([300], dtype=mx.int32)}
 
 
@@ -183,5 +183,5 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
 
 
 def workload(name: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments:
-    """Arguments of one call, not evaluated. Of `append_row` tokens are sequences."""
+    """Arguments of one call, not evaluated."""
     return WORKLOADS[name](sizes, tokens, _normal(dtype))
