@@ -19,6 +19,7 @@ SIZES = [
     (3, 128, 512, 4, 64, mx.bfloat16),
     (1, 66, 256, 2, 128, mx.float16),
     (2, 64, 128, 0, 32, mx.bfloat16),
+    (3, 38, 1056, 4, 32, mx.bfloat16),
 ]
 
 
@@ -66,11 +67,11 @@ def test_wrong_arguments():
             add_shared_fused(*wrong, **options)
 
 
-def case(scored: bool) -> Case:
-    args, options, truth = arguments(SIZES[1], scored=scored)
+def case(sizes, scored: bool) -> Case:
+    args, options, truth = arguments(sizes, scored=scored)
     limit = limit_of(args, options, truth)
-    name = "scored" if scored else "plain"
+    name = f"{sizes[2]} wide{', scored' * scored}"
     return Case(name, lambda: [add_shared_fused(*args, **options)], lambda: [truth], limit)
 
 
-CASES = {"add_shared": [case(True), case(False)]}
+CASES = {"add_shared": [case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)]}
