@@ -157,6 +157,8 @@ class DecoderModel(StreamingModel):
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
         cache = self.make_cache() if cache is None else cache
+        # As samplers give ids: one look-up of rows for prompts and replies.
+        tokens = tokens.astype(mx.uint32)
         if tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache):
             traces = self._step.traces
             logits = self._step(tokens, cache)
