@@ -176,7 +176,8 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
     if ends == "joined":
         options = {"norm": scale, "eps": EPS}
         limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
-        return Case(f"joined-{C}", lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
+        name = f"joined-{C}"
+        return Case(name, lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
     name = "-".join([*map(str, structure), str(norm), ends, str(C)])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
