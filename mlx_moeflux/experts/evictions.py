@@ -355,22 +355,16 @@ class Random:
         return victims + self._generator(layer).sample(able, rest)
 
     def evict(self, layer: int, expert: int) -> None:
-        members, places = self._members[layer], self._places[layer]
-        place = places.pop(expert, None)
-        if place is not None:
-            moved = members.pop()
-            if moved != expert:
-                members[place], places[moved] = moved, place
+        if expert in self._members[layer]:
+            self._members[layer].remove(expert)
 
     def admit(self, layer: int, expert: int) -> None:
-        if expert not in self._places[layer]:
-            self._places[layer][expert] = len(self._members[layer])
+        if expert not in self._members[layer]:
             self._members[layer].append(expert)
 
     def reset(self) -> None:
         self._generators: dict[int, random.Random] = {}
         self._members: dict[int, list[int]] = defaultdict(list)
-        self._places: dict[int, dict[int, int]] = defaultdict(dict)
 
     def _generator(self, layer: int) -> random.Random:
         if layer not in self._generators:
