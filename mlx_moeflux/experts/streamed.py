@@ -191,11 +191,12 @@ class StreamedStore:
 
     def bring(
         self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The first half of :meth:`experts`, for callers that compute themselves: every expert of
         `ids` ``[N, K]`` is in a slot afterwards. Returns expert -> slot, an int64 array ``[E]`` of
-        which only theirs mean anything. To be called inside :meth:`exclusive`, for at most as many
-        different experts as the layer has slots, and followed by :meth:`read_by`.
+        which only theirs mean anything, and the ids. To be called inside :meth:`exclusive`, for at
+        most as many different experts as the layer has slots, without padding, and followed by
+        :meth:`read_by`.
 
         Raises:
             As :meth:`experts`.
@@ -203,10 +204,10 @@ class StreamedStore:
         state = self._state(layer)
         self._open = call = Call(state, ids, ahead)
         with self._timed(call):
-            self._asked(call, weights)
+            host = self._asked(call, weights)
             if begin_reads(state, call.asked.needed, self._threads, self.events):
                 state.finish(self.events)
-        return state.table.slots_by_expert
+        return state.table.slots_by_expert, host
 
     def read_by(self, layer: int, output: mx.array) -> None:
         """End what :meth:`bring` began: `output`, not evaluated yet, reads the slots of `layer`."""
@@ -214,6 +215,21 @@ class StreamedStore:
         assert call.state.layer == layer, "nothing was brought for this layer"
         call.state.remember(output)
         self._over(call)
+
+    def compute(
+        self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
+    ) -> mx.array:
+        """What :meth:`experts` computes, of slots ``[N, K]`` instead of ids; lazy."""
+        return from_whole_bank(x, slots, weights, bank, self._form)
+
+    @property
+    def parts_calls(self) -> bool:
+        """Whether the halves of a call may be asked for apart: hits are not computed early."""
+        return not self.overlap
+
+    def partial(self) -> tuple[int, ...]:
+        """The layers whose calls the host must look at."""
+        return tuple(layer for layer, s in self._layers.items() if not self._whole(s))
 
     def bank(self, layer: int) -> ExpertBank:
         """The slots of a layer as they are now."""
@@ -225,9 +241,9 @@ class StreamedStore:
         states = self._layers.values()
         return self.events is None and all(state.table.complete for state in states)
 
-    def count(self, tokens: int) -> None:
-        """Account for a call of every layer that ran from a trace."""
-        for state in self._layers.values():
+    def count(self, tokens: int, layers: Iterable[int] | None = None) -> None:
+        """Account for a call of every layer, or of `layers`, that ran from a trace."""
+        for state in map(self._layers.get, self.layers if layers is None else layers):
             state.stats.tokens += tokens
             state.tokens += tokens
 

@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -130,6 +130,20 @@ class SwitchGLU(nn.Module):
         return bank
 
 
+class Begun(NamedTuple):
+    """A call of a block once its experts are chosen.
+
+    post: norm(x) ``[N, C]``; ids, weights: ``[N, K]``; shared: what :meth:`SparseMoeBlock.leave`
+    takes, None or a tuple of arrays; ahead: what :class:`Following` says, None if nobody asked.
+    """
+
+    post: mx.array
+    ids: mx.array
+    weights: mx.array
+    shared: Any
+    ahead: mx.array | None
+
+
 class SparseMoeBlock(nn.Module):
     """Route every token to K of E experts.
 
@@ -163,6 +177,14 @@ class SparseMoeBlock(nn.Module):
         self._store = self._following = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
+        begun = self.begin(x, norm, mask)
+        options = {} if begun.ahead is None else {"ahead": begun.ahead}
+        ids, weights = begun.ids, begun.weights
+        experts = self._store.experts(self.layer, begun.post, ids, weights, **options)  # [N, C] f32
+        return self.leave(x, experts, begun.shared)
+
+    def begin(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Begun:
+        """Everything up to the choice of experts."""
         post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
@@ -170,14 +192,13 @@ class SparseMoeBlock(nn.Module):
             real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        options = {}
+        ahead = None
         if self._following is not None and ids.size <= MOST_PAIRS:
-            options["ahead"] = self._following(x.reshape(post.shape), ids)
-        experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] f32
+            ahead = self._following(x.reshape(post.shape), ids)
         if recorded(self, "h_post"):
             note(self, h_post=post.reshape(x.shape))
         note(self, router_logits=logits, ids=ids, weights=weights)
-        return self.leave(x, experts, shared)
+        return Begun(post, ids, weights, shared, ahead)
 
     def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
