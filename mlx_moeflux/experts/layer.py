@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import (
     EventHook,
@@ -33,6 +35,7 @@ from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.stats import ExpertStats, LayerStats
+from mlx_moeflux.experts.uploads import Uploads
 from mlx_moeflux.kernels.expert_mix import ABSENT
 
 # More outputs than this are not remembered, but evaluated: by then they long have been.
@@ -68,8 +71,16 @@ class StreamedLayer:
     """The slots of one layer. All methods but none of the reads run in the caller's thread."""
 
     def __init__(
-        self, layer: int, bank: LayerBank, *, reader: Reader, policy: Eviction, stats: ExpertStats
+        self,
+        layer: int,
+        bank: LayerBank,
+        *,
+        reader: Reader,
+        policy: Eviction,
+        stats: ExpertStats,
+        uploads: Uploads | None = None,
     ):
+        self._uploads = uploads
         self.layer, self.bank = layer, bank
         self.table = SlotTable(bank.slots, reader.num_experts)
         self.tokens = 0
@@ -208,8 +219,17 @@ class StreamedLayer:
             for target in targets:
                 events(ReadStart(self.layer, target.expert, target.slot))
         # Known to the layer before the first read begins, so that settle() can find it.
-        self._fetch = Fetch(self._reader, self.layer, targets)
+        self._fetch = self._new_fetch(threads, targets)
         self._fetch.start(threads)
+
+    def _new_fetch(self, threads: ReadThreads, targets: Sequence[Target]) -> Fetch:
+        return Fetch(
+            self._reader,
+            self.layer,
+            targets,
+            at_once=threads.count,
+            uploads=self._uploads,
+        )
 
     def finish(self, events: EventHook | None) -> None:
         """Wait for the reads that :meth:`start` began and enter what arrived.
@@ -251,7 +271,7 @@ class StreamedLayer:
             target = Target(expert, slot, self.bank.slot_views(slot))
             if events is not None:
                 events(PrefetchStart(self.layer, expert, slot))
-            fetch = Fetch(self._reader, self.layer, [target])
+            fetch = self._new_fetch(threads, [target])
             self._ahead.append((target, fetch))
             fetch.start(threads)
         self.unsettled = False
@@ -351,6 +371,16 @@ class StreamedLayer:
         self.settle()
         self._readers_of_bank.clear()
         self.bank.close()
+
+
+@dataclass
+class Call:
+    """A call of a layer: ids and look-ahead on the device; asked: None if nobody looked."""
+
+    state: StreamedLayer
+    ids: mx.array
+    ahead: mx.array | None
+    asked: Asked | None = None
 
 
 def missing_of(table: SlotTable, experts: Iterable[int]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
 import mlx.core as mx
@@ -28,7 +27,7 @@ from mlx_moeflux.experts.compute import (
 from mlx_moeflux.experts.events import Chosen, EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
-from mlx_moeflux.experts.layer import StreamedLayer, missing_of
+from mlx_moeflux.experts.layer import Call, StreamedLayer, missing_of
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import (
     MOST_PAIRS,
@@ -40,20 +39,11 @@ from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
+from mlx_moeflux.experts.uploads import staging_bytes, uploads_for
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
 from mlx_moeflux.kernels.expert_mix import expert_mix
 
 DEFAULT_THREADS = 8
-
-
-@dataclass
-class Call:
-    """A call of a layer: ids and look-ahead on the device; asked: None if nobody looked."""
-
-    state: StreamedLayer
-    ids: mx.array
-    ahead: mx.array | None
-    asked: Asked | None = None
 
 
 class StreamedStore:
@@ -113,18 +103,18 @@ class StreamedStore:
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
         self._bank = Bank(layouts, counts)
+        self._uploads = uploads_for(max(layout.nbytes for layout in layouts.values()))
+        around = {"policy": self.eviction, "stats": self._stats, "uploads": self._uploads}
         self._layers = {
-            layer: StreamedLayer(
-                layer, self._bank[layer], reader=reader, policy=self.eviction, stats=self._stats
-            )
+            layer: StreamedLayer(layer, self._bank[layer], reader=reader, **around)
             for layer in self.layers
         }
         self._threads = ReadThreads(threads)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the reader's private buffers."""
-        return self._bank.nbytes + self.threads * getattr(self.reader, "staging_bytes", 0)
+        """Bytes of all slots and of the private buffers of reading threads."""
+        return self._bank.nbytes + self.threads * staging_bytes(self.reader)
 
     @property
     def bank_bytes(self) -> int:

@@ -24,7 +24,7 @@ from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import stack
-from mlx_moeflux.models.moe import Following, SparseMoeBlock
+from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
 
@@ -102,7 +102,8 @@ class StreamingModel(nn.Module):
         wanted = self.compile_steps
         if wanted is None:
             wanted = mx.default_device() != mx.cpu
-        return wanted and not self.training and not self._recordings
+        steady = not self.training and not self._recordings
+        return wanted and steady and traceable(self._router)
 
     def _can_cut(self, tokens: int) -> bool:
         """Whether a step of so many tokens may run in segments from traces."""

@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,11 @@ from mlx_moeflux.models.record import note, recorded
 
 
 class Router(Protocol):
-    """Chooses experts. Replace it with ``load(router=...)``."""
+    """Chooses experts. Replace it with ``load(router=...)``.
+
+    A class that says ``traceable = True`` itself promises to depend on nothing but the logits:
+    steps are then traced, see :mod:`mlx_moeflux.models.step`. Others are asked every time.
+    """
 
     num_experts_per_tok: int
 
@@ -37,6 +41,7 @@ class Router(Protocol):
 class SoftmaxRouter:
     """Softmax over all experts, the K largest, divided by their sum unless told otherwise."""
 
+    traceable: ClassVar[bool] = True
     num_experts_per_tok: int
     norm_topk_prob: bool = True
     kernels: Kernels = field(default_factory=Kernels)
@@ -45,6 +50,11 @@ class SoftmaxRouter:
         return self.kernels.softmax_top_k(
             logits, k=self.num_experts_per_tok, normalise=self.norm_topk_prob
         )
+
+
+def traceable(router: Router) -> bool:
+    """Whether a trace may stand for `router`; a subclass must say so anew."""
+    return bool(vars(type(router)).get("traceable"))
 
 
 def check_router(router: Router, num_experts: int) -> None:
