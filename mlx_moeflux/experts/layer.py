@@ -8,7 +8,7 @@ table before its slot is written, enters it after its block has arrived, and unt
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -152,20 +152,20 @@ class StreamedLayer:
         ]
 
     def look_up(
-        self, needed: Iterable[int], missing: Container[int], events: EventHook | None
+        self, needed: Collection[int], missing: Collection[int], events: EventHook | None
     ) -> None:
         """Count, and tell of, every needed expert, ascending."""
-        for expert in needed:
-            absent, fresh = expert in missing, expert in self._fresh
-            self.stats.lookups += 1
-            self.stats.misses += absent
-            if absent:
-                self.missed.append(expert)
-            self.stats.hits += not absent
-            self.stats.prefetched_hits += fresh
-            self._fresh.discard(expert)
-            if events is not None:
-                events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, fresh))
+        stats = self.stats
+        stats.lookups += len(needed)
+        stats.misses += len(missing)
+        stats.hits += len(needed) - len(missing)
+        self.missed += missing
+        used = self._fresh.intersection(needed) if self._fresh else frozenset()
+        stats.prefetched_hits += len(used)
+        self._fresh -= used
+        for expert in needed if events is not None else ():
+            absent = expert in missing
+            events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, expert in used))
 
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None
