@@ -199,7 +199,7 @@ class Fetch:
             parts = cut(self._layer, target.expert, target.views, pieces)
             if parts and uploads is not None:
                 return [Job(i, partial(_staged_part, reader, uploads, *part)) for part in parts]
-            if parts:
+            if len(parts) > 1:
                 return [Job(i, partial(reader.read_run, *part)) for part in parts]
         return [Job(i, lambda: self._whole(target))]
 

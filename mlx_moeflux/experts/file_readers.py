@@ -71,9 +71,10 @@ class FileReader:
         self, layer: int, expert: int, into: Sequence[memoryview], count: int
     ) -> list[tuple[Run, list[memoryview]]]:
         """A block as about `count` reads that several threads can make at once with
-        :meth:`read_run` or :meth:`read_staged`; empty if it is not in one stretch of a file."""
+        :meth:`read_run` or :meth:`read_staged`; empty if it is not in one stretch of a file, or a
+        subclass reads in a way of its own."""
         runs = self.ranges.runs(layer, expert)
-        if len(runs) > 1:
+        if len(runs) > 1 or type(self).read is not FileReader.read:
             return []
         run, views = runs[0], [into[i] for i in runs[0].components]
         step = max(LEAST_PIECE, -(-run.nbytes // count // LEAST_PIECE) * LEAST_PIECE)

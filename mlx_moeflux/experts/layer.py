@@ -102,9 +102,11 @@ class StreamedLayer:
         """This layer's account."""
         return self._all_stats.layers[self.layer]
 
-    def device_table(self) -> mx.array:
-        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; the layer is
-        complete."""
+    def device_table(self) -> mx.array | None:
+        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; None if expert
+        e is in slot e. The layer is complete."""
+        if self.table.in_order:
+            return None
         if self._device_table is None:
             self._device_table = mx.array(
                 np.append(self.table.slots_by_expert, ABSENT).astype(np.uint32)

@@ -292,6 +292,8 @@ class StreamingModel(nn.Module):
                 experts_per_token=self._router.num_experts_per_tok,
                 staging_bytes=store.nbytes - store.bank_bytes,
             )
+            # A trace of complete layers would keep the old banks in memory.
+            self.forget_steps()
             store.resize_all(slots)
             if self.plan is not None:
                 why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"

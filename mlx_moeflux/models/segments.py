@@ -34,12 +34,15 @@ class _Segment:
     start: int
     stop: int
     ends: bool
+    looks_ahead: bool
     run: Callable[..., Any]
 
 
 class SegmentedStep:
     """Runs ``tokens [B, 1] -> logits [B, 1, V]`` segment by segment. traces: How often the first
     was traced."""
+
+    early = 0
 
     def __init__(self, model: DecoderModel):
         # No reference to the model as an attribute: nn.Module would see a parameter tree in it.
@@ -71,6 +74,10 @@ class SegmentedStep:
                 carry, ends = segment.run(
                     carry, slots, bank, columns, padding, [entry.begin_step() for entry in entries]
                 )
+                # What can begin already begins while the rest is being handed over.
+                *early, carry = carry
+                for array in early[: self.early]:
+                    mx.async_eval(array)
                 mx.async_eval(carry[0])
                 for entry, end in zip(entries, ends, strict=True):
                     entry.end_step(*end)
@@ -80,7 +87,7 @@ class SegmentedStep:
                     break
                 layer = segment.stop - 1
                 ids, weights, *carry = carry
-                ahead = carry.pop(0) if model.moe_blocks()[layer]._following is not None else None
+                ahead = carry.pop(0) if segment.looks_ahead else None
                 slot_of, host = store.bring(layer, ids, weights, ahead=ahead)
                 slots, bank = mx.array(slot_of[host].astype(np.uint32)), _arrays(store.bank(layer))
                 carry = [weights, *carry]
@@ -111,6 +118,7 @@ class SegmentedStep:
                 KINDS[kind](arrays, columns, padding)
                 for kind, arrays in zip(kinds[start:stop], states, strict=True)
             ]
+            early = []
             if last is None:
                 self.traces += 1
                 h = model.model.embed_tokens(carry[0])
@@ -119,10 +127,12 @@ class SegmentedStep:
                 held = _bank_of(bank, model.store.bank(last))
                 experts = model.store.compute(post, slots, weights, held)
                 h = model.layers[last].mlp.leave(h, experts, tuple(shared))
+                early.append(h)
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
                 if i == following:
                     h = layer.mix(h, entry, chunk=1)
+                    early.append(h)
                     begun = layer.mlp.begin(h, layer.post_attention_layernorm)
                     ahead = [] if begun.ahead is None else [begun.ahead]
                     shared = [] if begun.shared is None else begun.shared
@@ -131,9 +141,10 @@ class SegmentedStep:
                 h = layer(h, entry, chunk=1)
             else:
                 out = [model.logits(h)]
-            return out, [entry.ends for entry in entries]
+            return [*early, out], [entry.ends for entry in entries]
 
-        return _Segment(last, start, stop, following is None, mx.compile(run))
+        looks_ahead = following is not None and model.layers[following].mlp._following is not None
+        return _Segment(last, start, stop, following is None, looks_ahead, mx.compile(run))
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:

@@ -40,7 +40,7 @@ def opened(**options):
         ({"fuse": True}, 1),
         ({}, 3),
         ({"eviction": "lru", "prefetch": "ahead", "keep_all_ahead": True}, 1),
-        ({"prefetch": "last"}, 2),
+        ({"prefetch": "last", "keep_all_ahead": True}, 2),
         ({"balance": "shift"}, 1),
     ],
     ids=str,
