@@ -88,10 +88,14 @@ class Driver:
         self._library.cuMemFreeHost(ctypes.c_void_p(address))
 
 
-@functools.cache
 def driver() -> Driver | None:
     """The driver where banks are in its managed memory, else None."""
-    if not mx.cuda.is_available() or mx.default_device() == mx.cpu:
+    return None if mx.default_device() == mx.cpu else _driver()
+
+
+@functools.cache
+def _driver() -> Driver | None:
+    if not mx.cuda.is_available():
         return None
     try:
         return Driver()

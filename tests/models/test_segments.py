@@ -178,3 +178,18 @@ def test_two_threads_take_turns():
         for thread in threads:
             thread.join()
         assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"expert_reader": "direct"}, {"prefetch": "ahead"}], ids=str
+)
+def test_segments_on_a_gpu(options):
+    tokens = tokens_of(60)
+    with load_model(BUNDLED_MODEL, expert_memory="40%", **options) as model:
+        a, b = (steps(model, tokens, traced=traced, prompt=20) for traced in (True, False))
+        assert mx.isfinite(a).all().item()
+        assert mx.array_equal(a, b).item()
+        assert model._segments.traces >= 1
+    with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
+        assert mx.array_equal(a, steps(model, tokens, traced=False, prompt=20)).item()
