@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
-from mlx_moeflux.experts import policies
+from mlx_moeflux.experts import consult
 from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.at_once import at_once, begin_reads
 from mlx_moeflux.experts.balance import Balance, make_balance
@@ -363,10 +363,10 @@ class StreamedStore:
         state.stats.tokens += N
         state.tokens += N
         short = N * K <= MOST_PAIRS
-        policies.shift(self, state, K, short=short)
+        consult.shift(self, state, K, short=short)
         if short and call.asked is not None:
             guess = () if call.ahead is None else merged(call.ahead.tolist(), self.num_experts)
-            policies.read_ahead(self, state.layer, guess)
+            consult.read_ahead(self, state.layer, guess)
 
     def _compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
         state = call.state
@@ -391,5 +391,5 @@ class StreamedStore:
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
         call.asked = Asked.of(host, self.num_experts, state.tokens)
-        policies.asked(self, state, call.asked)
+        consult.asked(self, state, call.asked)
         return host
