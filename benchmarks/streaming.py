@@ -8,12 +8,16 @@ Base: cached reads (pread), 8 threads, no prefetch, hits not computed before mis
 every run the banks are empty and the page cache has forgotten the experts; every run decodes the
 same tokens. Printed: medians of the base and the change, the median of their ratios, the spread of
 the ratios, hit rate, milliseconds a token waited for reads, gigabytes from the disk a token.
+
+Each budget ends with what a token may take: the time of the same model when every slot is filled,
+1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,6 +27,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.experts.fetch import Fetch, ReadThreads, Target
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.loading import load_model
@@ -40,6 +45,8 @@ CHANGES = {
     **{f"{n} threads": {"threads": n} for n in (1, 2, 4, 16, 32)},
 }
 WARM = 8
+INTO_GPU = 12.9e9
+PER_LAYER = 1e-4
 
 
 def main() -> None:
@@ -53,31 +60,67 @@ def main() -> None:
     checkpoint = open_checkpoint(args.model)
     rules = model_class(checkpoint.config.get("model_type")).NAME_RULES
     experts = checkpoint.mapped(rules).experts
+    disk = disk_speed(experts)
+    print(f"the disk gives {disk / 1e9:.2f} GB/s in such blocks", flush=True)
+    with load_model(args.model, expert_memory="100%") as model:
+        full = median(decode(model, args.tokens)[0] for _ in range(args.repeats))
     for budget in args.budgets:
         with load_model(args.model, expert_memory=budget) as model:
-            slots, ffn = dict(model.plan.slots), model.kernels.expert_ffn
+            slots = dict(model.plan.slots)
             print(f"\n{budget}: {model.plan}", flush=True)
             model.store.close()
-            print(f"{'change':12} {'base':>7} {'change':>7} tok/s {'ratio':>6} {'spread':>13} "
-                  f"{'hits':>6} {'stall':>8} {'disk':>9}", flush=True)  # fmt: skip
+            bench = Bench(model, experts, slots, args.tokens)
+            bench.compare(args.changes, args.repeats)
+            bench.allowed(full, disk)
 
-            def run(change: dict, model=model, slots=slots, ffn=ffn) -> tuple[float, ...]:
-                options = BASE | change
-                reader = make_reader(options.pop("reader"), experts)
-                store = StreamedStore(reader, slots, ffn=ffn, **options)
-                forget(reader)
-                model.set_store(store)
-                try:
-                    return decode(model, args.tokens)
-                finally:
-                    store.close()
 
-            run({})
-            for name in args.changes:
-                try:
-                    line(name, [(run({}), run(CHANGES[name])) for _ in range(args.repeats)])
-                except MoefluxError as error:
-                    print(f"{name:12} {error}", flush=True)
+class Bench:
+    """One model at one budget. slots: For each layer."""
+
+    def __init__(self, model, experts: Mapping, slots: Mapping[int, int], tokens: int):
+        self.model, self.experts, self.slots, self.tokens = model, experts, slots, tokens
+
+    def compare(self, changes: Sequence[str], repeats: int) -> None:
+        """Print a line for each change."""
+        print(f"{'change':12} {'base':>7} {'change':>7} tok/s {'ratio':>6} {'spread':>13} "
+              f"{'hits':>6} {'stall':>8} {'disk':>9}", flush=True)  # fmt: skip
+        self.run({})
+        for name in changes:
+            try:
+                line(name, [(self.run({}), self.run(CHANGES[name])) for _ in range(repeats)])
+            except MoefluxError as error:
+                print(f"{name:12} {error}", flush=True)
+
+    def run(self, change: dict) -> tuple[float, ...]:
+        """See :func:`decode`; cold."""
+        options, kernels = BASE | change, self.model.kernels
+        reader = make_reader(options.pop("reader"), self.experts)
+        options |= {"ffn": kernels.expert_ffn, "mix": kernels.expert_mix}
+        store = StreamedStore(reader, self.slots, **options)
+        forget(reader)
+        self.model.set_store(store)
+        try:
+            return decode(self.model, self.tokens)
+        finally:
+            store.close()
+
+    def allowed(self, full: float, disk: float, repeats: int = 3, **change: object) -> None:
+        """Print what a token takes and may take; `full`: tokens per second of a filled bank."""
+        speed, hits, stall, read = map(
+            median, zip(*(self.run(change) for _ in range(repeats)), strict=True)
+        )
+        block = block_bytes(self.experts)
+        lookups = self.model._router.num_experts_per_tok * len(self.slots)
+        missed = (1 - hits) * lookups * block
+        layers = sum(n < self.model.config.num_experts for n in self.slots.values())
+        most = 1 / full + 1.15 * missed * (1 / disk + 1 / INTO_GPU) + PER_LAYER * layers
+        print(
+            f"{', '.join(map(str, change.values())) or 'base'}: {1e3 / speed:.2f} ms a token, may "
+            f"take {1e3 * most:.2f}: {1e3 / full:.2f} + {missed / 1e6:.1f} MB missed "
+            f"({100 * read / missed if missed else 0:.0f} % of them from the disk) + "
+            f"{1e3 * PER_LAYER * layers:.1f}; waited {1e3 * stall:.2f}",
+            flush=True,
+        )
 
 
 def line(name: str, pairs: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> None:
@@ -104,6 +147,34 @@ def decode(model, tokens: int) -> tuple[float, float, float, float]:
     seconds, read = perf_counter() - start, disk_bytes() - before
     total = stats.total
     return tokens / seconds, total.hit_rate, total.stall_seconds / tokens, read / tokens
+
+
+def disk_speed(experts: Mapping, blocks: int = 64) -> float:
+    """Bytes a second that the disk gives when nothing but reading happens: random blocks of a
+    layer, past the page cache, the best of several numbers of threads."""
+    reader, random, speeds = make_reader("direct", experts), np.random.default_rng(0), []
+    try:
+        sizes = [c.nbytes for c in reader.layout(reader.layers[0]).components]
+        for count in (4, 8, 16) * 2:
+            threads, layer = ReadThreads(count), int(random.choice(reader.layers))
+            buffers = [[memoryview(bytearray(n)) for n in sizes] for _ in range(blocks)]
+            chosen = random.choice(reader.num_experts, min(blocks, reader.num_experts), False)
+            targets = [Target(int(e), i, buffers[i]) for i, e in enumerate(chosen)]
+            fetch, start = Fetch(reader, layer, targets), perf_counter()
+            fetch.start(threads)
+            error = fetch.wait()
+            speeds.append(len(targets) * sum(sizes) / (perf_counter() - start))
+            threads.close()
+            if error is not None:
+                raise error
+    finally:
+        reader.close()
+    return max(speeds)
+
+
+def block_bytes(experts: Mapping) -> int:
+    """Bytes of one expert of the first layer."""
+    return sum(refs[0].nbytes for refs in experts[min(experts)].values())
 
 
 def forget(reader) -> None:

@@ -26,6 +26,7 @@ from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.experts.uploads import staging_bytes
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels, choose_kernels
 from mlx_moeflux.models import model_class
@@ -257,7 +258,7 @@ def _make_store(
             kv_bytes=model.state_bytes(min(KV_POSITIONS, config.max_position_embeddings)),
             memory=memory,
             reader=reader.name,
-            staging_bytes=threads * getattr(reader, "staging_bytes", 0),
+            staging_bytes=threads * staging_bytes(reader),
         )
         if plan.resident and not given:
             reader.close()

@@ -198,7 +198,7 @@ def _read(reader: Any, threads: int, blocks: int, repeats: int) -> float:
                 for i, e in enumerate(chosen)
             ]
             _forget(reader)
-            fetch, start = Fetch(reader, layer, targets), perf_counter()
+            fetch, start = Fetch(reader, layer, targets, at_once=threads), perf_counter()
             fetch.start(pool)
             error = fetch.wait()
             seconds.append(perf_counter() - start)

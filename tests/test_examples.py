@@ -67,7 +67,17 @@ def test_a_policy_of_ones_own_lies_between_nothing_and_belady():
     assert "same text: True" in out
 
 
-@pytest.mark.parametrize("name", ["swap_policy", "trace_and_replay"])
+def test_a_kernel_of_ones_own_is_called_and_changes_nothing():
+    out = run("examples/swap_kernel.py")
+    assert float(re.search(r"from the reference: (\S+)", out)[1]) <= 1e-5
+    reference, mine = map(int, re.findall(r"called (\d+) times", out))
+    assert reference == 0
+    # Three of four layers have a delta net, and every step runs it.
+    assert mine >= 24
+    assert "same text: True" in out
+
+
+@pytest.mark.parametrize("name", ["swap_policy", "swap_kernel", "trace_and_replay"])
 def test_short_examples_stay_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60
 

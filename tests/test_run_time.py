@@ -39,11 +39,12 @@ def right():
         yield lambda n: texts(model, tokenizer, n)
 
 
-def storm(right, tokens, **options):
+def storm(right, tokens, *, traced=None, **options):
     """The budget changes every three tokens, at random between the least and everything."""
     random, peaks = np.random.default_rng(tokens), []
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="50%", **options)
     with model:
+        model.compile_steps = traced
 
         def resize():
             least = 100 * LEAST / EXPERT_BYTES
@@ -63,9 +64,10 @@ def storm(right, tokens, **options):
         assert max(peaks) > 1.3 * min(peaks)
 
 
+@pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("prefetch", ["none", "ahead"])
-def test_a_storm_of_budgets_changes_no_token(right, prefetch):
-    storm(right, 100, prefetch=prefetch)  # 33 changes
+def test_a_storm_of_budgets_changes_no_token(right, prefetch, traced):
+    storm(right, 100, prefetch=prefetch, traced=traced)  # 33 changes
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.refs import mlx_dtype
 from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.experts.uploads import address_of, driver
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 
 
@@ -76,6 +77,9 @@ class LayerBank:
         for (source, n), (target, _) in zip(self._slots.views, new.views, strict=True):
             for a, b in moves.items():
                 target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
+        home = driver()
+        for view, _ in new.views if home is not None else ():
+            home.settle(address_of(view), view.nbytes)
         # One assignment: an interruption leaves all of the old or all of the new.
         self._slots = new
 
@@ -93,6 +97,9 @@ class LayerBank:
             (memoryview(array).cast("B"), c.nbytes)
             for array, c in zip(arrays, components, strict=True)
         ]
+        home = driver()
+        for view, _ in views if home is not None else ():
+            home.settle(address_of(view), view.nbytes)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         return _Slots(slots, named, ExpertBank.of(named, self.layout.specs), views)
 

@@ -303,14 +303,14 @@ class ExpertSum:
         N, C = x.shape
         self.x, self.form = x, form
         self.total = mx.full((N, C), -0.0, mx.float32)
-        self._by_token = weights
+        self.weights = weights
         self._weights = mx.concatenate([weights.reshape(-1), mx.zeros((1,), mx.float32)])
         self._K = weights.shape[1]
         self._started = False
 
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
-        mix = self.form.mixer(self.x, self._by_token, bank)
+        mix = self.form.mixer(self.x, self.weights, bank)
         if mix is not None:
             self._mix(mix, pairs, slot_of, bank)
             return
@@ -327,8 +327,8 @@ class ExpertSum:
     def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         N = self.x.shape[0]
         tokens = np.unique(pairs.token)
-        slots = pairs.grid(self._by_token.shape, slot_of)
-        chunk = self.form.rows_at_once(mix, self._by_token, bank, self.x.dtype)
+        slots = pairs.grid(self.weights.shape, slot_of)
+        chunk = self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
         for start in range(0, len(tokens), chunk):
             self._next_step()
             some = tokens[start : start + chunk]
@@ -336,7 +336,7 @@ class ExpertSum:
             self.total[rows] = mix(
                 self.x[rows],
                 mx.array(slots[some]),
-                self._by_token[rows],
+                self.weights[rows],
                 bank,
                 initial=self.total[rows],
             )

@@ -84,6 +84,11 @@ class LFU:
             self._base[layer] += growth
             queue.scale(2.0**-growth)
         keys, base, rate = queue.keys, self._base[layer], self._rate
+        if last and last[0] == last[-1]:
+            weight = 2.0 ** (last[0] * rate - base)
+            for expert, n in zip(experts, uses, strict=True):
+                keys[expert] = keys.get(expert, 0.0) + n * weight
+            return
         time, weight = -1, 0.0
         for expert, at, n in zip(experts, last, uses, strict=True):
             if at != time:
@@ -115,6 +120,9 @@ class Static:
 
     name = "static"
 
+    # A key is the uses, and below them the last use: a whole number compares faster than a pair.
+    _TIME_BITS = 48
+
     def __init__(self, counts: Mapping[int, Mapping[int, int]] | None = None, learn: int = 256):
         self._counts, self._learn = counts, 0 if counts else learn
         self.reset()
@@ -123,11 +131,13 @@ class Static:
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
         known, keys = self._known[layer], self._queues[layer].keys
-        for expert, at, n in zip(experts, last, uses, strict=True):
-            if at < self._learn:
-                known[expert] = known.get(expert, 0) + n
-            self._time += 1
-            keys[expert] = (known.get(expert, 0), self._time)
+        if last and last[0] < self._learn:
+            for expert, at, n in zip(experts, last, uses, strict=True):
+                if at < self._learn:
+                    known[expert] = known.get(expert, 0) + n
+        for time, expert in enumerate(experts, self._time):
+            keys[expert] = (known.get(expert, 0) << self._TIME_BITS) + time
+        self._time += len(experts)
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
@@ -145,7 +155,7 @@ class Static:
         self._known: dict[int, dict[int, int]] = defaultdict(dict)
         for layer, counts in (self._counts or {}).items():
             self._known[layer] = dict(counts)
-        self._queues: dict[int, Lowest] = defaultdict(lambda: Lowest((-1, 0)))
+        self._queues: dict[int, Lowest] = defaultdict(lambda: Lowest(-1))
 
 
 class CLOCK:
@@ -241,13 +251,18 @@ class S3FIFO:
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
         queues = self._layers[layer]
+        small, main, asked = queues.small, queues.main, queues.asked
         for expert, n in zip(experts, uses, strict=True):
-            for queue in (queues.main, queues.small):
-                if expert in queue:
-                    queue[expert] = min(3, queue[expert] + n)
-                    break
+            if expert in main:
+                queue = main
+            elif expert in small:
+                queue = small
             else:
-                queues.asked[expert] = n - 1  # the first use is the one that brings it in
+                asked[expert] = n - 1  # the first use is the one that brings it in
+                continue
+            known = queue[expert]
+            if known < 3:
+                queue[expert] = min(3, known + n)
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
@@ -256,13 +271,15 @@ class S3FIFO:
         small, main = queues.small, queues.main
         share = max(1, int(self._share * len(resident)))
         victims: list[int] = []
+        leaving = 0
 
         def first(queue: OrderedDict[int, int]) -> int | None:
-            able = (e for e in queue if e in resident and e not in protected and e not in victims)
-            return next(able, None)
+            for expert in queue:
+                if expert in resident and expert not in protected and expert not in victims:
+                    return expert
+            return None
 
         while len(victims) < count:
-            leaving = sum(e in small for e in victims)
             expert = first(small) if len(small) - leaving >= share else None
             if expert is not None:
                 if small[expert] > 1:
@@ -281,6 +298,7 @@ class S3FIFO:
                 small.update(dict.fromkeys(others, 0))
                 continue
             victims.append(expert)
+            leaving += expert in small
         return victims
 
     def evict(self, layer: int, expert: int) -> None:
@@ -307,13 +325,13 @@ class S3FIFO:
 
 
 class Random:
-    """Evicts anyone: what a policy must beat. A choice costs n log n for n residents."""
+    """Evicts anyone: what a policy must beat."""
 
     name = "random"
 
     def __init__(self, seed: int = 0):
         self._seed = seed
-        self._generators: dict[int, random.Random] = {}
+        self.reset()
 
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
@@ -323,19 +341,35 @@ class Random:
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
     ) -> list[int]:
-        if layer not in self._generators:
-            self._generators[layer] = random.Random(f"{self._seed} {layer}")
-        able = sorted(expert for expert in resident if expert not in protected)
-        return self._generators[layer].sample(able, min(count, len(able)))
+        members, draw = self._members[layer], self._generator(layer).random
+        victims: list[int] = []
+        # Drawn from those that this object was told of, until nearly all draws must have failed.
+        for _ in range(8 * count + 8 if members else 0):
+            if len(victims) == count:
+                return victims
+            expert = members[int(draw() * len(members))]
+            if expert in resident and expert not in protected and expert not in victims:
+                victims.append(expert)
+        able = sorted(e for e in resident if e not in protected and e not in victims)
+        rest = min(count - len(victims), len(able))
+        return victims + self._generator(layer).sample(able, rest)
 
     def evict(self, layer: int, expert: int) -> None:
-        pass
+        if expert in self._members[layer]:
+            self._members[layer].remove(expert)
 
     def admit(self, layer: int, expert: int) -> None:
-        pass
+        if expert not in self._members[layer]:
+            self._members[layer].append(expert)
 
     def reset(self) -> None:
-        self._generators.clear()
+        self._generators: dict[int, random.Random] = {}
+        self._members: dict[int, list[int]] = defaultdict(list)
+
+    def _generator(self, layer: int) -> random.Random:
+        if layer not in self._generators:
+            self._generators[layer] = random.Random(f"{self._seed} {layer}")
+        return self._generators[layer]
 
 
 EVICTIONS: dict[str, Callable[[], Any]] = {

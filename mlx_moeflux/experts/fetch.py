@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.readers import Reader
+from mlx_moeflux.experts.uploads import Uploads
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
 _LOOK_AGAIN_SECONDS = 0.05
@@ -33,6 +35,7 @@ class ReadThreads:
             )
             for i in range(count)
         ]
+        self.count = count
         self._end = weakref.finalize(self, _end, self._jobs, count)
         for thread in self._threads:
             thread.start()
@@ -76,31 +79,52 @@ class Arrival(NamedTuple):
     seconds: float
 
 
-class Fetch:
-    """Reads the blocks of one layer into their slots."""
+class Job(NamedTuple):
+    """One read: which target it belongs to, and what a thread does; returns bytes."""
 
-    def __init__(self, reader: Reader, layer: int, targets: Sequence[Target]):
+    target: int
+    read: Callable[[], int]
+
+
+class Fetch:
+    """Reads the blocks of one layer into their slots.
+
+    at_once: Reads that the threads can make at once: where there are fewer blocks, and the reader
+    can, blocks are cut. uploads: Where slots are not to be written by the host.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        layer: int,
+        targets: Sequence[Target],
+        *,
+        at_once: int = 1,
+        uploads: Uploads | None = None,
+    ):
         self._targets = targets
-        self._reader, self._layer = reader, layer
+        self._reader, self._layer, self._uploads = reader, layer, uploads
         stored = getattr(reader, "stored_bytes", lambda layer: reader.layout(layer).nbytes)
         self._expected = stored(layer)
         self._abandoned = False
-        # Indices of targets. A thread appends to `begun`, then looks at `abandoned`; the caller
+        pieces = -(-at_once // max(1, len(targets)))
+        self._jobs = [job for i in range(len(targets)) for job in self._jobs_of(i, pieces)]
+        # Indices of jobs. A thread appends to `begun`, then looks at `abandoned`; the caller
         # sets `abandoned`, then looks at `begun`: one of them sees the other.
         self._begun: list[int] = []
         self._ended: list[int] = []
-        self._results: dict[int, Arrival | BaseException] = {}
+        self._results: dict[int, tuple[int, float] | BaseException] = {}
         self._wake: SimpleQueue[None] = SimpleQueue()
 
     def start(self, threads: ReadThreads) -> None:
         """Hand every read to the threads."""
-        for i in range(len(self._targets)):
+        for i in range(len(self._jobs)):
             threads.submit(lambda i=i: self._run(i))
 
     def wait(self) -> BaseException | None:
-        """Wait for all reads; the error of the first target that failed, if any did."""
-        self._wait_for(self._targets)
-        results = (self._results[i] for i in range(len(self._targets)))
+        """Wait for all reads; the error of the first that failed, if any did."""
+        self._wait_for(self._jobs)
+        results = (self._results[i] for i in range(len(self._jobs)))
         return next((r for r in results if isinstance(r, BaseException)), None)
 
     def abandon(self) -> None:
@@ -124,9 +148,20 @@ class Fetch:
             raise interrupt
 
     def arrivals(self) -> list[Arrival]:
-        """What was read completely, in the order of the targets."""
-        results = (self._results.get(i) for i in range(len(self._targets)))
-        return [result for result in results if isinstance(result, Arrival)]
+        """What was read completely, in the order of the targets; seconds of parts are added."""
+        sums = [[0, 0.0] for _ in self._targets]
+        for i, job in enumerate(self._jobs):
+            result = self._results.get(i)
+            if not isinstance(result, tuple):
+                sums[job.target] = [-self._expected, 0.0]
+                continue
+            sums[job.target][0] += result[0]
+            sums[job.target][1] += result[1]
+        return [
+            Arrival(target.expert, target.slot, nbytes, seconds)
+            for target, (nbytes, seconds) in zip(self._targets, sums, strict=True)
+            if nbytes == self._expected
+        ]
 
     def _wait_for(self, expected: Sequence[object]) -> None:
         """Wait until as many have ended as there are in `expected`, which may still grow."""
@@ -141,26 +176,53 @@ class Fetch:
         self._begun.append(i)
         if not self._abandoned:
             with _Carried() as carried:
-                self._results[i] = self._read(self._targets[i])
+                self._results[i] = self._read(self._jobs[i])
             if carried.error is not None:
                 self._results[i] = carried.error
         self._ended.append(i)
         self._wake.put(None)
 
-    def _read(self, target: Target) -> Arrival:
-        start = perf_counter()
+    def _read(self, job: Job) -> tuple[int, float]:
+        start, expert = perf_counter(), self._targets[job.target].expert
         try:
-            nbytes = self._reader.read(self._layer, target.expert, target.views)
+            nbytes = job.read()
         except OSError as cause:
             raise ExpertFileError(
-                f"Reading expert {target.expert} of layer {self._layer} failed: {cause}."
+                f"Reading expert {expert} of layer {self._layer} failed: {cause}."
             ) from cause
+        return nbytes, perf_counter() - start
+
+    def _jobs_of(self, i: int, pieces: int) -> list[Job]:
+        target, reader, uploads = self._targets[i], self._reader, self._uploads
+        cut = getattr(reader, "pieces", None)
+        if cut is not None and (pieces > 1 or uploads is not None):
+            parts = cut(self._layer, target.expert, target.views, pieces)
+            if parts and uploads is not None:
+                return [Job(i, partial(_staged_part, reader, uploads, *part)) for part in parts]
+            if len(parts) > 1:
+                return [Job(i, partial(reader.read_run, *part)) for part in parts]
+        return [Job(i, lambda: self._whole(target))]
+
+    def _whole(self, target: Target) -> int:
+        """Read a block in one go."""
+        views, uploads = target.views, self._uploads
+        if uploads is not None:
+            views = uploads.staging().carve([view.nbytes for view in views])
+        nbytes = self._reader.read(self._layer, target.expert, views)
         if nbytes != self._expected:
             raise ExpertFileError(
                 f"The reader '{self._reader.name}' gave {nbytes} bytes of expert {target.expert} "
                 f"of layer {self._layer}, which has {self._expected}."
             )
-        return Arrival(target.expert, target.slot, nbytes, perf_counter() - start)
+        if uploads is not None:
+            uploads.staging().send(target.views)
+        return nbytes
+
+
+def _staged_part(reader: Any, uploads: Uploads, run: Any, views: Sequence[memoryview]) -> int:
+    staging = uploads.staging()
+    staging.send(views, reader.read_staged(run, staging.view))
+    return run.nbytes
 
 
 class _Carried:

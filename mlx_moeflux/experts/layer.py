@@ -8,7 +8,8 @@ table before its slot is written, enters it after its block has arrived, and unt
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import (
     EventHook,
@@ -33,6 +35,7 @@ from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.stats import ExpertStats, LayerStats
+from mlx_moeflux.experts.uploads import Uploads
 from mlx_moeflux.kernels.expert_mix import ABSENT
 
 # More outputs than this are not remembered, but evaluated: by then they long have been.
@@ -68,8 +71,16 @@ class StreamedLayer:
     """The slots of one layer. All methods but none of the reads run in the caller's thread."""
 
     def __init__(
-        self, layer: int, bank: LayerBank, *, reader: Reader, policy: Eviction, stats: ExpertStats
+        self,
+        layer: int,
+        bank: LayerBank,
+        *,
+        reader: Reader,
+        policy: Eviction,
+        stats: ExpertStats,
+        uploads: Uploads | None = None,
     ):
+        self._uploads = uploads
         self.layer, self.bank = layer, bank
         self.table = SlotTable(bank.slots, reader.num_experts)
         self.tokens = 0
@@ -91,9 +102,11 @@ class StreamedLayer:
         """This layer's account."""
         return self._all_stats.layers[self.layer]
 
-    def device_table(self) -> mx.array:
-        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; the layer is
-        complete."""
+    def device_table(self) -> mx.array | None:
+        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; None if expert
+        e is in slot e. The layer is complete."""
+        if self.table.in_order:
+            return None
         if self._device_table is None:
             self._device_table = mx.array(
                 np.append(self.table.slots_by_expert, ABSENT).astype(np.uint32)
@@ -141,20 +154,20 @@ class StreamedLayer:
         ]
 
     def look_up(
-        self, needed: Iterable[int], missing: Container[int], events: EventHook | None
+        self, needed: Collection[int], missing: Collection[int], events: EventHook | None
     ) -> None:
         """Count, and tell of, every needed expert, ascending."""
-        for expert in needed:
-            absent, fresh = expert in missing, expert in self._fresh
-            self.stats.lookups += 1
-            self.stats.misses += absent
-            if absent:
-                self.missed.append(expert)
-            self.stats.hits += not absent
-            self.stats.prefetched_hits += fresh
-            self._fresh.discard(expert)
-            if events is not None:
-                events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, fresh))
+        stats = self.stats
+        stats.lookups += len(needed)
+        stats.misses += len(missing)
+        stats.hits += len(needed) - len(missing)
+        self.missed += missing
+        used = self._fresh.intersection(needed) if self._fresh else frozenset()
+        stats.prefetched_hits += len(used)
+        self._fresh -= used
+        for expert in needed if events is not None else ():
+            absent = expert in missing
+            events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, expert in used))
 
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None
@@ -208,8 +221,17 @@ class StreamedLayer:
             for target in targets:
                 events(ReadStart(self.layer, target.expert, target.slot))
         # Known to the layer before the first read begins, so that settle() can find it.
-        self._fetch = Fetch(self._reader, self.layer, targets)
+        self._fetch = self._new_fetch(threads, targets)
         self._fetch.start(threads)
+
+    def _new_fetch(self, threads: ReadThreads, targets: Sequence[Target]) -> Fetch:
+        return Fetch(
+            self._reader,
+            self.layer,
+            targets,
+            at_once=threads.count,
+            uploads=self._uploads,
+        )
 
     def finish(self, events: EventHook | None) -> None:
         """Wait for the reads that :meth:`start` began and enter what arrived.
@@ -251,7 +273,7 @@ class StreamedLayer:
             target = Target(expert, slot, self.bank.slot_views(slot))
             if events is not None:
                 events(PrefetchStart(self.layer, expert, slot))
-            fetch = Fetch(self._reader, self.layer, [target])
+            fetch = self._new_fetch(threads, [target])
             self._ahead.append((target, fetch))
             fetch.start(threads)
         self.unsettled = False
@@ -351,6 +373,16 @@ class StreamedLayer:
         self.settle()
         self._readers_of_bank.clear()
         self.bank.close()
+
+
+@dataclass
+class Call:
+    """A call of a layer: ids and look-ahead on the device; asked: None if nobody looked."""
+
+    state: StreamedLayer
+    ids: mx.array
+    ahead: mx.array | None
+    asked: Asked | None = None
 
 
 def missing_of(table: SlotTable, experts: Iterable[int]) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Container
+from heapq import heappop, heappush, heapreplace
 from typing import Any
 
 
@@ -29,32 +29,36 @@ class Lowest:
     def admit(self, expert: int) -> None:
         if expert not in self._queued:
             self._queued.add(expert)
-            heapq.heappush(self._heap, (self.keys.get(expert, self._floor), expert))
+            heappush(self._heap, (self.keys.get(expert, self._floor), expert))
 
     def lowest(self, count: int, resident: Collection[int], protected: Container[int]) -> list[int]:
         """The `count` residents outside `protected` with the lowest keys, ascending."""
         victims: list[int] = []
         passed: dict[int, Any] = {}
         complete = False
+        heap, keys, floor = self._heap, self.keys, self._floor
         while len(victims) < count:
-            if self._out_of_date or not self._heap:
+            if self._out_of_date or not heap:
                 # Residents are missing that nobody told of, or since an interruption.
                 if complete:
                     break
                 complete = True
                 self._queue(resident)
                 victims, passed = [], {}
-            key, expert = heapq.heappop(self._heap)
+            key, expert = heap[0]
             if expert not in resident:
+                heappop(heap)
                 self._queued.discard(expert)
-            elif key != (now := self.keys.get(expert, self._floor)):
-                heapq.heappush(self._heap, (now, expert))
-            elif expert not in passed:
-                passed[expert] = key
-                if expert not in protected:
-                    victims.append(expert)
+            elif key != (now := keys.get(expert, floor)):
+                heapreplace(heap, (now, expert))
+            else:
+                heappop(heap)
+                if expert not in passed:
+                    passed[expert] = key
+                    if expert not in protected:
+                        victims.append(expert)
         for expert, key in passed.items():
-            heapq.heappush(self._heap, (key, expert))
+            heappush(heap, (key, expert))
         return victims
 
     def _queue(self, resident: Collection[int]) -> None:

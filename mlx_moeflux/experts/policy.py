@@ -91,8 +91,10 @@ def choose_victims(
     victims = list(policy.choose(layer, count, resident=resident, protected=protected))
     if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:
         return victims
-    fair = all(e in resident and e not in protected for e in victims)
-    if len(victims) != count or len(set(victims)) != count or not fair:
+    fair = len(victims) == count == len(set(victims))
+    for expert in victims:
+        fair = fair and expert in resident and expert not in protected
+    if not fair:
         raise InputError(
             f"the eviction {getattr(policy, 'name', type(policy).__name__)} chose {victims} in "
             f"layer {layer}; expected {count} different unprotected residents."

@@ -7,28 +7,17 @@ policies, and `read` may be called from many threads at once.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import unreadable
 from mlx_moeflux.checkpoint.refs import ExpertRefs
-from mlx_moeflux.errors import ExpertFileError, InputError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.decoding import DecodingReader, needs_decoding
-from mlx_moeflux.experts.sources import ByteRanges, Run, copy_into, window
-
-# Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
-DIRECT_ALIGNMENT = 4096
-# Larger transfers gain nothing, and every thread owns one bounce buffer.
-MAX_BOUNCE_BYTES = 8 << 20
+from mlx_moeflux.experts.file_readers import DirectReader, MmapReader, PreadReader
+from mlx_moeflux.experts.sources import copy_into
 
 
 class Reader(Protocol):
@@ -55,223 +44,6 @@ class Reader(Protocol):
     def close(self) -> None:
         """Free files and memory; called once, when no read is under way."""
         ...
-
-
-class FileReader:
-    """What the readers of files share: ranges, file descriptors, errors. See :class:`Reader`."""
-
-    name = "file"
-    staging_bytes = 0
-    """Bytes of private buffers for each reading thread."""
-
-    _flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        self.ranges = ByteRanges(experts)
-        self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
-        self._fds: list[int] = []
-        self._close_files = weakref.finalize(self, _close_all, self._fds)
-        try:
-            for file in self.ranges.files:
-                self._fds.append(os.open(file, self._flags))
-        except OSError as cause:
-            self.close()
-            raise self._cannot_open(file, cause) from cause
-
-    def layout(self, layer: int) -> BlockLayout:
-        """See :meth:`Reader.layout`."""
-        return self.ranges.layout(layer)
-
-    def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int:
-        """See :meth:`Reader.read`; one system call for each run of adjacent components."""
-        components = self.ranges.layout(layer).components
-        if [view.nbytes for view in into] != [c.nbytes for c in components]:
-            raise ShapeError(
-                f"the buffers for an expert of layer {layer} have {[v.nbytes for v in into]} "
-                f"bytes, its components {[c.nbytes for c in components]}."
-            )
-        total = 0
-        runs = self.ranges.runs(layer, expert)
-        self._announce(runs)
-        for run in runs:
-            self._read_run(run, [into[i] for i in run.components])
-            total += run.nbytes
-        return total
-
-    def close(self) -> None:
-        """See :meth:`Reader.close`."""
-        self._close_files()
-
-    def _announce(self, runs: Sequence[Run]) -> None:
-        """What is about to be read; nothing to do unless a reader profits from knowing."""
-
-    def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError
-
-    def _cannot_open(self, file: os.PathLike[str], cause: OSError) -> Exception:
-        return unreadable(file, cause, error=ExpertFileError)
-
-    def _preadv(self, run: Run, views: Sequence[memoryview], offset: int) -> int:
-        """One positive read of file `run.file` at `offset`; the errors name file and offset."""
-        try:
-            count = os.preadv(self._fds[run.file], views, offset)
-        except OSError as cause:
-            raise ExpertFileError(
-                f"Reading {self.ranges.files[run.file]} at offset {offset} failed: "
-                f"{cause.strerror or cause}; check the disk and the file."
-            ) from cause
-        if not count:
-            raise self._ends_early(run, offset)
-        return count
-
-    def _ends_early(self, run: Run, offset: int) -> ExpertFileError:
-        return ExpertFileError(
-            f"{self.ranges.files[run.file]} ends early: expected {run.nbytes} bytes at offset "
-            f"{run.offset}, got {max(offset - run.offset, 0)}; download or convert it again."
-        )
-
-
-class PreadReader(FileReader):
-    """``os.preadv`` straight into the caller's buffers; pages stay in the page cache.
-
-    A block of a stock checkpoint is scattered over nine ranges. Read one after another they keep
-    the disk at a third of its queue: where the system can be told, all are announced first.
-    Experts of 1.8 MB, cold, 8 threads: 1.32 GB/s before, 1.56 after, direct reads 1.50.
-    """
-
-    name = "pread"
-
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
-        self._advises = hasattr(os, "posix_fadvise")
-        if self._advises:
-            for fd in self._fds:
-                # Neighbouring experts are not wanted next: no reading ahead beyond a range.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def _announce(self, runs: Sequence[Run]) -> None:
-        if not self._advises or len(runs) == 1:
-            return
-        for run in runs:
-            fd = self._fds[run.file]
-            os.posix_fadvise(fd, run.offset, run.nbytes, os.POSIX_FADV_WILLNEED)
-
-    def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        done = self._preadv(run, views, run.offset)
-        while done < run.nbytes:
-            done += self._preadv(run, window(views, done, run.nbytes), run.offset + done)
-
-
-class DirectReader(FileReader):
-    """Reads that bypass the page cache: ``O_DIRECT`` through an aligned buffer for each thread
-    on Linux, ``F_NOCACHE`` on macOS.
-
-    Raises:
-        UnsupportedError: The file system does not allow it.
-    """
-
-    name = "direct"
-    _flags = FileReader._flags | getattr(os, "O_DIRECT", 0)
-
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
-        self._local = threading.local()
-        self._bounces = hasattr(os, "O_DIRECT")
-        self.staging_bytes = self._bounce_bytes() if self._bounces else 0
-        try:
-            self._prepare()
-        except OSError as cause:
-            self.close()
-            raise self._cannot_open(self.ranges.files[0], cause) from cause
-
-    def close(self) -> None:
-        """See :meth:`Reader.close`; drops every thread's buffer."""
-        super().close()
-        self._local = threading.local()
-
-    def _prepare(self) -> None:
-        """Switch caching off where a flag at opening does not; find out that reads work."""
-        if self._bounces:
-            os.preadv(self._fds[0], [self._buffer()[1][:DIRECT_ALIGNMENT]], 0)
-            return
-        if sys.platform != "darwin":
-            raise OSError(0, "this system has no direct reads")
-        for fd in self._fds:
-            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-
-    def _bounce_bytes(self) -> int:
-        largest = max(self.layout(layer).nbytes for layer in self.layers)
-        return min(_round_up(largest) + DIRECT_ALIGNMENT, MAX_BOUNCE_BYTES)
-
-    def _buffer(self) -> tuple[np.ndarray, memoryview]:
-        """This thread's page-aligned buffer, as an array and as a view."""
-        if not hasattr(self._local, "buffer"):
-            memory = mmap.mmap(-1, self.staging_bytes)
-            self._local.buffer = np.frombuffer(memory, np.uint8), memoryview(memory)
-        return self._local.buffer
-
-    def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        if not self._bounces:
-            PreadReader._read_run(self, run, views)
-            return
-        array, view = self._buffer()
-        position, stop = run.offset, run.offset + run.nbytes
-        while position < stop:
-            start = position - position % DIRECT_ALIGNMENT
-            wanted = min(_round_up(stop) - start, self.staging_bytes)
-            end = min(start + self._preadv(run, [view[:wanted]], start), stop)
-            if end <= position:
-                raise self._ends_early(run, position)
-            into = window(views, position - run.offset, end - run.offset)
-            copy_into(into, array[position - start : end - start])
-            position = end
-
-    def _cannot_open(self, file: os.PathLike[str], cause: OSError) -> Exception:
-        if isinstance(cause, FileNotFoundError):
-            return super()._cannot_open(file, cause)
-        return UnsupportedError(
-            f"{file} cannot be read past the page cache ({cause.strerror or cause}); "
-            "choose the reader 'pread'."
-        )
-
-
-class MmapReader(FileReader):
-    """Copies out of a mapping of the file.
-
-    A file that another process truncates meanwhile ends this one: prefer ``pread`` for files
-    that may change.
-    """
-
-    name = "mmap"
-
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
-        self._maps: list[mmap.mmap] = []
-        for file, fd in zip(self.ranges.files, self._fds, strict=True):
-            try:
-                self._maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
-            except (OSError, ValueError) as cause:
-                self.close()
-                raise ExpertFileError(f"{file} cannot be mapped: {cause}.") from cause
-
-    def close(self) -> None:
-        """See :meth:`Reader.close`."""
-        maps, self._maps = getattr(self, "_maps", []), []
-        for mapping in maps:
-            mapping.close()
-        super().close()
-
-    def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        mapping = self._maps[run.file]
-        stop = run.offset + run.nbytes
-        if stop > len(mapping):
-            raise self._ends_early(run, len(mapping))
-        start = run.offset - run.offset % mmap.PAGESIZE
-        # One request for the whole run instead of a fault for each page of it, and afterwards
-        # the pages count as cache again, not as this process's memory.
-        mapping.madvise(mmap.MADV_WILLNEED, start, stop - start)
-        copy_into(views, np.frombuffer(mapping, np.uint8, run.nbytes, run.offset))
-        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 class MemoryReader:
@@ -376,15 +148,6 @@ def check_reader(
                 f"{label} has experts of hidden width {found[0]} and inner width {found[1]} in "
                 f"layer {layer}, the model has {hidden} and {intermediate}."
             )
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
-
-
-def _round_up(n: int) -> int:
-    return -(-n // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
 
 
 def _placed(layout: BlockLayout) -> list[tuple]:

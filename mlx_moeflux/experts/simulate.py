@@ -307,16 +307,20 @@ class _Replay:
         short = count + len(residents) - bank.slots
         if short <= 0:
             return
-        for expert in choose_victims(
+        victims = choose_victims(
             self.policy, layer, short, resident=residents.keys(), protected=protected
-        ):
+        )
+        evict = self.policy.evict
+        for expert in victims:
             del residents[expert]
-            bank.fresh.discard(expert)
-            bank.victims.append(expert)
-            self.policy.evict(layer, expert)
+            evict(layer, expert)
+        if bank.fresh:
+            bank.fresh.difference_update(victims)
+        bank.victims += victims
         self.counts[layer].evictions += short
 
     def _read(self, layer: int, bank: _Bank, missing: Sequence[int]) -> None:
+        residents, admit = bank.residents, self.policy.admit
         for expert in missing:
-            bank.residents[expert] = None
-            self.policy.admit(layer, expert)
+            residents[expert] = None
+            admit(layer, expert)

@@ -43,6 +43,11 @@ class SlotTable:
         """Every expert of the layer is in a slot."""
         return len(self.slot_of) == self.num_experts
 
+    @property
+    def in_order(self) -> bool:
+        """Expert e is in slot e, for every expert."""
+        return self.expert_of == list(range(self.num_experts))
+
     def take(self) -> int:
         """A free slot, the lowest, for the caller to fill."""
         return heapq.heappop(self._free)

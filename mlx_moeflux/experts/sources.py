@@ -18,12 +18,16 @@ from mlx_moeflux.experts.block import Layout, layout_of
 
 
 class Run(NamedTuple):
-    """A stretch of a file that holds whole components, one after another."""
+    """A stretch of a file that holds components, one after another; a part of one names none."""
 
     file: int
     offset: int
     nbytes: int
     components: tuple[int, ...]
+
+    def part(self, start: int, stop: int) -> Run:
+        """Its bytes [start, stop)."""
+        return Run(self.file, self.offset + start, stop - start, ())
 
 
 class ByteRanges:

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts import consult
 from mlx_moeflux.experts.asked import Asked
-from mlx_moeflux.experts.balance import Balance, changes_in_order, make_balance
+from mlx_moeflux.experts.at_once import at_once, begin_reads
+from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import (
-    FEW_PAIRS,
-    Early,
     ExpertFFN,
     ExpertMix,
     ExpertSum,
     Form,
     Pairs,
-    begin_few,
-    few_pairs,
     from_whole_bank,
 )
-from mlx_moeflux.experts.events import Chosen, EventHook, Guess, Resize
+from mlx_moeflux.experts.events import Chosen, EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
-from mlx_moeflux.experts.layer import StreamedLayer, missing_of
+from mlx_moeflux.experts.layer import Call, StreamedLayer, missing_of
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import (
     MOST_PAIRS,
     Prefetch,
-    blocks_ahead,
     make_prefetch,
     merged,
-    next_layer,
-    proposed,
 )
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
+from mlx_moeflux.experts.uploads import staging_bytes, uploads_for
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
 from mlx_moeflux.kernels.expert_mix import expert_mix
@@ -103,21 +100,22 @@ class StreamedStore:
         self.generation = 0
         """Grows when banks are replaced: traces that read them are then of the past."""
         self._closed = False
+        self._open: Call | None = None
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
         self._bank = Bank(layouts, counts)
+        self._uploads = uploads_for(max(layout.nbytes for layout in layouts.values()))
+        around = {"policy": self.eviction, "stats": self._stats, "uploads": self._uploads}
         self._layers = {
-            layer: StreamedLayer(
-                layer, self._bank[layer], reader=reader, policy=self.eviction, stats=self._stats
-            )
+            layer: StreamedLayer(layer, self._bank[layer], reader=reader, **around)
             for layer in self.layers
         }
         self._threads = ReadThreads(threads)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the reader's private buffers."""
-        return self._bank.nbytes + self.threads * getattr(self.reader, "staging_bytes", 0)
+        """Bytes of all slots and of the private buffers of reading threads."""
+        return self._bank.nbytes + self.threads * staging_bytes(self.reader)
 
     @property
     def bank_bytes(self) -> int:
@@ -169,25 +167,64 @@ class StreamedStore:
         check_call(layer, x, ids, weights)
         with self._lock:
             state = self._state(layer)
-            start, stalled = perf_counter(), state.stats.stall_seconds
-            try:
-                y, asked, guess = self._experts(state, x, ids, weights, ahead)
-                state.settled()
-            finally:
-                if state.unsettled:
-                    state.settle()
-                spent = perf_counter() - start - (state.stats.stall_seconds - stalled)
-                state.stats.compute_seconds += spent
-            state.stats.tokens += x.shape[0]
-            state.tokens += x.shape[0]
-            short, news = ids.size <= MOST_PAIRS, state.take_news()
-            if self.balance is not None:
-                self.balance.called(layer, *news)
-                if short and layer == self.layers[-1]:
-                    self._move_slots(state.tokens, ids.shape[1])
-            if short and asked is not None:
-                self._read_ahead(layer, guess)
+            call = Call(state, ids, ahead)
+            with self._timed(call):
+                y = self._compute(call, x, weights)
+            self._over(call)
             return y
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the store for a whole step: what :meth:`bring` put into slots stays there until its
+        readers are known by :meth:`read_by`."""
+        with self._lock:
+            yield
+
+    def bring(
+        self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first half of :meth:`experts`, for callers that compute themselves: every expert of
+        `ids` ``[N, K]`` is in a slot afterwards. Returns expert -> slot, an int64 array ``[E]`` of
+        which only theirs mean anything, and the ids. To be called inside :meth:`exclusive`, for at
+        most as many different experts as the layer has slots, without padding, and followed by
+        :meth:`read_by`.
+
+        Raises:
+            As :meth:`experts`.
+        """
+        state = self._state(layer)
+        self._open = call = Call(state, ids, ahead)
+        with self._timed(call):
+            host = self._asked(call, weights)
+            if begin_reads(state, call.asked.needed, self._threads, self.events):
+                state.finish(self.events)
+        return state.table.slots_by_expert, host
+
+    def read_by(self, layer: int, output: mx.array) -> None:
+        """End what :meth:`bring` began: `output`, not evaluated yet, reads the slots of `layer`."""
+        call, self._open = self._open, None
+        assert call.state.layer == layer, "nothing was brought for this layer"
+        call.state.remember(output)
+        self._over(call)
+
+    def compute(
+        self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
+    ) -> mx.array:
+        """What :meth:`experts` computes, of slots ``[N, K]`` instead of ids; lazy."""
+        return from_whole_bank(x, slots, weights, bank, self._form)
+
+    @property
+    def parts_calls(self) -> bool:
+        """Whether the halves of a call may be asked for apart: hits are not computed early."""
+        return not self.overlap
+
+    def partial(self) -> tuple[int, ...]:
+        """The layers whose calls the host must look at."""
+        return tuple(layer for layer, s in self._layers.items() if not self._whole(s))
+
+    def bank(self, layer: int) -> ExpertBank:
+        """The slots of a layer as they are now."""
+        return self._state(layer).bank.experts
 
     @property
     def stays_on_device(self) -> bool:
@@ -200,13 +237,12 @@ class StreamedStore:
         it and nobody wants to be told of calls: who computes with them says so to :meth:`count`."""
         with self._lock:
             state = self._state(layer)
-            if not (state.table.complete and self.events is None and self.prefetch is None):
-                return None
-            return state.bank.experts, state.device_table()
+            return (state.bank.experts, state.device_table()) if self._whole(state) else None
 
-    def count(self, tokens: int, layer: int | None = None) -> None:
-        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
-        for state in self._layers.values() if layer is None else (self._layers[layer],):
+    def count(self, tokens: int, layers: Iterable[int] | None = None) -> None:
+        """Account for a call of every layer, or of `layers`, that did not come through
+        :meth:`experts`."""
+        for state in map(self._layers.get, self.layers if layers is None else layers):
             state.stats.tokens += tokens
             state.tokens += tokens
 
@@ -303,122 +339,67 @@ class StreamedStore:
             state.settle()
         return state
 
-    def _experts(
-        self,
-        state: StreamedLayer,
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array,
-        ahead: mx.array | None,
-    ) -> tuple[mx.array, Asked | None, tuple[int, ...]]:
-        """The result, what was asked for (None if nobody looked), and the guess."""
-        if ids.shape[1] > state.table.slots:
+    def _whole(self, state: StreamedLayer) -> bool:
+        """Whether nobody need look at what a call of this layer asks for."""
+        return state.table.complete and self.events is None and self.prefetch is None
+
+    @contextmanager
+    def _timed(self, call: Call) -> Iterator[None]:
+        """Around what a call reads and computes: its time, and order whatever happens.
+
+        Raises:
+            MemoryBudgetError: A token needs more experts than the layer has slots.
+        """
+        state, K, slots = call.state, call.ids.shape[1], call.state.table.slots
+        if slots < K:
             raise MemoryBudgetError(
-                f"a token needs {ids.shape[1]} experts but layer {state.layer} has "
-                f"{state.table.slots} slots; give the experts more memory or use fewer a token."
+                f"a token needs {K} experts but layer {state.layer} has {slots} slots; "
+                "give the experts more memory or use fewer a token."
             )
-        whole = self.whole(state.layer)
-        if whole is not None:
+        start, stalled = perf_counter(), state.stats.stall_seconds
+        try:
+            yield
+            state.settled()
+        finally:
+            if state.unsettled:
+                state.settle()
+            spent = perf_counter() - start - (state.stats.stall_seconds - stalled)
+            state.stats.compute_seconds += spent
+
+    def _over(self, call: Call) -> None:
+        """A call is over: what follows from it for the next ones."""
+        state, (N, K) = call.state, call.ids.shape
+        state.stats.tokens += N
+        state.tokens += N
+        short = N * K <= MOST_PAIRS
+        consult.shift(self, state, K, short=short)
+        if short and call.asked is not None:
+            guess = () if call.ahead is None else merged(call.ahead.tolist(), self.num_experts)
+            consult.read_ahead(self, state.layer, guess)
+
+    def _compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
+        state = call.state
+        if self._whole(state):
             # Nothing that reads a complete bank need be remembered: its slots never change.
-            bank, table = whole
-            return from_whole_bank(x, ids, weights, bank, self._form, table=table), None, ()
+            table, bank = state.device_table(), state.bank.experts
+            return from_whole_bank(x, call.ids, weights, bank, self._form, table=table)
+        pairs = Pairs.of(self._asked(call, weights), self.num_experts)
+        needed, total = call.asked.needed, ExpertSum(x, weights, self._form)
+        around = {"threads": self._threads, "events": self.events}
+        if len(needed) > state.table.slots:
+            return sweep(state, pairs, needed, total, **around)
+        return at_once(state, pairs, needed, total, overlap=self.overlap, **around)
+
+    def _asked(self, call: Call, weights: mx.array) -> np.ndarray:
+        """Wait for the ids ``[N, K]`` of a call and tell everybody of them."""
+        state, ids = call.state, call.ids
         metal.settle()
-        if ahead is not None:
-            mx.eval(ids, ahead)
+        if call.ahead is not None:
+            mx.eval(ids, call.ahead)
         host = np.array(ids)
         check_ids(state.layer, host, self.num_experts)
         if self.events is not None:
             self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
-        asked = Asked.of(host, self.num_experts, state.tokens)
-        needed = asked.needed
-        self._prepare(state, asked)
-        pairs = Pairs.of(host, self.num_experts)
-        if len(needed) > state.table.slots:
-            total = ExpertSum(x, weights, self._form)
-            y = sweep(state, pairs, needed, total, threads=self._threads, events=self.events)
-        else:
-            y = self._at_once(state, pairs, needed, x, weights)
-        guess = () if ahead is None else merged(ahead.tolist(), self.num_experts)
-        return y, asked, guess
-
-    def _prepare(self, state: StreamedLayer, asked: Asked) -> None:
-        """Enter what was read ahead; tell the policies what is asked for."""
-        if self.prefetch is not None:
-            needed = frozenset(asked.needed)
-            waited = state.land(needed, wait=self.keep_all_ahead, events=self.events)
-            if hasattr(self.prefetch, "waited"):
-                self.prefetch.waited(state.layer, waited)
-            state.stats.proposed += len(state.proposal)
-            state.stats.foreseen += len(state.proposal & needed)
-            state.proposal = frozenset()
-            self.prefetch.asked(state.layer, asked.experts, asked.last)
-        self.eviction.touch(state.layer, asked.experts, asked.last, asked.uses)
-
-    def _move_slots(self, token: int, least: int) -> None:
-        """Let the balance share out the slots anew, at the end of a token."""
-        limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
-        changes = changes_in_order(self.balance, token, self.slots, **limits)
-        for layer, slots in changes:
-            self._state(layer).resize(slots, self.events)
-
-    def _read_ahead(self, layer: int, guess: tuple[int, ...]) -> None:
-        """Begin to read what the next layer may need."""
-        following = next_layer(self.layers, layer)
-        if self.prefetch is None or following is None:
-            return
-        if guess and self.events is not None:
-            self.events(Guess(following, guess))
-        state = self._state(following)
-        if state.reading_ahead:
-            return
-        proposal = proposed(self.prefetch, following, guess, self.num_experts)
-        state.proposal = frozenset(proposal)
-        blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
-        if blocks:
-            state.read_ahead(self._threads, blocks, state.proposal, self.events)
-
-    def _at_once(
-        self,
-        state: StreamedLayer,
-        pairs: Pairs,
-        needed: list[int],
-        x: mx.array,
-        weights: mx.array,
-    ) -> mx.array:
-        """All needed experts fit: read what is missing, compute."""
-        missing = missing_of(state.table, needed)
-        state.look_up(needed, missing, self.events)
-        if missing:
-            slots = state.make_room(len(missing), frozenset(needed), self.events)
-            state.start(self._threads, missing, slots, self.events)
-        bank, slot_of = state.bank.experts, state.table.slots_by_expert
-        few = len(pairs) == weights.size and self._form.takes_few(len(pairs), x.shape[0], bank)
-        early = None
-        if few and self.overlap and 0 < len(missing) < len(needed):
-            early = self._hits_first(state, pairs, x, weights)
-        state.finish(self.events)
-        if few:
-            y = few_pairs(x, weights, pairs, slot_of, bank, self._form, early=early)
-        else:
-            total = ExpertSum(x, weights, self._form)
-            total.add(pairs, slot_of, bank)
-            y = total.total
-        # A long output is evaluated now rather than kept.
-        if weights.size > FEW_PAIRS:
-            mx.eval(y)
-        else:
-            state.remember(y)
-        return y
-
-    def _hits_first(
-        self, state: StreamedLayer, pairs: Pairs, x: mx.array, weights: mx.array
-    ) -> Early | None:
-        """Begin to compute the pairs whose experts are resident."""
-        hits = np.isin(pairs.expert, list(state.table.slot_of))
-        early = begin_few(
-            x, weights, pairs, hits, state.table.slots_by_expert, state.bank.experts, self._form
-        )
-        if early is not None:
-            state.remember(early.rows)
-            mx.async_eval(early.rows)
-        return early
+        call.asked = Asked.of(host, self.num_experts, state.tokens)
+        consult.asked(self, state, call.asked)
+        return host

@@ -24,11 +24,12 @@ from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import stack
-from mlx_moeflux.models.moe import Following, SparseMoeBlock
+from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
 
 if TYPE_CHECKING:
+    from mlx_moeflux.models.segments import SegmentedStep
     from mlx_moeflux.models.step import CompiledStep
 
 # Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
@@ -50,6 +51,7 @@ class StreamingModel(nn.Module):
         self.identity = ""
         self.compile_steps: bool | None = None
         self._step: CompiledStep | None = None
+        self._segments: SegmentedStep | None = None
         self._recordings = self._generation = 0
         self._step_lock = threading.RLock()
         self._store = None
@@ -86,8 +88,9 @@ class StreamingModel(nn.Module):
 
     def forget_steps(self) -> None:
         """Trace decode steps again: a trace keeps the parameters and banks that it met."""
-        if self._step is not None:
-            self._step.forget()
+        for step in (self._step, self._segments):
+            if step is not None:
+                step.forget()
 
     def _can_compile(self) -> bool:
         """Whether a step of one token may run from a trace. compile_steps: None is where it pays,
@@ -99,12 +102,13 @@ class StreamingModel(nn.Module):
         wanted = self.compile_steps
         if wanted is None:
             wanted = mx.default_device() != mx.cpu
-        return (
-            wanted
-            and not self.training
-            and not self._recordings
-            and getattr(self._store, "stays_on_device", False)
-        )
+        steady = not self.training and not self._recordings
+        return wanted and steady and traceable(self._router)
+
+    def _can_cut(self, tokens: int) -> bool:
+        """Whether a step of so many tokens may run in segments from traces."""
+        pairs = tokens * self._router.num_experts_per_tok
+        return getattr(self._store, "parts_calls", False) and self._segments.fits(pairs)
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Training mode; operations are then computed by their references, which have
@@ -288,6 +292,8 @@ class StreamingModel(nn.Module):
                 experts_per_token=self._router.num_experts_per_tok,
                 staging_bytes=store.nbytes - store.bank_bytes,
             )
+            # A trace of complete layers would keep the old banks in memory.
+            self.forget_steps()
             store.resize_all(slots)
             if self.plan is not None:
                 why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"

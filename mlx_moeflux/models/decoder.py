@@ -18,6 +18,7 @@ from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.layers import SwiGLU, project
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 from mlx_moeflux.models.record import note
+from mlx_moeflux.models.segments import SegmentedStep
 from mlx_moeflux.models.step import CompiledStep
 
 
@@ -46,10 +47,8 @@ class DecoderLayer(nn.Module):
         """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer and a dense MLP take `chunk` tokens at a
         time, so that their scratch is bounded; a MoE block takes all, so that every expert is
         read once."""
-        mixer, T = self[self._mixer_name], x.shape[1]
-        mask = cache.real_tokens(T)
-        parts = _parts(cache, T, chunk)
-        h = _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, parts)
+        mask, parts = cache.real_tokens(x.shape[1]), _parts(cache, x.shape[1], chunk)
+        h = self.mix(x, cache, chunk=chunk)
         if isinstance(self.mlp, SparseMoeBlock):
             out = self.mlp(h, self.post_attention_layernorm, mask)
         else:
@@ -58,6 +57,11 @@ class DecoderLayer(nn.Module):
             note(self, h_post=post)
         note(self, input=x, h_mid=h, output=out)
         return out
+
+    def mix(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
+        """The first half: x ``[B, T, C]`` behind the mixer and its residual."""
+        mixer, parts = self[self._mixer_name], _parts(cache, x.shape[1], chunk)
+        return _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, parts)
 
 
 def _parts(cache: Any, T: int, chunk: int) -> list[tuple[int, int]]:
@@ -108,7 +112,7 @@ class DecoderModel(StreamingModel):
         # A new module is in training mode.
         self._kernels.references_only(self.training)
         self._router = router or self.make_router(config, self._kernels)
-        self._step = CompiledStep(self._forward)
+        self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = TextModel(config, layers)
         if not config.tie_word_embeddings:
@@ -159,7 +163,11 @@ class DecoderModel(StreamingModel):
         cache = self.make_cache() if cache is None else cache
         # As samplers give ids: one look-up of rows for prompts and replies.
         tokens = tokens.astype(mx.uint32)
-        if tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache):
+        one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
+        if one and not getattr(self.store, "stays_on_device", False):
+            if self._can_cut(tokens.shape[0]):
+                return self._segments(tokens, cache)
+        elif one:
             traces = self._step.traces
             logits = self._step(tokens, cache)
             if self._step.traces == traces:
@@ -175,10 +183,13 @@ class DecoderModel(StreamingModel):
             h = self.model.embed_tokens(tokens)
             for layer, entry in zip(self.model.layers, cache, strict=True):
                 h = layer(h, entry, chunk=self.prefill_chunk)
-            h = h[:, -1:] if last_only else h
-            if self.config.tie_word_embeddings:
-                return self.model.embed_tokens.as_linear(self.model.norm(h))
-            return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
+            return self.logits(h[:, -1:] if last_only else h)
+
+    def logits(self, h: mx.array) -> mx.array:
+        """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(self.model.norm(h))
+        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -151,6 +151,7 @@ class GroupedRouter:
     the choice only.
     """
 
+    traceable: ClassVar[bool] = True
     num_experts_per_tok: int
     n_group: int = 1
     topk_group: int = 1

@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,11 @@ STEPS = ("project", "softmax_top_k", "expert_ffn", "expert_mix", "add_shared", "
 
 
 class Router(Protocol):
-    """Chooses experts. Replace it with ``load(router=...)``."""
+    """Chooses experts. Replace it with ``load(router=...)``.
+
+    A class that says ``traceable = True`` itself promises to depend on nothing but the logits:
+    steps are then traced, see :mod:`mlx_moeflux.models.step`. Others are asked every time.
+    """
 
     num_experts_per_tok: int
 
@@ -41,6 +45,7 @@ class Router(Protocol):
 class SoftmaxRouter:
     """Softmax over all experts, the K largest, divided by their sum unless told otherwise."""
 
+    traceable: ClassVar[bool] = True
     num_experts_per_tok: int
     norm_topk_prob: bool = True
     kernels: Kernels = field(default_factory=Kernels)
@@ -49,6 +54,11 @@ class SoftmaxRouter:
         return self.kernels.softmax_top_k(
             logits, k=self.num_experts_per_tok, normalise=self.norm_topk_prob
         )
+
+
+def traceable(router: Router) -> bool:
+    """Whether a trace may stand for `router`; a subclass must say so anew."""
+    return bool(vars(type(router)).get("traceable"))
 
 
 def check_router(router: Router, num_experts: int) -> None:
@@ -134,6 +144,20 @@ class SwitchGLU(nn.Module):
         return bank
 
 
+class Begun(NamedTuple):
+    """A call of a block once its experts are chosen.
+
+    post: norm(x) ``[N, C]``; ids, weights: ``[N, K]``; shared: what :meth:`SparseMoeBlock.leave`
+    takes, None or a tuple of arrays; ahead: what :class:`Following` says, None if nobody asked.
+    """
+
+    post: mx.array
+    ids: mx.array
+    weights: mx.array
+    shared: Any
+    ahead: mx.array | None
+
+
 class SparseMoeBlock(nn.Module):
     """Route every token to K of E experts.
 
@@ -175,6 +199,14 @@ class SparseMoeBlock(nn.Module):
             y = self._at_once(x, norm)
             if y is not None:
                 return y
+        begun = self.begin(x, norm, mask)
+        options = {} if begun.ahead is None else {"ahead": begun.ahead}
+        ids, weights = begun.ids, begun.weights
+        experts = self._store.experts(self.layer, begun.post, ids, weights, **options)  # [N, C] f32
+        return self.leave(x, experts, begun.shared)
+
+    def begin(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Begun:
+        """Everything up to the choice of experts."""
         post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
@@ -182,14 +214,13 @@ class SparseMoeBlock(nn.Module):
             real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
-        options = {}
+        ahead = None
         if self._following is not None and ids.size <= MOST_PAIRS:
-            options["ahead"] = self._following(x.reshape(post.shape), ids)
-        experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] f32
+            ahead = self._following(x.reshape(post.shape), ids)
         if recorded(self, "h_post"):
             note(self, h_post=post.reshape(x.shape))
         note(self, router_logits=logits, ids=ids, weights=weights)
-        return self.leave(x, experts, shared)
+        return Begun(post, ids, weights, shared, ahead)
 
     def _at_once(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
         """The whole block as one operation, with the same bits, where there is a form for it, all
@@ -222,7 +253,7 @@ class SparseMoeBlock(nn.Module):
         form = operation.form(x, weights, bank, **options)
         if form is moe_step:
             return None
-        self._store.count(x.size // x.shape[-1], self.layer)
+        self._store.count(x.size // x.shape[-1], (self.layer,))
         return form(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:

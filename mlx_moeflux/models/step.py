@@ -74,7 +74,7 @@ class _Recurrent:
 
 
 # Kind of entry -> its stand-in while tracing.
-_KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
+KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
 
 
 class CompiledStep:
@@ -92,7 +92,7 @@ class CompiledStep:
     def fits(self, cache: Sequence[Any]) -> bool:
         """Whether every entry has begun, and each sequence goes on by one real token."""
         return all(
-            type(entry) in _KINDS
+            type(entry) in KINDS
             and not entry.empty()
             and entry.lengths is None
             and entry.real_tokens(1) is None
@@ -121,7 +121,7 @@ class CompiledStep:
         def run(tokens, columns, length, padding, states):
             self.traces += 1
             entries = [
-                _KINDS[kind](arrays, columns, length, padding)
+                KINDS[kind](arrays, columns, length, padding)
                 for kind, arrays in zip(kinds, states, strict=True)
             ]
             logits = self._forward(tokens, entries)

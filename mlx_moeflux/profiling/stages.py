@@ -110,6 +110,9 @@ class Profiler:
             raise InputError("this profiler is entered already; make another.")
         with ExitStack() as exits:
             exits.enter_context(uncompiled())
+            # Segments between routers would not ask the blocks' stores.
+            exits.callback(setattr, self._model, "compile_steps", self._model.compile_steps)
+            self._model.compile_steps = False
             watched = Retyped()
             exits.callback(watched.restore)
             self._instrument(watched, exits)

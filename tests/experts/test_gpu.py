@@ -5,7 +5,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.experts import file_readers
 from mlx_moeflux.experts.budget import measure_memory
+from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +67,21 @@ def test_resize(experts, open_store):
         store.resize(3, slots)
         y = store.experts(3, *CALLS[3])
         assert close(y, experts, 3, CALLS[3], mx.float32)
+        assert bank_is_right(store, experts)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="an upload is NVIDIA's")
+@pytest.mark.parametrize("name", ["pread", "direct", "memory"])
+def test_blocks_come_through_the_driver(experts, name, monkeypatch):
+    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
+    with StreamedStore(make_reader(name, experts.refs), K) as store:
+        assert store._uploads is not None
+        for seed in range(40):
+            call = random_call(1, seed=seed)
+            for layer in LAYERS:
+                y = store.experts(layer, *call)
+                assert close(y, experts, layer, call, mx.float32)
+        assert store.stats().total.evictions > 40
         assert bank_is_right(store, experts)
 
 

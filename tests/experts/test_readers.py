@@ -1,6 +1,7 @@
 """Oracle: the bytes that were written."""
 
 import errno
+import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from mlx_moeflux.errors import (
     ShapeError,
     UnsupportedError,
 )
-from mlx_moeflux.experts import readers
+from mlx_moeflux.experts import file_readers
 from mlx_moeflux.experts.readers import READERS, check_reader, make_reader
 from mlx_moeflux.experts.sources import ByteRanges, window
 from tests.experts.helpers import FORMS, LAYERS, MIXED, C, E, F, random_experts, write_experts
@@ -54,11 +55,58 @@ def test_every_reader_gives_every_block(experts, name):
 
 def test_direct_reads_of_many_pages(tmp_path, monkeypatch):
     """Blocks larger than the bounce buffer, at odd offsets, up to the end of the file."""
-    monkeypatch.setattr(readers, "MAX_BOUNCE_BYTES", 8192)
+    monkeypatch.setattr(file_readers, "MAX_BOUNCE_BYTES", 8192)
     experts = write_experts(tmp_path, random_experts(MIXED), "stacked")
     reader = make_reader("direct", experts.refs)
     assert reader.staging_bytes in (0, 8192)
     assert all(read_block(reader, 5, e) == experts.block(5, e) for e in range(E))
+    reader.close()
+
+
+@pytest.mark.parametrize("name", ["pread", "direct", "mmap"])
+@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+def test_pieces_make_up_the_block(experts, monkeypatch, name, count):
+    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
+    reader = make_reader(name, experts.refs)
+    layout = reader.layout(5)
+    whole = len(reader.ranges.runs(5, 3)) == 1
+    into, again = buffers(layout), buffers(layout)
+    pieces = reader.pieces(5, 3, into, count)
+    assert bool(pieces) == whole
+    assert all(run.nbytes >= 1000 for run, _ in pieces[:-1])
+    assert not pieces or min(count, layout.nbytes // 1000) <= len(pieces) <= max(1, count)
+    for run, views in reversed(pieces):
+        assert reader.read_run(run, views) == run.nbytes
+    # The same through page-aligned memory with two pages to spare.
+    stage = memoryview(mmap.mmap(-1, -(-layout.nbytes // 4096) * 4096 + 8192))
+    for run, views in reader.pieces(5, 3, again, count):
+        start = reader.read_staged(run, stage[: run.nbytes + 8192])
+        assert start <= 4095
+        for view in views:
+            view[:] = stage[start : start + view.nbytes]
+            start += view.nbytes
+    if whole:
+        assert b"".join(into) == b"".join(again) == experts.block(5, 3)
+    reader.close()
+
+
+def test_staged_direct_reads_go_on_after_short_ones_and_end(tmp_path, monkeypatch):
+    experts = write_experts(tmp_path, random_experts(MIXED), "packed")
+    reader, preadv = make_reader("direct", experts.refs), os.preadv
+    into = buffers(reader.layout(3))
+    ((run, _),) = reader.pieces(3, E - 1, into, 1)
+    stage = memoryview(mmap.mmap(-1, run.nbytes // 4096 * 4096 + 16384))
+
+    def short(fd, views, offset):
+        return min(preadv(fd, views, offset), max(4096, len(views[0]) // 3))
+
+    monkeypatch.setattr(os, "preadv", short)
+    start = reader.read_staged(run, stage)
+    assert bytes(stage[start : start + run.nbytes]) == experts.block(3, E - 1)
+    monkeypatch.undo()
+    os.truncate(reader.ranges.files[run.file], run.offset + run.nbytes - 1)
+    with pytest.raises(ExpertFileError, match="ends early"):
+        reader.read_staged(run, stage)
     reader.close()
 
 

@@ -1,0 +1,77 @@
+"""Oracle: the resident store. Uploads run through a driver that copies in ordinary memory; the real
+one is in test_gpu.py."""
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts import file_readers, streamed
+from mlx_moeflux.experts.readers import READERS, make_reader
+from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.experts.uploads import Uploads
+from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
+
+
+class HostDriver:
+    """What uploads need of a driver."""
+
+    uploaded = 0
+
+    def locked(self, nbytes):
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def upload(self, pieces):
+        for to, source, nbytes in pieces:
+            ctypes.memmove(to, source, nbytes)
+            self.uploaded += nbytes
+
+
+@pytest.fixture
+def host(monkeypatch):
+    found = HostDriver()
+    monkeypatch.setattr(streamed, "uploads_for", lambda nbytes: Uploads(found, nbytes))
+    return found
+
+
+@pytest.mark.parametrize("least", [1 << 18, 1000])
+@pytest.mark.parametrize("name", READERS)
+def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, name, least):
+    monkeypatch.setattr(file_readers, "LEAST_PIECE", least)
+    resident = experts.resident()
+    with StreamedStore(make_reader(name, experts.refs), K, threads=3) as store:
+        for seed in range(12):
+            for layer in LAYERS:
+                call = random_call(1, seed=seed)
+                expected = np.array(resident.experts(layer, *call))
+                assert np.array_equal(np.array(store.experts(layer, *call)), expected)
+        assert bank_is_right(store, experts)
+        total = store.stats().total
+        assert total.reads == total.misses > 0
+        assert host.uploaded == total.bytes_read
+
+
+def test_a_part_that_fails_is_an_expert_that_did_not_arrive(experts, host, monkeypatch):
+    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
+    reader = make_reader("pread", experts.refs)
+    if len(reader.ranges.runs(3, 0)) > 1:
+        pytest.skip("this form is read in one piece")
+    staged, calls = reader.read_staged, []
+
+    def fails(run, buffer):
+        calls.append(run)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        return staged(run, buffer)
+
+    monkeypatch.setattr(reader, "read_staged", fails)
+    call = random_call(1, seed=1)
+    with StreamedStore(reader, E, threads=2) as store:
+        with pytest.raises(ExpertFileError, match="Input/output error"):
+            store.experts(3, *call)
+        assert len(store.residents(3)) == len(set(np.array(call[1]).ravel().tolist())) - 1
+        y = store.experts(3, *call)
+        assert np.array_equal(np.array(y), np.array(experts.resident().experts(3, *call)))
+        assert bank_is_right(store, experts)
