@@ -20,9 +20,10 @@ TABLE = Path(__file__).with_name("dispatch.json")
 
 # What a row's "from" counts, where it is not the rows of the first argument: tokens of a sequence.
 _AXES = {"causal_conv": 1, "gated_delta": 1, "delta_mixer": 1, "sdpa": 2, "norm_rope": 1}
-_AXES |= {"rope": 2, "latent_attention": 2, "latent_prefill": 2}
+_AXES |= {"latent_attention": 2, "latent_prefill": 2, "latent_prepare": 1}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
+    "head_product": lambda x, *_, **__: x.shape[0] * x.shape[2],
     "project": lambda x, *_, **__: x.size // x.shape[-1],
     "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}

@@ -23,6 +23,7 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.latent_attention import VALUES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
 from mlx_moeflux.models.layers import SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention
@@ -304,14 +305,16 @@ class Model(DecoderModel):
         """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
 
         Residual stream and shared experts of all tokens, attention or dense MLP for one chunk
-        (scores are bounded), and the scratch of the experts.
+        (scores, or the keys and values made at once, are bounded), and the scratch of the experts.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         shared = 3 * tokens * config.moe_intermediate_size * (config.n_shared_experts or 0)
         residual = 10 * tokens * config.hidden_size + shared
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
-        heads = chunk * config.num_attention_heads * (width + 4 * config.v_head_dim)
-        attention = heads + 8 * SCORES_AT_ONCE
+        H, Dn = config.num_attention_heads, config.qk_nope_head_dim
+        heads = chunk * H * (width + 4 * config.v_head_dim)
+        expanded = H * (tokens + seen) * (3 * Dn + config.qk_rope_head_dim)
+        attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
 
