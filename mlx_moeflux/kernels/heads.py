@@ -51,11 +51,18 @@ class HeadMatrices:
         return words if self.spec is None else words * 32 // self.spec.bits
 
     def parts(self) -> list[mx.array | None]:
-        """weight, scales and biases of these heads and rows, as views."""
+        """weight, scales and biases of these heads and rows, as views where that will do: on
+        NVIDIA, MLX refuses quantised products whose blocks do not lie one behind another."""
         heads = slice(*self.heads) if self.heads else slice(None)
         rows = slice(self.first, self.first + self.count)
-        arrays = (self.weight, self.scales, self.biases)
-        return [None if a is None else a[heads, rows] for a in arrays]
+        arrays = [self.weight, self.scales, self.biases]
+        if self.count < self.weight.shape[1]:
+            arrays = [None if a is None else a[:, rows] for a in arrays]
+        if self.heads is not None:
+            arrays = [None if a is None else a[heads] for a in arrays]
+        if self.spec is not None and self.count < self.weight.shape[1] and mx.cuda.is_available():
+            arrays = [mx.contiguous(a) for a in arrays]
+        return arrays
 
     def dense(self, dtype: mx.Dtype) -> mx.array:
         """``[H, out, in]`` in `dtype`."""
@@ -110,7 +117,7 @@ _MATVEC = MetalKernel(
         threadgroup float sums[SUMS];
         const uint row = threadgroup_position_in_grid.y;
         const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
-        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, EXACT, PLAIN, false>(
+        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, PIECE, EXACT, PLAIN, false>(
             x, x, nullptr, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
             biases + ulong(block) * (IN / GROUP), y, values, sums, values, row,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,

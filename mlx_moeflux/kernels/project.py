@@ -6,8 +6,8 @@ Shapes:
     x: ``[..., C]``; norm: ``[C]`` or None (x is taken as it is); weights: matrices
     ``[out_i, C]``, quantised each in its own way or not, or several that lie one behind another;
     residual: ``[..., out]`` like x or None, with one matrix only.
-    returns: a list of ``[..., out_i]`` in the dtype of x, and with `normed` norm(x) ``[..., C]``
-    behind them; with `flat` all of them ``[N, ...]``.
+    returns: a list of ``[..., out_i]`` in the dtype of x (float32 where a weight is `precise`),
+    and with `normed` norm(x) ``[..., C]`` behind them; with `flat` all of them ``[N, ...]``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ ROWS, SIMDGROUPS = 4, 4
 class Weight:
     """A matrix ``[out, in]``; see :class:`~mlx_moeflux.kernels.expert_ffn.ProjectionBank`.
 
-    outs: Rows of each, where several matrices lie one behind another.
+    outs: Rows of each, where several matrices lie one behind another. precise: What it gives is
+    computed in float32 and stays so.
     """
 
     weight: mx.array
@@ -42,6 +43,7 @@ class Weight:
     biases: mx.array | None = None
     spec: QuantSpec | None = None
     outs: tuple[int, ...] = ()
+    precise: bool = False
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -50,6 +52,7 @@ class Weight:
 
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., out]``."""
+        x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T
         return mx.quantized_matmul(
@@ -94,12 +97,16 @@ def project(
         x = mx.fast.rms_norm(x, norm, eps)
     products = []
     for weight in weights:
-        y = weight.matmul(x).astype(x.dtype)
+        y = weight.matmul(x).astype(mx.float32 if _precise(weight) else x.dtype)
         outs = getattr(weight, "outs", ())
         products += mx.split(y, list(accumulate(outs))[:-1], axis=-1) if outs else [y]
     if residual is not None:
         products = [residual + products[0]]
     return [*products, x] if normed else products
+
+
+def _precise(weight: Any) -> bool:
+    return getattr(weight, "precise", False)
 
 
 def project_dequantised(
@@ -117,7 +124,8 @@ def project_dequantised(
     dense = weights
     if x.dtype != mx.float32:
         dense = [
-            Weight(w.dense(x.dtype), outs=w.outs) if isinstance(w, Weight) else w for w in weights
+            Weight(w.dense(x.dtype), outs=w.outs) if isinstance(w, Weight) and not w.precise else w
+            for w in weights
         ]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 
@@ -143,15 +151,15 @@ def project_fused(
     C = x.shape[-1]
     if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    parts = tuple((matrix_of(w, C), w.results) for w in weights)
+    parts = tuple((matrix_of(w, C), w.results, w.precise) for w in weights)
     if residual is not None and (
-        sum(len(outs) for _, outs in parts) != 1
+        sum(len(outs) for _, outs, _ in parts) != 1
         or residual.shape != (*x.shape[:-1], parts[0][1][0])
         or residual.dtype != x.dtype
     ):
         raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
     ends = "normed" if normed else "residual" if residual is not None else ""
-    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
+    key = tuple(len(outs) for _, outs, _ in parts), norm is not None, ends
     kernel = _KERNELS.get(key)
     if kernel is None:
         raise UnsupportedError(
@@ -168,7 +176,7 @@ def project_fused(
 
 
 # How many results each of the matrices of a launch gives.
-STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (2, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
 
 
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
@@ -188,8 +196,8 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """
     for i, m in enumerate(matrices):
         call = f"""
-            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, EXACT,
-                        FORM, RESIDUAL>(
+            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, PIECE{m},
+                        EXACT, FORM, RESIDUAL>(
                 x, {own}, w{m}, scales{m}, biases{m}, y{i}, values, sums, squares, token, group,
                 simdgroup, lane);
         """
@@ -215,11 +223,12 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     )
 
 
+NORMED = ((1,), (2,), (1, 1), (2, 1), (2, 2), (1, 1, 1), (1, 1, 1, 1))
 _KERNELS = {
     key: _kernel(*key)
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
-        *((structure, True, "normed") for structure in ((1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1))),
+        *((structure, True, "normed") for structure in NORMED),
         ((1,), False, ""),
         ((1,), False, "residual"),
     )
@@ -241,13 +250,13 @@ def _launch(
     dtype: mx.Dtype,
     norm: bool,
     ends: str,
-    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
+    parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
     template = {"IN": C, "FORM": int(norm), "RESIDUAL": ends == "residual"}
     template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
-    groups, staged, sums, shapes = 0, 0, 0, []
-    for m, (matrix, outs) in enumerate(parts):
+    groups, staged, sums, shapes, dtypes = 0, 0, 0, [], []
+    for m, (matrix, outs, precise) in enumerate(parts):
         for out, end in zip(outs, accumulate(outs), strict=True):
             own, tile, memory = tiling(matrix, out, C)
             groups += own
@@ -255,8 +264,9 @@ def _launch(
             i = len(shapes)
             template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": end - out, f"OUT{i}": out}
             template |= {f"GROUPS{i}": own}
-            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V")}
+            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V", "PIECE")}
             shapes.append((*leading, out))
+            dtypes.append(mx.float32 if precise else dtype)
     normed = ends == "normed"
     shapes += [shape] * normed
     return {
@@ -264,7 +274,7 @@ def _launch(
         "grid": ((groups + normed) * SIMDGROUPS * 32, math.prod(leading), 1),
         "threadgroup": (32 * SIMDGROUPS, 1, 1),
         "output_shapes": shapes,
-        "output_dtypes": [dtype] * len(shapes),
+        "output_dtypes": dtypes + [dtype] * normed,
     }
 
 
@@ -272,5 +282,6 @@ def tiling(matrix: Matrix, out: int, width: int) -> tuple[int, dict[str, int], t
     """How ``rows_of`` in quantised.metal is laid out for a matrix ``[out, width]``: threadgroups,
     template arguments, floats of threadgroup memory for values and for sums."""
     rows, words = math.gcd(ROWS, out), matrix.access(width, 16)
-    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words}
-    return -(-out // (rows * SIMDGROUPS)), tile, staged_floats(matrix, words, width)
+    piece, *memory = staged_floats(matrix, words, width)
+    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words, "PIECE": piece}
+    return -(-out // (rows * SIMDGROUPS)), tile, tuple(memory)

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
 from mlx_moeflux.kernels.latent_attention import VALUES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.moe import Router, SparseMoeBlock
 from mlx_moeflux.models.record import note, recorded
@@ -173,18 +173,13 @@ class GroupedRouter:
         )
 
 
-class Gate(nn.Module):
-    """Parameters ``gate.weight [E, C]`` and ``gate.e_score_correction_bias [E]``, never
-    quantised; logits are computed in float32, as in transformers."""
+class Gate(PreciseLinear):
+    """Parameters ``gate.weight [E, C]`` and ``gate.e_score_correction_bias [E]``; logits are
+    computed in float32, as in transformers."""
 
     def __init__(self, hidden_size: int, num_experts: int):
-        super().__init__()
-        scale = hidden_size**-0.5
-        self.weight = mx.random.uniform(-scale, scale, (num_experts, hidden_size))
+        super().__init__(hidden_size, num_experts)
         self.e_score_correction_bias = mx.zeros((num_experts,))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return x.astype(mx.float32) @ self.weight.astype(mx.float32).T
 
 
 class MoeBlock(SparseMoeBlock):
@@ -205,12 +200,11 @@ class MoeBlock(SparseMoeBlock):
 
     def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
-        stacks = self.stacks()
-        if not stacks:
-            post = norm(x).reshape(-1, x.shape[-1])
-            return post, self.gate(post), ()
-        *shared, post = project(self._kernels, x, *stacks[0], norm=norm, normed=True, flat=True)
-        return post, self.gate(post), shared
+        linears = [linear for stack in self.stacks() for linear in stack]
+        *shared, logits, post = project(
+            self._kernels, x, *linears, self.gate, norm=norm, normed=True, flat=True
+        )
+        return post, logits, shared
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
@@ -279,7 +273,7 @@ class Model(DecoderModel):
         if config.is_sparse(layer):
             mlp = MoeBlock(config, layer=layer, router=self._router, kernels=kernels)
         else:
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
         attention = LatentAttention(config, kernels)
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 

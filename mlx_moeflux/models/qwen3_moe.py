@@ -18,7 +18,7 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import SwiGLU
+from mlx_moeflux.models.layers import DenseMlp
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.rope import rope_keys
 
@@ -129,7 +129,7 @@ class Model(DecoderModel):
                 kernels=kernels,
             )
         else:
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
         attention = Attention(config, kernels, window=config.window)
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 

@@ -19,7 +19,7 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer
-from mlx_moeflux.models.layers import SwiGLU, project
+from mlx_moeflux.models.layers import DenseMlp, project
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 
 
@@ -110,7 +110,7 @@ class Model(qwen3_5_moe.Model):
         if config.is_linear(layer):
             mixer = "linear_attn", FusedDeltaNet(config, kernels)
         if not config.is_sparse(layer):
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
             return DecoderLayer(config, mixer=mixer, mlp=mlp)
         mlp = SharedExpertMoeBlock(
             layer=layer,
