@@ -67,10 +67,7 @@ inline void head_vecmat(
   const uint at = (column * 32 + lane) * N;
   const size_t base = size_t(int(row) / tokens % H) * BLOCK + FIRST;
   const float middle = float(1 << BITS >> 1);
-  float acc[N], rest = 0.0f;
-  for (int i = 0; i < N; ++i) {
-    acc[i] = 0.0f;
-  }
+  float acc[N] = {}, rest = 0.0f;
   if (at < OUT) {
     for (int n = int(simdgroup); n < IN; n += SIMDGROUPS) {
       const float value = float(x[row * IN + n]);

@@ -96,10 +96,10 @@ PREPARED = [
 ]
 
 
-def prepared(dtype, B, T, H, Dn, Dr, R, interleaved, offset):
+def prepared(dtype, B, T, H, Dn, Dr, R, interleaved, offset, norm_dtype=None):
     rng = np.random.default_rng(Dn)
     q, kv = random_array(rng, (B, T, H, Dn + Dr), dtype), random_array(rng, (B, T, R + Dr), dtype)
-    norm = random_array(rng, (R,), dtype)
+    norm = random_array(rng, (R,), norm_dtype or dtype)
     frequencies = mx.array((1e4 ** (-np.arange(0, Dr, 2) / Dr)).astype(np.float32))
     options = {"norm": norm, "eps": 1e-5, "frequencies": frequencies, "factor": 1.3}
     options["interleaved"] = interleaved
@@ -258,9 +258,13 @@ CASES = {
             str(sizes),
             lambda args=args, options=options: latent_prepare_fused(*args, **options),
             lambda wanted=wanted: wanted,
-            2e-6 * max(np.abs(x).max() for x in wanted),
+            max(half(sizes[0], x) for x in wanted) + 2e-6 * max(np.abs(x).max() for x in wanted),
         )
-        for sizes in (*PREPARED[:2], (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]))
+        for sizes in (
+            *PREPARED[:2],
+            (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]),
+            (BF16, 1, 1, 2, 8, 8, 32, True, 3, F32),
+        )
         for args, options, wanted in [prepared(*sizes)]
     ],
     "attend_latent_tail": [
@@ -270,4 +274,19 @@ CASES = {
         Latents(BF16, 2, 6, 128, 64, 32, 75, 64, [0, 40]).case("padded left"),
         Latents(F32, 1, 4, 128, 64, 32, 65, 64).case("a tail of one row"),
     ],
+}
+
+STEP = "both sides are multiples of the step"
+PRODUCT = "a product"
+EQUIVALENT = {
+    "heads.metal": {
+        "latent_prepare: off by one column < DN -> + 1 <": STEP,
+        "head_vecmat: off by one if (at < OUT) -> + 1 <": STEP,
+        "head_vecmat: off by one if (at < OUT) -> + 1 < (2)": STEP,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma: value, metal::fma(middle, scale, "
+        "float(biases[group]))": PRODUCT,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma: middle, scale": PRODUCT,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma: scaled, number<BITS>("
+        "words.at[i / per], i % per, middle)": PRODUCT,
+    }
 }
