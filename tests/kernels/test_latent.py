@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import latent_attention as fused
 from mlx_moeflux.kernels.heads import (
@@ -17,7 +20,7 @@ from mlx_moeflux.kernels.heads import (
 from mlx_moeflux.kernels.latent import latent_attention, latent_prefill
 from mlx_moeflux.kernels.latent_prepare import latent_prepare, latent_prepare_fused
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, emulated, error, float64
+from tests.kernels.harness import Case, emulated, error, float64, require_gpu
 from tests.kernels.test_attention import naive, truth
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
@@ -227,6 +230,46 @@ def test_prefill_over_expanded_heads(device, monkeypatch, start, at_once):
     # bfloat16 probabilities and values against float32.
     limit = 2**-7 * float(mx.abs(wanted).max())
     assert error(y, wanted) <= limit
+
+
+@pytest.mark.gpu
+def test_64k_positions_on_a_gpu():
+    """DeepSeek-V3's shape: scores of 128 heads, 256 queries and 65536 keys would take 4.3 GB in
+    bfloat16, all heads' keys and values 5.4 GB."""
+    require_gpu()
+    B, H, T, S, R, Dn, Dr = 1, 128, 256, 65536, 512, 128, 64
+    mx.random.seed(0)
+    draw = lambda *shape: mx.random.normal(shape).astype(BF16)  # noqa: E731
+    q, q2, k, k2 = draw(B, H, T, Dn), draw(B, H, T, Dr), draw(B, 1, S, R), draw(B, 1, S, Dr)
+    parts = mx.quantize(0.05 * draw(H, 2 * Dn, R), group_size=64, bits=4)
+    matrices = [HeadMatrices(*parts, QuantSpec(4), first, Dn) for first in (0, Dn)]
+
+    def expand(latent, first, last):
+        some = [dataclasses.replace(m, heads=(first, last)) for m in matrices]
+        return tuple(head_product_dequantised(latent, m) for m in some)
+
+    options = {"length": S, "scale": 192**-0.5, "mask": "causal"}
+    mx.eval(q, q2, k, k2, parts)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    y = fused.latent_prefill_expanded(q, q2, k, k2, expand=expand, **options)
+    mx.eval(y)
+    # Keys come, are laid beside the rotary ones, and matrices are made dense: all in bfloat16.
+    assert mx.get_peak_memory() - before < 2 * fused.VALUES_AT_ONCE * 1.5 + 0.1e9
+    few = slice(T - 3, T), slice(60, 62)
+    heads = lambda c, first, last: expand(c, 60 + first, 60 + last)  # noqa: E731
+    some = [x[:, few[1], few[0]] for x in (q, q2)]
+    wanted = latent_prefill(*some, k, k2, expand=heads, **options)
+    assert error(y[:, few[1], few[0]], wanted) <= 0.02 * float(mx.abs(wanted).max())
+    q_latent = head_product_dequantised(q[:, :, -1:], matrices[0], transposed=True)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    y = fused.latent_attention_fused(q_latent, q2[:, :, -1:], k, k2, **options | {"mask": None})
+    mx.eval(y)
+    assert mx.get_peak_memory() - before < 64e6
+    wanted = latent_attention(q_latent, q2[:, :, -1:], k, k2, **options | {"mask": None})
+    assert error(y, wanted) <= 0.02 * float(mx.abs(wanted).max())
 
 
 CASES = {
