@@ -1,14 +1,39 @@
-"""Options of the test run."""
+"""Options of the test run, and how a run of everything is spread over processes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+MOST_PROCESSES = 8
+# Each process has a core: libraries that start a thread for every core only get in the way.
+ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--model", type=Path, help="a published checkpoint, for -m real")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Without paths and without -n, and where pytest-xdist is there, a process for each core; the
+    tests of a file stay together, because they share models."""
+    option = config.option
+    everything = (
+        config.args_source is not pytest.Config.ArgsSource.ARGS
+        and "not slow" in option.markexpr
+        and not (option.usepdb or option.trace or option.collectonly)
+    )
+    there = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+    if not (everything and there and option.numprocesses is None and option.dist == "no"):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if cores > 1:
+        option.numprocesses, option.dist = min(cores, MOST_PROCESSES), "loadfile"
+        for name in ONE_THREAD:
+            os.environ.setdefault(name, "1")
 
 
 @pytest.fixture

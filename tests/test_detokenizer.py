@@ -108,15 +108,17 @@ def test_time_is_linear_even_for_bytes_that_are_no_text(tokenizer):
     broken = tokenizer.encode("日", add_special_tokens=False)[-1]
 
     def seconds(count: int) -> float:
-        detokenizer, start = tokenizer.detokenizer(), time.perf_counter()
+        detokenizer, start = tokenizer.detokenizer(), time.thread_time()
         for _ in range(count):
             detokenizer.add(broken)
         detokenizer.finish()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
-    # A quadratic one takes 64 times as long for 8 times as many.
-    assert seconds(16000) <= 24 * max(min(seconds(2000) for _ in range(3)), 1e-3)
+    # A quadratic one takes 64 times as long for 8 times as many. What else runs here costs no time
+    # of this thread but its caches, now and then.
+    few, many = (min(seconds(count) for _ in range(3)) for count in (2000, 16000))
+    assert many <= 24 * max(few, 1e-3)
 
 
 def test_text_is_shown_with_its_token():

@@ -72,6 +72,7 @@ def test_short_examples_stay_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_train_tiny_learns_saves_goes_on_and_loads(tmp_path):
     from mlx_moeflux import generate, load
 

@@ -71,15 +71,22 @@ class ResidentStore:
         stats.tokens += x.shape[0]
         return from_whole_bank(x, ids, weights, bank, self._form)
 
+    def whole(self, layer: int) -> tuple[ExpertBank, None] | None:
+        """See :meth:`StreamedStore.whole`."""
+        if self.events is not None or self._banks is None:
+            return None
+        bank = self._banks(layer)
+        return (bank, None) if bank.slots == self.num_experts else None
+
     @property
     def stays_on_device(self) -> bool:
         """Whether calls are lazy and nobody is told of them."""
         return self.events is None
 
-    def count(self, tokens: int) -> None:
-        """Account for a call of every layer that ran from a trace."""
-        for stats in self._stats.layers.values():
-            stats.tokens += tokens
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+        for each in self.layers if layer is None else (layer,):
+            self._stats.layers[each].tokens += tokens
 
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""

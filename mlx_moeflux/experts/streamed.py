@@ -43,7 +43,7 @@ from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
-from mlx_moeflux.kernels.expert_ffn import expert_ffn
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
 from mlx_moeflux.kernels.expert_mix import expert_mix
 
 DEFAULT_THREADS = 8
@@ -194,9 +194,18 @@ class StreamedStore:
         states = self._layers.values()
         return self.events is None and all(state.table.complete for state in states)
 
-    def count(self, tokens: int) -> None:
-        """Account for a call of every layer that ran from a trace."""
-        for state in self._layers.values():
+    def whole(self, layer: int) -> tuple[ExpertBank, mx.array] | None:
+        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32, if every expert is in
+        it and nobody wants to be told of calls: who computes with them says so to :meth:`count`."""
+        with self._lock:
+            state = self._state(layer)
+            if not (state.table.complete and self.events is None and self.prefetch is None):
+                return None
+            return state.bank.experts, state.device_table()
+
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+        for state in self._layers.values() if layer is None else (self._layers[layer],):
             state.stats.tokens += tokens
             state.tokens += tokens
 
@@ -307,9 +316,10 @@ class StreamedStore:
                 f"a token needs {ids.shape[1]} experts but layer {state.layer} has "
                 f"{state.table.slots} slots; give the experts more memory or use fewer a token."
             )
-        if state.table.complete and self.events is None and self.prefetch is None:
+        whole = self.whole(state.layer)
+        if whole is not None:
             # Nothing that reads a complete bank need be remembered: its slots never change.
-            table, bank = state.device_table(), state.bank.experts
+            bank, table = whole
             return from_whole_bank(x, ids, weights, bank, self._form, table=table), None, ()
         if ahead is not None:
             mx.eval(ids, ahead)

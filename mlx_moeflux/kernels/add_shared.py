@@ -20,8 +20,9 @@ import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
+from mlx_moeflux.kernels.attention import filled
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.project import SIMDGROUPS, Weight, filled, tiling
+from mlx_moeflux.kernels.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
 
@@ -76,7 +77,7 @@ launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
 
 _KERNEL = MetalKernel(
     "add_shared",
-    file="quantised.metal",
+    file="matvec.metal",
     inputs=("residual", "experts", "gate", "up", "score", "w", "scales", "biases"),
     outputs=("y",),
     body="""
@@ -132,12 +133,13 @@ def _launch(
 ) -> dict[str, Any]:
     *leading, C = shape
     groups, tile, (staged, sums) = tiling(matrix, C, F)
+    simdgroups = simdgroups_of(F)[1]
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"ROUTED": routed, "SCORED": scored}
     return {
-        "template": template | {"SIMDGROUPS": SIMDGROUPS, "STAGED": staged, "SUMS": sums},
-        "grid": (groups * SIMDGROUPS * 32, math.prod(leading), 1),
-        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "template": template | {"SIMDGROUPS": simdgroups, "STAGED": staged, "SUMS": sums},
+        "grid": (groups * simdgroups * 32, math.prod(leading), 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
         "output_shapes": [shape],
         "output_dtypes": [dtype],
     }

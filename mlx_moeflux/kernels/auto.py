@@ -26,6 +26,7 @@ _SIZES: dict[str, Callable[..., int]] = {
     "head_product": lambda x, *_, **__: x.shape[0] * x.shape[2],
     "project": lambda x, *_, **__: x.size // x.shape[-1],
     "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
+    "moe_step": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
 
 

@@ -39,6 +39,7 @@ from mlx_moeflux.kernels import (
     latent_prepare,
     metal,
     moe_combine,
+    moe_step,
     norm_rope,
     project,
     router,
@@ -115,6 +116,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "fused": add_shared.add_shared_fused,
         "dequantised": add_shared.add_shared_dequantised,
     },
+    "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
 }
 
 
@@ -183,6 +185,12 @@ class Operation:
             return None
         return form
 
+    def goes_beyond_reference(self, *args, **kwargs) -> bool:
+        """Whether a call of this size may take another form than the reference."""
+        if self._fixed is not None:
+            return self.form() is not self._forms[REFERENCE]
+        return self._best(args, kwargs) is not None
+
     def active(self) -> str:
         """The name of the form; for "auto" those of the back end, with the sizes they begin at."""
         if callable(self.choice):
@@ -222,6 +230,10 @@ class Kernels:
     def names(self) -> dict[str, str]:
         """Operation -> the name of the active form, for ``--stats``."""
         return {name: op.active() for name, op in self._operations.items()}
+
+    def are_auto(self, *names: str) -> bool:
+        """Whether nobody chose a form of any of these operations."""
+        return all(self._operations[name].choice == AUTO for name in names)
 
     def references_only(self, on: bool = True) -> None:
         """Take references whatever was chosen by name: training needs their gradients. Callables

@@ -206,16 +206,17 @@ inline float eight_lanes_sum(float x) {
 }
 
 // One channel of one token: the convolution over rows `t` - W + 1 to `t`, and SiLU. p, state: at
-// the sequence and the channel; the rows before the first token are the state.
+// the sequence and the channel, rows `stride` and `dims` apart; those before the first token are
+// the state.
 template <typename T, int W, bool Masked, typename V, typename M>
 inline float convolve(
     const device T* p, const device T* state, const device V* weight, const device M* mask,
-    int dims, int t) {
+    int stride, int dims, int t) {
   float total = 0.0f;
 #pragma unroll
   for (int w = 0; w < W; ++w) {
     const int row = t + w + 1 - W;
-    const float x = row < 0 ? state[(t + w) * dims] : p[row * dims];
+    const float x = row < 0 ? state[(t + w) * dims] : p[row * stride];
     total += (Masked && row >= 0 && !mask[row] ? 0.0f : x) * float(weight[w]);
   }
   return silu(total);
@@ -237,9 +238,11 @@ inline void load_row(thread float* x, P p, float scale) {
 // A threadgroup of Simdgroups takes a value head: eight lanes hold a row of the state, Rows rows
 // each. The lengths of q and k are known once all simdgroups have met: `token` holds q and k as
 // they come out of the convolution, v, the sums of squares of 32 channels each, decay and beta.
-// scratch: a float for each simdgroup. head: sequence and value head.
+// scratch: a float for each simdgroup. head: sequence and value head. Row: how far apart rows of
+// qkv, z, a and b are, where they lie in one; else 0.
 template <
-    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Simdgroups, bool Masked, bool Ragged,
+    typename T, int Hk, int Hv, int Dk, int Dv, int W, int Row, int Simdgroups, bool Masked,
+    bool Ragged,
     typename V, typename M, typename A, typename U>
 inline void delta_step(
     const device T* qkv, const device T* conv, const device V* weight, const device T* z,
@@ -251,10 +254,11 @@ inline void delta_step(
   constexpr int dims = 2 * Hk * Dk + Hv * Dv, R = Hv / Hk, N = Dk / 32, Own = 2 * Dk + Dv;
   constexpr int Threads = 32 * Simdgroups, Each = (Own + Threads - 1) / Threads;
   constexpr int Step = 4 * Simdgroups, Rows = Dv / Step, E = 4 * N;
+  constexpr int stride = Row ? Row : dims;
   const int n = head / Hv, h = head % Hv, row = index / 8, col = index % 8 * 4;
   threadgroup float* squares = token + Own;
   threadgroup float* gates = squares + Own / 32;
-  qkv += n * tokens * dims;
+  qkv += n * tokens * stride;
   conv += n * (W - 1) * dims;
   new_conv += n * (W - 1) * dims;
   mask += Masked ? n * tokens : 0;
@@ -266,7 +270,7 @@ inline void delta_step(
     const int c = metal::min(index + i * Threads, Own - 1), head = c / Dk * Hk + h / R;
     channel[i] = c < 2 * Dk ? head * Dk + c % Dk : 2 * (Hk - 1) * Dk + h * Dv + c;
     x[i] = convolve<T, W, Masked>(
-        qkv + channel[i], conv + channel[i], weight + channel[i] * W, mask, dims, 0);
+        qkv + channel[i], conv + channel[i], weight + channel[i] * W, mask, stride, dims, 0);
   }
   float s[Rows][E];
   const long at = ((long)head * Dv + row) * Dk + col;
@@ -280,13 +284,13 @@ inline void delta_step(
     const int c = index + i * Threads;
     for (int w = length; c < Own && (h % R == 0 || c >= 2 * Dk) && w < length + W - 1; ++w) {
       const int from = w + 1 - W;
-      const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * dims + channel[i]];
+      const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * stride + channel[i]];
       new_conv[(w - length) * dims + channel[i]] =
           Masked && from >= 0 && !mask[from] ? T(0.0f) : kept;
     }
   }
   for (int t = 0; t < tokens; ++t) {
-    const int now = (n * tokens + t) * Hv + h;
+    const int at_token = n * tokens + t, now = at_token * (Row ? Row : Hv) + h;
 #pragma unroll
     for (int i = 0; i < Each; ++i) {
       const int c = index + i * Threads;
@@ -307,7 +311,7 @@ inline void delta_step(
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       const int c = row + r * Step;
-      gate[r] = float(norm[c]) * silu(float(z[now * Dv + c]));
+      gate[r] = float(norm[c]) * silu(float(z[at_token * (Row ? Row : Hv * Dv) + h * Dv + c]));
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float q_squares = 1e-6f, k_squares = 1e-6f;
@@ -350,7 +354,8 @@ inline void delta_step(
 #pragma unroll
       for (int i = 0; i < Each; ++i) {
         const int c = channel[i];
-        x[i] = convolve<T, W, Masked>(qkv + c, conv + c, weight + c * W, mask, dims, t + 1);
+        x[i] = convolve<T, W, Masked>(
+            qkv + c, conv + c, weight + c * W, mask, stride, dims, t + 1);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -361,7 +366,7 @@ inline void delta_step(
     const float scale = metal::precise::rsqrt(total / Dv + epsilon);
 #pragma unroll
     for (int r = 0; r < Rows && col == 0; ++r) {
-      y[now * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
+      y[(at_token * Hv + h) * Dv + row + r * Step] = T(out[r] * scale * gate[r]);
     }
   }
 #pragma unroll

@@ -5,7 +5,8 @@
 
 Shapes:
     qkv: ``[B, T, D]`` with D = 2 Hk Dk + Hv Dv, channels in the order q, k, v.
-    z: ``[B, T, Hv Dv]``; a, b: ``[B, T, Hv]``.
+    z: ``[B, T, Hv Dv]``; a, b: ``[B, T, Hv]``; where all three are None, they follow in the rows of
+    qkv.
     conv_weight: ``[D, W]``; conv_state: ``[B, W - 1, D]``; state: ``[B, Hv, Dv, Dk]`` float32.
     a_log, dt_bias: ``[Hv]``; norm_weight: ``[Dv]``.
     mask: ``[B, T]`` bool or None; a token at False counts as zeros in the convolution and leaves
@@ -45,11 +46,17 @@ class References:
     gated_rms_norm = staticmethod(delta_gates.gated_rms_norm)
 
 
+def split_rows(rows: mx.array, Hv: int, Dv: int) -> list[mx.array]:
+    """``[B, T, D + Hv Dv + 2 Hv]`` -> qkv, z, a, b."""
+    ends = (2 * Hv + Hv * Dv, 2 * Hv, Hv)
+    return mx.split(rows, [rows.shape[-1] - end for end in ends], axis=-1)
+
+
 def delta_mixer(
     qkv: mx.array,
-    z: mx.array,
-    a: mx.array,
-    b: mx.array,
+    z: mx.array | None,
+    a: mx.array | None,
+    b: mx.array | None,
     *,
     conv_weight: mx.array,
     conv_state: mx.array,
@@ -63,8 +70,10 @@ def delta_mixer(
     steps: type[DeltaSteps] | DeltaSteps = References,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Operation by operation, each as `steps` computes it."""
-    B, T, D = qkv.shape
     Hv, Dv, Dk = state.shape[1:]
+    if z is None:
+        qkv, z, a, b = split_rows(qkv, Hv, Dv)
+    B, T, D = qkv.shape
     keys = (D - Hv * Dv) // 2
     if mask is not None:
         qkv = mx.where(mask[..., None], qkv, 0.0)

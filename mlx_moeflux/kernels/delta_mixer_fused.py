@@ -17,15 +17,26 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels import metal
+from mlx_moeflux.kernels.delta_mixer import split_rows
+from mlx_moeflux.kernels.delta_step import (
+    FLOATS,
+    STEP,
+    STEP_OF_ROWS,
+    Shapes,
+    check,
+    delta_step,
+    delta_step_of_rows,
+    no_lengths,
+    signature_of,
+    template_of,
+)
 from mlx_moeflux.kernels.gated_delta_fused import gated_delta_fused
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 
 # Tokens up to which everything is one launch: on the GPU as fast as four, on the host faster.
 STEP_UP_TO = 8
@@ -33,11 +44,6 @@ STEP_UP_TO = 8
 # Tokens that a simdgroup convolves: they share the rows that they read.
 _RUN = 8
 
-# Registers of a thread of a decode step beside its share of the state, and those that 512 threads
-# of CUDA or 384 of Metal may have.
-_STEP_REGISTERS, _REGISTERS_OF_512 = 85, 128
-
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 _PREPARE = MetalKernel(
     "delta_prepare",
@@ -63,24 +69,6 @@ _GATED_NORM = MetalKernel(
     """,
 )
 
-_STEP = MetalKernel(
-    "delta_step",
-    file="delta_mixer.metal",
-    inputs=(
-        "qkv", "conv", "weight", "z", "a", "b", "a_log", "dt_bias", "state", "norm", "mask",
-        "lengths",
-    ),
-    outputs=("y", "new_conv", "new_state"),
-    body="""
-        threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
-        threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, Simdgroups, Masked, Ragged>(
-            qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
-            new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
-            threadgroup_position_in_grid.x, thread_index_in_threadgroup);
-    """,
-)  # fmt: skip
-
 
 def delta_prepare(
     qkv: mx.array,
@@ -104,7 +92,7 @@ def delta_prepare(
         conv state.
     """
     launch = _prepare_launch(
-        _signature(qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths),
+        signature_of(qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths),
         key_heads,
         key_dim,
     )
@@ -118,7 +106,7 @@ def delta_prepare(
             a_log,
             dt_bias,
             qkv if mask is None else mask,
-            _none() if lengths is None else lengths,
+            no_lengths() if lengths is None else lengths,
             **launch,
         )
     )
@@ -137,7 +125,7 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
             f"gated norm: x {list(x.shape)}, z {list(z.shape)}, weight {list(weight.shape)}; "
             "expected x like z and rows of a multiple of 32."
         )
-    if x.dtype not in _FLOATS or z.dtype not in _FLOATS:
+    if x.dtype not in FLOATS or z.dtype not in FLOATS:
         raise ShapeError(f"gated norm: x is {x.dtype}, z {z.dtype}; expected floats.")
     rows = z.size // D
     together = next(n for n in (8, 4, 2, 1) if rows % n == 0)
@@ -145,7 +133,7 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
         x,
         z,
         weight,
-        template={"T": z.dtype, "D": D, "P": _pack(D), "Epsilon": _bits(eps)},
+        template={"T": z.dtype, "D": D, "P": _pack(D), "Epsilon": float_bits(eps)},
         grid=(32, rows, 1),
         threadgroup=(32, together, 1),
         output_shapes=[z.shape],
@@ -153,60 +141,12 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
     )[0]
 
 
-def delta_step(
-    qkv: mx.array,
-    z: mx.array,
-    a: mx.array,
-    b: mx.array,
-    *,
-    conv_weight: mx.array,
-    conv_state: mx.array,
-    state: mx.array,
-    a_log: mx.array,
-    dt_bias: mx.array,
-    norm_weight: mx.array,
-    eps: float,
-    mask: mx.array | None = None,
-    lengths: mx.array | None = None,
-    threads: int | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The whole mixer in one launch, token by token: for decode.
-
-    A threadgroup of at most `threads` takes a value head, so that the gated norm needs no second
-    launch.
-    """
-    launch = _step_launch(
-        _signature(qkv, a, b, conv_weight, conv_state, a_log, dt_bias, mask, lengths),
-        (z.shape, state.shape, norm_weight.shape),
-        (z.dtype, state.dtype),
-        eps,
-        threads,
-        metal.backend().name,
-    )
-    y, new_conv, new_state = _STEP(
-        qkv,
-        conv_state.astype(qkv.dtype),
-        conv_weight,
-        z,
-        a,
-        b,
-        a_log,
-        dt_bias,
-        state,
-        norm_weight,
-        qkv if mask is None else mask,
-        _none() if lengths is None else lengths,
-        **launch,
-    )
-    return y, new_conv, new_state
-
-
-@launches(_STEP, _PREPARE, _GATED_NORM, *gated_delta_fused.kernels)
+@launches(STEP, STEP_OF_ROWS, _PREPARE, _GATED_NORM, *gated_delta_fused.kernels)
 def delta_mixer_fused(
     qkv: mx.array,
-    z: mx.array,
-    a: mx.array,
-    b: mx.array,
+    z: mx.array | None,
+    a: mx.array | None,
+    b: mx.array | None,
     *,
     conv_weight: mx.array,
     conv_state: mx.array,
@@ -234,10 +174,15 @@ def delta_mixer_fused(
         "mask": mask,
         "lengths": lengths,
     }
+    T, (Hv, Dv, Dk) = qkv.shape[1], state.shape[1:]
+    if z is None:
+        if T <= STEP_UP_TO and mask is None and lengths is None:
+            del around["mask"], around["lengths"]
+            return delta_step_of_rows(qkv, state=state, norm_weight=norm_weight, eps=eps, **around)
+        qkv, z, a, b = split_rows(qkv, Hv, Dv)
     B, T, D = qkv.shape
     if T <= STEP_UP_TO:
         return delta_step(qkv, z, a, b, state=state, norm_weight=norm_weight, eps=eps, **around)
-    Hv, Dv, Dk = state.shape[1:]
     q, k, v, log_decay, beta, new_conv = delta_prepare(
         qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around
     )
@@ -246,38 +191,16 @@ def delta_mixer_fused(
     return y.reshape(B, T, Hv * Dv), new_conv, new_state
 
 
-class _Shapes(NamedTuple):
-    """B sequences of T tokens, heads and widths, and the width of the convolution."""
-
-    B: int
-    T: int
-    Hk: int
-    Hv: int
-    Dk: int
-    Dv: int
-    W: int
-
-
-def _signature(qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths):
-    """What a launch depends on."""
-    return (
-        (qkv.shape, a.shape, b.shape, weight.shape, conv.shape, a_log.shape, dt_bias.shape),
-        (qkv.dtype, a.dtype, b.dtype, a_log.dtype, dt_bias.dtype),
-        None if mask is None else (mask.shape, mask.dtype),
-        None if lengths is None else (lengths.shape, lengths.dtype),
-    )
-
-
 @functools.lru_cache(maxsize=1024)
 def _prepare_launch(signature, Hk: int, Dk: int) -> dict[str, Any]:
     (B, T, D), Hv, W = signature[0][0], signature[0][1][-1], signature[0][3][-1]
-    s = _Shapes(B, T, Hk, Hv, Dk, (D - 2 * Hk * Dk) // Hv, W)
-    _check(s, *signature)
+    s = Shapes(B, T, Hk, Hv, Dk, (D - 2 * Hk * Dk) // Hv, W)
+    check(s, *signature)
     units, runs = -(-(2 * Hk + Hv + 1) // 4) * 4, -(-T // _RUN) + 1
     keys, gates, dtype = (B, T, Hk, Dk), (B, T, Hv), signature[1][0]
     return {
         "template": {
-            **_template(s, signature),
+            **template_of(s, signature),
             "Pk": _pack(Dk),
             "Pv": _pack(s.Dv),
             "Run": _RUN,
@@ -289,92 +212,6 @@ def _prepare_launch(signature, Hk: int, Dk: int) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=1024)
-def _step_launch(signature, shapes, dtypes, eps, threads, backend) -> dict[str, Any]:
-    (B, T, D), W, dtype = signature[0][0], signature[0][3][-1], signature[1][0]
-    if len(shapes[1]) != 4:
-        raise ShapeError(f"delta mixer: state is {list(shapes[1])}, expected four axes.")
-    Hv, Dv, Dk = shapes[1][1:]
-    s = _Shapes(B, T, (D - Hv * Dv) // (2 * Dk), Hv, Dk, Dv, W)
-    _check(s, *signature)
-    wanted = ((B, T, Hv * Dv), (B, Hv, Dv, Dk), (Dv,))
-    if shapes != wanted or dtypes != (dtype, mx.float32):
-        raise ShapeError(
-            f"delta mixer: z, state, norm are {[list(shape) for shape in shapes]}, z and state "
-            f"{[str(d) for d in dtypes]}; expected {[list(shape) for shape in wanted]}, {dtype} "
-            "and float32."
-        )
-    simdgroups = _simdgroups(Dv, threads or _step_threads(Dk, Dv, backend))
-    return {
-        "template": {**_template(s, signature), "Simdgroups": simdgroups, "Epsilon": _bits(eps)},
-        "grid": (32 * simdgroups * B * Hv, 1, 1),
-        "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": [wanted[0], (B, W - 1, D), wanted[1]],
-        "output_dtypes": [dtype, dtype, mx.float32],
-    }
-
-
-def _template(s: _Shapes, signature) -> dict[str, Any]:
-    return {
-        "T": signature[1][0],
-        "Hk": s.Hk,
-        "Hv": s.Hv,
-        "Dk": s.Dk,
-        "Dv": s.Dv,
-        "W": s.W,
-        "Masked": signature[2] is not None,
-        "Ragged": signature[3] is not None,
-    }
-
-
 def _pack(width: int) -> int:
     """Neighbours that a lane takes at once of rows of `width`: as many as divide its share."""
     return math.gcd(width // 32, 4)
-
-
-def _simdgroups(Dv: int, threads: int) -> int:
-    """Of four rows of the state at a time: as many as fit and leave equal shares."""
-    return max(n for n in range(1, threads // 32 + 1) if Dv // 4 % n == 0)
-
-
-def _step_threads(Dk: int, Dv: int, backend: str) -> int:
-    """As many as registers allow: 256 always fit."""
-    state = Dk // 8 * (Dv // 4) // _simdgroups(Dv, 512)
-    fits = backend != "metal" and state + _STEP_REGISTERS <= _REGISTERS_OF_512
-    return 512 if fits else 256
-
-
-def _bits(x: float) -> int:
-    """Of a float32: templates take no floats."""
-    return struct.unpack("<i", struct.pack("<f", x))[0]
-
-
-@functools.cache
-def _none() -> mx.array:
-    """Stands in for lengths that nobody reads."""
-    array = mx.zeros((LEAST_INPUT,), mx.int32)
-    mx.eval(array)
-    return array
-
-
-def _check(s: _Shapes, found, dtypes, mask, lengths) -> None:
-    if min(s.B, s.T, s.Hk, s.W - 1) < 1 or s.Hv % s.Hk or s.Dk % 32 or s.Dv % 32:
-        raise ShapeError(
-            f"delta mixer: {s}: widths must be multiples of 32 and Hv a multiple of Hk; take the "
-            "reference."
-        )
-    D, gates = 2 * s.Hk * s.Dk + s.Hv * s.Dv, (s.B, s.T, s.Hv)
-    wanted = ((s.B, s.T, D), gates, gates, (D, s.W), (s.B, s.W - 1, D), (s.Hv,), (s.Hv,))
-    names = ("qkv", "a", "b", "conv_weight", "conv_state", "a_log", "dt_bias")
-    for name, shape, want in zip(names, found, wanted, strict=True):
-        if shape != want:
-            raise ShapeError(f"delta mixer: {name} is {list(shape)}, expected {list(want)}.")
-    if dtypes[0] not in _FLOATS or len(set(dtypes[:3])) > 1 or dtypes[3] != dtypes[4]:
-        raise ShapeError(
-            f"delta mixer: qkv, a, b, a_log and dt_bias are {[str(d) for d in dtypes]}; the first "
-            "three must share float32, float16 or bfloat16, the others one dtype."
-        )
-    if mask not in (None, ((s.B, s.T), mx.bool_)):
-        raise ShapeError(f"delta mixer: mask is {mask}, expected bool {[s.B, s.T]}.")
-    if lengths not in (None, ((s.B,), mx.int32)):
-        raise ShapeError(f"delta mixer: lengths is {lengths}, expected int32 {[s.B]}.")

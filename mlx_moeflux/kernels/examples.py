@@ -153,6 +153,16 @@ def _add_shared(x: Normal) -> Arguments:
     return (x(3, C), x(3, C, dtype=mx.float32), *inner), {"score": x(3, 1)}
 
 
+def _moe_step(x: Normal) -> Arguments:
+    (_, _, bank), _ = _expert_ffn(x)
+    shared = Weight(
+        *mx.quantize(0.2 * x(2 * F, C), group_size=32, bits=4), QuantSpec(4, 32), (F, F)
+    )
+    weights = [Weight(0.2 * x(E + 1, C), outs=(E, 1)), shared]
+    options = {"norm": x(C), "eps": 1e-6, "k": K, "down": _weight(x, C, F)}
+    return (x(3, C), weights, bank), options | {"table": mx.arange(E, dtype=mx.uint32)}
+
+
 def _moe_combine(x: Normal) -> Arguments:
     return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
 
@@ -178,6 +188,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
     "add_shared": _add_shared,
+    "moe_step": _moe_step,
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.

@@ -162,7 +162,7 @@ def checked(
 
 _INNER = MetalKernel(
     "expert_inner",
-    file="quantised.metal",
+    file="expert_pairs.metal",
     inputs=(
         *("x", "slots", "gate", "gate_scales", "gate_biases"),
         *("up", "up_scales", "up_biases"),
@@ -179,7 +179,7 @@ _INNER = MetalKernel(
 
 _OUTER = MetalKernel(
     "expert_outer",
-    file="quantised.metal",
+    file="expert_pairs.metal",
     inputs=("h", "slots", "weights", "down", "scales", "biases", "initial"),
     outputs=("y",),
     body="""

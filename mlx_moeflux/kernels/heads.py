@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.project import SIMDGROUPS, tiling
+from mlx_moeflux.kernels.project import simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
 
@@ -51,17 +51,14 @@ class HeadMatrices:
         return words if self.spec is None else words * 32 // self.spec.bits
 
     def parts(self) -> list[mx.array | None]:
-        """weight, scales and biases of these heads and rows, as views where that will do: on
-        NVIDIA, MLX refuses quantised products whose blocks do not lie one behind another."""
-        heads = slice(*self.heads) if self.heads else slice(None)
-        rows = slice(self.first, self.first + self.count)
-        arrays = [self.weight, self.scales, self.biases]
-        if self.count < self.weight.shape[1]:
-            arrays = [None if a is None else a[:, rows] for a in arrays]
-        if self.heads is not None:
-            arrays = [None if a is None else a[heads] for a in arrays]
-        if self.spec is not None and self.count < self.weight.shape[1] and mx.cuda.is_available():
-            arrays = [mx.contiguous(a) for a in arrays]
+        """weight, scales and biases of these heads and rows, as views."""
+        rows, arrays = slice(self.first, self.first + self.count), []
+        for array in (self.weight, self.scales, self.biases):
+            if array is not None and self.count < self.weight.shape[1]:
+                array = array[:, rows]
+            if array is not None and self.heads is not None:
+                array = array[slice(*self.heads)]
+            arrays.append(array)
         return arrays
 
     def dense(self, dtype: mx.Dtype) -> mx.array:
@@ -80,11 +77,13 @@ class HeadMatrices:
 
 
 def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = False) -> mx.array:
-    """The module's formula in stock MLX."""
+    """The module's formula in stock MLX, with matrices as they are stored; not on NVIDIA, where
+    MLX 0.32.4 gives wrong products of several sequences with quantised matrices of several heads,
+    and refuses some shapes."""
     _checked(x, matrices, transposed)
+    if matrices.spec is None or _on_nvidia():
+        return head_product_dequantised(x, matrices, transposed=transposed)
     weight, scales, biases = matrices.parts()
-    if matrices.spec is None:
-        return x @ (weight if transposed else weight.swapaxes(-1, -2))
     return mx.quantized_matmul(
         x,
         weight,
@@ -100,8 +99,7 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
 def head_product_dequantised(
     x: mx.array, matrices: HeadMatrices, *, transposed: bool = False
 ) -> mx.array:
-    """:func:`head_product` with matrices made dense first: MLX on NVIDIA multiplies quantised
-    matrices of several heads only in some shapes, and slowly."""
+    """:func:`head_product` with matrices made dense first, in the dtype of x."""
     _checked(x, matrices, transposed)
     weight = matrices.dense(x.dtype)
     return x @ (weight if transposed else weight.swapaxes(-1, -2))
@@ -109,7 +107,7 @@ def head_product_dequantised(
 
 _MATVEC = MetalKernel(
     "head_matvec",
-    file="quantised.metal",
+    file="matvec.metal",
     inputs=("x", "w", "scales", "biases"),
     outputs=("y",),
     body="""
@@ -118,8 +116,8 @@ _MATVEC = MetalKernel(
         const uint row = threadgroup_position_in_grid.y;
         const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
         norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, PIECE, EXACT, PLAIN, false>(
-            x, x, nullptr, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
-            biases + ulong(block) * (IN / GROUP), y, values, sums, values, row,
+            x, x, 0.0f, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
+            biases + ulong(block) * (IN / GROUP), y, values, sums, values, OUT, row,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,
@@ -189,7 +187,7 @@ def _launch(
         template |= {"SUMS": simdgroups * numbers * 32}
     else:
         groups, tile, (staged, sums) = tiling(layout, count, width)
-        columns, simdgroups = count, SIMDGROUPS
+        columns, simdgroups = count, simdgroups_of(width)[1]
         template |= {"OUT": count, "PACKS": weight[2], "STAGED": staged, "SUMS": sums, **tile}
         template |= {"EXACT": dtype == mx.float32}
     return {
@@ -199,6 +197,10 @@ def _launch(
         "output_shapes": [(B, H, T, columns)],
         "output_dtypes": [dtype],
     }
+
+
+def _on_nvidia() -> bool:
+    return mx.cuda.is_available() and mx.default_device().type == mx.gpu
 
 
 def _checked(x: mx.array, matrices: HeadMatrices, transposed: bool) -> None:

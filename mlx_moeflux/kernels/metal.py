@@ -8,13 +8,14 @@ functions that launch; this class only makes sure that MLX can take the call.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import source
+from mlx_moeflux.kernels import cuda_cache, source
 
 # MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
 # take `device` pointers do not compile.
@@ -65,7 +66,7 @@ class CudaBackend:
     follows_device, checks_first_use = True, False
 
     def build(self, kernel: MetalKernel) -> Launcher:
-        header, body = kernel.cuda_text()
+        header, body = cuda_cache.outsource(*kernel.cuda_text(), kernel.inputs)
         return mx.fast.cuda_kernel(
             name=f"moeflux_{kernel.name}",
             input_names=list(kernel.inputs),
@@ -124,6 +125,12 @@ def launches(*kernels: MetalKernel) -> Callable[[Function], Function]:
         return function
 
     return mark
+
+
+def float_bits(value: float) -> int:
+    """`value` as a template argument: templates take no floats, bodies say
+    ``as_type<float>(NAME)``."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 class MetalKernel:

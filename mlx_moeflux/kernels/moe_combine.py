@@ -12,12 +12,10 @@ Shapes:
 
 from __future__ import annotations
 
-import struct
-
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 
 MOST_THREADS = 512
 
@@ -94,7 +92,7 @@ def moe_combine_fused(
         "C": C,
         "SHARED": 0 if shared is None else 1 if score is None else 2,
         "NORM": norm is not None,
-        "EPS": struct.unpack("<i", struct.pack("<f", eps if norm is not None else 0.0))[0],
+        "EPS": float_bits(eps if norm is not None else 0.0),
         "THREADS": threads,
     }
     # Arrays that are not there are not read: any of the right dtype will do.

@@ -23,11 +23,14 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
-# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup: of rows of x that are
+# kept on the chip at once (H100: 6 to 40 % faster than the others tried), and of wider ones, which
+# more threads fetch (16384 wide: 27 us against 34).
 ROWS, SIMDGROUPS = 4, 4
+WIDE, WIDE_ROWS, WIDE_SIMDGROUPS = 8192, 2, 8
 
 
 @dataclass(frozen=True)
@@ -166,26 +169,75 @@ def project_fused(
             f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
             f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
         )
-    arrays = [x] if norm is None else [x, norm, filled(eps)]
+    arrays = [x] if norm is None else [x, norm]
     if residual is not None:
         arrays.append(residual)
     for weight in weights:
         arrays += arrays_of(weight)
     shape = (x.size // C, C) if flat else x.shape
-    return kernel(*arrays, **_launch(shape, x.dtype, norm is not None, ends, parts))
+    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+
+
+def project_joined(
+    x: mx.array, weights: Sequence[Weight], *, norm: mx.array, eps: float
+) -> mx.array:
+    """What :func:`project_fused` gives for x of N rows with `normed`, in one array ``[N, stride]``
+    in the dtype of x; see :func:`joined_places`.
+
+    Raises:
+        ShapeError, UnsupportedError: As there.
+    """
+    C = x.shape[-1]
+    if not x.size or x.dtype not in FLOATS or norm.shape != (C,):
+        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
+    parts = tuple((matrix_of(w, C), w.results) for w in weights)
+    key = tuple(len(outs) for _, outs in parts), True, "joined"
+    if any(w.precise for w in weights):
+        raise UnsupportedError("results that lie in one row have one dtype.")
+    if key not in _KERNELS:
+        raise UnsupportedError(f"no kernel joins the results of matrices by {key[0]}.")
+    arrays = [array for weight in weights for array in arrays_of(weight)]
+    launch = _launch(
+        (x.size // C, C), x.dtype, eps, "joined", tuple((*part, False) for part in parts)
+    )
+    return _KERNELS[key](x, norm, *arrays, **launch)[0]
+
+
+def joined_places(
+    parts: Sequence[tuple[Matrix, tuple[int, ...]]], C: int
+) -> tuple[tuple[int, ...], int]:
+    """Where the results of the matrices and then norm(x) ``[C]`` begin in a row, and where the last
+    one ends. Those whose width is a multiple of eight begin at one."""
+    widths = [*(out for _, outs in parts for out in outs), C]
+    places, end = [0] * len(widths), 0
+    for i in sorted(range(len(widths)), key=lambda i: widths[i] % 8 != 0):
+        places[i] = end
+        end += widths[i]
+    return tuple(places), end
+
+
+def joined_stride(end: int) -> int:
+    """How far apart rows are."""
+    return -(-end // 8) * 8
 
 
 # How many results each of the matrices of a launch gives.
-STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (2, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 2), (2, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+# Those of a MoE block: router, score, and two of the shared expert.
+ENTRIES = ((1,), (2,), (4,), (1, 1), (1, 2), (2, 2), (1, 1, 1, 1))
+# The same with the shared expert's products first.
+MORE_ENTRIES = ((2, 1), (1, 1, 1))
 
 
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the results.
 
-    ends: "normed" gives norm(x) too, "residual" adds one to the one result.
+    ends: "normed" gives norm(x) too, "residual" adds one to the one result, "joined" writes all
+    results and norm(x) into one array, where :func:`joined_places` says.
     """
+    normed = ends in ("normed", "joined")
     matrices = [m for m, count in enumerate(structure) for _ in range(count)]
-    own = "norm, eps" if norm else "x, nullptr"
+    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
     own += ", residual" if ends == "residual" else ", x"
     body = """
         threadgroup float values[STAGED];
@@ -195,25 +247,33 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
     """
     for i, m in enumerate(matrices):
+        place = f"y + AT{i}, values, sums, squares, STRIDE"
+        if ends != "joined":
+            place = f"y{i}, values, sums, squares, OUT{i}"
         call = f"""
             norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, PIECE{m},
                         EXACT, FORM, RESIDUAL>(
-                x, {own}, w{m}, scales{m}, biases{m}, y{i}, values, sums, squares, token, group,
-                simdgroup, lane);
+                x, {own}, w{m}, scales{m}, biases{m}, {place}, token,
+                group, simdgroup, lane);
         """
-        if ends == "normed" or i + 1 < len(matrices):
+        if normed or i + 1 < len(matrices):
             call = f"if (group < GROUPS{i}) {{ {call} return; }} group -= GROUPS{i};"
         body += call
-    if ends == "normed":
-        body += """
-            norm_row<SIMDGROUPS, IN>(x, norm, eps, normed, squares, token, simdgroup, lane);
+    if normed:
+        place = "normed, squares, IN" if ends == "normed" else "y + AT, squares, STRIDE"
+        body += f"""
+            norm_row<SIMDGROUPS, IN>(
+                x, norm, as_type<float>(EPSILON), {place}, token, simdgroup, lane);
         """
+    if ends == "joined":
+        body += "clear_rest<END, STRIDE>(y + token * STRIDE, simdgroup * 32 + lane);"
     outputs = [f"y{i}" for i in range(len(matrices))] + ["normed"] * (ends == "normed")
-    inputs = ("x", "norm", "eps") if norm else ("x",)
+    outputs = ["y"] if ends == "joined" else outputs
+    inputs = ("x", "norm") if norm else ("x",)
     inputs += ("residual",) if ends == "residual" else ()
     return MetalKernel(
         "_".join(["project", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
-        file="quantised.metal",
+        file="matvec.metal",
         inputs=(
             *inputs,
             *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
@@ -223,12 +283,12 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     )
 
 
-NORMED = ((1,), (2,), (1, 1), (2, 1), (2, 2), (1, 1, 1), (1, 1, 1, 1))
 _KERNELS = {
     key: _kernel(*key)
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
-        *((structure, True, "normed") for structure in NORMED),
+        *((structure, True, ends) for structure in ENTRIES for ends in ("normed", "joined")),
+        *((structure, True, "normed") for structure in MORE_ENTRIES),
         ((1,), False, ""),
         ((1,), False, "residual"),
     )
@@ -236,25 +296,25 @@ _KERNELS = {
 launches(*_KERNELS.values())(project_fused)
 
 
-@functools.lru_cache(maxsize=64)
-def filled(value: float) -> mx.array:
-    """`value` as kernels take numbers of a call: eight times, float32, evaluated."""
-    array = mx.full((8,), value, mx.float32)
-    mx.eval(array)
-    return array
+def joining() -> tuple[MetalKernel, ...]:
+    """The kernels of :func:`project_joined`."""
+    return tuple(kernel for key, kernel in _KERNELS.items() if key[2] == "joined")
 
 
 @functools.lru_cache(maxsize=256)
 def _launch(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
-    norm: bool,
+    eps: float | None,
     ends: str,
     parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
-    template = {"IN": C, "FORM": int(norm), "RESIDUAL": ends == "residual"}
-    template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": SIMDGROUPS}
+    simdgroups = simdgroups_of(C)[1]
+    template = {"IN": C, "FORM": int(eps is not None), "RESIDUAL": ends == "residual"}
+    if eps is not None:
+        template["EPSILON"] = float_bits(eps)
+    template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": simdgroups}
     groups, staged, sums, shapes, dtypes = 0, 0, 0, [], []
     for m, (matrix, outs, precise) in enumerate(parts):
         for out, end in zip(outs, accumulate(outs), strict=True):
@@ -267,12 +327,17 @@ def _launch(
             template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V", "PIECE")}
             shapes.append((*leading, out))
             dtypes.append(mx.float32 if precise else dtype)
-    normed = ends == "normed"
+    normed = ends in ("normed", "joined")
     shapes += [shape] * normed
+    if ends == "joined":
+        (*places, last), end = joined_places([part[:2] for part in parts], C)
+        template |= {f"AT{i}": place for i, place in enumerate(places)}
+        template |= {"AT": last, "END": end, "STRIDE": joined_stride(end)}
+        shapes, dtypes = [(*leading, joined_stride(end))], []
     return {
         "template": template | {"STAGED": staged, "SUMS": sums},
-        "grid": ((groups + normed) * SIMDGROUPS * 32, math.prod(leading), 1),
-        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "grid": ((groups + normed) * simdgroups * 32, math.prod(leading), 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
         "output_shapes": shapes,
         "output_dtypes": dtypes + [dtype] * normed,
     }
@@ -281,7 +346,14 @@ def _launch(
 def tiling(matrix: Matrix, out: int, width: int) -> tuple[int, dict[str, int], tuple[int, int]]:
     """How ``rows_of`` in quantised.metal is laid out for a matrix ``[out, width]``: threadgroups,
     template arguments, floats of threadgroup memory for values and for sums."""
-    rows, words = math.gcd(ROWS, out), matrix.access(width, 16)
+    most, simdgroups = simdgroups_of(width)
+    rows, words = math.gcd(most, out), matrix.access(width, 16)
     piece, *memory = staged_floats(matrix, words, width)
     tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words, "PIECE": piece}
-    return -(-out // (rows * SIMDGROUPS)), tile, tuple(memory)
+    return -(-out // (rows * simdgroups)), tile, tuple(memory)
+
+
+def simdgroups_of(width: int) -> tuple[int, int]:
+    """Rows of a matrix for each simdgroup at most, and simdgroups for each threadgroup; what is
+    summed in which order depends on the latter, and so on `width` alone."""
+    return (ROWS, SIMDGROUPS) if width <= WIDE else (WIDE_ROWS, WIDE_SIMDGROUPS)

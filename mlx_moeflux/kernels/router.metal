@@ -45,28 +45,23 @@ inline uint rank_of(uint id) {
 }
 
 // All lanes call it. Lane k < K writes the id and the weight that it chose as k-th best.
-template <int K>
-inline void write_choice(
-    device uint* ids, device float* weights, uint token, uint lane, uint id, float weight) {
+template <int K, typename I, typename F>
+inline void write_choice(I ids, F weights, uint lane, uint id, float weight) {
   const uint rank = rank_of<K>(id);
   if (lane < K) {
-    ids[token * K + rank] = id;
-    weights[token * K + rank] = weight;
+    ids[rank] = id;
+    weights[rank] = weight;
   }
 }
 
-template <typename T, int E, int K, bool NORMALISE>
-inline void softmax_top_k(
-    const device T* logits, device uint* ids, device float* weights, uint tokens, uint token,
-    uint lane) {
-  if (token >= tokens) {
-    return;
-  }
+// Of one token; ids and weights are pointers, to device or threadgroup memory.
+template <int E, int K, bool NORMALISE, typename T, typename I, typename F>
+inline void softmax_choice(const device T* logits, I ids, F weights, uint lane) {
   constexpr int EACH = (E + 31) / 32;
   lane_keys<EACH> keys;
   for (int i = 0; i < EACH; ++i) {
     const uint e = lane + 32 * i;
-    keys.at[i] = e < E ? ordered_bits(float(logits[token * E + e])) : 0;
+    keys.at[i] = e < E ? ordered_bits(float(logits[e])) : 0;
   }
   uint id = 0xffffffffu;
   float highest = 0.0f, weight = 0.0f, total = 0.0f;
@@ -88,7 +83,17 @@ inline void softmax_top_k(
     }
   }
   total = simd_sum(total + weight);
-  write_choice<K>(ids, weights, token, lane, id, weight / total);
+  write_choice<K>(ids, weights, lane, id, weight / total);
+}
+
+template <typename T, int E, int K, bool NORMALISE>
+inline void softmax_top_k(
+    const device T* logits, device uint* ids, device float* weights, uint tokens, uint token,
+    uint lane) {
+  if (token < tokens) {
+    softmax_choice<E, K, NORMALISE>(
+        logits + token * E, ids + token * K, weights + token * K, lane);
+  }
 }
 
 // Sum of the two largest keys among the experts of a group.
@@ -104,19 +109,16 @@ inline float group_score(const thread lane_keys<EACH>& keys, uint group, uint la
   return from_ordered_bits(first) + from_ordered_bits(second);
 }
 
-// SCALE: the bits of a float.
-template <typename T, int E, int K, int GROUPS, int KEPT, bool NORMALISE, int SCALE>
-inline void sigmoid_top_k(
-    const device T* logits, const device float* bias, device uint* ids, device float* weights,
-    uint tokens, uint token, uint lane) {
-  if (token >= tokens) {
-    return;
-  }
+// Of one token. SCALE: the bits of a float.
+template <int E, int K, int GROUPS, int KEPT, bool NORMALISE, int SCALE, typename T, typename I,
+          typename F>
+inline void sigmoid_choice(
+    const device T* logits, const device float* bias, I ids, F weights, uint lane) {
   constexpr int EACH = (E + 31) / 32;
   lane_keys<EACH> keys;
   for (int i = 0; i < EACH; ++i) {
     const uint e = lane + 32 * i;
-    keys.at[i] = e < E ? ordered_bits(sigmoid(float(logits[token * E + e])) + bias[e]) : 0;
+    keys.at[i] = e < E ? ordered_bits(sigmoid(float(logits[e])) + bias[e]) : 0;
   }
   if (KEPT < GROUPS) {
     constexpr int SIZE = E / GROUPS;
@@ -141,10 +143,20 @@ inline void sigmoid_top_k(
     const uint best = take_largest(keys, lane, key);
     if (lane == k) {
       id = best;
-      weight = sigmoid(float(logits[token * E + best]));
+      weight = sigmoid(float(logits[best]));
     }
   }
   const float total = simd_sum(weight);
   weight = (NORMALISE ? weight / (total + 1e-20f) : weight) * as_type<float>(SCALE);
-  write_choice<K>(ids, weights, token, lane, id, weight);
+  write_choice<K>(ids, weights, lane, id, weight);
+}
+
+template <typename T, int E, int K, int GROUPS, int KEPT, bool NORMALISE, int SCALE>
+inline void sigmoid_top_k(
+    const device T* logits, const device float* bias, device uint* ids, device float* weights,
+    uint tokens, uint token, uint lane) {
+  if (token < tokens) {
+    sigmoid_choice<E, K, GROUPS, KEPT, NORMALISE, SCALE>(
+        logits + token * E, bias, ids + token * K, weights + token * K, lane);
+  }
 }

@@ -18,12 +18,10 @@ Source: transformers `Qwen3_5MoeTopKRouter` and `DeepseekV3TopkRouter`.
 
 from __future__ import annotations
 
-import struct
-
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
 SIMDGROUPS = 4  # tokens of a threadgroup
@@ -149,7 +147,7 @@ def sigmoid_top_k_fused(
         "GROUPS": groups,
         "KEPT": min(kept_groups, groups),
         "NORMALISE": normalise,
-        "SCALE": struct.unpack("<i", struct.pack("<f", scale))[0],
+        "SCALE": float_bits(scale),
     }
     return _launch(_SIGMOID, logits, bias, k=k, template=template)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import kept_files
 from mlx_moeflux.kernels.examples import example
 
 Form = Callable[..., Any]
@@ -108,8 +107,7 @@ def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence
 
 def file() -> Path:
     """Where verdicts are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "mlx_moeflux" / "kernels.json"
+    return kept_files.root() / "kernels.json"
 
 
 def gpu() -> str:
@@ -147,7 +145,5 @@ def keep(verdicts: Mapping[str, Verdict], form: Form) -> None:
     place = known.setdefault(_place(), {})
     place.update({k: {**asdict(v), "text": _text_hash(form)} for k, v in verdicts.items()})
     with contextlib.suppress(OSError):
-        file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file().parent, delete=False) as new:
-            json.dump(known, new, indent=1)
-        os.replace(new.name, file())
+        file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept_files.write(file(), json.dumps(known, indent=1).encode())

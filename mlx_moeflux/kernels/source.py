@@ -3,7 +3,8 @@
 MLX hashes a kernel's whole text at every launch, so only the definitions that a body uses,
 directly or through others, are sent. A file is a sequence of top-level definitions; each is
 known by its qualified name, overloads share one. ``#ifdef MOEFLUX_CUDA``, ``#ifndef
-MOEFLUX_CUDA``, ``#else`` and ``#endif`` are resolved here, nothing else is preprocessed.
+MOEFLUX_CUDA``, ``#else``, ``#endif`` and ``#include "file.metal"`` are resolved here, nothing else
+is preprocessed.
 
 On CUDA address spaces vanish, ``threadgroup`` arrays become ``__shared__``, thread attributes
 become constants in front of the body, and the rest of Metal's language is what
@@ -45,6 +46,7 @@ ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": ("uint", f"{_LINEAR} >> 5"),
 }
 
+INCLUDE = re.compile(r'^#include "(\w+\.metal)"$', re.M)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _TOKEN = re.compile(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*")
 _TEMPLATE = re.compile(r"^template\s*<")
@@ -165,11 +167,18 @@ def _without_template(chunk: str) -> str:
 
 
 @functools.cache
+def files(file: str) -> tuple[str, ...]:
+    """A file of this directory behind those that it includes."""
+    included = INCLUDE.findall((DIRECTORY / file).read_text("ascii"))
+    return (*dict.fromkeys(each for name in included for each in files(name)), file)
+
+
+@functools.cache
 def definitions(file: str, *, cuda: bool) -> tuple[Definition, ...]:
-    """The definitions of a file in this directory."""
+    """The definitions of a file in this directory, without those of files that it includes."""
     try:
         text = strip(resolve_conditionals((DIRECTORY / file).read_text("ascii"), cuda=cuda))
-        return tuple(definition(chunk) for chunk in split(text))
+        return tuple(definition(chunk) for chunk in split(INCLUDE.sub("", text)))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -202,7 +211,7 @@ def closure(body: str, known: Sequence[Definition]) -> list[str]:
 def metal_text(file: str, body: str) -> tuple[str, str]:
     """header, body as ``mx.fast.metal_kernel`` takes them."""
     body = strip(body)
-    known = [*definitions(COMMON, cuda=False), *definitions(file, cuda=False)]
+    known = [d for each in (COMMON, *files(file)) for d in definitions(each, cuda=False)]
     return "\n".join([*closure(body, known), ""]), body
 
 
@@ -214,7 +223,7 @@ def cuda_text(file: str, body: str) -> tuple[str, str]:
         for name, (kind, value) in ATTRIBUTES.items()
         if re.search(rf"\b{name}\b", body)
     )
-    own = [*definitions(COMMON, cuda=True), *definitions(file, cuda=True)]
+    own = [d for each in (COMMON, *files(file)) for d in definitions(each, cuda=True)]
     own = [definition(without_address_spaces(entry.text)) for entry in own]
     known = [*definitions(DIALECT, cuda=True), *own]
     body = constants + without_address_spaces(body)

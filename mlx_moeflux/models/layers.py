@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -90,6 +90,8 @@ class Stack:
     linears: tuple[nn.Module, ...]
     weights: list[Weight]
     rows: list[tuple[mx.array | None, mx.array | None]]
+    joined: Weight | None
+    """All as one matrix, if they are stored alike."""
 
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
         """Whether `linears` are these, with the parameters that were stacked."""
@@ -116,7 +118,8 @@ def stack(*linears: nn.Module) -> None:
         weights.append(first if len(group) == 1 else _stacked(group, first))
         done += len(group)
     rows = [(each.get("weight"), each.get("scales")) for each in linears]
-    linears[0]._stack = Stack(linears, weights, rows)
+    joined = replace(weights[0], outs=()) if len(weights) == 1 and done > 1 else None
+    linears[0]._stack = Stack(linears, weights, rows, joined)
 
 
 def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
@@ -154,6 +157,12 @@ def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
     return [*known.weights, *(weight_of(each) for each in linears[len(known.linears) :])]
 
 
+def joined_weight(*linears: nn.Module) -> Weight | None:
+    """The one matrix that :func:`stack` made of them, if it did."""
+    known = getattr(linears[0], "_stack", None)
+    return known.joined if known is not None and known.holds(linears) else None
+
+
 def project(
     kernels: Kernels,
     x: mx.array,
@@ -166,6 +175,7 @@ def project(
     """x ``[..., C]``, normalised first if `norm` is given, through every one of `linears`:
     ``[..., out_i]`` each, `residual` added to the one; with `normed` the normalised x behind
     them. flat: ``[N, out_i]`` instead."""
-    weights = weights_of(*linears)
     options = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-    return kernels.project(x, weights, **options, residual=residual, normed=normed, flat=flat)
+    return kernels.project(
+        x, weights_of(*linears), **options, residual=residual, normed=normed, flat=flat
+    )

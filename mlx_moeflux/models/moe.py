@@ -8,7 +8,7 @@ store and are no parameters at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +18,12 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.experts.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.kernels.moe_step import moe_step
+from mlx_moeflux.models.layers import SwiGLU, project, weight_of, weights_of
 from mlx_moeflux.models.record import note, recorded
+
+# Operations that a block is composed of.
+STEPS = ("project", "softmax_top_k", "expert_ffn", "expert_mix", "add_shared", "moe_combine")
 
 
 class Router(Protocol):
@@ -147,6 +151,10 @@ class SparseMoeBlock(nn.Module):
     Source: transformers `Qwen3MoeSparseMoeBlock`.
     """
 
+    has_step: ClassVar[bool] = True
+    """Whether :func:`~mlx_moeflux.kernels.moe_step.moe_step` computes what the block does; a
+    subclass says so for itself."""
+
     def __init__(
         self,
         *,
@@ -163,6 +171,10 @@ class SparseMoeBlock(nn.Module):
         self._store = self._following = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
+        if mask is None:
+            y = self._at_once(x, norm)
+            if y is not None:
+                return y
         post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
@@ -178,6 +190,44 @@ class SparseMoeBlock(nn.Module):
             note(self, h_post=post.reshape(x.shape))
         note(self, router_logits=logits, ids=ids, weights=weights)
         return self.leave(x, experts, shared)
+
+    def _at_once(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
+        """The whole block as one operation, with the same bits, where there is a form for it, all
+        experts are on the device, and nobody chose a step's form or watches the steps."""
+        operation = self._kernels.moe_step
+        if (
+            not vars(type(self)).get("has_step")
+            or type(self._router) is not SoftmaxRouter
+            or not operation.goes_beyond_reference(x)
+            or not self._kernels.are_auto(*STEPS)
+            or recorded(self)
+            or not hasattr(self._store, "whole")
+        ):
+            return None
+        linears, down = self.matrices()
+        weights = weights_of(*linears)
+        whole = self._store.whole(self.layer)
+        if whole is None:
+            return None
+        bank, table = whole
+        options = {
+            "norm": norm.weight,
+            "eps": norm.eps,
+            "k": self._router.num_experts_per_tok,
+            "normalise": self._router.norm_topk_prob,
+            "table": table,
+            "down": None if down is None else weight_of(down),
+            "steps": self._kernels,
+        }
+        form = operation.form(x, weights, bank, **options)
+        if form is moe_step:
+            return None
+        self._store.count(x.size // x.shape[-1], self.layer)
+        return form(x, weights, bank, **options)
+
+    def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
+        """What reads norm(x), the router's first; and the shared expert's last matrix."""
+        return (self.gate,), None
 
     def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
@@ -204,6 +254,8 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     Source: transformers `Qwen3_5MoeSparseMoeBlock`.
     """
 
+    has_step: ClassVar[bool] = True
+
     def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
         super().__init__(hidden_size=hidden_size, **block)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
@@ -216,6 +268,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         )
         note(self, gate_score=score)
         return post, logits, (gate, up, score)
+
+    def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
+        """See :meth:`SparseMoeBlock.matrices`."""
+        return self.stacks()[0], self.shared_expert.down_proj
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

@@ -20,7 +20,7 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import project
+from mlx_moeflux.models.layers import joined_weight, project
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
@@ -78,10 +78,16 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_b = nn.Linear(C, Hv, bias=False)
         self.in_proj_a = nn.Linear(C, Hv, bias=False)
 
-    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
+    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array | None]:
         """x ``[B, T, C]`` -> of norm(x) all queries, keys and values ``[B, T, conv_dim]``, the
-        output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``."""
-        return project(self._kernels, x, *self.stacks()[0], norm=norm)
+        output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``; or all in rows of the first,
+        and three times None."""
+        linears = self.stacks()[0]
+        joined = joined_weight(*linears)
+        if joined is None:
+            return project(self._kernels, x, *linears, norm=norm)
+        rows = self._kernels.project(x, [joined], norm=norm.weight, eps=norm.eps)[0]
+        return rows, None, None, None
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

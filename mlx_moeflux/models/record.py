@@ -34,10 +34,10 @@ def note(module: nn.Module, **arrays: mx.array) -> None:
         kept.update((name, array) for name, array in arrays.items() if name in names)
 
 
-def recorded(module: nn.Module, name: str) -> bool:
-    """Whether someone records this array of this module."""
+def recorded(module: nn.Module, name: str | None = None) -> bool:
+    """Whether someone records this array of this module, or any."""
     recorder = getattr(module, "_recorder", None)
-    return recorder is not None and name in recorder[0]
+    return recorder is not None and (name is None or name in recorder[0])
 
 
 @contextmanager

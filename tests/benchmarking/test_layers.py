@@ -69,6 +69,7 @@ def test_nan_is_found(checkpoint, theirs):
         compare(checkpoint, theirs, kernels={"add_shared": not_finite})
 
 
+@pytest.mark.slow
 def test_the_benchmark_takes_it_in_16_bits(checkpoint, monkeypatch):
     small = {"contexts": (5,), "generation_tokens": 3, "trials": 1}
     options = Options(("25%",), compare="mlx-lm", load={"dtype": mx.bfloat16}, **small)

@@ -174,3 +174,19 @@ class Wrapped:
     def read(self, layer, expert, into):
         result = self._before(layer, expert, into)
         return self._reader.read(layer, expert, into) if result is None else result
+
+
+# Calls that miss, hit, evict and sweep.
+CALLS = [random_call(n, seed=seed) for seed, n in enumerate((1, 1, 2, 1, 20, 1, 12, 1, 1))]
+
+
+def all_is_well(store, experts):
+    """The tables agree with each other and the bank, and every call is right."""
+    assert bank_is_right(store, experts)
+    for state in store._layers.values():
+        assert not state.unsettled
+        assert state.table.free + len(state.table) == state.table.slots
+    resident = experts.resident()
+    for call in CALLS:
+        assert same_bits(store.experts(3, *call), resident.experts(3, *call))
+    assert bank_is_right(store, experts)

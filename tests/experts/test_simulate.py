@@ -36,6 +36,20 @@ PREFETCH = ["none", *PREFETCHES]
 BUDGETS = ["12.5%", "20%", "45%", "95%"]
 
 
+def pairwise(evictions, sizes, prefetches):
+    """All combinations; those beyond every pair of the first with each of the others are slow."""
+    numbered = itertools.product(*map(enumerate, (evictions, sizes, prefetches)))
+    return [
+        pytest.param(
+            eviction,
+            size,
+            prefetch,
+            marks=() if (i + j) % len(prefetches) == k else pytest.mark.slow,
+        )
+        for (i, eviction), (j, size), (k, prefetch) in numbered
+    ]
+
+
 @pytest.mark.parametrize("module", ["simulate", "bounds", "forecast", "synthetic", "trace"])
 def test_replaying_loads_no_mlx(module):
     code = f"import sys, mlx_moeflux.experts.{module}; sys.exit('mlx' in sys.modules)"
@@ -51,9 +65,7 @@ def same_counts(live, simulated):
     return True
 
 
-@pytest.mark.parametrize("prefetch", PREFETCH)
-@pytest.mark.parametrize("memory", BUDGETS)
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize(("eviction", "memory", "prefetch"), pairwise(EVICTIONS, BUDGETS, PREFETCH))
 def test_live_is_simulated_on_the_bundled_model(tmp_path, eviction, memory, prefetch):
     random = np.random.default_rng(3)
     options = {"eviction": eviction, "prefetch": prefetch}
@@ -80,9 +92,9 @@ def many_experts(tmp_path_factory):
     return write_experts(tmp_path_factory.mktemp("many"), experts, "packed")
 
 
-@pytest.mark.parametrize("prefetch", PREFETCH)
-@pytest.mark.parametrize("slots", [K, 6, {3: 11, 5: 5}, 23])
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize(
+    ("eviction", "slots", "prefetch"), pairwise(EVICTIONS, [K, 6, {3: 11, 5: 5}, 23], PREFETCH)
+)
 def test_live_is_simulated_on_a_skewed_router(tmp_path, many_experts, eviction, slots, prefetch):
     """Prompts that sweep among the decode steps, layers of different sizes, padding; guesses that
     are right two times in three."""

@@ -81,6 +81,7 @@ def text_problems(text: str) -> list[str]:
     """What a .metal file must not hold; Metal's side of conditionals."""
     if not text.isascii():
         return ["it is not ASCII"]
+    text = source.INCLUDE.sub("", text)
     problems = [
         f"'#{d[1]}' is none of {', '.join(DIRECTIVES)}"
         for d in _DIRECTIVE.finditer(text)

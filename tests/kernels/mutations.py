@@ -61,8 +61,8 @@ class Mutation:
 
 
 def kernels_of(file: str) -> list[MetalKernel]:
-    """Kernels that may use functions of `file`: its own, or all for what is shared."""
-    return [k for k in kernels().values() if file in (k.file, source.COMMON)]
+    """Kernels that may use functions of `file`: those that include it; of what is shared, all."""
+    return [k for k in kernels().values() if file in (source.COMMON, *source.files(k.file))]
 
 
 def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:

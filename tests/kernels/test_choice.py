@@ -200,7 +200,7 @@ class Checked:
 
 @pytest.fixture
 def on_metal(monkeypatch, tmp_path, table):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(selfcheck, "_verdicts", {})
     table([("fused", 1)])
     with emulated():
@@ -255,7 +255,7 @@ def test_a_changed_kernel_is_compared_again(on_metal, calls, monkeypatch):
 
 
 def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
     with emulated():
         assert main(["check", "--operation", "softmax_top_k"]) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
@@ -272,7 +272,7 @@ def test_check_without_a_gpu_says_so(capsys):
 
 
 def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
 
     def wrong(logits, *, k, normalise=True):
         return router.softmax_top_k(logits, k=k)[0], mx.zeros((logits.shape[0], k))

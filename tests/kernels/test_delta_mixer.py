@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels import causal_conv, delta_gates, delta_mixer, delta_mixer_fused
+from mlx_moeflux.kernels import causal_conv, delta_gates, delta_mixer, delta_mixer_fused, delta_step
 from tests.kernels.delta import gated_norm, mixer, mixer_inputs, prepared
 from tests.kernels.harness import DTYPES, Case, error, float64
 
@@ -63,7 +63,26 @@ def step_cases(name, inputs, **options):
     return [
         Case(
             f"{name} {part}",
-            lambda i=i: [delta_mixer_fused.delta_step(**inputs, **options)[i]],
+            lambda i=i: [delta_step.delta_step(**inputs, **options)[i]],
+            lambda i=i: [mixer(inputs)[i]],
+            bounds[i],
+        )
+        for i, part in enumerate(NAMES)
+    ]
+
+
+def in_rows(inputs):
+    """The same with qkv, z, a and b in rows of one array."""
+    parts = [inputs[name] for name in ("qkv", "z", "a", "b")]
+    return inputs | {"qkv": mx.concatenate(parts, axis=-1)} | dict.fromkeys("zab")
+
+
+def rows_cases(name, inputs):
+    bounds = limits(inputs, mixer(inputs))
+    return [
+        Case(
+            f"{name} {part}",
+            lambda i=i: [delta_mixer_fused.delta_mixer_fused(**in_rows(inputs))[i]],
             lambda i=i: [mixer(inputs)[i]],
             bounds[i],
         )
@@ -106,6 +125,10 @@ CASES = {
         *step_cases("masked", mixer_inputs(1, 3, 1, 2, 32, 32, 4, masked=True)),
         *step_cases("two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)),
         *step_cases("one token", mixer_inputs(1, 1, 2, 4, 32, 64, 3), threads=256),
+    ],
+    "delta_step_of_rows": [
+        *rows_cases("one token", mixer_inputs(2, 1, 2, 4, 32, 64, 3)),
+        *rows_cases("three tokens", mixer_inputs(2, 3, 1, 2, 64, 32, 4)),
     ],
     "delta_prepare": [
         *prepare_cases("masked", mixer_inputs(2, 11, 1, 2, 64, 32, 4, masked=True, ragged=True)),
@@ -153,15 +176,15 @@ def check(actual, inputs):
 @pytest.mark.parametrize("T", [1, 3])
 def test_step(dtype, T):
     inputs = mixer_inputs(2, T, 2, 4, 96, 64, 4, dtype=dtype, masked=T > 1, seed=T)
-    check(delta_mixer_fused.delta_step(**inputs), inputs)
+    check(delta_step.delta_step(**inputs), inputs)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("Dv", [32, 160, 256])
 def test_step_of_any_width(Dv):
     inputs = mixer_inputs(1, 1, 1, 1, 64, Dv, 2)
-    check(delta_mixer_fused.delta_step(**inputs), inputs)
-    check(delta_mixer_fused.delta_step(**inputs, threads=128), inputs)
+    check(delta_step.delta_step(**inputs), inputs)
+    check(delta_step.delta_step(**inputs, threads=128), inputs)
 
 
 @pytest.mark.usefixtures("device")
@@ -170,6 +193,17 @@ def test_step_of_any_width(Dv):
 def test_mixer(dtype, T):
     inputs = mixer_inputs(2, T, 1, 2, 32, 64, 4, dtype=dtype, masked=T == 9, ragged=T == 8, seed=T)
     check(delta_mixer_fused.delta_mixer_fused(**inputs), inputs)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("T", "masked"), [(1, False), (2, True), (9, False)])
+def test_rows_give_the_same_bits(dtype, T, masked):
+    inputs = mixer_inputs(2, T, 2, 4, 64, 32, 4, dtype=dtype, masked=masked)
+    forms = delta_mixer.delta_mixer, delta_mixer_fused.delta_mixer_fused
+    for form in forms:
+        for a, b in zip(form(**in_rows(inputs)), form(**inputs), strict=True):
+            assert mx.array_equal(a, b).item()
 
 
 @pytest.mark.usefixtures("device")

@@ -14,7 +14,7 @@ from tests.kernels.mutations import mutations, run
 from tests.kernels.variant import Variant
 
 NAMES = sorted(kernels())
-FILES = sorted({kernel.file for kernel in kernels().values()})
+FILES = sorted({file for kernel in kernels().values() for file in source.files(kernel.file)})
 _SPACE = re.compile(r"\b(device|threadgroup|thread|constant)(?= (?:const )?[\w:<>, ]+[*&])")
 
 
@@ -33,7 +33,8 @@ def test_every_mutation_is_found(file):
 def test_every_wrong_address_space_is_found(name):
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
     variant = variants(name)[0]
-    own = {d.text for d in source.definitions(variant.kernel.file, cuda=False)}
+    files = source.files(variant.kernel.file)
+    own = {d.text for file in files for d in source.definitions(file, cuda=False)}
     survivors = []
     for match in _SPACE.finditer(variant.header):
         if not any(_line(variant.header, match) in text for text in own):

@@ -11,10 +11,14 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.project import (
     _KERNELS,
     Weight,
+    joined_places,
+    joined_stride,
     project,
     project_dequantised,
     project_fused,
+    project_joined,
 )
+from mlx_moeflux.kernels.quantised import matrix_of
 from mlx_moeflux.models.layers import Applied
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
@@ -198,9 +202,37 @@ def case(structure, norm: bool, ends: str) -> Case:
         truths = [truths[0] + float64(options["residual"])]
     if ends == "normed":
         truths.append(rows)
+    if ends == "joined":
+        options = {"norm": scale, "eps": EPS}
+        limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
+        return Case(ends, lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
     name = "-".join([*map(str, structure), str(norm), ends])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
+
+
+def joined(x, weights, **options):
+    """The parts of the one array."""
+    row = project_joined(x, weights, **options)
+    parts = [(matrix_of(w, x.shape[-1]), w.results) for w in weights]
+    places, end = joined_places(parts, x.shape[-1])
+    assert row.shape == (x.shape[0], joined_stride(end))
+    assert mx.array_equal(row[:, end:], mx.zeros((x.shape[0], row.shape[1] - end))).item()
+    widths = [*(out for w in weights for out in w.results), x.shape[-1]]
+    return [row[:, at : at + width] for at, width in zip(places, widths, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_joined_results_are_the_same_bits(device, dtype):
+    rng = np.random.default_rng(7)
+    weights = []
+    for bits, outs in ((8, (37, 1)), (4, (16, 16))):
+        matrix = random_matrix(rng, (sum(outs), 96), bits=bits, group=32, dtype=dtype)
+        weights.append(Weight(*matrix, outs))
+    x, norm = random_array(rng, (3, 96), dtype), random_array(rng, (96,), dtype)
+    expected = project_fused(x, weights, norm=norm, eps=EPS, normed=True)
+    for part, other in zip(joined(x, weights, norm=norm, eps=EPS), expected, strict=True):
+        assert mx.array_equal(part, other).item()
 
 
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
