@@ -148,6 +148,8 @@ def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
                 f"{1e3 * limit:>9.3f} {100 * limit / mine:>8.1f}%",
                 flush=True,
             )
+    for side in sides:
+        side.holder.layers = side.own
 
 
 if __name__ == "__main__":
