@@ -1,16 +1,12 @@
-"""GPU times and errors of routed experts and of decode matrices at the shapes of Qwen3.6-35B-A3B.
+"""Routed experts and decode matrices at the shapes of Qwen3.6-35B-A3B, for kernels.py.
 
-    python benchmarks/cases_experts.py [part of a case's name]
-
-256 experts of 512 x 2048, 8 a token; the time is the slope over the number of launches in one
-`mx.eval`, the median of five. Routes and matrices rotate over more than 200 MB, so that no weight
-is found in the cache. Experts are chained: each call continues the sum of the one before.
+256 experts of 512 x 2048, 8 a token. Routes and matrices rotate over more than 200 MB, so that no
+weight is found in the cache. Experts are chained: each call continues the sum of the one before.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from mlx_moeflux.kernels.project import Weight, project, project_fused
 E, K, C, F, GROUP = 256, 8, 2048, 512, 64
 DTYPE = mx.bfloat16
 ROTATED_BYTES = 200e6
+STOCK = frozenset(("gather_qmm", "dequantise + gather_mm", "rms_norm + quantized_matmul"))
 # Names of ExpertBank's parts with out and in widths.
 SIZES = {"gate": (F, C), "up": (F, C), "down": (C, F)}
 
@@ -37,13 +34,15 @@ Call = Callable[[int, "mx.array | None"], mx.array]
 class BenchmarkCase:
     """One operation at one size.
 
-    forms: What is timed, ours first. truth: Rows of the result and their values in float64.
+    forms: What is timed; those in STOCK are MLX's. ours: The form that "auto" takes. truth: Rows of
+    the result and their values in float64.
     counts: Launches of the slope. moved, products: Bytes that must go through device memory, and
     multiply-adds. target: Microseconds.
     """
 
     name: str
     forms: dict[str, Call]
+    ours: str
     truth: Callable[[], tuple[list[int], np.ndarray]]
     counts: tuple[int, int]
     moved: float
@@ -130,6 +129,7 @@ def expert_case(bank: ExpertBank, tokens: int, target: float | None) -> Benchmar
     return BenchmarkCase(
         f"experts {bits}-bit T={tokens}",
         forms,
+        "pairs" if tokens <= 16 else "grouped",
         truth,
         (50, 250) if tokens == 1 else (10, 40) if tokens <= 64 else (2, 8),
         stored * distinct / E + tokens * C * 6,
@@ -165,23 +165,27 @@ def matvec_case(name: str, parts: list[tuple[int, int]], target: float | None) -
     forms = {"fused": call(project_fused), "rms_norm + quantized_matmul": call(project)}
     moved = one + 4 * sum(out * C // GROUP for out, _ in parts)
     products = sum(out * C for out, _ in parts)
-    return BenchmarkCase(name, forms, truth, (100, 400), moved, products, target)
+    return BenchmarkCase(name, forms, "fused", truth, (100, 400), moved, products, target)
 
 
-def cases(wanted: list[str]) -> list[BenchmarkCase]:
-    """The targets first; `wanted` are parts of names."""
+def cases(wanted: Callable[[str, float | None], bool]) -> list[BenchmarkCase]:
+    """The targets first; wanted: Name and target -> whether a case is made."""
     found = []
     plans = {4: {1: 20, 4: None, 16: None, 64: None, 512: 1000, 2048: 2000, 8192: 6000}}
     plans |= {8: {1: None, 2048: None}, 2: {1: None, 2048: None}, 0: {1: None, 2048: None}}
     for bits, by_tokens in plans.items():
-        named = {t: target for t, target in by_tokens.items() if _asked(bits or 16, t, wanted)}
+        named = {
+            t: target
+            for t, target in by_tokens.items()
+            if wanted(f"experts {bits or 16}-bit T={t}", target)
+        }
         if named:
             bank = random_bank(bits)
             found += [expert_case(bank, tokens, target) for tokens, target in named.items()]
     matrices = {"matvec 2048 -> 12352": ([(12352, 4)], 6), "matvec 512": ([(512, 4)], None)}
     matrices["matvec 8192 + 4096 + 2 x 64"] = ([(8192, 4), (4096, 4), (64, 8), (64, 8)], None)
     for name, (parts, target) in matrices.items():
-        if all(part in name for part in wanted):
+        if wanted(name, target):
             found.append(matvec_case(name, parts, target))
     return found
 
@@ -208,10 +212,6 @@ def error(call: Call, case: BenchmarkCase) -> float:
     """Largest difference from the truth, relative to its largest value."""
     rows, truth = case.truth()
     return float(np.abs(_numpy(call(0, None))[rows] - truth).max() / np.abs(truth).max())
-
-
-def _asked(bits: int, tokens: int, wanted: list[str]) -> bool:
-    return all(part in f"experts {bits}-bit T={tokens}" for part in wanted)
 
 
 def _parts(bank: ExpertBank) -> tuple[ProjectionBank, ...]:
@@ -248,25 +248,3 @@ def _expert_row(x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBan
         a = gate @ row
         total = total + weight * (down @ (a / (1 + np.exp(-a)) * (up @ row)))
     return total
-
-
-def main() -> None:
-    if not (mx.metal.is_available() or mx.cuda.is_available()):
-        print("cases_experts: MLX drives no GPU here")
-        return
-    heads = f"{'us':>8} {'target':>7} {'GB/s':>6} {'TFLOP/s':>8} {'error':>8}"
-    print(f"{'case':28} {'form':28} {heads}")
-    for case in cases(sys.argv[1:]):
-        for form, call in case.forms.items():
-            off = error(call, case)
-            seconds = gpu_time(call, case.counts)
-            print(
-                f"{case.name:28} {form:28} {seconds * 1e6:8.1f} {case.target or '':>7} "
-                f"{case.moved / seconds / 1e9:6.0f} {2 * case.products / seconds / 1e12:8.2f} "
-                f"{off:8.1e}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()

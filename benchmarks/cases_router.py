@@ -1,15 +1,11 @@
-"""GPU times and errors of the routers and of the layer's last sum.
+"""The routers and the layer's last sum at published shapes, for kernels.py.
 
-    python benchmarks/cases_router.py [part of a case's name]
-
-The time is the slope over the number of independent launches in one `mx.eval` (the graph is built
-before the clock starts), the median of five; inputs rotate. Errors are against float64.
+Launches are independent; the graph is built before the clock starts.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,6 +114,13 @@ def cases() -> list[BenchmarkCase]:
     ]
 
 
+def rotated(case: BenchmarkCase) -> list[Inputs]:
+    """Evaluated inputs."""
+    made = [case.inputs() for _ in range(ROTATED)]
+    mx.eval(made)
+    return made
+
+
 def gpu_time(form: Callable[..., Any], rotated: list[Inputs], counts: tuple[int, int]) -> float:
     """Microseconds a launch."""
 
@@ -135,34 +138,10 @@ def gpu_time(form: Callable[..., Any], rotated: list[Inputs], counts: tuple[int,
 
 
 def error(returned: Any, truth: np.ndarray) -> float:
-    """Of the last float array that a form returns."""
+    """Of the last float array that a form returns, relative to the largest value."""
     last = returned[-1] if isinstance(returned, tuple) else returned
-    return float(np.abs(_float64(last) - truth).max())
+    return float(np.abs(_float64(last) - truth).max() / np.abs(truth).max())
 
 
 def _float64(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def main() -> None:
-    part = " ".join(sys.argv[1:])
-    print(f"{'case':<48} {'us':>7} {'stock':>7} {'ratio':>6} {'GB/s':>6}  error (stock)   target")
-    for case in cases():
-        if part not in case.name:
-            continue
-        rotated = [case.inputs() for _ in range(ROTATED)]
-        mx.eval(rotated)
-        ours = gpu_time(case.ours, rotated, (50, 250))
-        stock = gpu_time(case.stock, rotated, (10, 40))
-        truth = case.truth(**rotated[0])
-        a, b = (error(f(**rotated[0]), truth) for f in (case.ours, case.stock))
-        target = f"{case.target:g} us" if case.target else ""
-        print(
-            f"{case.name:<48} {ours:>7.1f} {stock:>7.1f} {stock / ours:>6.1f} "
-            f"{case.moved / ours / 1e3:>6.0f}  {a:.1e} ({b:.1e}) {target}",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,7 @@ from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels, choose_kernels
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
@@ -109,6 +110,7 @@ def load_model(
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
+    metal.cuda_files()
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     tuned: dict[str, Any] = {}

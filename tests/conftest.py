@@ -10,6 +10,8 @@ import pytest
 MOST_PROCESSES = 8
 # Each process has a core: libraries that start a thread for every core only get in the way.
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+# On CUDA stock products of float32 are TF32 unless this is 0: 11 bits in what tests compare with.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

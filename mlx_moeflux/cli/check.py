@@ -39,4 +39,6 @@ def run(args: argparse.Namespace) -> int:
                     verdict = "right" if result.ok else "wrong"
                     said = result.reason or f"{result.error:.1e}"
                 print(f"{operation:<18} {name:<14} {words:<9} {active.name:<8} {verdict:<8} {said}")
+    if (files := metal.cuda_files()) is not None:
+        print(f"\n{files.count}; {files.where}")
     return 1 if failed else 0

@@ -258,7 +258,10 @@ def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def stats_table(experts: Any, model: Any) -> str:
-    """What the experts cost, a line for each layer, and the active kernels."""
+    """What the experts cost, a line for each layer, the active kernels, and on NVIDIA how many
+    variants of them were compiled."""
+    from mlx_moeflux.kernels import metal
+
     columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
     columns += ("read_seconds", "stall_seconds", "compute_seconds")
     lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
@@ -272,7 +275,10 @@ def stats_table(experts: Any, model: Any) -> str:
     if experts.total.proposed:
         lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
     kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
-    return "\n".join([*lines, f"kernels: {kernels}", *(f"lossy: {what}" for what in experts.lossy)])
+    lines.append(f"kernels: {kernels}")
+    if (files := metal.cuda_files()) is not None:
+        lines.append(f"compiled: {files.count}")
+    return "\n".join([*lines, *(f"lossy: {what}" for what in experts.lossy)])
 
 
 class PrefillBar:

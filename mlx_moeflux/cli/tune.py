@@ -1,4 +1,4 @@
-"""``mlx_moeflux tune``: measure what suits this machine and model."""
+"""``mlx_moeflux tune``: measure what suits this machine and model, or this machine's kernels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ from mlx_moeflux.errors import InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or Hugging Face id (default: the bundled model)")
-    add("--out", default="tuning.json", help="file to write, for --tuning, default %(default)s")
+    add("--out", help="file to write, for --tuning, default tuning.json; kernels: dispatch.json")
     add("--budgets", nargs="+", metavar="SIZE", help="expert memory to try, such as 2GB 4GB 8GB")
     add("--tokens", type=int, default=32, help="of each decode, default %(default)s")
     add("--repeats", type=int, default=3, help="of each measurement, default %(default)s")
+    add(
+        "--kernels",
+        nargs="*",
+        metavar="OPERATION",
+        help="measure the forms of these operations (all) instead, for $MOEFLUX_DISPATCH",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.kernels is not None:
+        return _run_kernels(args)
     from mlx_moeflux.loading import BUNDLED_MODEL
     from mlx_moeflux.tuning import tune
 
+    out = args.out or "tuning.json"
     if args.tokens < 1 or args.repeats < 1:
         raise InputError("--tokens and --repeats must be at least 1.")
     result = tune(
@@ -30,10 +39,26 @@ def run(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         report=lambda line: print(line, file=sys.stderr),
     )
-    result.save(args.out)
+    result.save(out)
     print(
-        f"{args.out}: --expert-memory {result.expert_memory} --expert-reader "
+        f"{out}: --expert-memory {result.expert_memory} --expert-reader "
         f"{result.expert_reader} --expert-threads {result.expert_threads} --prefetch "
         f"{result.prefetch}"
     )
+    return 0
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    from mlx_moeflux.kernels import auto, metal
+    from mlx_moeflux.kernels.tune import tune, write
+
+    out = args.out or "dispatch.json"
+    table = tune(args.kernels, report=lambda line: print(line, file=sys.stderr, flush=True))
+    write(table, out)
+    backend = metal.backend().name
+    for operation, backends in table.items():
+        if operation != auto.MEASURED and backend in backends:
+            forms = [f"{row['form']} from {row['from']}" for row in backends[backend]]
+            print(f"{operation:<18} {', '.join(forms)}")
+    print(f"{out}: use it with {auto.ENVIRONMENT}={out}")
     return 0

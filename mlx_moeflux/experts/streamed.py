@@ -43,6 +43,7 @@ from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call, check_ids
 from mlx_moeflux.experts.sweep import sweep
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, expert_ffn
 from mlx_moeflux.kernels.expert_mix import expert_mix
 
@@ -321,6 +322,7 @@ class StreamedStore:
             # Nothing that reads a complete bank need be remembered: its slots never change.
             bank, table = whole
             return from_whole_bank(x, ids, weights, bank, self._form, table=table), None, ()
+        metal.settle()
         if ahead is not None:
             mx.eval(ids, ahead)
         host = np.array(ids)

@@ -4,19 +4,25 @@ sizes from which on they are used.
     {"gated_delta": {"cuda": [{"form": "recurrent", "from": 1, "us": {...}}, ...]}}
 
 "us" holds microseconds measured at that size for the forms that were compared. An operation or a
-back end that is not listed takes the reference.
+back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
+others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
+``mlx_moeflux tune --kernels`` writes such a file; ``$MOEFLUX_DISPATCH`` names one to use.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.errors import InputError
+
 TABLE = Path(__file__).with_name("dispatch.json")
+ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
 
 # What a row's "from" counts, where it is not the rows of the first argument: tokens of a sequence.
 _AXES = {"causal_conv": 1, "gated_delta": 1, "delta_mixer": 1, "sdpa": 2, "norm_rope": 1}
@@ -24,10 +30,23 @@ _AXES |= {"latent_attention": 2, "latent_prefill": 2, "latent_prepare": 1}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
     "head_product": lambda x, *_, **__: x.shape[0] * x.shape[2],
-    "project": lambda x, *_, **__: x.size // x.shape[-1],
-    "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
+    "project": lambda x, *_, **__: _rows(x),
+    "add_shared": lambda x, *_, **__: _rows(x),
     "moe_step": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
+
+# A prompt is read once: for so few tokens time is in what MLX compiles, 20 s for a quantised
+# product of 16 rows in the first process on an H100. Steps of a batch come again.
+PROMPT, SHORT = 64, 4
+
+
+def _rows(x: Any) -> int:
+    """Rows of a matrix product; those of a short prompt ``[B, T, C]`` count as PROMPT."""
+    rows = x.size // x.shape[-1]
+    return PROMPT if SHORT < rows < PROMPT and x.ndim == 3 and x.shape[1] > 1 else rows
+
+
+_KINDS: dict[str, Callable[..., int]] = {"sdpa": lambda q, *_, **__: q.shape[-1]}
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class Row:
 
 @functools.cache
 def table() -> dict[str, dict[str, tuple[Row, ...]]]:
-    """Operation -> back end -> rows by ascending size."""
+    """Operation, or operation and kind, -> back end -> rows by ascending size."""
     return {
         operation: {
             backend: tuple(
@@ -52,13 +71,42 @@ def table() -> dict[str, dict[str, tuple[Row, ...]]]:
             )
             for backend, rows in backends.items()
         }
-        for operation, backends in json.loads(TABLE.read_text()).items()
+        for operation, backends in read().items()
+        if operation != MEASURED
     }
+
+
+def read() -> dict[str, Any]:
+    """The file in use.
+
+    Raises:
+        InputError: ``$MOEFLUX_DISPATCH`` names a file that cannot be read.
+    """
+    file = Path(os.environ.get(ENVIRONMENT) or TABLE)
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {ENVIRONMENT} wants a table of kernels: {error}.") from error
 
 
 def rows(operation: str, backend: str) -> tuple[Row, ...]:
     """The rows of one operation on one back end; none: the reference."""
     return table().get(operation, {}).get(backend, ())
+
+
+def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
+    """Kind of call -> rows, where it has its own."""
+    names = (name.partition(" ") for name in table())
+    return {
+        kind: found
+        for first, _, kind in names
+        if first == operation and kind and (found := rows(f"{operation} {kind}", backend))
+    }
+
+
+def kind(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What rows of its own a call may have."""
+    return str(_KINDS[operation](*args, **kwargs))
 
 
 def pick(chosen: Sequence[Row], size: int) -> str:

@@ -133,6 +133,7 @@ class Operation:
         self._fixed = choice if callable(choice) else self._forms.get(choice)
         self._backend: metal.Backend | None = None
         self._rows: tuple[auto.Row, ...] = ()
+        self._special: dict[str, tuple[auto.Row, ...]] = {}
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.active()!r})"
@@ -169,11 +170,15 @@ class Operation:
         active = metal.backend()
         if active is not self._backend:
             self._backend, self._rows = active, auto.rows(self.name, active.name)
+            self._special = auto.special_rows(self.name, active.name)
         if not self._rows or self._mode.references_only:
             return None
         if active.follows_device and mx.default_device().type != mx.gpu:
             return None
-        name = auto.pick(self._rows, auto.size(self.name, args, kwargs))
+        rows = self._rows
+        if self._special:
+            rows = self._special.get(auto.kind(self.name, args, kwargs), rows)
+        name = auto.pick(rows, auto.size(self.name, args, kwargs))
         form = self._forms[name]
         if name == REFERENCE:
             return None
@@ -197,7 +202,10 @@ class Operation:
             return getattr(self.choice, "__name__", type(self.choice).__name__)
         if self.choice != AUTO:
             return self.choice
-        return auto.describe(auto.rows(self.name, metal.backend().name))
+        backend = metal.backend().name
+        said = auto.describe(auto.rows(self.name, backend))
+        special = auto.special_rows(self.name, backend).items()
+        return said + "".join(f" ({kind}: {auto.describe(rows)})" for kind, rows in special)
 
 
 class _Mode:

@@ -1,40 +1,216 @@
-"""Kernels on NVIDIA: their text in files, so that MLX has little to hash at a launch.
+"""Kernels on NVIDIA, between MLX and the disk: their text and their machine code in files.
 
-MLX hashes the text of a custom kernel at every launch, 1.3 us for one of 10 KB. So the definitions
-and the body lie in files that are named after their content, and MLX's compiler includes them.
+Two costs are saved. MLX hashes the text of a custom kernel at every launch, 1.3 us for one of
+10 KB: so the definitions and the body lie in files that are named after their content, and MLX's
+compiler includes them. And MLX compiles every custom kernel anew in every process, 0.3 to 1.5 s
+each, but looks first for a module of the same name among those that it keeps: so the machine code
+is put there, compiled once, with a lighter header and several at a time.
+
+Whether MLX takes what is put there is tried once in a process, with a kernel that tells. Where it
+does not, or something cannot be read, written or compiled, MLX compiles as it always does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import os
 import re
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mlx_moeflux.kernels import kept_files
+import mlx.core as mx
+
+from mlx_moeflux.kernels import cuda_module, kept_files, nvrtc
 
 FOLDER = "cuda"
+# Where MLX keeps modules; it reads this when it compiles or loads the first.
+MLX_FOLDER = "MLX_PTX_CACHE_DIR"
+MOST_THREADS = 8
 
 # What a path must be made of to stand in an #include.
 _PLAIN = re.compile(r"[\w./+@~ -]+", re.ASCII)
 
 
-def outsource(header: str, body: str, inputs: Sequence[str]) -> tuple[str, str]:
-    """header, body of a kernel -> the same as files to include; unchanged where there is no
-    private folder for them.
+@dataclass(frozen=True)
+class Count:
+    """Variants (a kernel, template and dtypes) that this process has launched.
 
-    MLX finds by their names which shapes a body reads: they are named in a comment.
+    cached, compiled: Taken from files, and compiled into them; the rest MLX compiled for itself.
+    seconds: Compiling, summed over threads.
     """
-    folder = kept_files.private(FOLDER)
-    if folder is None or not _PLAIN.fullmatch(str(folder)):
-        return header, body
-    try:
-        files = [stored(folder, text) for text in (header, body)]
-    except OSError:
-        return header, body
-    shapes = [f"{name}_shape" for name in inputs if f"{name}_shape" in body]
-    header, body = (f'#include "{file}"\n' for file in files)
-    return header, body + (f"// {' '.join(shapes)}\n" if shapes else "")
+
+    variants: int = 0
+    cached: int = 0
+    compiled: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        left = self.variants - self.cached - self.compiled
+        said = f"{self.variants} variants, {self.cached} from files, {self.compiled} new "
+        return said + f"in {self.seconds:.1f} s" + (f", {left} by MLX" if left else "")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel's text, and the names of its arrays."""
+
+    name: str
+    header: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Cache:
+    """Files of one version of MLX, compiler and GPU.
+
+    folder: For texts; None: they stay inline. modules: Where MLX finds modules; None: nowhere.
+    """
+
+    def __init__(
+        self, folder: Path | None, modules: Path | None, compiler: nvrtc.Compiler | None = None
+    ):
+        self.folder, self.modules, self.compiler = folder, modules, compiler
+        self.count = Count()
+        self._lock = threading.Lock()
+        self._pending: list[Future] = []
+        self._gathering = 0
+
+    def launcher(
+        self, name: str, header: str, body: str, *, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> Callable[..., list[mx.array]]:
+        """What ``mx.fast.cuda_kernel`` returns, with its keywords."""
+        kernel = _Kernel(name, header, body, tuple(inputs), tuple(outputs))
+        header, body = self.outsourced(kernel)
+        function = mx.fast.cuda_kernel(
+            name=name,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            header=header,
+            source=body,
+        )
+        sent, seen = replace(kernel, header=header, body=body), set()
+
+        def launch(*, inputs: Any, template: Any, output_dtypes: Any, **rest: Any):
+            variant = (*(template or ()), *(x.dtype for x in inputs), *output_dtypes)
+            if variant not in seen:
+                seen.add(variant)
+                self._offer(kernel, sent, [x.dtype for x in inputs], output_dtypes, template or ())
+            return function(inputs=inputs, template=template, output_dtypes=output_dtypes, **rest)
+
+        return launch
+
+    @property
+    def where(self) -> str:
+        """The folders in words."""
+        if self.folder is None:
+            return "no private folder for files"
+        return str(self.modules or f"{self.folder}, where MLX does not look for machine code")
+
+    # ---- Texts
+
+    def outsourced(self, kernel: _Kernel) -> tuple[str, str]:
+        """header, body as files to include; as they are without a folder.
+
+        MLX finds by their names which shapes a body reads: they are named in a comment.
+        """
+        if self.folder is None:
+            return kernel.header, kernel.body
+        try:
+            files = [stored(self.folder, text) for text in (kernel.header, kernel.body)]
+        except OSError:
+            return kernel.header, kernel.body
+        shapes = [f"{name}_shape" for name in kernel.inputs if f"{name}_shape" in kernel.body]
+        header, body = (f'#include "{file}"\n' for file in files)
+        return header, body + (f"// {' '.join(shapes)}\n" if shapes else "")
+
+    # ---- Machine code
+
+    def _offer(
+        self,
+        kernel: _Kernel,
+        sent: _Kernel,
+        inputs: Sequence[mx.Dtype],
+        outputs: Sequence[mx.Dtype],
+        template: Sequence[tuple[str, mx.Dtype | int | bool]],
+    ) -> None:
+        """See to it that MLX finds a new variant of what it was sent for `kernel`; while kernels
+        are gathered, soon."""
+        with self._lock:
+            self.count = replace(self.count, variants=self.count.variants + 1)
+            if sent == kernel:
+                return
+            # Somebody may have emptied the cache since.
+            kept_files.private(FOLDER, self.folder.name)
+            self.outsourced(kernel)
+            if self.modules is None:
+                return
+            module = cuda_module.module(
+                sent.name,
+                sent.header,
+                sent.body,
+                inputs=[*zip(kernel.inputs, inputs, strict=True)],
+                outputs=[*zip(kernel.outputs, outputs, strict=True)],
+                template=template,
+            )
+            if len(module.name) > cuda_module.LONGEST_NAME:
+                return
+            if is_stored(self.modules, module):
+                self.count = replace(self.count, cached=self.count.cached + 1)
+            else:
+                self._pending.append(_pool().submit(self._compile, module))
+            gathering = self._gathering
+        if not gathering:
+            self.settle()
+
+    def _compile(self, module: cuda_module.Module) -> None:
+        start = time.perf_counter()
+        try:
+            code, function = self.compiler.compile(module.light_text, module.function)
+            store(self.modules, module, code, function)
+        except (nvrtc.CompilerError, OSError):
+            return  # MLX compiles it, or says why it cannot
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.count = replace(
+                self.count,
+                compiled=self.count.compiled + 1,
+                seconds=self.count.seconds + seconds,
+            )
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, launches do not wait for their compilation: several run at a time. What is
+        evaluated inside MLX compiles too, unless :meth:`settle` comes first."""
+        with self._lock:
+            self._gathering += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._gathering -= 1
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for what is being compiled."""
+        while self._pending:
+            with self._lock:
+                pending, self._pending = self._pending, []
+            for future in pending:
+                future.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(threads, thread_name_prefix="moeflux-compile")
 
 
 def stored(folder: Path, text: str) -> Path:
@@ -45,10 +221,120 @@ def stored(folder: Path, text: str) -> Path:
     """
     content = text.encode("ascii")
     file = folder / f"{hashlib.blake2b(content, digest_size=12).hexdigest()}.cuh"
-    try:
+    with contextlib.suppress(OSError):
         if file.read_bytes() == content:
             return file
-    except OSError:
-        pass
     kept_files.write(file, content)
     return file
+
+
+def store(folder: Path, module: cuda_module.Module, code: bytes, function: str) -> None:
+    """Put machine code where MLX looks for it, as it writes its own: the code, and a list of
+    names, where MLX passes over lines without a tab.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    names = f"{module.function}\t{function}\n{_digest(code)}\n"
+    kept_files.write(folder / f"{module.name}.txt", names.encode())
+    kept_files.write(folder / f"{module.name}.ptx", code)
+
+
+def is_stored(folder: Path, module: cuda_module.Module) -> bool:
+    """Whether a module is there, whole: power may fail between a file's name and its content."""
+    try:
+        code = (folder / f"{module.name}.ptx").read_bytes()
+        names, digest = (folder / f"{module.name}.txt").read_text().splitlines()
+    except (OSError, ValueError):
+        return False
+    return names.startswith(f"{module.function}\t") and digest == _digest(code)
+
+
+def _digest(code: bytes) -> str:
+    return hashlib.blake2b(code, digest_size=16).hexdigest()
+
+
+# ---- Finding out what works here
+
+
+def open_cache() -> Cache:
+    """The files of this machine's MLX, compiler and GPU; tries whether MLX reads modules.
+
+    Evaluates: one small kernel.
+    """
+    architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+    compiler = nvrtc.find(architecture) if architecture else None
+    parts = [f"mlx-{mx.__version__}", architecture or "gpu"]
+    if compiler is not None:
+        parts.append(f"nvrtc-{compiler.version}")
+    folder = kept_files.private(FOLDER, "-".join([*parts, _digest(_RULES.encode())[:6]]))
+    if folder is None or not _PLAIN.fullmatch(str(folder)):
+        return Cache(None, None)
+    if compiler is None:
+        return Cache(folder, None)
+    with _mlx_folder(folder) as modules:
+        read = modules is not None and _is_read(modules, folder.name, compiler)
+    return Cache(folder, modules if read else None, compiler)
+
+
+# What else decides about the machine code of a text.
+_RULES = f"{cuda_module.HEADER}{nvrtc.OPTIONS}"
+
+
+@contextlib.contextmanager
+def _mlx_folder(ours: Path) -> Iterator[Path | None]:
+    """Where MLX looks for modules, if only this user can write to it.
+
+    MLX's default lies in the folder for temporary files: unless somebody chose another, it is
+    given `ours`, for this process alone.
+    """
+    before = os.environ.get(MLX_FOLDER)
+    if before is not None:
+        try:
+            folder = Path(before).resolve(strict=True)
+            yield folder if kept_files.is_private(folder) else None
+        except OSError:
+            yield None
+        return
+    os.environ[MLX_FOLDER] = str(ours)
+    try:
+        yield ours
+    finally:
+        del os.environ[MLX_FOLDER]
+
+
+def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
+    """Whether MLX takes a module from the folder, and passes shapes as the module expects.
+
+    By the text that MLX is given every answer is 0; by the module in the folder it is a size.
+    """
+    name, header = "moeflux_probe", f"// {key}\n#define ANSWER(x) 0\n"
+    body = "y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n"
+    template = [("T", mx.bfloat16), ("N", 1000), ("B", True)]
+    function = mx.fast.cuda_kernel(
+        name=name, input_names=["x"], output_names=["y"], header=header, source=body
+    )
+    try:
+        module = cuda_module.module(
+            name,
+            header,
+            body,
+            inputs=[("x", mx.float32)],
+            outputs=[("y", mx.int32)],
+            template=template,
+        )
+        if not is_stored(modules, module):
+            text = module.light_text.replace("ANSWER(x) 0", "ANSWER(x) (N + x)")
+            store(modules, module, *compiler.compile(text, module.function))
+        (answer,) = function(
+            inputs=[mx.zeros((2, 3, 5))],
+            template=template,
+            grid=(3, 1, 1),
+            threadgroup=(3, 1, 1),
+            output_shapes=[(3,)],
+            output_dtypes=[mx.int32],
+        )
+        return answer.tolist() == [1002, 1003, 1005]
+    except (nvrtc.CompilerError, OSError, AttributeError, RuntimeError):
+        # No library with MLX's hash; or what MLX raises where a module cannot be loaded.
+        return False

@@ -190,7 +190,8 @@ inline void mma_16(float* c, const uint* a, const uint* b, __half) { MOEFLUX_MMA
 inline void mma_16(float* c, const uint* a, const uint* b, __nv_bfloat16) { MOEFLUX_MMA_16("bf16"); }
 
 // Three TF32 products: x = high + low, low low is dropped. Inside a tile the order of k is free,
-// so that elements lie as in the 16-bit form.
+// so that elements lie as in the 16-bit form. Tensor cores cut their sums off instead of rounding
+// them: each product of 8 columns begins at zero, and the sum over products is rounded here.
 inline uint tf32(float x) {
   uint y;
   asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
@@ -204,14 +205,16 @@ inline void mma_tf32(float* c, const uint* a, const uint* b) {
 inline void mma_float(float* c, const float* a, const float* b) {
   uint high[6], low[6];
   for (int k = 0; k < 2; ++k) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int i = 0; i < 6; ++i) {
       float x = i < 4 ? a[4 * k + i] : b[2 * k + i - 4];
       high[i] = tf32(x);
       low[i] = tf32(x - __uint_as_float(high[i]));
     }
-    mma_tf32(c, low, high + 4);
-    mma_tf32(c, high, low + 4);
-    mma_tf32(c, high, high + 4);
+    mma_tf32(sum, low, high + 4);
+    mma_tf32(sum, high, low + 4);
+    mma_tf32(sum, high, high + 4);
+    for (int i = 0; i < 4; ++i) c[i] += sum[i];
   }
 }
 template <typename T> inline void mma(tile_c& c, const tile_a<T>& a, const tile_b<T>& b) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
@@ -65,14 +66,17 @@ class CudaBackend:
     name, pads_inputs = "cuda", False
     follows_device, checks_first_use = True, False
 
+    @functools.cached_property
+    def cache(self) -> cuda_cache.Cache:
+        """Files with texts and machine code, opened when the first kernel is built."""
+        return cuda_cache.open_cache()
+
     def build(self, kernel: MetalKernel) -> Launcher:
-        header, body = cuda_cache.outsource(*kernel.cuda_text(), kernel.inputs)
-        return mx.fast.cuda_kernel(
-            name=f"moeflux_{kernel.name}",
-            input_names=list(kernel.inputs),
-            output_names=list(kernel.outputs),
-            source=body,
-            header=header,
+        return self.cache.launcher(
+            f"moeflux_{kernel.name}",
+            *kernel.cuda_text(),
+            inputs=kernel.inputs,
+            outputs=kernel.outputs,
         )
 
 
@@ -115,6 +119,29 @@ def set_backend(new: Backend | None) -> Backend | None:
     """Launch on `new` from now on (None: on what MLX has); returns what was set before."""
     before, _Active.backend = _Active.backend, new
     return before
+
+
+def cuda_files() -> cuda_cache.Cache | None:
+    """The files between MLX and NVIDIA's GPU, if kernels would run there now.
+
+    The first call must come before MLX itself compiles something: it then looks there for modules.
+    """
+    active = backend()
+    if isinstance(active, CudaBackend) and mx.default_device() != mx.cpu:
+        return active.cache
+    return None
+
+
+def gathered() -> AbstractContextManager[None]:
+    """While a graph is built: its kernels are compiled side by side, and are there at the end."""
+    files = cuda_files()
+    return nullcontext() if files is None else files.gathered()
+
+
+def settle() -> None:
+    """Before something is evaluated while kernels are gathered: wait for them."""
+    if (files := cuda_files()) is not None:
+        files.settle()
 
 
 def launches(*kernels: MetalKernel) -> Callable[[Function], Function]:
@@ -185,8 +212,8 @@ class MetalKernel:
 
         Raises:
             UnsupportedError: MLX drives no GPU.
-            ShapeError: `grid` is not divisible, or an input is too small for Metal and the body
-                reads its shape.
+            ShapeError: `grid` is not divisible, an input is too small for Metal and the body
+                reads its shape, or a number of `template` is negative: MLX makes it part of a name.
         """
         if _Active.backend is not self._bound:
             self._bind()
@@ -200,6 +227,13 @@ class MetalKernel:
                 if array.size < LEAST_INPUT:
                     inputs = self._padded(inputs)
                     break
+        if template:
+            for value in template.values():
+                if value.__class__ is int and value < 0:
+                    raise ShapeError(
+                        f"kernel '{self.name}': template {dict(template)} holds {value}; MLX takes "
+                        "no negative number there, pass it as an input."
+                    )
         return self._launch(
             inputs=inputs,
             template=template and [*template.items()],

@@ -12,6 +12,7 @@ from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.layers import DenseMlp, project
@@ -71,6 +72,7 @@ def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
     for start, stop in parts:
         results.append(function(x[:, start:stop]))
         if len(parts) > 1:
+            metal.settle()
             mx.eval(results[-1])
     return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
 
@@ -156,6 +158,8 @@ class DecoderModel(StreamingModel):
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
         cache = self.make_cache() if cache is None else cache
+        # As samplers give ids: one look-up of rows for prompts and replies.
+        tokens = tokens.astype(mx.uint32)
         if tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache):
             traces = self._step.traces
             logits = self._step(tokens, cache)
@@ -168,13 +172,14 @@ class DecoderModel(StreamingModel):
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
-        h = self.model.embed_tokens(tokens)
-        for layer, entry in zip(self.model.layers, cache, strict=True):
-            h = layer(h, entry, chunk=self.prefill_chunk)
-        h = h[:, -1:] if last_only else h
-        if self.config.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(self.model.norm(h))
-        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
+        with metal.gathered():
+            h = self.model.embed_tokens(tokens)
+            for layer, entry in zip(self.model.layers, cache, strict=True):
+                h = layer(h, entry, chunk=self.prefill_chunk)
+            h = h[:, -1:] if last_only else h
+            if self.config.tie_word_embeddings:
+                return self.model.embed_tokens.as_linear(self.model.norm(h))
+            return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -19,9 +19,16 @@ from mlx_moeflux.kernels.choice import Kernels
 class _Attention:
     """What an attention layer asks of its cache, with counts as arrays."""
 
-    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+    def __init__(
+        self,
+        arrays: Sequence[mx.array],
+        columns: mx.array,
+        length: mx.array,
+        padding: mx.array | None,
+    ):
         self._keys, self._values, *tail = arrays
-        self._tail, self._columns, self.left_padding = tuple(tail), columns, padding
+        self._tail, self._columns, self._length = tuple(tail), columns, length
+        self.left_padding = padding
 
     @property
     def ends(self) -> tuple[mx.array, ...]:
@@ -38,7 +45,7 @@ class _Attention:
         return {
             "k": self._keys,
             "v": self._values,
-            "length": self._columns + 1,
+            "length": self._length,
             "start": self.left_padding,
             "tail": self._tail,
         }
@@ -49,7 +56,7 @@ class _Recurrent:
 
     lengths = None
 
-    def __init__(self, arrays: Sequence[mx.array], columns: mx.array, padding: mx.array | None):
+    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
         self.conv, self.delta = arrays
 
     @property
@@ -102,18 +109,19 @@ class CompiledStep:
         run = self._compiled.get(kinds)
         if run is None:
             run = self._compiled[kinds] = mx.compile(self._traced(kinds))
-        columns = mx.array([cache[0].columns], dtype=mx.int32)
+        columns = cache[0].columns
+        counts = [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)]
         padding = cache[0].left_padding
-        logits, states = run(tokens, columns, padding, [entry.begin_step() for entry in cache])
+        logits, states = run(tokens, *counts, padding, [entry.begin_step() for entry in cache])
         for entry, ends in zip(cache, states, strict=True):
             entry.end_step(*ends)
         return logits
 
     def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
-        def run(tokens, columns, padding, states):
+        def run(tokens, columns, length, padding, states):
             self.traces += 1
             entries = [
-                _KINDS[kind](arrays, columns, padding)
+                _KINDS[kind](arrays, columns, length, padding)
                 for kind, arrays in zip(kinds, states, strict=True)
             ]
             logits = self._forward(tokens, entries)

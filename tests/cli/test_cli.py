@@ -71,7 +71,7 @@ OPTIONS = {
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
     """,
     "policies": "",
-    "tune": "--budgets --model --out --repeats --tokens",
+    "tune": "--budgets --kernels --model --out --repeats --tokens",
     "evaluate-knob": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
     """,

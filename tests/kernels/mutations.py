@@ -61,8 +61,10 @@ class Mutation:
 
 
 def kernels_of(file: str) -> list[MetalKernel]:
-    """Kernels that may use functions of `file`: those that include it; of what is shared, all."""
-    return [k for k in kernels().values() if file in (source.COMMON, *source.files(k.file))]
+    """Kernels that may use functions of `file`: those that include it; of what is shared, all. By
+    name: the order of imports is not the same in every process."""
+    every = sorted(kernels().items())
+    return [k for _, k in every if file in (source.COMMON, *source.files(k.file))]
 
 
 def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:

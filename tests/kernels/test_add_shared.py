@@ -19,6 +19,7 @@ SIZES = [
     (3, 128, 512, 4, 64, mx.bfloat16),
     (1, 66, 256, 2, 128, mx.float16),
     (2, 64, 128, 0, 32, mx.bfloat16),
+    (3, 38, 1056, 4, 32, mx.bfloat16),
     (1, 9, 16416, 4, 32, mx.bfloat16),
 ]
 
@@ -79,11 +80,16 @@ def test_wrong_arguments():
             add_shared_fused(*wrong, **options)
 
 
-def case(scored: bool, routed: bool = True) -> Case:
-    args, options, truth = arguments(SIZES[1], scored=scored, routed=routed)
+def case(sizes, scored: bool, routed: bool = True) -> Case:
+    args, options, truth = arguments(sizes, scored=scored, routed=routed)
     limit = limit_of(args, options, truth)
-    name = ("scored" if scored else "plain") if routed else "dense"
+    name = f"{sizes[2]} wide{', scored' * scored}{', dense' * (not routed)}"
     return Case(name, lambda: [add_shared_fused(*args, **options)], lambda: [truth], limit)
 
 
-CASES = {"add_shared": [case(True), case(False), case(False, routed=False)]}
+CASES = {
+    "add_shared": [
+        *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
+        case(SIZES[1], False, routed=False),
+    ]
+}

@@ -60,7 +60,7 @@ def test_the_table_names_forms_that_exist():
         assert set(backends) <= {"cpu", "cuda", "metal"}
         for rows in backends.values():
             assert rows, operation
-            assert all(row.form in FORMS[operation] for row in rows)
+            assert all(row.form in FORMS[operation.partition(" ")[0]] for row in rows)
             assert sorted(row.start for row in rows) == [row.start for row in rows]
 
 
@@ -184,6 +184,25 @@ def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
 
 
 # ---- The first use on Metal
+
+
+@pytest.mark.parametrize("operation", ["project", "add_shared"])
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ((4, 1, 32), "fused"),
+        ((1, 4, 32), "fused"),
+        ((8, 1, 32), "reference"),
+        ((8, 32), "reference"),
+        ((1, 8, 32), "dequantised"),
+        ((2, 40, 32), "dequantised"),
+        ((64, 1, 32), "dequantised"),
+    ],
+)
+def test_short_prompts_avoid_what_takes_long_to_compile_on_cuda(operation, shape, form):
+    """Steps of a batch, of as many rows, do not."""
+    size = auto.size(operation, (mx.zeros(shape),), {})
+    assert auto.pick(auto.rows(operation, "cuda"), size) == form
 
 
 class Checked:

@@ -1,25 +1,58 @@
-"""Oracle: the kernel's own text, which the files must give back word for word."""
+"""Oracle: the kernel's own text, which the files must give back word for word; a compiler and an
+MLX of this file, which do what is known; on a GPU MLX itself."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.kernels import cuda_cache, kept_files
-from mlx_moeflux.kernels.metal import CudaBackend
+from mlx_moeflux.kernels import cuda_cache, cuda_module, kept_files, metal, nvrtc
 from tests.kernels.harness import scratch_kernel
 
 BODY = """
-    if (thread_position_in_grid.x < uint(x_shape[0])) y[thread_position_in_grid.x] = simd_sum(x[0]);
+    if (thread_position_in_grid.x < uint(x_shape[0])) y[thread_position_in_grid.x] = T(x[0]);
 """
 
 
+class Compiler:
+    """A compiler whose machine code says what it was made of."""
+
+    version, architecture = "12.9", "sm_90a"
+
+    def __init__(self):
+        self.texts, self.error = [], None
+
+    def compile(self, text, function):
+        self.texts.append(text)
+        if self.error:
+            raise self.error
+        return f"code of {text}".encode(), "_Z" + function.replace("::", "_")
+
+
 @pytest.fixture
-def kernel():
-    return scratch_kernel("cuda_cache", inputs=("x", "mask"), outputs=("y",), body=BODY)
+def compiler():
+    return Compiler()
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """What MLX is asked to build; launching it returns nothing."""
+    asked = []
+
+    def cuda_kernel(**keywords):
+        asked.append(keywords)
+        return lambda **call: []
+
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+    return asked
 
 
 @pytest.fixture
@@ -27,15 +60,38 @@ def folder(monkeypatch, tmp_path):
     if not kept_files.is_private(tmp_path):
         pytest.skip("the temporary folder lies below one that others may rename")
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "own"))
-    return tmp_path / "own" / cuda_cache.FOLDER
+    return kept_files.private(cuda_cache.FOLDER, "here")
 
 
 @pytest.fixture
-def built(monkeypatch):
-    """What MLX is asked to build."""
-    asked = []
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **keywords: asked.append(keywords))
-    return asked
+def on_cuda(folder, built, compiler):
+    """Opens the back end anew, as another process would; nothing is launched for good."""
+    before = metal.set_backend(None)
+
+    def opened(folder=folder, modules=folder):
+        backend = metal.CudaBackend()
+        backend.cache = cuda_cache.Cache(folder, modules, compiler)
+        metal.set_backend(backend)
+        return backend.cache
+
+    yield opened
+    metal.set_backend(before)
+
+
+def make_kernel():
+    return scratch_kernel("cuda_cache", inputs=("x", "mask"), outputs=("y",), body=BODY)
+
+
+def launch(kernel, dtype=mx.float32, **template):
+    kernel(
+        mx.zeros(8, dtype=dtype),
+        mx.zeros(8, dtype=mx.bool_),
+        template={"T": mx.float32, **template},
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(32,)],
+        output_dtypes=[mx.float32],
+    )
 
 
 def included(text):
@@ -43,48 +99,356 @@ def included(text):
     return Path(path)
 
 
-def test_mlx_is_handed_files_to_include(kernel, folder, built):
-    CudaBackend().build(kernel)
+# ---- Texts
+
+
+def test_mlx_is_handed_files_to_include(on_cuda, built, folder):
+    on_cuda()
+    kernel = make_kernel()
+    launch(kernel)
     (asked,) = built
     header, body = kernel.cuda_text()
     assert included(asked["header"]).read_text() == header
     assert included(asked["source"]).read_text() == body
-    assert included(asked["source"]).parent == folder.resolve()
+    assert included(asked["source"]).parent == folder
     assert asked["input_names"] == ["x", "mask"]
     # MLX looks for the names of shapes in what it is handed.
     assert "x_shape" in asked["source"]
     assert "mask_shape" not in asked["source"]
 
 
-def test_the_same_text_is_the_same_file_and_a_spoilt_one_is_mended(kernel, folder, built):
-    CudaBackend().build(kernel)
-    file = included(built[0]["header"])
-    file.write_text("#error spoilt")
-    CudaBackend().build(kernel)
+def test_the_same_text_is_the_same_file_and_a_spoilt_one_is_mended(on_cuda, built):
+    for _ in range(2):
+        on_cuda()
+        launch(make_kernel())
+        file = included(built[-1]["header"])
+        assert file.read_text() == make_kernel().cuda_text()[0]
+        file.write_text("#error spoilt")
     assert built[0] == built[1]
-    assert file.read_text() == kernel.cuda_text()[0]
 
 
-@pytest.mark.parametrize("name", ['quo"te', "bräu", "back\\slash", "new\nline"])
-def test_text_stays_inline_where_a_path_cannot_be_included(
-    kernel, built, monkeypatch, tmp_path, name
-):
-    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / name))
-    CudaBackend().build(kernel)
+def test_texts_come_back_when_the_cache_was_emptied(on_cuda, built, folder):
+    on_cuda()
+    kernel = make_kernel()
+    launch(kernel)
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    launch(kernel, N=2)
+    assert included(built[0]["header"]).read_text() == kernel.cuda_text()[0]
+
+
+def test_text_stays_inline_without_a_folder(on_cuda, built, compiler):
+    cache = on_cuda(folder=None, modules=None)
+    kernel = make_kernel()
+    launch(kernel)
     assert (built[0]["header"], built[0]["source"]) == kernel.cuda_text()
+    assert str(cache.count) == "1 variants, 0 from files, 0 new in 0.0 s, 1 by MLX"
+    assert not compiler.texts
 
 
-def test_text_stays_inline_without_a_private_folder(kernel, folder, built):
-    CudaBackend().build(kernel)
-    folder.chmod(0o777)
-    CudaBackend().build(kernel)
-    assert (built[1]["header"], built[1]["source"]) == kernel.cuda_text()
-
-
-def test_text_stays_inline_where_nothing_can_be_written(kernel, folder, built, monkeypatch):
+def test_text_stays_inline_where_nothing_can_be_written(on_cuda, built, monkeypatch, compiler):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept_files, "write", full)
-    CudaBackend().build(kernel)
-    assert (built[0]["header"], built[0]["source"]) == kernel.cuda_text()
+    on_cuda()
+    launch(make_kernel())
+    assert (built[0]["header"], built[0]["source"]) == make_kernel().cuda_text()
+    assert not compiler.texts
+
+
+# ---- Machine code
+
+
+def test_each_variant_is_compiled_once_and_found_by_the_next_process(on_cuda, compiler, folder):
+    cache = on_cuda()
+    kernel = make_kernel()
+    for _ in range(2):
+        launch(kernel)
+        launch(kernel, mx.bfloat16)
+        launch(kernel, N=3)
+    assert (cache.count.variants, cache.count.cached, cache.count.compiled) == (3, 0, 3)
+    assert len(compiler.texts) == 3
+    cache = on_cuda()
+    for _ in range(2):
+        launch(make_kernel(), N=3)
+    assert (cache.count.variants, cache.count.cached, cache.count.compiled) == (2, 2, 0)
+    assert len(compiler.texts) == 3
+    # As MLX reads it: a line with a name, a tab and the name in the code.
+    (names,) = (f for f in folder.glob("*.txt") if "_float_3_" in f.name)
+    name, lowered = names.read_text().splitlines()[0].split("\t")
+    assert name == "mlx::core::cu::custom_kernel_moeflux_scratch_cuda_cache_float_3"
+    assert lowered == "_Zmlx_core_cu_custom_kernel_moeflux_scratch_cuda_cache_float_3"
+    assert names.with_suffix(".ptx").read_bytes() == f"code of {compiler.texts[2]}".encode()
+
+
+@pytest.mark.parametrize("suffix", [".ptx", ".txt"])
+@pytest.mark.parametrize("content", [None, b"", b"co"])
+def test_a_file_that_is_not_whole_is_compiled_again(on_cuda, compiler, folder, suffix, content):
+    on_cuda()
+    launch(make_kernel())
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    (spoilt,) = folder.glob(f"*{suffix}")
+    spoilt.unlink() if content is None else spoilt.write_bytes(content)
+    cache = on_cuda()
+    launch(make_kernel())
+    assert (cache.count.cached, cache.count.compiled) == (0, 1)
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("error", [nvrtc.CompilerError("line 1: error"), OSError(28, "full")])
+def test_mlx_compiles_what_cannot_be_compiled_or_kept(on_cuda, compiler, error, folder):
+    cache = on_cuda()
+    compiler.error = error
+    launch(make_kernel())
+    assert str(cache.count).endswith("0 new in 0.0 s, 1 by MLX")
+    assert not list(folder.glob("*.ptx"))
+
+
+def test_a_name_that_mlx_cuts_is_left_to_mlx(on_cuda, compiler):
+    cache = on_cuda()
+    launch(make_kernel(), **{f"N{i}": 10**9 for i in range(20)})
+    assert (cache.count.variants, cache.count.compiled) == (1, 0)
+    assert not compiler.texts
+
+
+def test_gathered_kernels_compile_side_by_side_and_are_there_at_the_end(
+    on_cuda, compiler, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    cuda_cache._pool.cache_clear()
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    cache, both = on_cuda(), threading.Barrier(2)
+    compile_ = compiler.compile
+
+    def together(text, function):
+        both.wait(timeout=30)  # breaks unless two are under way
+        return compile_(text, function)
+
+    compiler.compile = together
+    kernel = make_kernel()
+    with metal.gathered():
+        for n in range(4):
+            launch(kernel, N=n)
+    assert cache.count.compiled == 4
+    with metal.gathered():
+        launch(kernel, N=5)
+        launch(kernel, N=6)
+        metal.settle()
+        assert cache.count.compiled == 6
+    cuda_cache._pool.cache_clear()
+
+
+# ---- What MLX makes of a kernel
+
+TEXT = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+#define A 1
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_name_bfloat16_t_-7_t(
+    const __half* x,
+    const __grid_constant__ Shape x_shape,
+    const bool* mask,
+    uint32_t* y,
+    float* z) {
+  using T = __nv_bfloat16;
+  constexpr int N = -7;
+  constexpr bool B = true;
+
+y[0] = x_shape[0];
+
+}
+
+} // namespace mlx::core::cu
+"""
+
+
+def described(template=(("T", mx.bfloat16), ("N", -7), ("B", True))):
+    return cuda_module.module(
+        "name",
+        "#define A 1\n",
+        "y[0] = x_shape[0];\n",
+        inputs=[("x", mx.float16), ("mask", mx.bool_)],
+        outputs=[("y", mx.uint32), ("z", mx.float32)],
+        template=template,
+    )
+
+
+def test_the_text_is_mlxs():
+    module = described()
+    assert module.text == TEXT
+    assert module.function == "mlx::core::cu::custom_kernel_name_bfloat16_t_-7_t"
+    assert (
+        module.name == f"custom_kernel_name_bfloat16_t_-7_t_{cuda_module.hash_of(TEXT.encode()):x}"
+    )
+    assert module.light_text.endswith(TEXT.split("cooperative_groups.h>\n\n")[1])
+    assert "utils.cuh" not in module.light_text
+    assert "void custom_kernel_name(\n" in described(()).text
+    assert "z) {\ny[0] =" in described(()).text
+
+
+def test_the_hash_is_the_standard_librarys(tmp_path):
+    """Against a program of this test."""
+    texts = ["", "a", "eight by", TEXT]
+    program = tmp_path / "hash"
+    program.with_suffix(".cpp").write_text(
+        "#include <cstdio>\n#include <functional>\n#include <string>\nint main() {\n"
+        + "".join(
+            f'std::printf("%zx\\n", std::hash<std::string>{{}}(R"--({text})--"));\n'
+            for text in texts
+        )
+        + "}\n"
+    )
+    try:
+        subprocess.run(["g++", "-o", program, program.with_suffix(".cpp")], check=True)
+    except FileNotFoundError:
+        pytest.skip("needs g++")
+    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+    assert [f"{cuda_module.hash_of(text.encode()):x}" for text in texts] == said
+
+
+# ---- Whether MLX reads modules
+
+
+class Mlx:
+    """Launches as MLX does: a module from the folder, if it looks there."""
+
+    def __init__(self, looks=True, error=None):
+        self.looks, self.error, self.folder = looks, error, None
+
+    def cuda_kernel(self, *, name, input_names, output_names, header, source):
+        def call(*, inputs, template, output_shapes, output_dtypes, **_):
+            if self.error:
+                raise self.error
+            module = cuda_module.module(
+                name,
+                header,
+                source,
+                inputs=[(n, x.dtype) for n, x in zip(input_names, inputs, strict=True)],
+                outputs=[*zip(output_names, output_dtypes, strict=True)],
+                template=template,
+            )
+            self.folder = Path(os.environ[cuda_cache.MLX_FOLDER])
+            file = self.folder / f"{module.name}.ptx"
+            text = file.read_text() if self.looks and file.exists() else module.text
+            (answer,) = re.findall(r"#define ANSWER\(x\) (.*)", text)
+            return [mx.array([{"0": 0, "(N + x)": 1000 + s}[answer] for s in inputs[0].shape])]
+
+        return call
+
+
+@pytest.fixture
+def machine(monkeypatch, folder, compiler):
+    """cuda_cache.open_cache() on a machine with this MLX."""
+    monkeypatch.delenv(cuda_cache.MLX_FOLDER, raising=False)
+    monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": "sm_90"})
+    monkeypatch.setattr(nvrtc, "find", lambda architecture: compiler)
+
+    @contextmanager
+    def opened(mlx):
+        monkeypatch.setattr(mx.fast, "cuda_kernel", mlx.cuda_kernel)
+        yield cuda_cache.open_cache()
+
+    return opened
+
+
+def test_mlx_is_given_the_folder_for_as_long_as_it_reads_the_variable(machine, compiler):
+    for _ in range(2):
+        mlx = Mlx()
+        with machine(mlx) as cache:
+            assert cache.modules == cache.folder == mlx.folder
+            assert cuda_cache.MLX_FOLDER not in os.environ
+            assert f"mlx-{mx.__version__}-sm_90-nvrtc-12.9-" in cache.folder.name
+            assert cache.count.variants == 0
+    assert len(compiler.texts) == 1
+
+
+def test_a_folder_of_the_users_choice_is_used_if_it_is_private(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv(cuda_cache.MLX_FOLDER, str(tmp_path / "chosen"))
+    with machine(Mlx()) as cache:
+        assert cache.modules is None  # it does not exist
+    (tmp_path / "chosen").mkdir(mode=0o700)
+    with machine(Mlx()) as cache:
+        assert cache.modules == (tmp_path / "chosen").resolve()
+        assert cache.folder != cache.modules
+    (tmp_path / "chosen").chmod(0o777)
+    with machine(Mlx()) as cache:
+        assert cache.modules is None
+        assert cache.folder is not None
+    assert os.environ[cuda_cache.MLX_FOLDER] == str(tmp_path / "chosen")
+
+
+@pytest.mark.parametrize("mlx", [Mlx(looks=False), Mlx(error=RuntimeError("cuModuleLoad failed"))])
+def test_an_mlx_that_does_not_read_modules_compiles_itself(machine, mlx):
+    with machine(mlx) as cache:
+        assert cache.modules is None
+        assert "does not look" in cache.where
+        assert cuda_cache.MLX_FOLDER not in os.environ
+
+
+def test_no_machine_code_without_compiler_or_hash(machine, monkeypatch, compiler):
+    compiler.error = nvrtc.CompilerError("no headers")
+    with machine(Mlx()) as cache:
+        assert cache.modules is None
+    compiler.error = None
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_module, "_HASH", "no_such_function")
+        with machine(Mlx()) as cache:
+            assert cache.modules is None
+    monkeypatch.setattr(nvrtc, "find", lambda architecture: None)
+    with machine(Mlx()) as cache:
+        assert cache.modules is None
+        assert cache.folder is not None
+
+
+@pytest.mark.parametrize("name", ['quo"te', "bräu", "back\\slash", "new\nline"])
+def test_no_files_where_a_path_cannot_be_included(machine, monkeypatch, tmp_path, name):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / name))
+    with machine(Mlx()) as cache:
+        assert cache.folder is None
+        assert cache.modules is None
+
+
+# ---- On a GPU
+
+SCRIPT = """
+import mlx.core as mx
+from mlx_moeflux.kernels import metal, router
+logits = mx.random.normal((3, 40), key=mx.random.key(1))
+print([a.tolist() for a in router.softmax_top_k(logits, k=4)])
+count = metal.cuda_files().count
+print(count.variants, count.cached, count.compiled)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="NVIDIA only")
+def test_the_next_process_compiles_nothing(folder):
+    environment = {k: v for k, v in os.environ.items() if k != cuda_cache.MLX_FOLDER}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert said[0][0] == said[1][0]
+    assert (said[0][1], said[1][1]) == ("1 0 1", "1 1 0")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="NVIDIA only")
+def test_the_compilers_words_come_through():
+    compiler = nvrtc.find(mx.device_info(mx.gpu)["architecture"])
+    code, name = compiler.compile("namespace a { __global__ void f(int* x) { *x = 1; } }", "a::f")
+    assert code.startswith(b"\x7fELF")
+    assert name == "_ZN1a1fEPi"
+    with pytest.raises(nvrtc.CompilerError, match="undefined_thing"):
+        compiler.compile("__global__ void f(int* x) { *x = undefined_thing; }", "f")

@@ -13,7 +13,7 @@ import pytest
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import causal_conv, delta_gates, delta_mixer, delta_mixer_fused, delta_step
 from tests.kernels.delta import gated_norm, mixer, mixer_inputs, prepared
-from tests.kernels.harness import DTYPES, Case, error, float64
+from tests.kernels.harness import DTYPES, Case, error, float64, one_rounding
 
 FLOOR = 2e-6
 NAMES = ("y", "conv", "state")
@@ -115,8 +115,10 @@ def norm_inputs(rows, D, dtype, seed=0):
 
 
 def norm_limit(inputs):
-    naive = delta_gates.gated_rms_norm(**inputs)
-    return max(2 * error(naive, gated_norm(**inputs)), FLOOR)
+    """A value goes through eight roundings of float32: square root, two divisions, exponential,
+    sum, three products. How many of them add up is chance, in the naive version too."""
+    naive, truth = delta_gates.gated_rms_norm(**inputs), gated_norm(**inputs)
+    return max(2 * error(naive, truth), 8 * one_rounding(truth, mx.float32))
 
 
 NORM = norm_inputs((1, 3, 2), 192, mx.float32)
@@ -155,6 +157,7 @@ EQUIVALENT = {
         "finish_head: off by one e < E -> <= (2)": PAST,
         "keep_window: off by one c < D -> + 1 <": "steps of 32",
         "delta_prepare: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",
+        "delta_step: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",
         "load_row: off by one i < E -> + 1 <": "steps of 4",
         "delta_step: off by one i < Each -> <= (2)": "no channel is so large: nothing is written",
     }

@@ -181,33 +181,39 @@ def test_modules_that_stand_for_a_matrix_are_refused():
         project_fused(x, [applied], norm=mx.ones((96,)))
 
 
-def case(structure, norm: bool, ends: str) -> Case:
-    """Matrices of different sizes and bits, two rows."""
-    rng = np.random.default_rng(len(structure))
-    weights, truths, x = [], [], random_array(rng, (2, 96), mx.float32)
-    scale = random_array(rng, (96,), mx.float32)
+def case(structure, norm: bool, ends: str, *, C: int) -> Case:
+    """Matrices of different sizes and bits: two rows in one step; or wide, four rows in two steps
+    of 16-bit numbers, stored in another order, with rows of a simdgroup, threadgroups, words a lane
+    and tokens all different in number."""
+    rng, wide = np.random.default_rng(len(structure)), C > 96
+    dtype, tokens = (mx.bfloat16, 4) if wide else (mx.float32, 2)
+    weights, truths, x = [], [], random_array(rng, (tokens, C), dtype)
+    scale = random_array(rng, (C,), dtype)
     rows = float64(x)
     if norm:
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
     for m, count in enumerate(structure):
-        outs = tuple(5 + 2 * i + m for i in range(count))
-        bits = (4, 8, 2, 0)[m]
-        matrix = random_matrix(rng, (sum(outs), 96), bits=bits, group=32, dtype=mx.float32)
+        outs = tuple(10 + 4 * (m + i) if wide else 5 + 2 * i + m for i in range(count))
+        bits = (0, 2, 8, 4)[m - len(structure)] if wide else (4, 8, 2, 0)[m]
+        matrix = random_matrix(rng, (sum(outs), C), bits=bits, group=32, dtype=dtype)
         weights.append(Weight(*matrix, outs))
         product = rows @ dense(weights[-1]).T
         truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
     options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
     if ends == "residual":
-        options["residual"] = random_array(rng, (2, 5), mx.float32)
-        truths = [truths[0] + float64(options["residual"])]
+        added = random_array(rng, truths[0].shape, dtype)
+        options["residual"] = added
+        truths = [truths[0] + float64(added)]
     if ends == "normed":
         truths.append(rows)
     if ends == "joined":
         options = {"norm": scale, "eps": EPS}
         limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
-        return Case(ends, lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
+        return Case(
+            f"joined-{C}", lambda: joined(x, weights, **options), lambda: [*truths, rows], limit
+        )
     limit = max(limits((x, weights), options, truths))
-    name = "-".join([*map(str, structure), str(norm), ends])
+    name = "-".join([*map(str, structure), str(norm), ends, str(C)])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
 
 
@@ -235,4 +241,8 @@ def test_joined_results_are_the_same_bits(device, dtype):
         assert mx.array_equal(part, other).item()
 
 
-CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
+CASES = {kernel.name: [case(*key, C=C) for C in (96, 1056)] for key, kernel in _KERNELS.items()}
+# Whole steps.
+CASES["project_1"].append(case((1,), True, "", C=1024))
+# Three pieces.
+CASES["project_1"].append(case((1,), True, "", C=16416))

@@ -131,10 +131,9 @@ KERNEL = scratch_kernel(
 )
 
 
-def launch(x, grid=(32, 1, 1)):
-    return KERNEL(
-        x, grid=grid, threadgroup=(32, 1, 1), output_shapes=[(32,)], output_dtypes=[mx.float32]
-    )[0]
+def launch(x, grid=(32, 1, 1), template=None):
+    options = {"grid": grid, "threadgroup": (32, 1, 1), "template": template}
+    return KERNEL(x, **options, output_shapes=[(32,)], output_dtypes=[mx.float32])[0]
 
 
 def test_launches_are_checked():
@@ -144,6 +143,8 @@ def test_launches_are_checked():
             launch(mx.ones((9,)), grid=(40, 1, 1))
         with pytest.raises(ShapeError, match="'x' has 7 elements"):
             launch(mx.ones((7,)))
+        with pytest.raises(ShapeError, match="holds -1; MLX takes no negative number"):
+            launch(mx.ones((9,)), template={"N": 3, "M": -1})
 
 
 def test_back_ends_may_change_between_launches():

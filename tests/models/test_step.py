@@ -56,6 +56,14 @@ def test_traced_steps_give_the_same_logits(model, B):
     assert model._step.traces == before + 1
 
 
+def test_ids_of_any_kind_take_the_same_trace(model):
+    cache, before = model.make_cache(), model._step.traces
+    mx.eval(model(mx.array([[5, 6, 7]]), cache))
+    for dtype in (mx.uint32, mx.int32, mx.int64):
+        mx.eval(model(mx.array([[8]], dtype), cache))
+    assert model._step.traces <= before + 1
+
+
 def test_a_trace_serves_until_a_buffer_grows(model):
     tokens = mx.array(np.random.default_rng(7).integers(0, 1000, (1, 270)))
     before = model._step.traces

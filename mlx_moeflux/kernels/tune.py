@@ -1,0 +1,159 @@
+"""Measures which form of every operation is the fastest here, and from which size on.
+
+Every form that the back end runs is timed at :data:`TOKENS`; one takes over where it is faster than
+the form before it, at first the reference, by :data:`MARGIN`. One that is :data:`HOPELESS` times
+slower than the best is not asked at larger sizes. The machine should do nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
+from mlx_moeflux.kernels import auto, metal
+from mlx_moeflux.kernels.choice import FORMS, REFERENCE
+from mlx_moeflux.kernels.examples import Arguments
+from mlx_moeflux.kernels.workloads import LARGE, SMALL, WORKLOADS, workload
+
+TOKENS = {"gpu": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
+MARGIN, HOPELESS = 0.1, 8.0
+OF_ONE_SIZE = frozenset(("append_row",))
+# Of one measurement, and of one call that is still repeated.
+SECONDS, LONGEST = 0.02, 0.2
+ROUNDS = 3
+
+Report = Callable[[str], None]
+
+
+def tune(operations: Iterable[str] | None = None, *, report: Report = lambda line: None) -> dict:
+    """The table in use with the rows of this back end measured anew.
+
+    operations: Only these; names of :data:`~mlx_moeflux.kernels.workloads.WORKLOADS`.
+
+    Raises:
+        InputError: There is no such operation.
+    """
+    wanted = tuple(operations or WORKLOADS)
+    for name in wanted:
+        if name not in WORKLOADS:
+            raise InputError(f"'{name}' cannot be measured; there are {', '.join(WORKLOADS)}.")
+    table, backend = auto.read(), metal.backend().name
+    for name in wanted:
+        times = measure(name, report)
+        if times:
+            table.setdefault(name, {})[backend] = rows(times)
+    place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
+    said = f"{place}, MLX {mx.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    table[auto.MEASURED] = table.get(auto.MEASURED, {}) | {backend: said}
+    return table
+
+
+def rows(times: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Tokens -> form -> seconds, as rows: another form wherever one is faster by the margin than
+    that before it; at first than the reference."""
+    found: list[dict[str, Any]] = []
+    for tokens, by_form in sorted(times.items()):
+        now, best = found[-1]["form"] if found else REFERENCE, min(by_form, key=by_form.__getitem__)
+        if now in by_form and by_form[best] > (1 - MARGIN) * by_form[now]:
+            best = now
+        if found and best == now:
+            continue
+        us = {form: float(f"{1e6 * t:.3g}") for form, t in sorted(by_form.items())}
+        found.append({"form": best, "from": tokens if found else 1, "us": us})
+    return found
+
+
+def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
+    """Tokens -> form -> seconds; nothing if there is but one form."""
+    operation = name.partition(" ")[0]
+    forms = {form: call for form, call in FORMS[operation].items() if _runs(call)}
+    if len(forms) < 2:
+        return {}
+    device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
+    dtype = mx.bfloat16 if device == "gpu" else mx.float32
+    found: dict[int, dict[str, float]] = {}
+    for tokens in TOKENS[device][: 1 if operation in OF_ONE_SIZE else None]:
+        rotated = [workload(name, sizes, tokens, dtype) for _ in range(8 if tokens <= 64 else 2)]
+        by_form = seconds(
+            forms, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")
+        )
+        if not by_form:
+            continue
+        found[tokens] = by_form
+        best = min(by_form.values())
+        forms = {f: c for f, c in forms.items() if by_form.get(f, 0.0) <= HOPELESS * best}
+    return found
+
+
+def seconds(
+    forms: Mapping[str, Callable[..., Any]], calls: Sequence[Arguments], *, report: Report
+) -> dict[str, float]:
+    """Form -> seconds of one call: the slope over their number in one evaluation, the median of
+    some. Forms take turns, so that a machine that slows down slows all alike. Those that do not
+    take such a call are left out."""
+
+    def run(form: str, count: int) -> float:
+        outputs = []
+        for i in range(count):
+            args, kwargs = calls[i % len(calls)]
+            outputs.append(forms[form](*args, **kwargs))
+        start = time.perf_counter()
+        mx.eval(outputs)
+        mx.synchronize()
+        return time.perf_counter() - start
+
+    once, slopes = {}, {}
+    for form in forms:
+        try:
+            run(form, len(calls))  # compiles, and evaluates the arguments
+            once[form], slopes[form] = run(form, 1), []
+        except (ShapeError, UnsupportedError, RuntimeError) as error:
+            report(f"{form} refuses: {str(error).splitlines()[0]}")
+    for _ in range(ROUNDS):
+        for form, whole in once.items():
+            if whole > LONGEST:
+                slopes[form].append(run(form, 1))
+                continue
+            more = max(2, min(200, round(SECONDS / whole)))
+            slopes[form].append((run(form, 1 + more) - run(form, 1)) / more)
+    found = {form: statistics.median(times) for form, times in slopes.items()}
+    report(", ".join(f"{form} {1e6 * t:.1f}" for form, t in found.items()) + " us")
+    return found
+
+
+def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    """Write a table that ``$MOEFLUX_DISPATCH`` may name, a row a line.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    entries = []
+    for operation, backends in table.items():
+        if operation == auto.MEASURED:
+            entries.append(f'  "{operation}": {json.dumps(backends)}')
+            continue
+        lists = []
+        for backend, found in backends.items():
+            lines = ",\n".join(f"      {json.dumps(row)}" for row in found)
+            lists.append(f'    "{backend}": [\n{lines}\n    ]')
+        entries.append(f'  "{operation}": {{\n' + ",\n".join(lists) + "\n  }")
+    try:
+        Path(file).write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+    except OSError as cause:
+        raise InputError(f"{file} cannot be written ({cause.strerror or cause}).") from cause
+
+
+def _gpu() -> bool:
+    return mx.default_device().type == mx.gpu
+
+
+def _runs(form: Callable[..., Any]) -> bool:
+    return not hasattr(form, "kernels") or not isinstance(metal.backend(), metal.NoBackend)

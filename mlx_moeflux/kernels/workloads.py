@@ -1,0 +1,187 @@
+"""Arguments of operations at the sizes at which models call them, to time forms with.
+
+Every builder takes :class:`Sizes`, a number of tokens and a drawer of random arrays. Names are
+those of dispatch.json: an operation, or one and the kind of call that has rows of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.examples import Arguments, Normal
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.project import Weight
+
+SPEC = QuantSpec(4, 64)
+KEYS = 2048  # in front of the new tokens of an attention
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's widths: hidden C, inside an expert F, experts E and K, and heads."""
+
+    C: int
+    F: int
+    E: int
+    K: int
+    Hq: int
+    Hkv: int
+    Dh: int
+    Hk: int
+    Hv: int
+    Dk: int
+    heads: int  # of latent attention
+    latent: int
+
+
+# Qwen3.6-35B-A3B with DeepSeek-V3's latents; and what a CPU is asked to run.
+LARGE = Sizes(2048, 512, 256, 8, 16, 2, 256, 16, 32, 128, 128, 512)
+SMALL = Sizes(768, 256, 32, 4, 8, 2, 128, 4, 8, 128, 16, 512)
+
+
+def _normal(default: mx.Dtype) -> Normal:
+    def normal(*shape: int, dtype: mx.Dtype = default) -> mx.array:
+        return mx.random.normal(shape).astype(dtype)
+
+    return normal
+
+
+def _weight(x: Normal, *shape: int) -> tuple[mx.array, mx.array, mx.array]:
+    return mx.quantize(x(*shape) * shape[-1] ** -0.5, group_size=64, bits=4)
+
+
+def _project(s: Sizes, n: int, x: Normal) -> Arguments:
+    widths = (2 * s.Hk * s.Dk + s.Hv * s.Dk, s.Hv * s.Dk)
+    weights = [Weight(*_weight(x, sum(widths), s.C), SPEC, widths)]
+    return (x(1, n, s.C), weights), {"norm": x(s.C)}
+
+
+def _gated_delta(s: Sizes, n: int, x: Normal) -> Arguments:
+    q, k = (x(1, n, s.Hk, s.Dk) * s.Dk**-0.5 for _ in range(2))
+    return (q, k, x(1, n, s.Hv, s.Dk)), {
+        "log_decay": -0.3 * mx.abs(x(1, n, s.Hv, dtype=mx.float32)),
+        "beta": mx.sigmoid(x(1, n, s.Hv, dtype=mx.float32)),
+        "state": x(1, s.Hv, s.Dk, s.Dk, dtype=mx.float32),
+    }
+
+
+def _gated_rms_norm(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(1, n, s.Hv, s.Dk), x(1, n, s.Hv, s.Dk), x(s.Dk)), {"eps": 1e-6}
+
+
+def _delta_mixer(s: Sizes, n: int, x: Normal) -> Arguments:
+    channels = (2 * s.Hk + s.Hv) * s.Dk
+    return (x(1, n, channels), x(1, n, s.Hv * s.Dk), x(1, n, s.Hv), x(1, n, s.Hv)), {
+        "conv_weight": x(channels, 4),
+        "conv_state": x(1, 3, channels),
+        "state": x(1, s.Hv, s.Dk, s.Dk, dtype=mx.float32),
+        "a_log": x(s.Hv, dtype=mx.float32),
+        "dt_bias": x(s.Hv, dtype=mx.float32),
+        "norm_weight": x(s.Dk),
+        "eps": 1e-6,
+    }
+
+
+def _norm_rope(s: Sizes, n: int, x: Normal) -> Arguments:
+    q, k, v = (x(1, n, h, s.Dh) for h in (s.Hq, s.Hkv, s.Hkv))
+    options = {"eps": 1e-6, "dims": s.Dh // 4, "base": 1e7, "offset": 1000}
+    return (q, k, v), {"q_weight": x(s.Dh), "k_weight": x(s.Dh), **options}
+
+
+def _append_row(s: Sizes, n: int, x: Normal) -> Arguments:
+    tail = (x(1, s.Hkv, 256, s.Dh), x(1, s.Hkv, 256, s.Dh))
+    rows = (x(1, s.Hkv, 1, s.Dh), x(1, s.Hkv, 1, s.Dh))
+    return (tail, *rows), {"position": mx.array([300], dtype=mx.int32)}
+
+
+def _sdpa(Dh: int, Dv: int, Hq: int, Hkv: int, n: int, x: Normal) -> Arguments:
+    rows = KEYS + n + 255 - (n - 1) % 256  # buffers are larger than what they hold
+    keys, values = x(1, Hkv, rows, Dh), x(1, Hkv, rows, Dv)
+    mask = None if n == 1 else "causal"
+    return (x(1, Hq, n, Dh), keys, values), {
+        "scale": Dh**-0.5, "mask": mask, "length": KEYS + n
+    }  # fmt: skip
+
+
+def _latent_attention(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows = KEYS + n + 255 - (n - 1) % 256
+    cache = x(1, 1, rows, s.latent), x(1, 1, rows, 64)
+    mask = None if n == 1 else "causal"
+    return (x(1, s.heads, n, s.latent), x(1, s.heads, n, 64), *cache), {
+        "length": KEYS + n, "scale": 192**-0.5, "mask": mask
+    }  # fmt: skip
+
+
+def _softmax_top_k(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.E),), {"k": s.K}
+
+
+def _sigmoid_top_k(s: Sizes, n: int, x: Normal) -> Arguments:
+    options = {"k": s.K, "groups": 8, "kept_groups": 4, "scale": 2.5}
+    return (x(n, s.E), x(s.E, dtype=mx.float32)), options
+
+
+@functools.lru_cache(maxsize=1)
+def _bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
+    """One for all calls, which differ in their routes."""
+    shapes = ((s.F, s.C), (s.F, s.C), (s.C, s.F))
+    parts = [_weight(_normal(dtype), s.E, *shape) for shape in shapes]
+    mx.eval(parts)
+    return ExpertBank(*(ProjectionBank(*part, SPEC) for part in parts))
+
+
+def _slots(s: Sizes, n: int) -> mx.array:
+    order = mx.argsort(mx.random.uniform(shape=(n, s.E)), axis=-1)[:, : s.K]
+    return mx.sort(order, axis=-1).astype(mx.uint32)
+
+
+def _expert_mix(s: Sizes, n: int, x: Normal) -> Arguments:
+    weights = mx.random.uniform(shape=(n, s.K))
+    rows = x(n, s.C)
+    return (rows, _slots(s, n), weights, _bank(s, rows.dtype)), {}
+
+
+def _expert_ffn(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows = x(n * s.K, s.C)
+    return (rows, _slots(s, n).reshape(-1), _bank(s, rows.dtype)), {}
+
+
+def _add_shared(s: Sizes, n: int, x: Normal) -> Arguments:
+    down = Weight(*_weight(x, s.C, s.F), SPEC)
+    inner = (x(n, s.F), x(n, s.F), down)
+    return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
+
+
+def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
+
+
+WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
+    "project": _project,
+    "gated_delta": _gated_delta,
+    "gated_rms_norm": _gated_rms_norm,
+    "delta_mixer": _delta_mixer,
+    "norm_rope": _norm_rope,
+    "append_row": _append_row,
+    "sdpa": lambda s, n, x: _sdpa(s.Dh, s.Dh, s.Hq, s.Hkv, n, x),
+    "sdpa 64": lambda s, n, x: _sdpa(64, 64, 2 * s.Hq, s.Hq // 2, n, x),
+    "sdpa 128": lambda s, n, x: _sdpa(128, 128, 2 * s.Hq, 2 * s.Hkv, n, x),
+    "sdpa 192": lambda s, n, x: _sdpa(192, 128, s.heads, s.heads, n, x),
+    "latent_attention": _latent_attention,
+    "softmax_top_k": _softmax_top_k,
+    "sigmoid_top_k": _sigmoid_top_k,
+    "expert_ffn": _expert_ffn,
+    "expert_mix": _expert_mix,
+    "moe_combine": _moe_combine,
+    "add_shared": _add_shared,
+}
+
+
+def workload(name: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments:
+    """Arguments of one call, not evaluated."""
+    return WORKLOADS[name](sizes, tokens, _normal(dtype))

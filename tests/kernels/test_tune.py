@@ -1,0 +1,111 @@
+"""Oracle: rows made by hand from times made by hand; every workload's own reference."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.cli import main
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels import auto, tune
+from mlx_moeflux.kernels.choice import FORMS, Kernels
+from mlx_moeflux.kernels.selfcheck import _arrays, _error
+from mlx_moeflux.kernels.workloads import WORKLOADS, Sizes, workload
+from tests.kernels.harness import emulated
+
+TINY = Sizes(
+    C=128, F=64, E=16, K=2, Hq=4, Hkv=2, Dh=64, Hk=2, Hv=4, Dk=32, heads=2, latent=64
+)  # fmt: skip
+
+
+@pytest.fixture
+def own_table(monkeypatch, tmp_path):
+    """A function that puts a table in the place of the shipped one."""
+    file = tmp_path / "dispatch.json"
+
+    def use(table):
+        file.write_text(json.dumps(table))
+        monkeypatch.setenv(auto.ENVIRONMENT, str(file))
+        auto.table.cache_clear()
+        return file
+
+    yield use
+    monkeypatch.undo()
+    auto.table.cache_clear()
+
+
+def test_a_form_takes_over_where_it_is_faster_by_the_margin():
+    times = {
+        1: {"reference": 10e-6, "a": 9.5e-6},
+        2: {"reference": 10e-6, "a": 8e-6, "b": 7.9e-6},
+        4: {"reference": 10e-6, "a": 8e-6, "b": 7.6e-6},
+        8: {"reference": 10e-6, "b": 7e-6},
+        16: {"reference": 5e-6, "b": 7e-6},
+    }
+    found = tune.rows(times)
+    assert [(r["form"], r["from"]) for r in found] == [
+        ("reference", 1), ("b", 2), ("reference", 16)
+    ]  # fmt: skip
+    assert found[1]["us"] == {"a": 8.0, "b": 7.9, "reference": 10.0}
+
+
+def test_every_operation_with_a_kernel_has_a_workload():
+    measured = {name.partition(" ")[0] for name in WORKLOADS}
+    for operation, forms in FORMS.items():
+        assert operation in measured or not any(hasattr(f, "kernels") for f in forms.values())
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_forms_take_the_workloads(name):
+    args, kwargs = workload(name, TINY, 2, mx.float32)
+    forms = FORMS[name.partition(" ")[0]]
+    expected = _arrays(forms["reference"](*args, **kwargs))
+    once = {"partly_written": ("h", "order", "out"), "schedules": [("forward", 0)]}
+    with emulated(**once):
+        for form, call in forms.items():
+            for a, b in zip(_arrays(call(*args, **kwargs)), expected, strict=True):
+                assert _error(a, b) <= 1e-4, form
+
+
+def test_the_command_writes_a_table_that_is_used(own_table, capsys, tmp_path, monkeypatch):
+    file = own_table({"gated_delta": {"cpu": [{"form": "recurrent", "from": 1}],
+                                      "cuda": [{"form": "fused", "from": 1}]}})  # fmt: skip
+    monkeypatch.setattr(tune, "TOKENS", {"cpu": (1, 3)})
+    monkeypatch.setattr(tune, "SMALL", TINY)
+    assert main(["tune", "--kernels", "gated_delta", "--out", str(tmp_path / "new.json")]) == 0
+    new = json.loads((tmp_path / "new.json").read_text())
+    row = new["gated_delta"]["cpu"][0]
+    assert row["from"] == 1
+    assert {"reference", "recurrent", "chunkwise"} == row["us"].keys()
+    assert all(t > 0 for t in row["us"].values())
+    assert new["gated_delta"]["cuda"] == [{"form": "fused", "from": 1}]
+    assert "MLX" in new["measured"]["cpu"]
+    assert "gated_delta" in capsys.readouterr().out
+    own_table(new | {"gated_delta": {"cpu": [{"form": "chunkwise", "from": 1}]}})
+    assert Kernels().names()["gated_delta"] == "chunkwise"
+    file.write_text("{")
+    auto.table.cache_clear()
+    with pytest.raises(InputError, match="wants a table of kernels"):
+        Kernels().names()
+
+
+def test_what_cannot_be_measured_is_one_line(capsys):
+    assert main(["tune", "--kernels", "rope"]) == 1
+    assert "'rope' cannot be measured" in capsys.readouterr().err
+    with pytest.raises(InputError, match="cannot be written"):
+        tune.write({}, "/no/such/place/dispatch.json")
+
+
+def test_a_kind_of_call_has_rows_of_its_own(own_table):
+    own_table({
+        "sdpa": {"cpu": [{"form": "fused", "from": 1}]},
+        "sdpa 64": {"cpu": [{"form": "fused", "from": 1}, {"form": "reference", "from": 9}]},
+    })  # fmt: skip
+    op = Kernels().sdpa
+    assert op.active() == "fused (64: fused+reference@9)"
+    fused, reference = FORMS["sdpa"]["fused"], FORMS["sdpa"]["reference"]
+    for width, T, form in ((64, 8, fused), (64, 9, reference), (32, 9, fused)):
+        q = mx.zeros((1, 2, T, width))
+        assert op.form(q, q, q, scale=1.0, mask=None) is form
