@@ -4,9 +4,13 @@
     python benchmarks/latent_layer.py --out tiny --like deepseek-tiny --tokens 64
 
 A checkpoint of random 4-bit weights with the full shape's three dense layers and one MoE layer is
-loaded resident by both. Times are medians of calls that are evaluated one by one, so they hold the
-host's part too. Limits: bytes of all weights that the call reads by --bandwidth, or its
-multiplications by --compute, whichever is longer.
+loaded resident by both. Both then run models that have one of its layers several times, as their
+own generation loops run models (one token ahead of the device); a layer's time is the difference
+between --many and one of them, divided. A layer's weights are more than a GPU's cache, so no layer
+finds its own there. Calls of both are made in turns; medians of the trials.
+
+Limits: bytes of all weights and latents that the call reads by --bandwidth, or its multiplications
+by --compute, whichever is longer.
 """
 
 from __future__ import annotations
@@ -14,46 +18,87 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.synthesize import synthesize
 
 
-def median_seconds(call, repeats: int) -> float:
-    for _ in range(3):
-        mx.eval(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        mx.eval(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def limits(config, layer, tokens: int, seen: int, args) -> float:
     """Seconds that the weights' bytes, or the multiplications, take at least."""
-    trunk = sum(a.nbytes for n, a in tree_flatten(layer.parameters()) if "switch_mlp" not in n)
-    E, K, C, F = config.num_experts, config.num_experts_per_tok, config.hidden_size, 0
+    parts = dict(tree_flatten(layer.parameters()))
+    trunk = sum(a.nbytes for n, a in parts.items() if "switch_mlp" not in n)
+    E, K, C = config.num_experts, config.num_experts_per_tok, config.hidden_size
     H, R = config.num_attention_heads, config.kv_lora_rank
     Dn, Dr, Dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     q = config.q_lora_rank or C
     products = C * q + q * H * (Dn + Dr) + C * (R + Dr) + H * (Dn + Dv) * R + H * Dv * C
+    read = trunk + 2 * seen * (R + Dr)
     if "shared_experts" in layer.mlp:
-        F = config.moe_intermediate_size
-        experts = sum(a.nbytes for n, a in tree_flatten(layer.parameters()) if "switch_mlp" in n)
-        asked = E * (1 - (1 - K / E) ** tokens)
-        read = trunk + experts / E * asked
-        products += 3 * C * F * (K + (config.n_shared_experts or 0))
+        experts = sum(a.nbytes for n, a in parts.items() if "switch_mlp" in n)
+        read += experts * (1 - (1 - K / E) ** tokens)
+        products += 3 * C * config.moe_intermediate_size * (K + (config.n_shared_experts or 0))
     else:
-        read = trunk
         products += 3 * C * config.intermediate_size
     attention = H * (Dn + Dr + Dv) * (seen + tokens / 2)
     return max(read / args.bandwidth, 2 * tokens * (products + attention) / args.compute)
+
+
+class Side:
+    """A model with one of its layers several times; `layers`: where its layers are."""
+
+    def __init__(self, model, layers, new_cache: Callable[[], list], **prefill):
+        self.model, self.holder, self.prefill_options = model, layers, prefill
+        self.own, self.new_cache = list(layers.layers), new_cache
+
+    def repeat(self, layer: int, count: int) -> None:
+        self.holder.layers = [self.own[layer]] * count
+        forget = getattr(self.model, "forget_steps", None)
+        if forget is not None:
+            forget()
+
+    def decode(self, seen: int, steps: int) -> float:
+        """Seconds a token after `seen` positions."""
+        config, cache = self.config, self.new_cache()
+        for entry in cache:
+            rows = [
+                mx.random.normal((1, 1, seen, width)).astype(self.dtype)
+                for width in (config.kv_lora_rank, config.qk_rope_head_dim)
+            ]
+            entry.update_and_fetch(*rows)
+        token = mx.array([[5]])
+        for i in range(steps + 4):
+            if i == 4:
+                mx.eval(token)
+                start = time.perf_counter()
+            token = mx.argmax(self.model(token, cache=cache)[:, -1], axis=-1)[None]
+            mx.async_eval(token)
+        mx.eval(token)
+        return (time.perf_counter() - start) / steps
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of a prompt."""
+        ids, cache = mx.random.randint(0, 1000, (1, tokens)), self.new_cache()
+        mx.eval(ids)
+        start = time.perf_counter()
+        mx.eval(self.model(ids, cache=cache, **self.prefill_options))
+        return time.perf_counter() - start
+
+
+def a_layer(sides: list[Side], layer: int, args, call: Callable[[Side], float]) -> list[float]:
+    """Seconds a layer on each side."""
+    times = []
+    for count in (1, args.many):
+        for side in sides:
+            side.repeat(layer, count)
+            call(side)  # compiles
+        trials = [[call(side) for side in sides] for _ in range(args.repeats)]
+        times.append([statistics.median(column) for column in zip(*trials, strict=True)])
+    return [(b - a) / (args.many - 1) for a, b in zip(*times, strict=True)]
 
 
 def main() -> None:
@@ -61,69 +106,50 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, written if missing")
     parser.add_argument("--like", default="deepseek-v3")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--many", type=int, default=5, help="layers of the larger models")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--seen", type=int, default=2048, help="positions in the cache of a decode")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24, help="tokens of a trial of decoding")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, default=3.0e12, help="bytes a second")
     parser.add_argument("--compute", type=float, default=600e12, help="operations a second")
-    parser.add_argument("--kernels", default=None, help="such as latent_attention=fused")
+    parser.add_argument("--kernels", default=None, help="such as latent_attention=reference")
     args = parser.parse_args()
     if not args.out.exists():
         synthesize(args.like, args.out, layers=args.layers)
-    from mlx_lm.models.base import create_attention_mask
     from mlx_lm.models.cache import KVCache
     from mlx_lm.utils import load_model as mlx_lm_load
 
     ours = load_model(args.out, expert_memory="100%", kernels=args.kernels)
     theirs, _ = mlx_lm_load(args.out)
     mx.eval(theirs.parameters())
-    config, dtype = ours.config, ours.model.norm.weight.dtype
-    hidden = np.random.default_rng(0).standard_normal((1, max(*args.tokens, args.seen), 1))
-    hidden = mx.array(hidden).astype(dtype) + mx.random.normal((1, 1, config.hidden_size)).astype(
-        dtype
-    )
+    compare(ours, theirs, lambda: [KVCache() for _ in theirs.model.layers], args)
 
-    def call_ours(i: int, x: mx.array, cache):
-        def call():
-            entry = ours.make_cache()[i] if cache is None else cache
-            columns = entry.columns
-            y = ours.layers[i](x, entry, chunk=ours.prefill_chunk)
-            entry.columns = columns
-            return y
 
-        return call
-
-    def call_theirs(i: int, x: mx.array, cache):
-        def call():
-            entry = KVCache() if cache is None else cache
-            offset = entry.offset
-            y = theirs.layers[i](x, create_attention_mask(x, entry, return_array=True), entry)
-            entry.offset = offset
-            return y
-
-        return call
-
-    print("layer  call           ours ms  mlx-lm ms  times  limit ms")
-    for i in sorted({0, len(ours.layers) - 1}):
-        name = "MoE" if i in ours.moe_blocks() else "dense"
-        own, other = ours.make_cache()[i], KVCache()
-        mx.eval(call_ours(i, hidden[:, : args.seen], own)())
-        mx.eval(call_theirs(i, hidden[:, : args.seen], other)())
-        own.columns = other.offset = args.seen
-        cases = [("decode", 1, own, other, args.seen)]
-        cases += [(f"prefill {T}", T, None, None, 0) for T in args.tokens]
-        for label, T, mine, its, seen in cases:
-            x = hidden[:, :T]
-            seconds = [
-                median_seconds(call_ours(i, x, mine), args.repeats),
-                median_seconds(call_theirs(i, x, its), args.repeats),
-            ]
-            limit = limits(config, ours.layers[i], T, seen, args)
+def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
+    """Print the table for two models of the same layers."""
+    own = list(ours.layers)
+    sides = [
+        Side(ours, ours.model, ours.make_cache, last_only=True),
+        Side(theirs, theirs.model, their_cache),
+    ]
+    for side in sides:
+        side.config, side.dtype = ours.config, ours.model.norm.weight.dtype
+    print("layer  call          ours ms  mlx-lm ms   times  limit ms  of limit")
+    for i in sorted({0, len(own) - 1}):
+        name = "MoE" if "shared_experts" in own[i].mlp else "dense"
+        calls = [("decode", 1, args.seen, lambda side: side.decode(args.seen, args.steps))]
+        calls += [(f"prefill {T}", T, 0, lambda s, T=T: s.prefill(T)) for T in args.tokens]
+        for label, T, seen, call in calls:
+            mine, its = a_layer(sides, i, args, call)
+            limit = limits(ours.config, own[i], T, seen, args)
             print(
-                f"{name:<6} {label:<12} {1e3 * seconds[0]:>9.3f} {1e3 * seconds[1]:>10.3f} "
-                f"{seconds[1] / seconds[0]:>6.2f} {1e3 * limit:>9.3f}",
+                f"{name:<6} {label:<12} {1e3 * mine:>8.3f} {1e3 * its:>10.3f} {its / mine:>7.2f} "
+                f"{1e3 * limit:>9.3f} {100 * limit / mine:>8.1f}%",
                 flush=True,
             )
+    for side in sides:
+        side.holder.layers = side.own
 
 
 if __name__ == "__main__":

@@ -234,6 +234,10 @@ class Tokenizer:
         return PieceDetokenizer(self.decode, self._backend.token_of)
 
 
+# Byte pairs by rank, as Kimi-K2 and the first Qwen have them.
+_RANKS = ("tiktoken.model", "*.tiktoken")
+
+
 def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
     """The tokenizer of a checkpoint directory.
 
@@ -252,6 +256,12 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         backend = BytePairs(directory / "tokenizer.json")
     elif (directory / "tokenizer.model").exists():
         backend = SentencePieces(directory / "tokenizer.model")
+    elif found := next((f for n in _RANKS for f in sorted(directory.glob(n))), None):
+        raise CheckpointError(
+            f"{found} is in tiktoken's format, which is not read here; write a tokenizer.json "
+            "beside it with transformers.integrations.tiktoken.convert_tiktoken_to_fast, or use "
+            "load_model() and token ids."
+        )
     else:
         raise CheckpointError(
             f"{directory} has neither tokenizer.json nor tokenizer.model; fetch one, or use "

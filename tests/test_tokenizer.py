@@ -29,6 +29,15 @@ def directory(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
+def test_a_list_of_ranks_is_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"IQ== 0\n")
+    with pytest.raises(CheckpointError, match="convert_tiktoken_to_fast") as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_text_survives(tokenizer):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 

@@ -1,11 +1,11 @@
-"""The end of a MoE layer: routed experts, the shared expert's last matrix, and the residual.
+"""The end of a layer: routed experts if there are any, the last matrix of a SwiGLU, the residual.
 
     y = residual + experts + sigmoid(score) w (silu(gate) up)
 
 Shapes:
-    residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32; gate, up: ``[N, F]``, the shared
-    expert's first two products; score: ``[N, 1]`` or None (the factor is 1); down: a matrix
-    ``[C, F]``.
+    residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32, or None: there are none; gate, up:
+    ``[N, F]``, the first two products of the shared expert or of a dense MLP; score: ``[N, 1]`` or
+    None (the factor is 1); down: a matrix ``[C, F]``.
     returns: like residual.
 """
 
@@ -20,14 +20,15 @@ import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
+from mlx_moeflux.kernels.attention import filled
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.project import SIMDGROUPS, Weight, tiling
+from mlx_moeflux.kernels.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
 
 def add_shared(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -36,6 +37,8 @@ def add_shared(
 ) -> mx.array:
     """The module's formula in stock MLX."""
     shared = down.matmul(nn.silu(gate) * up)
+    if experts is None:
+        return _without_experts(residual, shared, score)
     rows = residual.reshape(experts.shape)
     return moe_combine.moe_combine(rows, experts, shared=shared, score=score).reshape(
         residual.shape
@@ -44,7 +47,7 @@ def add_shared(
 
 def add_shared_dequantised(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -57,9 +60,17 @@ def add_shared_dequantised(
     if isinstance(down, Weight) and inner.dtype != mx.float32:
         down = Weight(down.dense(inner.dtype))
     shared = down.matmul(inner).astype(inner.dtype)
+    if experts is None:
+        return _without_experts(residual, shared, score)
     rows = residual.reshape(experts.shape)
     y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
     return y.reshape(residual.shape)
+
+
+def _without_experts(residual: mx.array, shared: mx.array, score: mx.array | None) -> mx.array:
+    if score is not None:
+        shared = shared * mx.sigmoid(score)
+    return residual + shared.reshape(residual.shape)
 
 
 launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
@@ -72,7 +83,7 @@ _KERNEL = MetalKernel(
     body="""
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
-        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, SCORED>(
+        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, PIECE, EXACT, ROUTED, SCORED>(
             residual, experts, gate, up, score, w, scales, biases, y, values, sums,
             threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -83,7 +94,7 @@ _KERNEL = MetalKernel(
 @launches(_KERNEL)
 def add_shared_fused(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -103,28 +114,32 @@ def add_shared_fused(
         raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
     if score is not None and (score.size != N or score.dtype != residual.dtype):
         raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
-    shapes = (experts.shape, gate.shape, up.shape, down.weight.shape[0])
-    if shapes != ((N, C), (N, F), (N, F), C) or experts.dtype != mx.float32:
+    routed = experts is not None
+    summed = experts if routed else filled(0.0)
+    shapes = (summed.shape if routed else (N, C), gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or summed.dtype != mx.float32:
         raise ShapeError(
-            f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
+            f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _launch(residual.shape, F, residual.dtype, score is not None, matrix)
+    launch = _launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
     scores = gate if score is None else score
-    return _KERNEL(residual, experts, gate, up, scores, *arrays_of(down), **launch)[0]
+    return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _launch(
-    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
 ) -> dict[str, Any]:
     *leading, C = shape
     groups, tile, (staged, sums) = tiling(matrix, C, F)
-    template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, "SCORED": scored, **tile}
+    simdgroups = simdgroups_of(F)[1]
+    template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
+    template |= {"ROUTED": routed, "SCORED": scored}
     return {
-        "template": template | {"SIMDGROUPS": SIMDGROUPS, "STAGED": staged, "SUMS": sums},
-        "grid": (groups * SIMDGROUPS * 32, math.prod(leading), 1),
-        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "template": template | {"SIMDGROUPS": simdgroups, "STAGED": staged, "SUMS": sums},
+        "grid": (groups * simdgroups * 32, math.prod(leading), 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
         "output_shapes": [shape],
         "output_dtypes": [dtype],
     }

@@ -36,18 +36,21 @@ inline void arrive() {
 }
 
 // Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
-// outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`.
+// outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`
+// and `tail2`.
 template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false>
 inline void stage(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
-    uint index, const device T* tail = nullptr, int start = 0) {
+    uint index, const device T* tail = nullptr, int start = 0,
+    const device T* tail2 = nullptr) {
   constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = (D1 + D2) / WIDE;
   for (int i = int(index); i < COUNT * CHUNKS; i += THREADS) {
     const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
     const bool live = row >= low && row < high;
     const device T* from = D2 == 0 || at < D1 ? x + row * D1 + at : x2 + row * D2 + at - D1;
     if (TAIL && row >= start) {
-      from = tail + (row - start) * D1 + at;
+      from = D2 == 0 || at < D1 ? tail + (row - start) * D1 + at
+                                : tail2 + (row - start) * D2 + at - D1;
     }
     copy_async(to + i / CHUNKS * LD + at, live ? from : x, live);
   }
@@ -231,7 +234,7 @@ inline void attend_rows(
 // As attend_rows, with queries and keys in two parts (q2 [B, HQ, T, D2], k2), and rows that are
 // (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
-// once the scores are done, 2 they are the first DV columns of the keys.
+// once the scores are done, 2 they are the first DV columns of the keys, and `tail_v` is of k2.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
           int LAYOUT, int TAIL, bool CAUSAL, int GATE>
 inline void attend_shared(
@@ -262,7 +265,7 @@ inline void attend_shared(
   v += kv_row * DV;
   const int tail = TAIL ? (length - 1) / metal::max(TAIL, 1) * TAIL : 0;
   tail_k += size_t(b * HKV + head / (HQ / HKV)) * TAIL * D1;
-  tail_v += size_t(b * HKV + head / (HQ / HKV)) * TAIL * DV;
+  tail_v += size_t(b * HKV + head / (HQ / HKV)) * TAIL * (LAYOUT == 2 ? D2 : DV);
 
   const int last_row = metal::min(row0 + M, rows) - 1;
   const bool one_head = row0 / tokens == last_row / tokens;
@@ -294,7 +297,7 @@ inline void attend_shared(
   }
 
   stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-      key_tile, k, k2, low, low, high, index, tail_k, tail);
+      key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v);
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {
@@ -355,7 +358,7 @@ inline void attend_shared(
     arrive();
     if (LAYOUT == 0 && first + BN < high) {
       stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-          key_tile, k, k2, first + BN, low, high, index, tail_k, tail);
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v);
     }
 
     EACH(t, MT) {
@@ -390,7 +393,7 @@ inline void attend_shared(
     if (LAYOUT != 0 && first + BN < high) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-          key_tile, k, k2, first + BN, low, high, index, tail_k, tail);
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v);
     }
   }
 

@@ -56,7 +56,7 @@ def causal_sdpa(
 ) -> mx.array:
     """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked."""
     if tail is not None:
-        k, v = (_joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
+        k, v = (joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
     if isinstance(length, int) and length < k.shape[2]:
         k, v = k[:, :, :length], v[:, :, :length]
     if start is not None or isinstance(length, mx.array):
@@ -68,7 +68,7 @@ def causal_sdpa(
     return y * mx.sigmoid(gate.swapaxes(1, 2))
 
 
-def _joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
+def joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
     """The buffer with the rows of the tail in their places."""
     R, row = tail.shape[2], mx.arange(buffer.shape[2])
     length = mx.array(length).reshape(-1, 1)
@@ -143,9 +143,10 @@ _KERNELS = {
         ("shared", _SHARED, ("q", "k", "v")),
         ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
         ("latent", _SHARED, ("q", "q2", "k", "k2")),
+        ("latent_tail", _SHARED, ("q", "q2", "k", "k2", "tail_k", "tail_v")),
     )
     for split, gated in ((False, False), (True, False), (False, True))
-    if not (gated and form == "latent")
+    if not (gated and form.startswith("latent"))
 }
 _JOIN = {
     gated: MetalKernel(
@@ -159,8 +160,9 @@ _JOIN = {
 }
 
 
-LATENT = (_KERNELS["latent", False, False], _KERNELS["latent", True, False], _JOIN[False])
-SDPA = (*(kernel for key, kernel in _KERNELS.items() if key[0] != "latent"), *_JOIN.values())
+_OF_LATENTS = {key: kernel for key, kernel in _KERNELS.items() if key[0].startswith("latent")}
+LATENT = (*_OF_LATENTS.values(), _JOIN[False])
+SDPA = (*(kernel for key, kernel in _KERNELS.items() if key not in _OF_LATENTS), *_JOIN.values())
 
 
 @launches(*SDPA)
@@ -196,7 +198,7 @@ def sdpa_fused(
     tensors = (q, k, v) if tail is None else (q, k, v, *tail)
     check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     if tail is not None:
-        _check_tail(call, *tail)
+        check_tail(call, *tail)
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
@@ -272,7 +274,7 @@ def _plan(backend_name: str, call: Call) -> Plan:
     if form != "rows":
         template["TAIL"] = call.tail
     if call.tail:
-        form = "tail"
+        form = "latent_tail" if call.rotary else "tail"
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -344,13 +346,17 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
 
 
-def _check_tail(call: Call, k: mx.array, v: mx.array) -> None:
-    check_dtypes("sdpa", call.dtype, {"tail of k": k, "tail of v": v})
-    for name, x, whole in (("k", k, call.k), ("v", v, call.v)):
-        if x.shape != (*whole[:2], call.tail, whole[3]) or call.k[2] % call.tail:
-            raise ShapeError(f"sdpa: the tail of {name} is {x.shape}, that of {whole} cannot be.")
+def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
+    """Shapes and dtypes of a tail; v: of the rotary keys where there are such."""
+    check_dtypes(call.name, call.dtype, {"tail of k": k, "tail of v": v})
+    width = call.rotary or call.v[3]
+    for name, x, last in (("k", k, call.k[3]), ("v", v, width)):
+        if x.shape != (*call.k[:2], call.tail, last) or call.k[2] % call.tail:
+            raise ShapeError(
+                f"{call.name}: the tail of {name} is {x.shape}, that of {call.k} cannot be."
+            )
     if call.q[2] != 1:
-        raise ShapeError(f"sdpa: with a tail one token is asked at a time, not {call.q[2]}.")
+        raise ShapeError(f"{call.name}: with a tail one token is asked at a time, not {call.q[2]}.")
 
 
 def _check_shapes(call: Call) -> None:

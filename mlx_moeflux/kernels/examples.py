@@ -15,6 +15,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta_gates import normalise_qk
 from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.heads import HeadMatrices
 from mlx_moeflux.kernels.project import Weight
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,7 +23,7 @@ Normal = Callable[..., mx.array]
 
 B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
 N, E, K, C, F = 7, 9, 3, 64, 32
-LATENT, DR, DN = 64, 32, 24
+LATENT, DR, DN = 64, 32, 48
 
 
 def _causal_conv(x: Normal) -> Arguments:
@@ -83,9 +84,16 @@ def _sdpa(x: Normal) -> Arguments:
     return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
 
 
-def _rope(x: Normal) -> Arguments:
-    periods = 1e4 ** (mx.arange(0, DK, 2) / DK)
-    return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
+def _latent_prepare(x: Normal) -> Arguments:
+    frequencies = 1e4 ** (-mx.arange(0, DR, 2) / DR)
+    options = {"norm": x(LATENT), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
+    arrays = (x(B, T, HQ, DN + DR), x(B, T, LATENT + DR))
+    return arrays, options | {"factor": 1.2, "interleaved": True}
+
+
+def _head_product(x: Normal) -> Arguments:
+    parts = mx.quantize(0.2 * x(HQ, DN + DV, LATENT), group_size=32, bits=4)
+    return (x(B, HQ, 1, LATENT), HeadMatrices(*parts, QuantSpec(4, 32), DN, DV)), {}
 
 
 def _latent_attention(x: Normal) -> Arguments:
@@ -168,7 +176,8 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "gated_rms_norm": _gated_rms_norm,
     "delta_mixer": _delta_mixer,
     "norm_rope": _norm_rope,
-    "rope": _rope,
+    "latent_prepare": _latent_prepare,
+    "head_product": _head_product,
     "append_row": _append_row,
     "sdpa": _sdpa,
     "latent_attention": _latent_attention,

@@ -16,8 +16,11 @@ Shapes:
     which the first `length` rows count and no other is read. The T queries are the last of them:
     query t sees keys up to length - T + t.
     mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, length]``.
+    length: An int, or (one query only) int32 ``[1]``.
     start: None, or int32 ``[B]``: the first key of each sequence; a query before it sees itself
     alone, and its result means nothing.
+    tail: None, or (one query only) the newest rows of both buffers, as in
+    :mod:`mlx_moeflux.kernels.attention`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
+
+from mlx_moeflux.kernels.attention import joined
 
 # Scores computed at once: 16 MiB in float32, and as much again for each step to the weights.
 SCORES_AT_ONCE = 4 << 20
@@ -41,10 +46,11 @@ def latent_attention(
     latents: mx.array,
     rotary_keys: mx.array,
     *,
-    length: int,
+    length: int | mx.array,
     scale: float,
     mask: Mask,
     start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """The absorbed form.
 
@@ -52,6 +58,20 @@ def latent_attention(
     weighted latents, in the dtype of q_latent.
     """
     B, H, T, R = q_latent.shape
+    if tail is not None:
+        whole = (latents, rotary_keys)
+        latents, rotary_keys = (joined(x, t, length) for x, t in zip(whole, tail, strict=True))
+    if isinstance(length, mx.array):
+        # In a traced step: nothing is evaluated, and the scores of one query are few.
+        key, length = mx.arange(latents.shape[2]), length.reshape(-1, 1, 1, 1)
+        visible = key < length
+        if start is not None:
+            visible = (visible & (key >= start[:, None, None, None])) | (key == length - 1)
+        q = mx.concatenate([q_latent, q_rotary], axis=-1).astype(mx.float32) * scale
+        keys = mx.concatenate([latents, rotary_keys], axis=-1).astype(mx.float32)
+        scores = mx.where(visible, q @ keys.swapaxes(-1, -2), _NEVER)
+        y = mx.softmax(scores, axis=-1) @ keys[..., :R]
+        return y.astype(q_latent.dtype)
     heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
     q = mx.concatenate([q_latent, q_rotary], axis=-1).astype(mx.float32) * scale
     parts = []

@@ -1,47 +1,36 @@
-"""Latent attention with absorbed projections: every head reads the same latents.
+"""Latent attention with absorbed projections on a GPU: every head reads the same latents.
 
     y = softmax((q_latent latents^T + q_rotary rotary_keys^T) scale) latents
 
-Shapes:
-    q_latent: ``[B, H, T, R]`` (queries through the key half of kv_b_proj); q_rotary:
-    ``[B, H, T, P]``; latents: ``[B, 1, S, R]``; rotary_keys: ``[B, 1, S, P]``.
-    mask, length, start: as in :mod:`mlx_moeflux.kernels.attention`.
-    returns: ``[B, H, T, R]``; the value half of kv_b_proj comes after.
+Shapes, mask, length, start, tail: see :func:`mlx_moeflux.kernels.latent.latent_attention`, the
+reference; the value half of kv_b_proj comes after. length may be int32 ``[B]`` too.
 
-The fused form never holds ``[H, T, S]`` scores: a threadgroup owns 32 rows (heads x tokens) and
-a part of the keys.
+``[H, T, S]`` scores are never held: a threadgroup owns 16 or more rows (heads x tokens) and a part
+of the keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention import LATENT, Call, causal_sdpa, check_dtypes, run
+from mlx_moeflux.kernels.attention import (
+    LATENT,
+    SDPA,
+    Call,
+    check_dtypes,
+    check_tail,
+    run,
+    sdpa_fused,
+)
+from mlx_moeflux.kernels.latent import Mask, latent_attention, latent_prefill
 from mlx_moeflux.kernels.metal import launches
 
-
-def latent_attention(
-    q_latent: mx.array,
-    q_rotary: mx.array,
-    latents: mx.array,
-    rotary_keys: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    length: int | mx.array | None = None,
-    start: mx.array | None = None,
-) -> mx.array:
-    """Stock MLX: attention over latents and rotary keys side by side (scores may be held)."""
-    return causal_sdpa(
-        mx.concatenate([q_latent, q_rotary], axis=-1),
-        mx.concatenate([latents, rotary_keys], axis=-1),
-        latents,
-        scale=scale,
-        mask=mask,
-        length=length,
-        start=start,
-    )
+# Numbers of keys and values that are held at once, as they come and as attention takes them:
+# 128 heads of 2048 positions, a few heads of very long prompts.
+VALUES_AT_ONCE = 128 << 20
 
 
 @launches(*LATENT)
@@ -51,13 +40,14 @@ def latent_attention_fused(
     latents: mx.array,
     rotary_keys: mx.array,
     *,
+    length: int | mx.array,
     scale: float,
-    mask: mx.array | str | None,
-    length: int | mx.array | None = None,
+    mask: Mask,
     start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """:func:`latent_attention` in one launch and, over parts of the keys, one that joins them. A
-    mask that is an array goes to the reference.
+    """The absorbed form in one launch and, over parts of the keys, one that joins them. A mask
+    that is an array goes to the reference.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, R is no multiple of 64 or P of 16, or
@@ -67,7 +57,7 @@ def latent_attention_fused(
     if isinstance(mask, mx.array):
         return latent_attention(
             q_latent, q_rotary, latents, rotary_keys,
-            scale=scale, mask=mask, length=length, start=start,
+            length=length, scale=scale, mask=mask, start=start, tail=tail,
         )  # fmt: skip
     R, P = latents.shape[-1], rotary_keys.shape[-1]
     if q_rotary.shape != (*q_latent.shape[:3], P) or (*latents.shape[:3], P) != rotary_keys.shape:
@@ -83,7 +73,60 @@ def latent_attention_fused(
     check_dtypes("latent_attention", q_latent.dtype, others)
     call = Call(
         "latent_attention", q_latent.shape, latents.shape, latents.shape, None, q_latent.dtype,
-        mask is not None, P,
+        mask is not None, P, 0 if tail is None else tail[0].shape[2],
     )  # fmt: skip
-    tensors = (q_latent, q_rotary, latents, rotary_keys)
+    tensors = (q_latent, q_rotary, latents, rotary_keys, *(tail or ()))
+    if tail is not None:
+        check_tail(call, *tail)
     return run(call, tensors, None, scale=scale, length=length, start=start)
+
+
+@launches(*SDPA)
+def latent_prefill_expanded(
+    q_nope: mx.array,
+    q_rotary: mx.array,
+    latents: mx.array,
+    rotary_keys: mx.array,
+    *,
+    expand: Callable[[mx.array, int, int], tuple[mx.array, mx.array]],
+    length: int,
+    scale: float,
+    mask: Mask,
+    start: mx.array | None = None,
+) -> mx.array:
+    """:func:`~mlx_moeflux.kernels.latent.latent_prefill`: keys and values of some heads, then
+    :func:`~mlx_moeflux.kernels.attention.sdpa_fused` over them. A mask that is an array goes to
+    the reference.
+
+    Evaluates: each stretch of heads, unless one takes all.
+
+    Raises:
+        ShapeError, UnsupportedError: As sdpa_fused.
+    """
+    if isinstance(mask, mx.array):
+        return latent_prefill(
+            q_nope, q_rotary, latents, rotary_keys,
+            expand=expand, length=length, scale=scale, mask=mask, start=start,
+        )  # fmt: skip
+    H, parts = q_nope.shape[1], []
+    rows, rotary = latents[:, :, :length], rotary_keys[:, :, :length]
+    heads = heads_at_once(q_nope.shape, length, rotary.shape[-1])
+    q = mx.concatenate([q_nope, q_rotary], axis=-1)
+    for first in range(0, H, heads):
+        last = min(first + heads, H)
+        k, v = expand(rows, first, last)
+        shared = mx.broadcast_to(rotary, (*k.shape[:3], rotary.shape[-1]))
+        keys = mx.concatenate([k, shared.astype(k.dtype)], axis=-1)
+        options = {"scale": scale, "mask": mask, "length": length, "start": start}
+        parts.append(sdpa_fused(q[:, first:last], keys, v, **options))
+        if heads < H:
+            # Else MLX makes the keys and values of many heads before it needs them.
+            mx.eval(parts[-1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+
+
+def heads_at_once(q_nope: tuple[int, ...], length: int, rotary: int) -> int:
+    """How many heads' keys and values are made at once, the values as wide as q_nope."""
+    B, H, _, Dn = q_nope
+    most = max(1, VALUES_AT_ONCE // (B * length * (3 * Dn + rotary)))
+    return -(-H // -(-H // most))

@@ -2,10 +2,9 @@
 #include "quantised.metal"
 
 // ROWS rows of w form(x) for each simdgroup, FORM as above, of the OUT rows of w from BASE on;
-// returns the first. All lanes get the
-// totals.
+// returns the first. All lanes get the totals. x is staged PIECE steps at a time.
 template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
-          bool EXACT, int FORM, typename T, typename U, typename W, typename S>
+          int PIECE, bool EXACT, int FORM, typename T, typename U, typename W, typename S>
 inline uint rows_of(
     thread float* totals,
     const device T* x,
@@ -27,28 +26,35 @@ inline uint rows_of(
   biases += ulong(BASE + row) * (IN / GROUP);
   slice<V, W, S> rows[2][ROWS];
   fetch_rows<ROWS, IN, BITS, GROUP>(rows[0], w, scales, biases, lane * N);
-  float square = stage<IN, BITS, EXACT, N, FORM>(
-      values, sums, x, other, simdgroup * 32 + lane, 32 * SIMDGROUPS);
-  if (FORM == NORM) {
-    square = simd_sum(square);
-    if (lane == 0) {
-      squares[simdgroup] = square;
-    }
-  }
   for (int r = 0; r < ROWS; ++r) {
     totals[r] = 0.0f;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float square = 0.0f;
   #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
+    if (step % PIECE == 0) {
+      if (step > 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      square += stage<IN, BITS, EXACT, N, FORM, PIECE>(
+          values, sums, x, other, step * 32 * N, simdgroup * 32 + lane, 32 * SIMDGROUPS);
+      if (FORM == NORM && step + PIECE >= STEPS) {
+        square = simd_sum(square);
+        if (lane == 0) {
+          squares[simdgroup] = square;
+        }
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
     const uint at = (step * 32 + lane) * N;
     if (step + 1 < STEPS) {
       fetch_rows<ROWS, IN, BITS, GROUP>(rows[(step + 1) % 2], w, scales, biases, at + 32 * N);
     }
     if (IN % (32 * N) == 0 || at < IN) {
       float part[N];
-      take<N>(part, values, step, lane);
-      add_rows<ROWS, BITS, EXACT>(totals, rows[step % 2], part, sums[step * 32 + lane]);
+      take<N>(part, values, step % PIECE, lane);
+      add_rows<ROWS, BITS, EXACT>(
+          totals, rows[step % 2], part, sums[step % PIECE * 32 + lane]);
     }
   }
   float inverse = 1.0f;
@@ -73,7 +79,8 @@ inline bool owns_rows(uint group, uint simdgroup) {
 
 // y[row ...] = (residual +) w form(x); rows of y lie `stride` apart.
 template <int ROWS, int SIMDGROUPS, int IN, int BASE, int OUT, int BITS, int GROUP, int V,
-          bool EXACT, int FORM, bool RESIDUAL, typename T, typename U, typename W, typename S>
+          int PIECE, bool EXACT, int FORM, bool RESIDUAL, typename T, typename U, typename W,
+          typename S, typename Y>
 inline void norm_matvec(
     const device T* x,
     const device U* norm_weight,
@@ -82,7 +89,7 @@ inline void norm_matvec(
     const device W* w,
     const device S* scales,
     const device S* biases,
-    device T* y,
+    device Y* y,
     threadgroup float* values,
     threadgroup float* sums,
     threadgroup float* squares,
@@ -92,13 +99,13 @@ inline void norm_matvec(
     uint simdgroup,
     uint lane) {
   float totals[ROWS];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, EXACT, FORM>(
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, BASE, OUT, BITS, GROUP, V, PIECE, EXACT, FORM>(
       totals, x + token * IN, norm_weight, epsilon, w, scales, biases, values, sums, squares, group,
       simdgroup, lane);
   if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {
     for (int r = 0; r < ROWS; ++r) {
       const uint at = token * stride + row + r;
-      y[at] = T(RESIDUAL ? float(residual[at]) + totals[r] : totals[r]);
+      y[at] = Y(RESIDUAL ? float(residual[at]) + totals[r] : totals[r]);
     }
   }
 }
@@ -136,9 +143,10 @@ inline void clear_rest(device T* y, uint index) {
   }
 }
 
-// y = residual + experts + sigmoid(score) w (silu(gate) up); without SCORED the factor is 1.
-template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          bool SCORED, typename T, typename W, typename S>
+// y = residual + experts + sigmoid(score) w (silu(gate) up); without SCORED the factor is 1, without
+// ROUTED there are no experts.
+template <int ROWS, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, int PIECE,
+          bool EXACT, bool ROUTED, bool SCORED, typename T, typename W, typename S>
 inline void add_shared(
     const device T* residual,
     const device float* experts,
@@ -156,14 +164,15 @@ inline void add_shared(
     uint simdgroup,
     uint lane) {
   float totals[ROWS];
-  const uint row = rows_of<ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, EXACT, SWIGLU>(
+  const uint row = rows_of<ROWS, SIMDGROUPS, IN, 0, OUT, BITS, GROUP, V, PIECE, EXACT, SWIGLU>(
       totals, gate + token * IN, up + token * IN, 0.0f, w, scales, biases, values, sums, values,
       group, simdgroup, lane);
   if (lane == 0 && owns_rows<ROWS, SIMDGROUPS, OUT>(group, simdgroup)) {
     const float factor = SCORED ? sigmoid(float(score[token])) : 1.0f;
     for (int r = 0; r < ROWS; ++r) {
       const uint at = token * OUT + row + r;
-      y[at] = T(float(residual[at]) + experts[at] + factor * totals[r]);
+      const float routed = ROUTED ? experts[at] : 0.0f;
+      y[at] = T(float(residual[at]) + routed + factor * totals[r]);
     }
   }
 }

@@ -233,7 +233,10 @@ def _launch(
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        staged, sums = staged_floats(stored, words, width)
+        piece, staged, sums = staged_floats(stored, words, width)
+        numbers = words * (32 // stored.bits if stored.bits else 1)
+        if 32 * numbers * piece < width:
+            raise UnsupportedError(f"a shared expert of {width} does not fit on the chip at once.")
         options |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
         options |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
         options |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}

@@ -138,7 +138,7 @@ def norm_rope_fused(
         filled(0.0) if k_weight is None else k_weight,
         frequencies.astype(mx.float32),
         filled(eps),
-        _offsets(offset, q.shape[0]),
+        offsets(offset, q.shape[0]),
         template=template,
         grid=(-(-rows * 32 // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
@@ -190,7 +190,7 @@ def _frequencies(dims: int, base: float) -> mx.array:
     return mx.array(turns, dtype=mx.float32)
 
 
-def _offsets(offset: int | mx.array, batch: int) -> mx.array:
+def offsets(offset: int | mx.array, batch: int) -> mx.array:
     """int32 of at least `batch` elements."""
     if isinstance(offset, int):
         return mx.array([offset] * max(batch, LEAST_INPUT), dtype=mx.int32)

@@ -59,6 +59,8 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         UnsupportedError: The kernels cannot read them.
     """
     weight, scales, spec = matrix.weight, matrix.scales, matrix.spec
+    if weight is None:
+        raise UnsupportedError("kernels read matrices, not modules that stand for one.")
     if spec is None:
         found = Matrix(0, 32)
         known = weight.dtype in FLOATS
@@ -81,18 +83,16 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
     return found
 
 
-def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
-    """Floats of threadgroup memory that a row of x takes when lanes take `words` at a time, and
-    the sums of what they take: see ``stage`` in quantised.metal.
-
-    Raises:
-        UnsupportedError: They do not fit.
+def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int, int]:
+    """How a row of x is kept on the chip when lanes take `words` at a time: as many steps at once
+    as fit, and the floats of threadgroup memory for them and for the sums of what lanes take. See
+    ``stage`` in quantised.metal.
     """
     numbers = words * (32 // matrix.bits if matrix.bits else 1)
     steps = -(-width // (32 * numbers))
-    if 4 * steps * 32 * (numbers + 1) > MOST_STAGED_BYTES:
-        raise UnsupportedError(f"kernels keep rows of x on the chip; {width} values are too many.")
-    return steps * 32 * numbers, steps * 32
+    pieces = -(-4 * steps * 32 * (numbers + 1) // MOST_STAGED_BYTES)
+    piece = -(-steps // pieces)
+    return piece, piece * 32 * numbers, piece * 32
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:

@@ -17,8 +17,9 @@ class Attention(nn.Module):
 
     config: Its fields ``hidden_size``, ``head_dim``, ``num_attention_heads``,
     ``num_key_value_heads``, ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and
-    ``attention_bias`` count. gated: Each head's rows of ``q_proj`` are its query rows, then the
-    rows of a sigmoid gate of its output. window: A token sees only so many, itself included.
+    ``attention_bias`` count, and ``yarn``, how the rotary embedding is stretched. gated: Each
+    head's rows of ``q_proj`` are its query rows, then the rows of a sigmoid gate of its output.
+    window: A token sees only so many, itself included.
 
     Shapes:
         x: ``[B, T, C]``; returns x plus what comes of norm(x).
@@ -38,6 +39,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(Hq * Dh, C, bias=bias)
         self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+        yarn, self._turns = getattr(config, "yarn", None), {}
+        self._factors = None
+        if yarn is not None:
+            self._turns["frequencies"] = 1.0 / yarn.periods(config.rotary_dims)
+            factors = mx.where(mx.arange(Dh) < config.rotary_dims, yarn.attention_factor, 1.0)
+            self._factors = factors if yarn.attention_factor != 1.0 else None
+            mx.eval(self._turns, self._factors)
 
     def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
@@ -51,12 +59,13 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight,
+            q_weight=self._scaled(self.q_norm.weight),
+            k_weight=self._scaled(self.k_norm.weight),
             eps=config.rms_norm_eps,
             dims=config.rotary_dims,
             base=config.rope_theta,
             offset=cache.positions(T),
+            **self._turns,
         )
         options = {"mask": "causal" if T > 1 else None}
         if self.window is not None and cache.columns + T > self.window:
@@ -64,6 +73,10 @@ class Attention(nn.Module):
         y = kernels.sdpa(q, **cache.append(kernels, k, v) | options, scale=Dh**-0.5, gate=gate)
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return project(kernels, y, self.o_proj, residual=x)[0]
+
+    def _scaled(self, weight: mx.array) -> mx.array:
+        """A norm's weight with YaRN's factor of what is turned; rotations keep it."""
+        return weight if self._factors is None else weight * self._factors
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

@@ -15,9 +15,9 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.layers import SwiGLU, project
+from mlx_moeflux.models.layers import DenseMlp, project
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
-from mlx_moeflux.models.record import note
+from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.segments import SegmentedStep
 from mlx_moeflux.models.step import CompiledStep
 
@@ -34,7 +34,7 @@ class DecoderLayer(nn.Module):
         config: Any,
         *,
         mixer: tuple[str, nn.Module],
-        mlp: SwiGLU | SparseMoeBlock,
+        mlp: DenseMlp | SparseMoeBlock,
     ):
         super().__init__()
         self._mixer_name, module = mixer
@@ -52,9 +52,10 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, SparseMoeBlock):
             out = self.mlp(h, self.post_attention_layernorm, mask)
         else:
-            post = self.post_attention_layernorm(h)
-            out = h + _chunked(self.mlp, post, parts)
-            note(self, h_post=post)
+            norm = self.post_attention_layernorm
+            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
+            if recorded(self, "h_post"):
+                note(self, h_post=norm(h))
         note(self, input=x, h_mid=h, output=out)
         return out
 

@@ -23,8 +23,9 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
+from mlx_moeflux.kernels.latent_attention import VALUES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import SwiGLU, project, weight_of
+from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.moe import Router, SparseMoeBlock
 from mlx_moeflux.models.record import note, recorded
@@ -173,18 +174,13 @@ class GroupedRouter:
         )
 
 
-class Gate(nn.Module):
-    """Parameters ``gate.weight [E, C]`` and ``gate.e_score_correction_bias [E]``, never
-    quantised; logits are computed in float32, as in transformers."""
+class Gate(PreciseLinear):
+    """Parameters ``gate.weight [E, C]`` and ``gate.e_score_correction_bias [E]``; logits are
+    computed in float32, as in transformers."""
 
     def __init__(self, hidden_size: int, num_experts: int):
-        super().__init__()
-        scale = hidden_size**-0.5
-        self.weight = mx.random.uniform(-scale, scale, (num_experts, hidden_size))
+        super().__init__(hidden_size, num_experts)
         self.e_score_correction_bias = mx.zeros((num_experts,))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return x.astype(mx.float32) @ self.weight.astype(mx.float32).T
 
 
 class MoeBlock(SparseMoeBlock):
@@ -205,12 +201,11 @@ class MoeBlock(SparseMoeBlock):
 
     def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
-        stacks = self.stacks()
-        if not stacks:
-            post = norm(x).reshape(-1, x.shape[-1])
-            return post, self.gate(post), ()
-        *shared, post = project(self._kernels, x, *stacks[0], norm=norm, normed=True, flat=True)
-        return post, self.gate(post), shared
+        linears = [linear for stack in self.stacks() for linear in stack]
+        *shared, logits, post = project(
+            self._kernels, x, *linears, self.gate, norm=norm, normed=True, flat=True
+        )
+        return post, logits, shared
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
@@ -279,7 +274,7 @@ class Model(DecoderModel):
         if config.is_sparse(layer):
             mlp = MoeBlock(config, layer=layer, router=self._router, kernels=kernels)
         else:
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
         attention = LatentAttention(config, kernels)
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 
@@ -305,14 +300,16 @@ class Model(DecoderModel):
         """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
 
         Residual stream and shared experts of all tokens, attention or dense MLP for one chunk
-        (scores are bounded), and the scratch of the experts.
+        (scores, or the keys and values made at once, are bounded), and the scratch of the experts.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         shared = 3 * tokens * config.moe_intermediate_size * (config.n_shared_experts or 0)
         residual = 10 * tokens * config.hidden_size + shared
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
-        heads = chunk * config.num_attention_heads * (width + 4 * config.v_head_dim)
-        attention = heads + 8 * SCORES_AT_ONCE
+        H, Dn = config.num_attention_heads, config.qk_nope_head_dim
+        heads = chunk * H * (width + 4 * config.v_head_dim)
+        expanded = H * (tokens + seen) * (3 * Dn + config.qk_rope_head_dim)
+        attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
 

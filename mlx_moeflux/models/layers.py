@@ -24,6 +24,34 @@ class SwiGLU(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        return [(self.gate_proj, self.up_proj)]
+
+
+class DenseMlp(SwiGLU):
+    """The whole second half of a dense layer: x ``[B, T, C]`` plus the SwiGLU of norm(x)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, kernels: Kernels):
+        super().__init__(hidden_size, intermediate_size)
+        self._kernels = kernels
+
+    def __call__(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+        gate, up = project(self._kernels, x, *self.stacks()[0], norm=norm, flat=True)
+        return self._kernels.add_shared(x, None, gate, up, weight_of(self.down_proj))
+
+
+class PreciseLinear(nn.Module):
+    """A matrix ``weight [out, in]`` whose products are float32, whatever x is; never quantised."""
+
+    def __init__(self, input_dims: int, output_dims: int):
+        super().__init__()
+        scale = input_dims**-0.5
+        self.weight = mx.random.uniform(-scale, scale, (output_dims, input_dims))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return weight_of(self).matmul(x)
+
 
 @dataclass(frozen=True)
 class Applied:
@@ -40,6 +68,8 @@ class Applied:
 
 def weight_of(linear: nn.Module) -> Weight | Applied:
     """The matrix of a linear layer as kernels take it; it is what it is at this moment."""
+    if isinstance(linear, PreciseLinear):
+        return Weight(linear.weight.astype(mx.float32), precise=True)
     if "bias" not in linear:
         if type(linear) is nn.Linear:
             return Weight(linear.weight)
@@ -120,11 +150,11 @@ def _stacked(group: list[nn.Module], first: Weight) -> Weight:
 
 
 def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
-    """Their matrices: those that :func:`stack` laid together as one."""
+    """The matrices of `linears`; those that were stacked, and lead, as one."""
     known = getattr(linears[0], "_stack", None)
-    if known is not None and known.holds(linears):
-        return known.weights
-    return [weight_of(each) for each in linears]
+    if known is None or not known.holds(linears[: len(known.linears)]):
+        return [weight_of(each) for each in linears]
+    return [*known.weights, *(weight_of(each) for each in linears[len(known.linears) :])]
 
 
 def joined_weight(*linears: nn.Module) -> Weight | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.heads import HeadMatrices
 from mlx_moeflux.models.layers import project
 
 # transformers gives the two inner norms this one, whatever rms_norm_eps is.
@@ -34,39 +36,10 @@ class HeadLinear(nn.Module):
         module.freeze()
         return module
 
-    def heads(self, first: int, last: int) -> HeadMatrices:
-        """Some of the matrices."""
-        rows = slice(first, last)
+    def matrices(self) -> HeadMatrices:
+        """The parameters as they are now."""
         parts = (self.get(part) for part in ("weight", "scales", "biases"))
-        return HeadMatrices(*(None if p is None else p[rows] for p in parts), self._spec)
-
-
-class HeadMatrices:
-    """Matrices ``[h, out, in]`` of some heads, views of parameters, perhaps quantised."""
-
-    def __init__(
-        self,
-        weight: mx.array,
-        scales: mx.array | None,
-        biases: mx.array | None,
-        spec: QuantSpec | None,
-    ):
-        self.parts, self.spec = (weight, scales, biases), spec
-
-    def __call__(self, x: mx.array, *, transposed: bool = False) -> mx.array:
-        """x ``[B, h or 1, T, in]`` -> ``[B, h, T, out]``; `transposed`: out and in swapped."""
-        weight, scales, biases = self.parts
-        if self.spec is None:
-            return x @ (weight if transposed else weight.swapaxes(-1, -2))
-        return mx.quantized_matmul(
-            x,
-            weight,
-            scales,
-            biases,
-            transpose=not transposed,
-            group_size=self.spec.group_size,
-            bits=self.spec.bits,
-        )
+        return HeadMatrices(*parts, self._spec, 0, self.weight.shape[1])
 
 
 class LatentAttention(nn.Module):
@@ -102,7 +75,8 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(R, H * (Dn + Dv), bias=False)
         self.o_proj = nn.Linear(H * Dv, C, bias=bias)
         self.scale = (Dn + Dr) ** -0.5 * config.rope.softmax_factor()
-        self._periods = config.rope.periods(Dr)
+        self._frequencies = 1.0 / config.rope.periods(Dr)
+        mx.eval(self._frequencies)
 
     def use_split_heads(self) -> None:
         """Hold ``embed_q`` and ``unembed_out`` instead of ``kv_b_proj``."""
@@ -115,31 +89,28 @@ class LatentAttention(nn.Module):
     def __call__(self, x: mx.array, cache: LatentCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
-        H, R, Dv = config.num_attention_heads, config.kv_lora_rank, config.v_head_dim
-        q, latent = self._queries(x, norm)
-        q = q.reshape(B, T, H, -1).swapaxes(1, 2)  # [B, H, T, Dn + Dr]
-        q_nope, q_rope = mx.split(q, [config.qk_nope_head_dim], axis=-1)
-        latent, key_rope = mx.split(latent[:, None], [R], axis=-1)
-        rope = {
-            "offset": cache.positions(T),
-            "scale": config.rope.attention_factor,
-            "interleaved": config.rope_interleave,
-        }
-        start = cache.left_padding
-        q_rope = kernels.rope(q_rope, self._periods, **rope)
-        key_rope = kernels.rope(key_rope, self._periods, **rope)
-        cache.update_and_fetch(self.kv_a_layernorm(latent), key_rope)
-        latent, key_rope, length = cache.buffer()
-        options = {"length": length, "scale": self.scale, "start": start}
-        options["mask"] = None if T == 1 else "causal"
+        H, Dv = config.num_attention_heads, config.v_head_dim
+        q, kv = self._queries(x, norm)
+        q_nope, q_rope, latent, key_rope = kernels.latent_prepare(
+            q.reshape(B, T, H, -1),
+            kv,
+            norm=self.kv_a_layernorm.weight,
+            eps=INNER_EPS,
+            frequencies=self._frequencies,
+            offset=cache.positions(T),
+            factor=config.rope.attention_factor,
+            interleaved=config.rope_interleave,
+        )
+        options = cache.append(kernels, latent, key_rope)
+        buffers = options.pop("k"), options.pop("v")
+        options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
+        keys, values = self._matrices()
         if self.absorbs(T):
-            q_latent = self._key_heads(q_nope)  # [B, H, T, R]
-            y = kernels.latent_attention(q_latent, q_rope, latent, key_rope, **options)
-            y = self._values(0, H)(y)
+            q_latent = kernels.head_product(q_nope, keys, transposed="embed_q" not in self)
+            y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)
+            y = kernels.head_product(y, values)
         else:
-            y = kernels.latent_prefill(
-                q_nope, q_rope, latent, key_rope, expand=self._expand, **options
-            )
+            y = kernels.latent_prefill(q_nope, q_rope, *buffers, expand=self._expand, **options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
         return project(kernels, y, self.o_proj, residual=x)[0]
 
@@ -158,36 +129,27 @@ class LatentAttention(nn.Module):
         low, latent = project(kernels, x, self.q_a_proj, latent, norm=norm)
         return [*project(kernels, low, self.q_b_proj, norm=self.q_a_layernorm), latent]
 
-    def _key_heads(self, q_nope: mx.array) -> mx.array:
-        """``W_K(h)^T q_nope``: ``[B, H, T, Dn]`` -> ``[B, H, T, R]``."""
-        H = self.config.num_attention_heads
-        if "embed_q" in self:
-            return self.embed_q.heads(0, H)(q_nope)
-        return self._of_kv_b(0, H, keys=True)(q_nope, transposed=True)
-
     def _expand(self, latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Keys ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of latents ``[B, 1, s, R]``."""
-        values = self._values(first, last)(latent)
+        product, (keys, values) = self._kernels.head_product, self._matrices()
+        keys, heads = replace(keys, heads=(first, last)), replace(values, heads=(first, last))
+        return product(latent, keys, transposed="embed_q" in self), product(latent, heads)
+
+    def _matrices(self) -> tuple[HeadMatrices, HeadMatrices]:
+        """What makes keys of latents (``embed_q``: transposed), and what makes values."""
         if "embed_q" in self:
-            return self.embed_q.heads(first, last)(latent, transposed=True), values
-        return self._of_kv_b(first, last, keys=True)(latent), values
-
-    def _values(self, first: int, last: int) -> HeadMatrices:
-        if "unembed_out" in self:
-            return self.unembed_out.heads(first, last)
-        return self._of_kv_b(first, last, keys=False)
-
-    def _of_kv_b(self, first: int, last: int, *, keys: bool) -> HeadMatrices:
-        """The rows of ``kv_b_proj`` that make keys, or values: each head has both."""
+            return self.embed_q.matrices(), self.unembed_out.matrices()
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
-        rows = slice(0, Dn) if keys else slice(Dn, None)
-        parts = []
-        for part in ("weight", "scales", "biases"):
-            array = self.kv_b_proj.get(part)
-            if array is not None:
-                array = array.reshape(H, array.shape[0] // H, -1)[first:last, rows]
-            parts.append(array)
+        parts = [self.kv_b_proj.get(part) for part in ("weight", "scales", "biases")]
+        parts = [None if p is None else p.reshape(H, p.shape[0] // H, -1) for p in parts]
         spec = None
         if parts[1] is not None:
             spec = QuantSpec(self.kv_b_proj.bits, self.kv_b_proj.group_size)
-        return HeadMatrices(*parts, spec)
+        whole = HeadMatrices(*parts, spec, 0, parts[0].shape[1])
+        return replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """See :meth:`StreamingModel.prepare`."""
+        if self.config.q_lora_rank is None:
+            return [(self.q_proj, self.kv_a_proj_with_mqa)]
+        return [(self.q_a_proj, self.kv_a_proj_with_mqa)]

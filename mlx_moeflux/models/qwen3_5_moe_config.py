@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.rope import rope_keys
+from mlx_moeflux.models.rope import Rope, rope_keys
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -39,6 +39,7 @@ class Config:
     rope_theta: float
     partial_rotary_factor: float
     max_position_embeddings: int
+    yarn: Rope | None = None
     layer_types: tuple[str, ...] = ()
     full_attention_interval: int = 4
     tie_word_embeddings: bool = False
@@ -139,11 +140,16 @@ class Config:
     def published(self) -> dict[str, Any]:
         """This as config.json, in the vision-language wrapper's form."""
         text = asdict(self)
+        del text["yarn"]
         text["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": text.pop("rope_theta"),
             "partial_rotary_factor": text.pop("partial_rotary_factor"),
         }
+        if self.yarn is not None:
+            scaling = self.yarn.published()["rope_scaling"]
+            text["rope_parameters"] |= {k: v for k, v in scaling.items() if k != "type"}
+            text["rope_parameters"]["rope_type"] = "yarn"
         text["layer_types"] = [
             LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)
         ]

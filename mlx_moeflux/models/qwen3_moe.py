@@ -18,9 +18,9 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import SwiGLU
+from mlx_moeflux.models.layers import DenseMlp
 from mlx_moeflux.models.moe import SparseMoeBlock
-from mlx_moeflux.models.rope import rope_keys
+from mlx_moeflux.models.rope import Rope, rope_keys, stretched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Config:
     rope_theta: float
     partial_rotary_factor: float
     max_position_embeddings: int
+    yarn: Rope | None = None
     norm_topk_prob: bool = False
     mlp_only_layers: tuple[int, ...] = ()
     decoder_sparse_step: int = 1
@@ -102,7 +103,7 @@ class Config:
     def published(self) -> dict[str, Any]:
         """This as config.json."""
         kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-        return kind | asdict(self) | {"eos_token_id": self.vocab_size - 1, "rope_scaling": None}
+        return kind | stretched(self, asdict(self)) | {"eos_token_id": self.vocab_size - 1}
 
 
 class Model(DecoderModel):
@@ -115,7 +116,7 @@ class Model(DecoderModel):
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
         """See :meth:`DecoderModel.mlx_lm_keys`."""
-        return asdict(config)
+        return stretched(config, asdict(config))
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Attention, then MoE block or dense MLP."""
@@ -129,7 +130,7 @@ class Model(DecoderModel):
                 kernels=kernels,
             )
         else:
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
         attention = Attention(config, kernels, window=config.window)
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 

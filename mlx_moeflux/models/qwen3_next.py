@@ -19,8 +19,9 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer
-from mlx_moeflux.models.layers import SwiGLU, project
+from mlx_moeflux.models.layers import DenseMlp, project
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from mlx_moeflux.models.rope import stretched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ class Config(qwen3_5_moe_config.Config):
             qwen3_5_moe_config.LINEAR if self.is_linear(i) else qwen3_5_moe_config.FULL
             for i in range(self.num_hidden_layers)
         ]
-        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1, "rope_scaling": None}
-        return kind | asdict(self) | more
+        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1}
+        return kind | stretched(self, asdict(self)) | more
 
 
 class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
@@ -100,7 +101,8 @@ class Model(qwen3_5_moe.Model):
         """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm knows intervals only, no list of layers."""
         full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
         interval = full[0] + 1 if full else config.num_hidden_layers + 1
-        keys = {k: v for k, v in asdict(config).items() if k != "layer_types"}
+        keys = stretched(config, asdict(config))
+        del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
 
     def make_layer(self, layer: int) -> DecoderLayer:
@@ -110,7 +112,7 @@ class Model(qwen3_5_moe.Model):
         if config.is_linear(layer):
             mixer = "linear_attn", FusedDeltaNet(config, kernels)
         if not config.is_sparse(layer):
-            mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
             return DecoderLayer(config, mixer=mixer, mlp=mlp)
         mlp = SharedExpertMoeBlock(
             layer=layer,

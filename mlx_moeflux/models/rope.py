@@ -13,23 +13,35 @@ import numpy as np
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 
-def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, float]:
-    """``rope_theta`` and ``partial_rotary_factor`` (absent: `partial`) of a plain rope.
+def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, Any]:
+    """``rope_theta`` and ``partial_rotary_factor`` (absent: `partial`), and ``yarn``: the
+    :class:`Rope` of a context that YaRN stretches, else None.
 
     transformers 5 writes ``rope_parameters``; older files ``rope_theta``, ``rope_scaling`` and
     a ``partial_rotary_factor`` beside them.
 
     Raises:
-        ConfigError: Two places contradict each other.
-        UnsupportedError: The rope is not the plain one.
+        ConfigError: Two places contradict each other, or YaRN lacks something.
+        UnsupportedError: The rope is neither plain nor YaRN.
     """
     keys = ("rope_theta", "partial_rotary_factor")
     found = rope_parameters(config, file, keys)
-    if found["rope_type"] != "default":
-        raise UnsupportedError(
-            f"{file}: rope type {found['rope_type']!r} is not computed; only 'default'."
-        )
-    return {"partial_rotary_factor": partial} | {k: found[k] for k in keys if k in found}
+    positions = config.get("max_position_embeddings")
+    stretched = {k: v for k, v in found.items() if k not in _NOT_OF_YARN}
+    rope = Rope.of(
+        stretched, file, theta=0.0, positions=positions if isinstance(positions, int) else 0
+    )
+    yarn = None if rope.factor is None else rope
+    return {"partial_rotary_factor": partial, "yarn": yarn} | {
+        k: found[k] for k in keys if k in found
+    }
+
+
+def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
+    """`keys` of config.json with ``rope_scaling`` in the place of `config.yarn`."""
+    keys = {k: v for k, v in keys.items() if k != "yarn"}
+    yarn = getattr(config, "yarn", None)
+    return keys | {"rope_scaling": None if yarn is None else yarn.published()["rope_scaling"]}
 
 
 def rope_parameters(
@@ -58,6 +70,8 @@ def rope_parameters(
     return found
 
 
+# Of vision-language wrappers, whose text positions are plain numbers; and what is no part of YaRN.
+_NOT_OF_YARN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 YARN_KINDS = ("yarn", "deepseek_yarn")
 _YARN_KEYS = {
     "factor",
@@ -104,7 +118,14 @@ class Rope:
             ConfigError: A key is missing, unknown or no number.
             UnsupportedError: The rope is neither plain nor YaRN.
         """
-        found = rope_parameters(config, file, ("rope_theta",))
+        return cls.of(
+            rope_parameters(config, file, ("rope_theta",)), file, theta=theta, positions=positions
+        )
+
+    @classmethod
+    def of(cls, found: dict[str, Any], file: Path | str, *, theta: float, positions: int) -> Rope:
+        """The same of what :func:`rope_parameters` found."""
+        found = dict(found)
         kind, theta = found.pop("rope_type"), found.pop("rope_theta", theta)
         if kind == "default":
             return cls(theta=_number(theta, "rope_theta", file))
@@ -124,14 +145,11 @@ class Rope:
             )
         factor = numbers.get("factor", positions / original)
         mscale, all_dim = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
-        attention = _mscale(factor, 1.0)
-        if mscale and all_dim:
-            attention = _mscale(factor, mscale) / _mscale(factor, all_dim)
         return cls(
             theta=_number(theta, "rope_theta", file),
             factor=factor,
             original=original,
-            attention_factor=numbers.get("attention_factor", attention),
+            attention_factor=numbers.get("attention_factor", _attention(factor, mscale, all_dim)),
             beta_fast=numbers.get("beta_fast") or 32.0,
             beta_slow=numbers.get("beta_slow") or 1.0,
             mscale=mscale,
@@ -171,22 +189,29 @@ class Rope:
         """``rope_theta`` and ``rope_scaling`` of config.json."""
         if self.factor is None:
             return {"rope_theta": self.theta, "rope_scaling": None}
-        return {
-            "rope_theta": self.theta,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": self.factor,
-                "original_max_position_embeddings": self.original,
-                "beta_fast": self.beta_fast,
-                "beta_slow": self.beta_slow,
-                "mscale": self.mscale,
-                "mscale_all_dim": self.mscale_all_dim,
-            },
+        scaling = {
+            "type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
         }
+        scaling |= {k: v for k in ("mscale", "mscale_all_dim") if (v := getattr(self, k))}
+        if self.attention_factor != _attention(self.factor, self.mscale, self.mscale_all_dim):
+            scaling["attention_factor"] = self.attention_factor
+        if not self.truncate:
+            scaling["truncate"] = False
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
 
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _attention(factor: float, mscale: float, all_dim: float) -> float:
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
 
 
 def _number(value: Any, key: str, file: Path | str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache import KVCache, LatentCache, RecurrentCache
 from mlx_moeflux.kernels.choice import Kernels
 
 
@@ -74,7 +74,7 @@ class _Recurrent:
 
 
 # Kind of entry -> its stand-in while tracing.
-KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
+KINDS = {KVCache: _Attention, LatentCache: _Attention, RecurrentCache: _Recurrent}
 
 
 class CompiledStep:

@@ -76,6 +76,36 @@ CASES = {
         # Weights that are not normalised are small: less shows.
         leniency=0.3,
     ),
+    "qwen3_moe_yarn4": Case(
+        "qwen3_moe",
+        {"vocab_size": 71, "hidden_size": 40, "num_hidden_layers": 2, "intermediate_size": 56}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "num_experts": 5}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        | {"max_position_embeddings": 128}
+        | {"rope_parameters": yarn(rope_type="yarn", factor=4.0)},
+        length=41,
+        written={
+            "rope_scaling": {k: v for k, v in yarn().items() if k != "rope_theta"}
+            | {"type": "yarn", "factor": 4},
+            "rope_theta": 10000,
+        },
+        dropped=("rope_parameters",),
+    ),
+    "qwen3_next_yarn2": Case(
+        "qwen3_next",
+        {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 24, "max_position_embeddings": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"]}
+        | {
+            "rope_parameters": yarn(rope_type="yarn", factor=2.0, attention_factor=1.3)
+            | {"partial_rotary_factor": 0.5}
+        },
+        length=43,
+        leniency=0.5,
+    ),
     # Three value heads to a key head, so that an order by value heads would show; dense layers.
     "qwen3_next_top3": Case(
         "qwen3_next",

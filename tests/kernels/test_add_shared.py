@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.add_shared import add_shared, add_shared_fused
+from mlx_moeflux.kernels.add_shared import add_shared, add_shared_dequantised, add_shared_fused
 from mlx_moeflux.kernels.project import Weight
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
@@ -20,10 +20,11 @@ SIZES = [
     (1, 66, 256, 2, 128, mx.float16),
     (2, 64, 128, 0, 32, mx.bfloat16),
     (3, 38, 1056, 4, 32, mx.bfloat16),
+    (1, 9, 16416, 4, 32, mx.bfloat16),
 ]
 
 
-def arguments(sizes, *, scored):
+def arguments(sizes, *, scored, routed=True):
     """The call's arguments and what they must give."""
     tokens, C, F, bits, group, dtype = sizes
     rng = np.random.default_rng(C)
@@ -34,7 +35,8 @@ def arguments(sizes, *, scored):
     g, u = float64(gate), float64(up)
     shared = (g / (1 + np.exp(-g)) * u) @ dense(down).T
     factor = 1 / (1 + np.exp(-float64(score))) if scored else 1.0
-    truth = float64(residual) + float64(experts) + factor * shared
+    truth = float64(residual) + (float64(experts) if routed else 0.0) + factor * shared
+    experts = experts if routed else None
     return (residual, experts, gate, up, down), {"score": score}, truth
 
 
@@ -54,6 +56,17 @@ def test_agrees_with_float64(device, sizes, scored):
     assert error(y, truth) <= limit_of(args, options, truth)
 
 
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("form", [add_shared, add_shared_fused, add_shared_dequantised])
+def test_without_experts(device, form, scored):
+    for sizes in (SIZES[1], SIZES[2]):
+        args, options, truth = arguments(sizes, scored=scored, routed=False)
+        limit = limit_of(args, options, truth)
+        if form is add_shared_dequantised:
+            limit *= 2  # the matrix is rounded too
+        assert error(form(*args, **options), truth) <= limit
+
+
 def test_wrong_arguments():
     (residual, experts, gate, up, down), options, _ = arguments(SIZES[1], scored=True)
     for wrong in (
@@ -67,11 +80,16 @@ def test_wrong_arguments():
             add_shared_fused(*wrong, **options)
 
 
-def case(sizes, scored: bool) -> Case:
-    args, options, truth = arguments(sizes, scored=scored)
+def case(sizes, scored: bool, routed: bool = True) -> Case:
+    args, options, truth = arguments(sizes, scored=scored, routed=routed)
     limit = limit_of(args, options, truth)
-    name = f"{sizes[2]} wide{', scored' * scored}"
+    name = f"{sizes[2]} wide{', scored' * scored}{', dense' * (not routed)}"
     return Case(name, lambda: [add_shared_fused(*args, **options)], lambda: [truth], limit)
 
 
-CASES = {"add_shared": [case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)]}
+CASES = {
+    "add_shared": [
+        *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
+        case(SIZES[1], False, routed=False),
+    ]
+}

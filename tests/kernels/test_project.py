@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.project import (
     _KERNELS,
     Weight,
     joined_places,
     joined_stride,
     project,
+    project_dequantised,
     project_fused,
     project_joined,
 )
 from mlx_moeflux.kernels.quantised import matrix_of
+from mlx_moeflux.models.layers import Applied
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
 
@@ -34,6 +37,9 @@ SIZES = [
     (2, 2048, [(2, 4, 64), (2, 8, 64)], mx.bfloat16),
     (4, 64, [(6, 8, 64), (7, 4, 32)], mx.float32),
     (4, 128, [(33, 0, 32)], mx.float16),
+    # Three pieces of x.
+    (1, 16416, [(5, 4, 32)], mx.bfloat16),
+    (2, 6144, [(3, 2, 32), (2, 0, 32)], mx.float32),
 ]
 
 
@@ -148,6 +154,33 @@ def test_flat_results(device):
         assert mx.array_equal(y.reshape(2, 3, 6), shaped).item()
 
 
+@pytest.mark.parametrize("form", [project, project_fused, project_dequantised])
+def test_precise_results(device, form):
+    rng = np.random.default_rng(6)
+    stored = random_matrix(rng, (12, 96), bits=4, group=32, dtype=mx.bfloat16)
+    router = random_array(rng, (7, 96), mx.float32)
+    weights = [Weight(*stored, (5, 7)), Weight(router, precise=True)]
+    x, norm = random_array(rng, (3, 96), mx.bfloat16), random_array(rng, (96,), mx.bfloat16)
+    *rest, logits, normed = form(x, weights, norm=norm, normed=True)
+    assert [y.dtype for y in rest] == [mx.bfloat16, mx.bfloat16]
+    assert logits.dtype == mx.float32
+    # The fused form does not round norm(x) first.
+    rows = float64(x)
+    exact = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * float64(norm)
+    rows = exact if form is project_fused else float64(normed)
+    truth = rows @ float64(router).T
+    # On NVIDIA dense products of float32 keep 11 bits.
+    stock = device == "gpu" and form is not project_fused
+    assert error(logits, truth) <= (1e-3 if stock else 2e-6) * np.abs(truth).max()
+
+
+def test_modules_that_stand_for_a_matrix_are_refused():
+    applied = Applied(nn.Linear(96, 5))
+    x = mx.zeros((1, 96))
+    with pytest.raises(UnsupportedError, match="modules"):
+        project_fused(x, [applied], norm=mx.ones((96,)))
+
+
 def case(structure, norm: bool, ends: str, *, C: int) -> Case:
     """Matrices of different sizes and bits: two rows in one step; or wide, four rows in two steps
     of 16-bit numbers, stored in another order, with rows of a simdgroup, threadgroups, words a lane
@@ -210,3 +243,5 @@ def test_joined_results_are_the_same_bits(device, dtype):
 CASES = {kernel.name: [case(*key, C=C) for C in (96, 1056)] for key, kernel in _KERNELS.items()}
 # Whole steps.
 CASES["project_1"].append(case((1,), True, "", C=1024))
+# Three pieces.
+CASES["project_1"].append(case((1,), True, "", C=16416))
