@@ -13,7 +13,7 @@ Shapes:
     gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
-Forms of :func:`sdpa_fused` (the functions in attention.metal), picked by the call's shape alone:
+Forms of :func:`sdpa_fused`, picked by the call's shape alone, each in a file of its name:
     rows: a simdgroup owns 16 query rows, everything between loads and result in registers.
     shared: a threadgroup owns the queries of all heads that share a KV head, for few tokens, so
     that each key is read once.
@@ -128,7 +128,7 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
         names["v"] = "nullptr"
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
-        file="attention.metal",
+        file=f"attention_{'rows' if name == 'rows' else 'shared'}.metal",
         inputs=(*inputs, "ranges", "scale"),
         outputs=("partial", "stats") if split else ("y",),
         body=body.format(**names, outputs=outputs, indices=_INDICES),

@@ -157,6 +157,16 @@ def _add_shared(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
 
 
+def _moe_step(s: Sizes, n: int, x: Normal) -> Arguments:
+    router = Weight(
+        *mx.quantize(x(s.E + 1, s.C), group_size=64, bits=8), QuantSpec(8, 64), (s.E, 1)
+    )
+    shared = Weight(*_weight(x, 2 * s.F, s.C), SPEC, (s.F, s.F))
+    rows = x(1, n, s.C)
+    options = {"norm": x(s.C), "eps": 1e-6, "k": s.K, "down": Weight(*_weight(x, s.C, s.F), SPEC)}
+    return (rows, [router, shared], _bank(s, rows.dtype)), options
+
+
 def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
 
@@ -178,6 +188,7 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "expert_ffn": _expert_ffn,
     "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
+    "moe_step": _moe_step,
     "add_shared": _add_shared,
 }
 

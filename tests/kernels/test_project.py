@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -209,8 +211,8 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
     if ends == "joined":
         options = {"norm": scale, "eps": EPS}
         limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
-        name = f"joined-{C}"
-        return Case(name, lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
+        call = functools.partial(joined, x, weights, **options)
+        return Case(f"joined-{C}", call, lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
     name = "-".join([*map(str, structure), str(norm), ends, str(C)])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
