@@ -422,7 +422,7 @@ SCRIPT = """
 import mlx.core as mx
 from mlx_moeflux.kernels import metal, router
 logits = mx.random.normal((3, 40), key=mx.random.key(1))
-print([a.tolist() for a in router.softmax_top_k(logits, k=4)])
+print([a.tolist() for a in router.softmax_top_k_fused(logits, k=4)])
 count = metal.cuda_files().count
 print(count.variants, count.cached, count.compiled)
 """
