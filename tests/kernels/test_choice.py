@@ -186,25 +186,6 @@ def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
 # ---- The first use on Metal
 
 
-@pytest.mark.parametrize("operation", ["project", "add_shared"])
-@pytest.mark.parametrize(
-    ("shape", "form"),
-    [
-        ((4, 1, 32), "fused"),
-        ((1, 4, 32), "fused"),
-        ((8, 1, 32), "reference"),
-        ((8, 32), "reference"),
-        ((1, 8, 32), "dequantised"),
-        ((2, 40, 32), "dequantised"),
-        ((64, 1, 32), "dequantised"),
-    ],
-)
-def test_short_prompts_avoid_what_takes_long_to_compile_on_cuda(operation, shape, form):
-    """Steps of a batch, of as many rows, do not."""
-    size = auto.size(operation, (mx.zeros(shape),), {})
-    assert auto.pick(auto.rows(operation, "cuda"), size) == form
-
-
 class Checked:
     """An emulator that is checked like Metal."""
 
