@@ -83,6 +83,12 @@ def _sdpa(x: Normal) -> Arguments:
     return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
 
 
+def _sdpa_blas(x: Normal) -> Arguments:
+    args, kwargs = _sdpa(x)
+    del kwargs["start"]
+    return args, kwargs
+
+
 def _rope(x: Normal) -> Arguments:
     periods = 1e4 ** (mx.arange(0, DK, 2) / DK)
     return (x(B, HQ, T, DK), periods), {"offset": 3, "scale": 1.2, "interleaved": True}
@@ -172,7 +178,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.
-OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {}
+OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {"sdpa=blas": _sdpa_blas}
 
 
 def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:

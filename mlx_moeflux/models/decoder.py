@@ -171,9 +171,9 @@ class DecoderModel(StreamingModel):
         for layer, entry in zip(self.model.layers, cache, strict=True):
             h = layer(h, entry, chunk=self.prefill_chunk)
         h = h[:, -1:] if last_only else h
-        if self.config.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(self.model.norm(h))
-        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
+        tied = self.config.tie_word_embeddings
+        head = self.model.embed_tokens if tied else self.lm_head
+        return project(self._kernels, h, head, norm=self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
