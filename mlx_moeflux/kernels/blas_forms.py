@@ -1,6 +1,7 @@
 """Operations through numpy's BLAS, for the CPU: forms of project, add_shared and expert_mix.
 
-What a row gives depends on nothing but the row: see :mod:`mlx_moeflux.kernels.blas`.
+What a row gives depends on nothing but the row: see :mod:`mlx_moeflux.kernels.blas`. Attention over
+prompts is the exception.
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ def sdpa_blas(
     gate: mx.array | None = None,
 ) -> mx.array:
     """:func:`~mlx_moeflux.kernels.attention.causal_sdpa` in float32, the scores of one key head
-    of one sequence at a time.
+    of one sequence at a time: whichever others are beside it, a sequence gets the same bits. Its
+    queries are one product, so prompts that are cut elsewhere agree but for rounding.
 
     Raises:
         UnsupportedError: q, k or v is not float32, MLX is tracing, or a mask, padding or a tail is
