@@ -145,8 +145,17 @@ def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeyp
             assert found.position == stop
             for one, other in zip(found.state, state, strict=True):
                 for a, b in zip(export([one]).values(), export([other]).values(), strict=True):
-                    scale = np.abs(np.array(b)).max()
-                    assert np.abs(np.array(a) - np.array(b)).max() <= 1e-5 * scale
+                    if a.dtype == mx.uint16:
+                        close_in_4_bits(*(type(other).unpacked(x) for x in (a, b)))
+                    else:
+                        assert mx.abs(a - b).max() <= 1e-5 * mx.abs(b).max()
+
+
+def close_in_4_bits(a, b):
+    """Numbers that lie between two of 16 steps may be rounded to either: hardly any do."""
+    apart, largest = mx.abs(a - b), mx.abs(b).max()
+    assert (apart > 1e-5 * largest).sum() <= max(1, a.size // 100)
+    assert apart.max() <= 1.001 * 2 * largest / 15
 
 
 def test_reading_without_a_reply_is_enough(hybrid):

@@ -96,6 +96,12 @@ def _head_product(x: Normal) -> Arguments:
     return (x(B, HQ, 1, LATENT), HeadMatrices(*parts, QuantSpec(4, 32), DN, DV)), {}
 
 
+def _sdpa_blas(x: Normal) -> Arguments:
+    args, kwargs = _sdpa(x)
+    del kwargs["start"]
+    return args, kwargs
+
+
 def _latent_attention(x: Normal) -> Arguments:
     queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
     cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
@@ -192,7 +198,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.
-OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {}
+OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {"sdpa=blas": _sdpa_blas}
 
 
 def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:

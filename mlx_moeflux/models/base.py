@@ -23,7 +23,7 @@ from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_bud
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.models.layers import stack
+from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
@@ -313,6 +313,7 @@ class StreamingModel(nn.Module):
         """Free the expert bank, its files and threads. The model cannot run afterwards."""
         if self._store is not None:
             self._store.close()
+        forget_dense(self)
 
     def __enter__(self):
         return self
