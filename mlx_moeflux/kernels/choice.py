@@ -42,6 +42,7 @@ from mlx_moeflux.kernels import (
     project,
     rope,
     router,
+    rows,
     selfcheck,
 )
 from mlx_moeflux.kernels.examples import example
@@ -57,6 +58,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "project": {
         "reference": project.project,
         "fused": project.project_fused,
+        "rows": rows.project_rows,
         "dequantised": project.project_dequantised,
     },
     "causal_conv": {"reference": causal_conv.causal_conv_silu},
@@ -102,6 +104,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
+        "rows": rows.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
     },
     "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
