@@ -94,7 +94,7 @@ def _visible(q, k, *, causal, length, start) -> mx.array:
 # negative number is no name.
 _PARTS = 3
 
-_INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
+_INDICES = """q_shape[2], {capacity}, threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
     threadgroup T keys[BN * (D1 + 8)];
@@ -108,9 +108,9 @@ _SHARED = """
     threadgroup T weights[16 * MT * (BN + 8)];
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
-    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {gate}, ranges, scale, {outputs}, keys, values,
-        weights, scores, factors, {indices});
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {table}, {gate}, ranges, scale, {outputs}, keys,
+        values, weights, scores, factors, {indices});
 """
 _COMBINE = """
     threadgroup float shared[512];
@@ -122,16 +122,18 @@ _COMBINE = """
 
 def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> MetalKernel:
     outputs = "nullptr, partial, stats" if split else "y, nullptr, nullptr"
-    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "gate": "nullptr"}
+    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "table": "ranges"}
+    names["gate"] = "nullptr"
     names = {role: role if role in inputs else other for role, other in names.items()}
     if "k2" in inputs:
         names["v"] = "nullptr"
+    capacity = "table_shape[1] * PAGE" if "table" in inputs else "k_shape[2]"
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
         file="attention.metal",
         inputs=(*inputs, "ranges", "scale"),
         outputs=("partial", "stats") if split else ("y",),
-        body=body.format(**names, outputs=outputs, indices=_INDICES),
+        body=body.format(**names, outputs=outputs, indices=_INDICES.format(capacity=capacity)),
     )
 
 
@@ -142,6 +144,7 @@ _KERNELS = {
         ("rows", _ROWS, ("q", "k", "v")),
         ("shared", _SHARED, ("q", "k", "v")),
         ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
+        ("paged", _SHARED, ("q", "k", "v", "tail_k", "tail_v", "table")),
         ("latent", _SHARED, ("q", "q2", "k", "k2")),
     )
     for split, gated in ((False, False), (True, False), (False, True))
@@ -160,7 +163,8 @@ _JOIN = {
 
 
 LATENT = (_KERNELS["latent", False, False], _KERNELS["latent", True, False], _JOIN[False])
-SDPA = (*(kernel for key, kernel in _KERNELS.items() if key[0] != "latent"), *_JOIN.values())
+PAGED = (*(kernel for key, kernel in _KERNELS.items() if key[0] == "paged"), *_JOIN.values())
+SDPA = (*(k for key, k in _KERNELS.items() if key[0] not in ("latent", "paged")), *_JOIN.values())
 
 
 @launches(*SDPA)
@@ -196,7 +200,7 @@ def sdpa_fused(
     tensors = (q, k, v) if tail is None else (q, k, v, *tail)
     check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     if tail is not None:
-        _check_tail(call, *tail)
+        check_tail(call, *tail)
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
@@ -212,6 +216,7 @@ class Call(NamedTuple):
     causal: bool
     rotary: int = 0
     tail: int = 0
+    page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +275,9 @@ def _plan(backend_name: str, call: Call) -> Plan:
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
     if form != "rows":
-        template["TAIL"] = call.tail
+        template |= {"TAIL": call.tail, "PAGE": call.page}
     if call.tail:
-        form = "tail"
+        form = "paged" if call.page else "tail"
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -344,7 +349,7 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
 
 
-def _check_tail(call: Call, k: mx.array, v: mx.array) -> None:
+def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
     check_dtypes("sdpa", call.dtype, {"tail of k": k, "tail of v": v})
     for name, x, whole in (("k", k, call.k), ("v", v, call.v)):
         if x.shape != (*whole[:2], call.tail, whole[3]) or call.k[2] % call.tail:
@@ -382,12 +387,8 @@ def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None
         length = S
     if start is None and isinstance(length, int):
         return _plain_ranges(B, length)
-    first = mx.zeros((B,), mx.int32) if start is None else start.reshape(B).astype(mx.int32)
-    if isinstance(length, int):
-        past = mx.full((B,), length, dtype=mx.int32)
-    else:
-        past = mx.broadcast_to(length.reshape(-1).astype(mx.int32), (B,))
-    return mx.stack([first, past], axis=1)
+    both = (mx.array(0 if n is None else n).reshape(-1).astype(mx.int32) for n in (start, length))
+    return mx.stack([mx.broadcast_to(n, (B,)) for n in both], axis=1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,6 +39,7 @@ from mlx_moeflux.kernels import (
     moe_combine,
     moe_step,
     norm_rope,
+    paged_attention,
     project,
     rope,
     router,
@@ -84,6 +85,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "norm_rope": {"reference": norm_rope.norm_rope, "fused": norm_rope.norm_rope_fused},
     "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
     "sdpa": {"reference": attention.causal_sdpa, "fused": attention.sdpa_fused},
+    "paged_sdpa": {
+        "reference": paged_attention.paged_sdpa,
+        "fused": paged_attention.paged_sdpa_fused,
+    },
     "latent_attention": {
         "reference": latent.latent_attention,
         "fused": latent_attention.latent_attention_fused,

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.kernels.choice import Kernels
 
 
@@ -40,6 +41,11 @@ class _Attention:
     def positions(self, T: int) -> mx.array:
         return self._columns if self.left_padding is None else self._columns - self.left_padding
 
+    def windowed(self, T: int, window: int) -> dict[str, Any]:
+        first = self._columns + 1 - window
+        padding = 0 if self.left_padding is None else self.left_padding
+        return {"start": mx.maximum(first, padding)}
+
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
         self._tail = kernels.append_row(self._tail, keys, values, position=self._columns)
         return {
@@ -49,6 +55,18 @@ class _Attention:
             "start": self.left_padding,
             "tail": self._tail,
         }
+
+
+class _PagedAttention(_Attention):
+    """The same with a pool of blocks; no layer has a window."""
+
+    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
+        *others, self._table = arrays
+        super().__init__(others, *counts)
+
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        held = super().append(kernels, keys, values)
+        return held | {"table": self._table, "page": BLOCK_TOKENS}
 
 
 class _Recurrent:
@@ -74,7 +92,7 @@ class _Recurrent:
 
 
 # Kind of entry -> its stand-in while tracing.
-_KINDS = {KVCache: _Attention, RecurrentCache: _Recurrent}
+KINDS = {KVCache: _Attention, PagedCache: _PagedAttention, RecurrentCache: _Recurrent}
 
 
 class CompiledStep:
@@ -92,7 +110,8 @@ class CompiledStep:
     def fits(self, cache: Sequence[Any]) -> bool:
         """Whether every entry has begun, and each sequence goes on by one real token."""
         return all(
-            type(entry) in _KINDS
+            type(entry) in KINDS
+            and entry.takes_steps
             and not entry.empty()
             and entry.lengths is None
             and entry.real_tokens(1) is None
@@ -121,7 +140,7 @@ class CompiledStep:
         def run(tokens, columns, length, padding, states):
             self.traces += 1
             entries = [
-                _KINDS[kind](arrays, columns, length, padding)
+                KINDS[kind](arrays, columns, length, padding)
                 for kind, arrays in zip(kinds, states, strict=True)
             ]
             logits = self._forward(tokens, entries)
