@@ -31,6 +31,7 @@ from mlx_moeflux.kernels import (
     delta_mixer_fused,
     expert_ffn,
     expert_mix,
+    expert_rows,
     gated_delta,
     gated_delta_fused,
     latent,
@@ -100,6 +101,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "expert_mix": {
         "reference": expert_mix.expert_mix,
         "pairs": expert_mix.expert_mix_pairs,
+        "rows": expert_rows.expert_mix_rows,
         "grouped": expert_mix.expert_mix_grouped,
     },
     "moe_combine": {

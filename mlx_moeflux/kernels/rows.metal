@@ -24,14 +24,21 @@ inline float formed(float x, float other) {
   return FORM == NORM ? x * other : FORM == SWIGLU ? silu(x) * other : x;
 }
 
+// Where token `first` + n is, no later than `last`; `listed` says it where LISTED.
+template <bool LISTED>
+inline ulong token_at(int n, int first, int last, const threadgroup uint* listed) {
+  return LISTED ? listed[n] : metal::min(first + n, last);
+}
+
 // The right sides of two products: 8 neighbours from `at` on, N later for the next lane.
-template <int NT, int IN, int BITS, int N, int FORM, typename T, typename U>
+template <int NT, int IN, int BITS, int N, int FORM, bool LISTED, typename T, typename U>
 inline void load_tokens(
     thread tile_b<T>* b,
     const device T* x,
     const device U* other,
     int first,
     int last,
+    const threadgroup uint* listed,
     int at,
     uint lane) {
 #ifdef MOEFLUX_CUDA
@@ -41,7 +48,8 @@ inline void load_tokens(
     beside = load_pack<8>(other + at);
   }
   for (int n = 0; n < NT; ++n) {
-    const ulong from = ulong(metal::min(first + 8 * n + fragment_row(lane), last)) * IN + at;
+    const ulong from =
+        token_at<LISTED>(8 * n + fragment_row(lane), first, last, listed) * IN + at;
     pack<T, 8> values = load_pack<8>(x + from);
     if (FORM == SWIGLU) {
       beside = load_pack<8>(other + from);
@@ -63,8 +71,8 @@ inline void load_tokens(
       for (int i = 0; i < 4; ++i) {
         const int k = b[2 * n + s].row(i, lane);
         const int column = at + k % 8 / 2 * N + place<BITS>(s, k / 8, k % 2);
-        const int token = metal::min(first + 8 * n + b[2 * n + s].col(i, lane), last);
-        const ulong from = ulong(token) * IN + column;
+        const int n8 = 8 * n + b[2 * n + s].col(i, lane);
+        const ulong from = token_at<LISTED>(n8, first, last, listed) * IN + column;
         float beside = 0.0f;
         if (FORM != PLAIN) {
           beside = float(other[FORM == NORM ? ulong(column) : from]);
@@ -159,8 +167,8 @@ inline void inverse_roots(
 
 // The threadgroup's part of w form(x): the sums of simdgroup i for row r and token n are
 // partial[(8 NT i + n) LD + r], LD = 16 MT + 4.
-template <int MT, int NT, int W, int IN, int BITS, int GROUP, int V, int FORM, typename T,
-          typename U, typename Q, typename S>
+template <int MT, int NT, int W, int IN, int BITS, int GROUP, int V, int FORM, bool LISTED,
+          typename T, typename U, typename Q, typename S>
 inline void multiply_tile(
     threadgroup float* partial,
     const device T* x,
@@ -172,6 +180,7 @@ inline void multiply_tile(
     int last_row,
     int first,
     int tokens,
+    const threadgroup uint* listed,
     uint simdgroup,
     uint lane) {
   const int N = V * per_word<BITS>(), STEPS = IN / (4 * N), LD = 16 * MT + 4;
@@ -197,8 +206,8 @@ inline void multiply_tile(
       #pragma unroll
       for (int c = 0; c < N / 8; ++c) {
         tile_b<T> b[2 * NT];
-        load_tokens<NT, IN, BITS, N, FORM>(
-            b, x, other, first, tokens - 1, 4 * N * step + 8 * c, lane);
+        load_tokens<NT, IN, BITS, N, FORM, LISTED>(
+            b, x, other, first, tokens - 1, listed, 4 * N * step + 8 * c, lane);
         #pragma unroll
         for (int m = 0; m < MT; ++m) {
           tile_a<T> a[2];
@@ -257,9 +266,9 @@ inline void project_rows(
   if (FORM == NORM) {
     inverse_roots<NT, W, IN>(inverse, x, eps, first, tokens, simdgroup, lane);
   }
-  multiply_tile<MT, NT, W, IN, BITS, GROUP, V, FORM>(
+  multiply_tile<MT, NT, W, IN, BITS, GROUP, V, FORM, false>(
       partial, x, norm_weight, w, scales, biases, base + row, base + out - 1, first, tokens,
-      simdgroup, lane);
+      nullptr, simdgroup, lane);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int p = index; p < 16 * MT * 8 * NT; p += 32 * W) {
     const int n = p / (16 * MT), r = p % (16 * MT);
@@ -317,8 +326,9 @@ inline void add_shared_rows(
     int first,
     int tokens,
     uint index) {
-  multiply_tile<MT, NT, W, IN, BITS, GROUP, V, SWIGLU>(
-      partial, gate, up, w, scales, biases, row, OUT - 1, first, tokens, index / 32, index % 32);
+  multiply_tile<MT, NT, W, IN, BITS, GROUP, V, SWIGLU, false>(
+      partial, gate, up, w, scales, biases, row, OUT - 1, first, tokens, nullptr, index / 32,
+      index % 32);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int p = index; p < 16 * MT * 8 * NT; p += 32 * W) {
     const int n = p / (16 * MT), r = p % (16 * MT);
@@ -326,6 +336,91 @@ inline void add_shared_rows(
       const ulong at = ulong(first + n) * OUT + row + r;
       const float factor = SCORED ? sigmoid(float(score[first + n])) : 1.0f;
       y[at] = T(float(residual[at]) + experts[at] + factor * whole_sum<MT, NT, W>(partial, n, r));
+    }
+  }
+}
+
+// Experts: `order` lists pairs (token * K + rank) by slot, tiles are (slot, first position) of 8
+// neighbours of a list, see expert_tiles.metal. h [position] = silu(gate x) * (up x).
+template <int W, int K, int IN, int OUT, int BITS, int GROUP, int V, typename T, typename Q,
+          typename S>
+inline void expert_rows_inner(
+    const device T* x,
+    const device uint* order,
+    const device uint* offsets,
+    const device uint* tiles,
+    const device Q* gate,
+    const device S* gate_scales,
+    const device S* gate_biases,
+    const device Q* up,
+    const device S* up_scales,
+    const device S* up_biases,
+    device T* h,
+    threadgroup float* partial,
+    threadgroup uint* listed,
+    int row,
+    uint tile,
+    uint index) {
+  const uint slot = tiles[2 * tile], simdgroup = index / 32, lane = index % 32;
+  if (slot == 0xffffffffu) {
+    return;
+  }
+  const uint first = tiles[2 * tile + 1];
+  const int rows = metal::min(int(offsets[slot + 1] - first), 8);
+  if (index < 8) {
+    listed[index] = order[first + metal::min(int(index), rows - 1)] / K;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const ulong words = ulong(slot) * OUT * (IN / per_word<BITS>());
+  const ulong groups = ulong(slot) * OUT * (IN / GROUP);
+  threadgroup float* ups = partial + 8 * W * 20;
+  multiply_tile<1, 1, W, IN, BITS, GROUP, V, PLAIN, true>(
+      partial, x, x, gate + words, gate_scales + groups, gate_biases + groups, row, OUT - 1, 0, 8,
+      listed, simdgroup, lane);
+  multiply_tile<1, 1, W, IN, BITS, GROUP, V, PLAIN, true>(
+      ups, x, x, up + words, up_scales + groups, up_biases + groups, row, OUT - 1, 0, 8, listed,
+      simdgroup, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int p = index; p < 128; p += 32 * W) {
+    const int n = p / 16, r = p % 16;
+    if (n < rows && row + r < OUT) {
+      const float gated = silu(whole_sum<1, 1, W>(partial, n, r));
+      h[ulong(first + n) * OUT + row + r] = T(gated * whole_sum<1, 1, W>(ups, n, r));
+    }
+  }
+}
+
+// out[pair] = down h[position].
+template <int MT, int W, int IN, int OUT, int BITS, int GROUP, int V, typename T, typename Q,
+          typename S>
+inline void expert_rows_outer(
+    const device T* h,
+    const device uint* order,
+    const device uint* offsets,
+    const device uint* tiles,
+    const device Q* down,
+    const device S* scales,
+    const device S* biases,
+    device T* out,
+    threadgroup float* partial,
+    int row,
+    uint tile,
+    uint index) {
+  const uint slot = tiles[2 * tile];
+  if (slot == 0xffffffffu) {
+    return;
+  }
+  const uint first = tiles[2 * tile + 1];
+  const int rows = metal::min(int(offsets[slot + 1] - first), 8);
+  multiply_tile<MT, 1, W, IN, BITS, GROUP, V, PLAIN, false>(
+      partial, h, h, down + ulong(slot) * OUT * (IN / per_word<BITS>()),
+      scales + ulong(slot) * OUT * (IN / GROUP), biases + ulong(slot) * OUT * (IN / GROUP), row,
+      OUT - 1, first, first + rows, nullptr, index / 32, index % 32);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int p = index; p < 128 * MT; p += 32 * W) {
+    const int n = p / (16 * MT), r = p % (16 * MT);
+    if (n < rows && row + r < OUT) {
+      out[ulong(order[first + n]) * OUT + row + r] = T(whole_sum<MT, 1, W>(partial, n, r));
     }
   }
 }

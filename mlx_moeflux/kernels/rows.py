@@ -81,7 +81,7 @@ def _count(tokens: int) -> mx.array:
     return array
 
 
-def _partial(tiles: int, NT: int, W: int) -> int:
+def partial_floats(tiles: int, NT: int, W: int) -> int:
     """Floats of threadgroup memory for the sums of all simdgroups."""
     return W * 8 * NT * (16 * tiles + 4)
 
@@ -215,7 +215,7 @@ def _launch(
     for m, (matrix, outs) in enumerate(parts):
         tile = tiling(matrix, outs, C)
         template |= tile.arguments(str(m))
-        partial = max(partial, _partial(tile.MT, NT, W))
+        partial = max(partial, partial_floats(tile.MT, NT, W))
         for out, end in zip(outs, accumulate(outs), strict=True):
             i, own = len(shapes), tile.groups(out)
             template |= {f"OUT{i}": out, f"BASE{i}": end - out, f"GROUPS{i}": own}
@@ -291,7 +291,7 @@ def _shared_launch(
     tokens = math.prod(leading)
     tile, NT, W = tiling(matrix, (C,), F), token_tiles(tokens), simdgroups(F)
     template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C, "SCORED": scored}
-    template |= tile.arguments() | {"PARTIAL": _partial(tile.MT, NT, W)}
+    template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
     return {
         "template": template,
         "grid": (tile.groups(C) * W * 32, -(-tokens // (8 * NT)), 1),
