@@ -7,12 +7,13 @@ come out, and the trace serves until a key-value buffer grows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache import AttentionCache, KVCache, RecurrentCache
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.kernels.choice import Kernels
 
@@ -69,6 +70,29 @@ class _PagedAttention(_Attention):
         return held | {"table": self._table, "page": BLOCK_TOKENS}
 
 
+class _PackedAttention(_Attention):
+    """The same with rows in 4 or 8 bits: all of the buffer is unpacked at each step."""
+
+    def __init__(
+        self,
+        kind: type[AttentionCache],
+        arrays: Sequence[mx.array],
+        columns: mx.array,
+        padding: mx.array | None,
+    ):
+        super().__init__(arrays, columns, padding)
+        self._kind = kind
+
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        held = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
+        unpacked = self._kind.unpacked
+        return held | {
+            "k": unpacked(held["k"]),
+            "v": unpacked(held["v"]),
+            "tail": tuple(map(unpacked, held["tail"])),
+        }
+
+
 class _Recurrent:
     """What a gated delta net asks of its cache."""
 
@@ -95,6 +119,13 @@ class _Recurrent:
 KINDS = {KVCache: _Attention, PagedCache: _PagedAttention, RecurrentCache: _Recurrent}
 
 
+def _known(kind: type) -> bool:
+    """Whether there is a stand-in for entries of this kind."""
+    if kind not in KINDS and getattr(kind, "packs", False) and kind.__base__ in KINDS:
+        KINDS[kind] = functools.partial(_PackedAttention, kind)
+    return kind in KINDS
+
+
 class CompiledStep:
     """Runs ``forward(tokens [B, 1], entries) -> logits [B, 1, V]`` as one traced graph.
 
@@ -110,7 +141,7 @@ class CompiledStep:
     def fits(self, cache: Sequence[Any]) -> bool:
         """Whether every entry has begun, and each sequence goes on by one real token."""
         return all(
-            type(entry) in KINDS
+            _known(type(entry))
             and entry.takes_steps
             and not entry.empty()
             and entry.lengths is None
