@@ -23,8 +23,11 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("absent", [0.0, 0.3])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
+@pytest.mark.parametrize(
+    ("sizes", "absent"),
+    [(sizes, 0.3 * (i % 2)) for i, sizes in enumerate(SIZES)],
+    ids=["-".join(map(str, sizes[:7])) for sizes in SIZES],
+)
 def test_agrees_with_float64(whole_device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
     initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
@@ -35,7 +38,7 @@ def test_agrees_with_float64(whole_device, sizes, absent):
     assert error(y, truth) <= 2 * naive
 
 
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda sizes: "-".join(map(str, sizes[:7])))
+@pytest.mark.parametrize("sizes", SIZES[1:2], ids=lambda sizes: "-".join(map(str, sizes[:7])))
 def test_tokens_together_or_apart_and_sums_cut_in_k_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     y = expert_mix_rows(x, slots, weights, bank)

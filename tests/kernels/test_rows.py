@@ -26,10 +26,15 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("with_norm", "residual"), [(True, False), (False, True)])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:3])))
-def test_agrees_with_float64(device, sizes, with_norm, residual):
-    args, options, truths = test_project.arguments(sizes, with_norm=with_norm, residual=residual)
+CALLS = [(sizes, True) for sizes in SIZES] + [(sizes, False) for sizes in SIZES[::3]]
+
+
+@pytest.mark.parametrize(("sizes", "with_norm"), CALLS, ids=lambda x: str(x)[:40])
+def test_agrees_with_float64(device, sizes, with_norm):
+    """With a norm, or with a residual."""
+    args, options, truths = test_project.arguments(
+        sizes, with_norm=with_norm, residual=not with_norm
+    )
     outputs = project_rows(*args, **options)
     limits = test_project.limits(args, options, truths)
     assert len(outputs) == len(truths)
@@ -122,8 +127,11 @@ SHARED = [
 shared_arguments = test_add_shared.arguments
 
 
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("sizes", SHARED, ids=lambda sizes: "-".join(map(str, sizes[:5])))
+@pytest.mark.parametrize(
+    ("sizes", "scored"),
+    [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
+    ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
+)
 def test_shared_expert_agrees_with_float64(device, sizes, scored):
     args, options, truth = shared_arguments(sizes, scored=scored)
     y = add_shared_rows(*args, **options)
