@@ -145,7 +145,7 @@ template <int NT, int W, int IN, typename T>
 inline void inverse_roots(
     threadgroup float* inverse,
     const device T* x,
-    const device float* eps,
+    float eps,
     int first,
     int tokens,
     uint simdgroup,
@@ -160,7 +160,7 @@ inline void inverse_roots(
     }
     square = simd_sum(square);
     if (lane == 0) {
-      inverse[n] = metal::precise::rsqrt(square / float(IN) + eps[0]);
+      inverse[n] = metal::precise::rsqrt(square / float(IN) + eps);
     }
   }
 }
@@ -248,7 +248,7 @@ template <int MT, int NT, int W, int IN, int BITS, int GROUP, int V, int FORM, b
 inline void project_rows(
     const device T* x,
     const device U* norm_weight,
-    const device float* eps,
+    float eps,
     const device T* residual,
     const device Q* w,
     const device S* scales,
@@ -288,7 +288,7 @@ template <int NT, int W, int IN, typename T, typename U>
 inline void norm_rows(
     const device T* x,
     const device U* norm_weight,
-    const device float* eps,
+    float eps,
     device T* y,
     threadgroup float* inverse,
     int first,

@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.add_shared import add_shared
-from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.project import STRUCTURES, Weight, filled, project
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
 
 FLOATS = (mx.float16, mx.bfloat16)
@@ -110,6 +110,8 @@ def project_rows(
     if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
     parts = tuple((matrix_of(w, C), w.results) for w in weights)
+    if any(getattr(w, "precise", False) for w in weights):
+        raise UnsupportedError("results in float32 are not given here; take the reference.")
     if residual is not None and (
         sum(len(outs) for _, outs in parts) != 1
         or residual.shape != (*x.shape[:-1], parts[0][1][0])
@@ -125,13 +127,13 @@ def project_rows(
             f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
         )
     tokens = x.size // C
-    arrays = [x, _count(tokens)] + ([] if norm is None else [norm, filled(eps)])
+    arrays = [x, _count(tokens)] + ([] if norm is None else [norm])
     if residual is not None:
         arrays.append(residual)
     for weight in weights:
         arrays += arrays_of(weight)
     shape = (tokens, C) if flat else x.shape
-    return kernel(*arrays, **_launch(shape, x.dtype, norm is not None, ends, parts))
+    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
 
 
 def _choice(m: int, first: int, count: int) -> str:
@@ -149,7 +151,7 @@ def _choice(m: int, first: int, count: int) -> str:
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the matrices, and the results of
     each. ends: See :func:`mlx_moeflux.kernels.project._kernel`."""
-    own = "norm, eps" if norm else "x, nullptr"
+    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
     own += ", residual" if ends == "residual" else ", x"
     body = """
         threadgroup float partial[PARTIAL];
@@ -171,8 +173,11 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         body += call
         results += count
     if ends == "normed":
-        body += "norm_rows<NT, W, IN>(x, norm, eps, normed, inverse, first, tokens[0], index);"
-    inputs = ("x", "tokens", "norm", "eps") if norm else ("x", "tokens")
+        body += """
+            norm_rows<NT, W, IN>(
+                x, norm, as_type<float>(EPSILON), normed, inverse, first, tokens[0], index);
+        """
+    inputs = ("x", "tokens", "norm") if norm else ("x", "tokens")
     inputs += ("residual",) if ends == "residual" else ()
     return MetalKernel(
         "_".join(["project_rows", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
@@ -190,7 +195,7 @@ _KERNELS = {
     key: _kernel(*key)
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
-        *((structure, True, "normed") for structure in ((1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1))),
+        *((structure, True, "normed") for structure in ENTRIES),
         ((1,), False, ""),
         ((1,), False, "residual"),
     )
@@ -202,15 +207,17 @@ launches(*_KERNELS.values())(project_rows)
 def _launch(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
-    norm: bool,
+    eps: float | None,
     ends: str,
     parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
     NT, W, normed = token_tiles(tokens), simdgroups(C), ends == "normed"
-    template = {"T": dtype, "NT": NT, "W": W, "IN": C, "FORM": int(norm)}
+    template = {"T": dtype, "NT": NT, "W": W, "IN": C, "FORM": int(eps is not None)}
     template["RESIDUAL"] = ends == "residual"
+    if eps is not None:
+        template["EPSILON"] = float_bits(eps)
     groups, partial, shapes = 0, 0, []
     for m, (matrix, outs) in enumerate(parts):
         tile = tiling(matrix, outs, C)

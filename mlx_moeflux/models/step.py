@@ -77,10 +77,9 @@ class _PackedAttention(_Attention):
         self,
         kind: type[AttentionCache],
         arrays: Sequence[mx.array],
-        columns: mx.array,
-        padding: mx.array | None,
+        *counts: mx.array | None,
     ):
-        super().__init__(arrays, columns, padding)
+        super().__init__(arrays, *counts)
         self._kind = kind
 
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
