@@ -34,9 +34,10 @@ _SIZES: dict[str, Callable[..., int]] = {
     "moe_step": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
 
-# A prompt is read once: for so few tokens time is in what MLX compiles, 20 s for a quantised
-# product of 16 rows in the first process on an H100. Steps of a batch come again.
-PROMPT, SHORT = 64, 4
+# A prompt is read once: for so few tokens time is in what is compiled, 20 s for MLX's quantised
+# product of 16 rows in the first process on an H100, a second for each of our kernels. Steps of a
+# batch come again.
+PROMPT, SHORT = 128, 4
 
 
 def _rows(x: Any) -> int:

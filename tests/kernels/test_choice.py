@@ -192,11 +192,13 @@ def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
     [
         ((4, 1, 32), "fused"),
         ((1, 4, 32), "fused"),
-        ((8, 1, 32), "reference"),
-        ((8, 32), "reference"),
+        ((8, 1, 32), "rows"),
+        ((8, 32), "rows"),
         ((1, 8, 32), "dequantised"),
         ((2, 40, 32), "dequantised"),
-        ((64, 1, 32), "dequantised"),
+        ((1, 100, 32), "dequantised"),
+        ((64, 1, 32), "rows"),
+        ((128, 1, 32), "dequantised"),
     ],
 )
 def test_short_prompts_avoid_what_takes_long_to_compile_on_cuda(operation, shape, form):
