@@ -35,17 +35,23 @@ inline void arrive() {
 
 // Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
 // outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`
-// and `tail2`.
-template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false>
+// and `tail2`. With PAGE the others are in blocks of so many of the rows of x [*, HEADS, D1], which
+// `table` gives from row `origin` on.
+template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false,
+          int PAGE = 0, int HEADS = 1>
 inline void stage(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
-    uint index, const device T* tail = nullptr, int start = 0,
-    const device T* tail2 = nullptr) {
+    uint index, const device T* tail = nullptr, int start = 0, const device T* tail2 = nullptr,
+    const device int* table = nullptr, int origin = 0) {
   constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = (D1 + D2) / WIDE;
   for (int i = int(index); i < COUNT * CHUNKS; i += THREADS) {
     const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
     const bool live = row >= low && row < high;
     const device T* from = D2 == 0 || at < D1 ? x + row * D1 + at : x2 + row * D2 + at - D1;
+    if (PAGE > 0 && live) {
+      const int page = metal::max(PAGE, 1), own = row - origin;
+      from = x + (size_t(table[own / page]) * page + own % page) * (HEADS * D1) + at;
+    }
     if (TAIL && row >= start) {
       from = D2 == 0 || at < D1 ? tail + (row - start) * D1 + at
                                 : tail2 + (row - start) * D2 + at - D1;

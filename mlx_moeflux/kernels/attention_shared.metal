@@ -6,11 +6,13 @@
 // (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
 // once the scores are done, 2 they are the first DV columns of the keys, and `tail_v` is of k2.
+// PAGE: k [*, HKV, D1] and v are blocks of so many rows, and table [B, pages] says whose.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
-          int LAYOUT, int TAIL, bool CAUSAL, int GATE>
+          int LAYOUT, int TAIL, int PAGE, bool CAUSAL, int GATE>
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
-    const device T* v, const device T* tail_k, const device T* tail_v, const device T* gate,
+    const device T* v, const device T* tail_k, const device T* tail_v, const device int* table,
+    const device T* gate,
     const device int* ranges, const device float* scale, device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
     threadgroup T* value_tile, threadgroup T* weights, threadgroup float* scores,
     threadgroup float* factors, int tokens, int capacity, uint3 position, uint3 counts,
@@ -28,7 +30,10 @@ inline void attend_shared(
   const int rows = PACK * tokens, row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
   const size_t q_row = size_t(b * HQ + head) * tokens;
-  const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
+  const size_t kv_head = head / (HQ / HKV);
+  const size_t kv_row = PAGE ? kv_head : (b * HKV + kv_head) * capacity;
+  const int origin = ranges[2 * b];
+  table += PAGE ? b * (capacity / metal::max(PAGE, 1)) : 0;
   q += q_row * D1;
   q2 += q_row * D2;
   k += kv_row * D1;
@@ -41,7 +46,7 @@ inline void attend_shared(
   const int last_row = metal::min(row0 + M, rows) - 1;
   const bool one_head = row0 / tokens == last_row / tokens;
   const int past = CAUSAL ? before + (one_head ? last_row % tokens : tokens - 1) : length;
-  const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
+  const key_range range = part_of(origin, past, BN, position.x, counts.x);
   const int low = range.low, high = range.high;
   const int mine = int(index) / LANES, part = int(index) % LANES;
   const int sees = CAUSAL ? before + (row0 + mine) % tokens : length;
@@ -67,13 +72,15 @@ inline void attend_shared(
     }
   }
 
-  stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-      key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v);
+  stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+      key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v, table,
+      origin);
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {
-      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0)>(
-          value_tile, v, v, first, low, high, index, tail_v, tail);
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+          value_tile, v, v, first, low, high, index, tail_v, tail, nullptr, table,
+          origin);
     }
     tile_c s[BN / 8];
     EACH(n, BN / 8) {
@@ -98,8 +105,9 @@ inline void attend_shared(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LAYOUT == 1) {
-      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0)>(
-          key_tile, v, v, first, low, high, index, tail_v, tail);
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+          key_tile, v, v, first, low, high, index, tail_v, tail, nullptr, table,
+          origin);
     }
 
     float x[KEYS];
@@ -128,8 +136,9 @@ inline void attend_shared(
     }
     arrive();
     if (LAYOUT == 0 && first + BN < high) {
-      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v);
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v, table,
+      origin);
     }
 
     EACH(t, MT) {
@@ -163,8 +172,9 @@ inline void attend_shared(
     }
     if (LAYOUT != 0 && first + BN < high) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0)>(
-          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v);
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+          key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v, table,
+      origin);
     }
   }
 

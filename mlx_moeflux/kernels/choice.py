@@ -33,6 +33,7 @@ from mlx_moeflux.kernels import (
     delta_mixer_fused,
     expert_ffn,
     expert_mix,
+    expert_rows,
     gated_delta,
     gated_delta_fused,
     heads,
@@ -43,8 +44,10 @@ from mlx_moeflux.kernels import (
     moe_combine,
     moe_step,
     norm_rope,
+    paged_attention,
     project,
     router,
+    rows,
     selfcheck,
 )
 from mlx_moeflux.kernels.examples import example
@@ -60,6 +63,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "project": {
         "reference": project.project,
         "fused": project.project_fused,
+        "rows": rows.project_rows,
         "dequantised": project.project_dequantised,
         "blas": blas_forms.project_blas,
     },
@@ -94,6 +98,10 @@ FORMS: dict[str, dict[str, Form]] = {
         "fused": attention.sdpa_fused,
         "blas": blas_forms.sdpa_blas,
     },
+    "paged_sdpa": {
+        "reference": paged_attention.paged_sdpa,
+        "fused": paged_attention.paged_sdpa_fused,
+    },
     "latent_attention": {
         "reference": latent.latent_attention,
         "fused": latent_attention.latent_attention_fused,
@@ -121,6 +129,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "expert_mix": {
         "reference": expert_mix.expert_mix,
         "pairs": expert_mix.expert_mix_pairs,
+        "rows": expert_rows.expert_mix_rows,
         "grouped": expert_mix.expert_mix_grouped,
         "blas": blas_forms.expert_mix_blas,
     },
@@ -131,6 +140,7 @@ FORMS: dict[str, dict[str, Form]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
+        "rows": rows.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
         "blas": blas_forms.add_shared_blas,
     },

@@ -175,8 +175,16 @@ class StreamingModel(nn.Module):
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
         self.kv_bits, self.kv_group_size, self._state_spec = bits, group_size, None
-        # Asks every layer for a row.
-        self.state_spec()
+        if self._store is not None:
+            # Asks every layer for a row.
+            self.state_spec()
+
+    def kept_row_bytes(self, width: int) -> int:
+        """Bytes of `width` numbers as keys and values are kept."""
+        size = self.model.norm.weight.itemsize
+        if self.kv_bits is None:
+            return size * width
+        return width * self.kv_bits // 8 + 2 * size * (width // self.kv_group_size)
 
     def state_spec(self) -> StateSpec:
         """Identity and shapes of this model's states; made when first asked for."""
