@@ -19,6 +19,7 @@ import numpy as np
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels import blas
 from mlx_moeflux.kernels.delta_gates import L2_EPSILON
+from mlx_moeflux.kernels.delta_mixer import split_rows
 from mlx_moeflux.kernels.gated_delta import CHUNK
 
 _STEPS = ("causal_conv", "normalise_qk", "decay_beta", "gated_delta", "gated_rms_norm")
@@ -52,8 +53,10 @@ def delta_mixer_blas(
         getattr(getattr(steps, name, None), "choice", "auto") == "auto" for name in _STEPS
     ):
         raise UnsupportedError("delta_mixer=blas takes no lengths and no other forms of its steps.")
-    B, T, D = qkv.shape
     Hv, Dv, Dk = state.shape[1:]
+    if z is None:
+        qkv, z, a, b = split_rows(qkv, Hv, Dv)
+    B, T, D = qkv.shape
     keys = (D - Hv * Dv) // 2
     x = blas.numbers(qkv)
     real = None if mask is None else blas.values_of(mask)

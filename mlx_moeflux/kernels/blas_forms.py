@@ -60,7 +60,7 @@ def project_blas(
 @blas.quiet
 def add_shared_blas(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -77,8 +77,8 @@ def add_shared_blas(
     shared = blas.times(inner, blas.kept_dense(down))
     if score is not None:
         shared *= blas.sigmoid(blas.numbers(score))
-    total = blas.rows_of(residual) + blas.numbers(experts)
-    total += shared
+    total = blas.rows_of(residual)
+    total = total + shared if experts is None else total + blas.numbers(experts) + shared
     return mx.array(total.reshape(residual.shape))
 
 
