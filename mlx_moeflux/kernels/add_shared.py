@@ -20,8 +20,8 @@ import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
-from mlx_moeflux.kernels.attention import filled
 from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, backend, launches
+from mlx_moeflux.kernels.metal import MetalKernel, backend, launches
+from mlx_moeflux.kernels.numbers import filled, ranges
 
 # Calls of so many tokens at most read each key once for all heads that share it.
 FEW_TOKENS = 8
@@ -390,24 +391,3 @@ def check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None])
     for other, array in others.items():
         if array is not None and array.dtype != dtype:
             raise ShapeError(f"{name}: {other} is {array.dtype} and q {dtype}; cast one.")
-
-
-def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None) -> mx.array:
-    """int32 [B, 2] (longer where B is small): first and past-the-last key of each sequence."""
-    if length is None:
-        length = S
-    if start is None and isinstance(length, int):
-        return _plain_ranges(B, length)
-    both = (mx.array(0 if n is None else n).reshape(-1).astype(mx.int32) for n in (start, length))
-    return mx.stack([mx.broadcast_to(n, (B,)) for n in both], axis=1)
-
-
-@functools.lru_cache(maxsize=256)
-def _plain_ranges(B: int, length: int) -> mx.array:
-    return mx.array([0, length] * max(B, LEAST_INPUT // 2), dtype=mx.int32)
-
-
-@functools.lru_cache(maxsize=64)
-def filled(value: float) -> mx.array:
-    """Eight times `value`, float32."""
-    return mx.array([value] * LEAST_INPUT, dtype=mx.float32)

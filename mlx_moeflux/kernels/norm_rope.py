@@ -21,8 +21,8 @@ import functools
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention import filled
 from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
+from mlx_moeflux.kernels.numbers import filled
 
 
 def norm_rope(

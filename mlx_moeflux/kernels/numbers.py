@@ -1,0 +1,30 @@
+"""Numbers that change from call to call, as kernels take them: arrays of eight at least."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.metal import LEAST_INPUT
+
+
+def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None) -> mx.array:
+    """int32 [B, 2] (longer where B is small): first and past-the-last key of each sequence."""
+    if length is None:
+        length = S
+    if start is None and isinstance(length, int):
+        return _plain_ranges(B, length)
+    both = (mx.array(0 if n is None else n).reshape(-1).astype(mx.int32) for n in (start, length))
+    return mx.stack([mx.broadcast_to(n, (B,)) for n in both], axis=1)
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_ranges(B: int, length: int) -> mx.array:
+    return mx.array([0, length] * max(B, LEAST_INPUT // 2), dtype=mx.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def filled(value: float) -> mx.array:
+    """Eight times `value`, float32."""
+    return mx.array([value] * LEAST_INPUT, dtype=mx.float32)
