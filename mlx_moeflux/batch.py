@@ -37,7 +37,8 @@ class Batch:
             specs = model.state_spec().entries
             for i, (entry, spec) in enumerate(zip(model.make_cache(), specs, strict=True)):
                 if entry.token_axis is not None:
-                    self._paged[i] = PagedCache(self.pool, spec, type(entry))
+                    windowed = getattr(model.config, "window", None) is not None
+                    self._paged[i] = PagedCache(self.pool, spec, type(entry), windowed=windowed)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -61,6 +62,8 @@ class Batch:
         if any(entry.batch_size != len(names) for entry in state):
             raise InputError(f"{len(names)} names for a state of {state[0].batch_size} sequences.")
         if self.pool is not None:
+            for entry in self._paged.values():
+                entry.settle()
             self.pool.admit(state[0].seen())
         if not self.names:
             self._entries = [

@@ -156,6 +156,8 @@ def load_model(
     )
     model.set_context_limit(max_context)
     model.identity = checkpoint.identity()
+    if kv_bits is not None:
+        model.quantize_cache(kv_bits, kv_group_size)
     if store is None:
         store, model.plan = _make_store(
             model,
@@ -186,7 +188,7 @@ def load_model(
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
     if kv_bits is not None:
         store.stats().mark_lossy(f"kv_bits {kv_bits}")
-        model.quantize_cache(kv_bits, kv_group_size)
+        model.state_spec()  # asks every layer for a row
     if fuse or (fuse is None and mx.default_device() != mx.cpu):
         model.prepare()
     return model

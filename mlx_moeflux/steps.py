@@ -185,7 +185,7 @@ class _Loop:
         except BaseException:
             mx.eval(raw)  # as read() does, and why
             raise
-        return token, logprobs[0]
+        return token, logprobs.squeeze(0)  # indexing is a gather
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:

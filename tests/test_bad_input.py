@@ -259,6 +259,15 @@ def test_kill_9_loses_nothing(tmp_path, delay):
     kill_and_resume(tmp_path, delay)
 
 
+def test_kill_9_before_the_marker_is_whole_loses_nothing(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (".conversion.lock", ".conversion.json.tmp"):
+        (out / name).write_text("")
+    convert(BUNDLED_MODEL, out)
+    assert not [f.name for f in out.iterdir() if f.name.startswith(".") or f.suffix == ".tmp"]
+
+
 @pytest.mark.slow
 def test_kill_9_at_many_moments_loses_nothing(tmp_path):
     for step in range(25):

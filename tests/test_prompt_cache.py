@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +19,10 @@ from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation import generate
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.steps import generate_step
+from mlx_moeflux.synthesize import synthesize
 from tests.models_at_hand import KINDS, TWIN, model_of, reply, same_bits, texts
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -145,8 +151,17 @@ def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeyp
             assert found.position == stop
             for one, other in zip(found.state, state, strict=True):
                 for a, b in zip(export([one]).values(), export([other]).values(), strict=True):
-                    scale = np.abs(np.array(b)).max()
-                    assert np.abs(np.array(a) - np.array(b)).max() <= 1e-5 * scale
+                    if a.dtype == mx.uint16:
+                        close_in_4_bits(*(type(other).unpacked(x) for x in (a, b)))
+                    else:
+                        assert mx.abs(a - b).max() <= 1e-5 * mx.abs(b).max()
+
+
+def close_in_4_bits(a, b):
+    """Numbers that lie between two of 16 steps may be rounded to either: hardly any do."""
+    apart, largest = mx.abs(a - b), mx.abs(b).max()
+    assert (apart > 1e-5 * largest).sum() <= max(1, a.size // 100)
+    assert apart.max() <= 1.001 * 2 * largest / 15
 
 
 def test_reading_without_a_reply_is_enough(hybrid):
@@ -267,25 +282,48 @@ def test_experts_that_were_in_memory_come_back(tmp_path, directory):
         assert model.store.stats().total.reads == sum(map(len, wanted.values())) > 0
 
 
+FIRST_TOKEN = """
+import json, sys, time
+import mlx.core as mx
+from mlx_moeflux.cache.prompt import PromptCache
+from mlx_moeflux.loading import load_model
+from tests.models_at_hand import reply
+path, directory, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+with load_model(path, expert_memory="25%") as model:
+    start = time.perf_counter()
+    if directory:
+        with PromptCache(directory) as cache:
+            (token,), read = reply(model, ids, cache, count=1)
+            seconds = time.perf_counter() - start
+    else:
+        (token,), read = reply(model, ids, count=1)
+        seconds = time.perf_counter() - start
+print(json.dumps([token, read, seconds]))
+"""
+
+
+def first_token(path, directory, ids):
+    """In a process of its own: the token, how many were read for it, and seconds."""
+    given = [str(path), str(directory or ""), json.dumps(ids)]
+    child = [sys.executable, "-c", FIRST_TOKEN, *given]
+    done = subprocess.run(child, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 @pytest.mark.slow
-def test_the_first_token_comes_in_a_tenth_of_the_time(directory):
-    prompt = np.random.default_rng(4).integers(0, 4096, 2000).tolist()
-    ends = np.random.default_rng(5).integers(0, 4096, (3, 20)).tolist()
-    seconds = {"cold": [], "known": []}
-    for end in ends:
-        with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
-            start = time.perf_counter()
-            expected, read = reply(model, prompt + end, count=1)
-            seconds["cold"].append(time.perf_counter() - start)
-            assert read == 2020
-    with load_model(BUNDLED_MODEL, expert_memory="25%") as model, PromptCache(directory) as cache:
-        reply(model, prompt, cache, count=1)
-    for end in ends:
-        with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
-            start = time.perf_counter()
-            with PromptCache(directory) as cache:
-                got, read = reply(model, prompt + end, cache, count=1)
-                seconds["known"].append(time.perf_counter() - start)
-            assert read == 20
-    assert got == expected
-    assert np.median(seconds["known"]) <= 0.1 * np.median(seconds["cold"]), seconds
+@pytest.mark.parametrize("which", ["bundled", "synthetic"])
+def test_the_first_token_comes_in_a_tenth_of_the_time(directory, which, tmp_path):
+    path = BUNDLED_MODEL
+    if which == "synthetic":
+        path = synthesize("qwen3.5-tiny", tmp_path / "model", layers=8, experts=32)
+    draw = np.random.default_rng(4)
+    prompt = draw.integers(0, 256, 2000).tolist()
+    ends = draw.integers(0, 256, (3, 20)).tolist()
+    cold = [first_token(path, None, prompt + end) for end in ends]
+    first_token(path, directory, prompt)
+    known = [first_token(path, directory, prompt + end) for end in ends]
+    assert [token for token, _, _ in known] == [token for token, _, _ in cold]
+    assert [read for _, read, _ in cold] == [2020] * 3
+    assert [read for _, read, _ in known] == [20] * 3
+    seconds = [np.median([took for _, _, took in runs]) for runs in (known, cold)]
+    assert seconds[0] <= 0.1 * seconds[1], (known, cold)

@@ -32,6 +32,7 @@ from mlx_moeflux.benchmarking.sides import MlxLm, Ours, Stream, settled_memory
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.experts.budget import measure_memory, parse_budget
+from mlx_moeflux.experts.compute import on_cpu
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.loading import load_model
@@ -194,7 +195,9 @@ class _Bench:
         """The model whose experts are read anew on every call."""
         kernels = choose_kernels(self.options.load.get("kernels"))
         reader = make_reader("auto", self.mapped.experts)
-        store = exact.FreshStore(reader, ffn=kernels.expert_ffn)
+        # On a GPU the stock operations are another check; on the CPU bits can be compared.
+        forms = {"mix": kernels.expert_mix} if on_cpu() else {}
+        store = exact.FreshStore(reader, ffn=kernels.expert_ffn, **forms)
         with self._ours("auto", store=store) as fresh:
             yield fresh
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from mlx_moeflux.errors import ExactnessError
 from mlx_moeflux.experts.bank import LayerBank
-from mlx_moeflux.experts.compute import ExpertFFN, Form, from_whole_bank
+from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.kernels.expert_ffn import expert_ffn
+from mlx_moeflux.kernels.expert_mix import expert_mix
 
 # Difference of float32 logits by their size (root mean squares over the vocabulary) at the worst
 # position: of the same arithmetic, and of another program's.
@@ -33,9 +34,9 @@ class FreshStore:
     """Reads what a call needs into a bank of its own, computes, and forgets both.
     See :class:`~mlx_moeflux.experts.store.ExpertStore`; slow on purpose."""
 
-    def __init__(self, reader: Reader, *, ffn: ExpertFFN = expert_ffn):
+    def __init__(self, reader: Reader, *, ffn: ExpertFFN = expert_ffn, mix: ExpertMix = expert_mix):
         self.reader, self.layers, self.num_experts = reader, reader.layers, reader.num_experts
-        self._form, self._stats = Form(ffn=ffn), ExpertStats(reader.layers)
+        self._form, self._stats = Form(ffn=ffn, mix=mix), ExpertStats(reader.layers)
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""

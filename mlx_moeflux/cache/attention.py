@@ -142,6 +142,13 @@ class AttentionCache(SequenceClock):
                 _written(self._values, values[:, :, :rows], start),
             )
 
+    def windowed(self, T: int, window: int) -> dict[str, Any]:
+        """What an attention operation takes besides, before T columns are appended, if a token
+        sees only `window` of them, itself included."""
+        if self.columns + T <= window:
+            return {}
+        return {"mask": self.make_mask(T, window_size=window), "start": None}
+
     def _reserve(self, keys: mx.array, values: mx.array) -> None:
         needed = self.columns + keys.shape[2]
         if needed <= self.capacity:
@@ -279,9 +286,11 @@ class AttentionCache(SequenceClock):
             index = mx.array(keep, dtype=mx.int32)
             self.keys, self.values = self.keys[index], self.values[index]
         if drop:
+            rows = self.rows_for(self.columns)
+            kept = slice(drop, drop + self.columns)
             self.keys, self.values = (
-                mx.contiguous(self.keys[:, :, drop:]),
-                mx.contiguous(self.values[:, :, drop:]),
+                _resized(array[:, :, kept], array, rows, self.columns)
+                for array in (self.keys, self.values)
             )
 
     def extract(self, i: int) -> AttentionCache:

@@ -63,6 +63,8 @@ class SequenceClock:
     kind: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
     token_axis: ClassVar[int | None] = None
+    takes_steps: ClassVar[bool] = True
+    """Whether a traced step may take its arrays by ``begin_step``."""
 
     def __init__(self) -> None:
         self.columns = 0

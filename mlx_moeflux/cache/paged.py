@@ -1,8 +1,9 @@
 """Keys and values of a batch in blocks of one pool: nothing is copied when sequences join or leave.
 
 The same block numbers hold a sequence's rows in every layer. Block 0 belongs to nobody: padding
-reads it. A step gathers each sequence's rows so that all end at the last column, as
-:class:`~mlx_moeflux.cache.attention.AttentionCache` has them: the same arrays, the same bits.
+reads it. A call gathers each sequence's rows so that all end at the last column, as
+:class:`~mlx_moeflux.cache.attention.AttentionCache` has them: the same arrays, the same bits. A
+traced step gathers nothing: its attention reads the blocks through their table.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from mlx_moeflux.cache.attention import AttentionCache
 from mlx_moeflux.cache.clock import as_ints
 from mlx_moeflux.cache.portable import EntrySpec, StateSpec
+from mlx_moeflux.cache.tail import TAIL_ROWS, Tail, tail_start
 from mlx_moeflux.checkpoint.refs import mlx_dtype
 from mlx_moeflux.errors import CacheError, InputError
 
@@ -43,6 +45,7 @@ class KVPool:
         self.tables: list[list[int]] = []
         self._free = list(range(self.blocks, 0, -1))
         self._index: tuple[list[int], mx.array] | None = None
+        self._table: tuple[int, mx.array] | None = None
 
     @property
     def free(self) -> int:
@@ -60,7 +63,7 @@ class KVPool:
             CacheError: There are not enough; nothing was given.
         """
         self._take([0] * len(self.tables) + [self.blocks_for(n) for n in lengths])
-        self._index = None
+        self._index = self._table = None
 
     def release(self, keep: Sequence[int]) -> None:
         """Take the blocks of all sequences but these back."""
@@ -69,7 +72,27 @@ class KVPool:
             if i not in kept:
                 self._free.extend(reversed(table))
         self.tables = [self.tables[i] for i in keep]
-        self._index = None
+        self._index = self._table = None
+
+    def reserve(self, lengths: Sequence[int]) -> None:
+        """Take the blocks that sequences of these lengths lack.
+
+        Raises:
+            CacheError: There are not enough.
+        """
+        counts = [self.blocks_for(n) - len(t) for n, t in zip(lengths, self.tables, strict=True)]
+        if max(counts, default=0) > 0:
+            self._take(counts)
+            self._table = None
+
+    def table(self, pages: int) -> mx.array:
+        """The first blocks of each sequence: int32 [B, pages], 0 where it has none."""
+        if self._table is None or self._table[0] != pages:
+            found = np.zeros((len(self.tables), pages), np.int32)
+            for row, blocks in zip(found, self.tables, strict=True):
+                row[: len(blocks)] = blocks[:pages]
+            self._table = pages, mx.array(found)
+        return self._table[1]
 
     def rows(self, lengths: Sequence[int]) -> mx.array:
         """Where the sequences' tokens are, once they have these lengths: int32 [B, S], each
@@ -79,21 +102,21 @@ class KVPool:
             CacheError: There are not enough.
         """
         lengths = list(lengths)
-        self._take([self.blocks_for(n) - len(t) for n, t in zip(lengths, self.tables, strict=True)])
+        self.reserve(lengths)
         if self._index is not None:
             before, index = self._index
             steps = {after - n for n, after in zip(before, lengths, strict=True)}
             if steps == {0}:
                 return index
             if len(steps) == 1 and min(steps) > 0:
-                new = self._rows(lengths, steps.pop())
+                new = self.last_rows(lengths, steps.pop())
                 self._index = lengths, mx.concatenate([index, new], axis=1)
                 return self._index[1]
-        self._index = lengths, self._rows(lengths, max(lengths))
+        self._index = lengths, self.last_rows(lengths, max(lengths))
         return self._index[1]
 
-    def _rows(self, lengths: list[int], last: int) -> mx.array:
-        """The `last` columns of :meth:`rows`."""
+    def last_rows(self, lengths: Sequence[int], last: int) -> mx.array:
+        """The `last` columns of :meth:`rows`, of sequences that have their blocks."""
         found = np.zeros((len(lengths), last), np.int32)
         for row, n, table in zip(found, lengths, self.tables, strict=True):
             position = np.arange(max(n - last, 0), n)
@@ -118,10 +141,14 @@ class PagedCache(AttentionCache):
     """One layer's keys and values in a pool: ``keys`` [R, Hkv, Dk] and ``values`` [R, Hkv, Dv].
 
     spec, kind: Of the entries that join, see :class:`AttentionCache`; ``extract`` makes such.
+    windowed: Tokens see only a window of the others.
     """
 
-    def __init__(self, pool: KVPool, spec: EntrySpec, kind: type[AttentionCache]):
+    def __init__(
+        self, pool: KVPool, spec: EntrySpec, kind: type[AttentionCache], *, windowed: bool = False
+    ):
         super().__init__()
+        self._windowed = windowed
         self._pool, self._kind = pool, kind
         self._padding = []
         rows = (pool.blocks + 1) * pool.block
@@ -161,8 +188,53 @@ class PagedCache(AttentionCache):
         return tuple(map(self._kind.unpacked, rows))
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
-        """See :meth:`AttentionCache.buffer`; the buffers are this step's copies."""
-        return *self.keys_and_values(), self.columns
+        """See :meth:`AttentionCache.buffer`; the buffers are this call's copies, as long as those
+        of contiguous entries: how attention shares its keys out depends on that."""
+        if self._kind.buffer is not AttentionCache.buffer:
+            return *self.keys_and_values(), self.columns
+        index = self._pool.rows(self.seen())
+        index = mx.pad(index, [(0, 0), (0, self.rows_for(self.columns) - index.shape[1])])
+        return *(array[index].swapaxes(1, 2) for array in (self.keys, self.values)), self.columns
+
+    # Appending one row at a time.
+
+    @property
+    def takes_steps(self) -> bool:
+        """See :attr:`SequenceClock.takes_steps`."""
+        return (
+            self._kind is AttentionCache and not self._windowed and self._pool.block == BLOCK_TOKENS
+        )
+
+    def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+        """Pools and tail (see :meth:`AttentionCache.begin_step`), and the table of blocks."""
+        self._pool.reserve([n + 1 for n in self.seen()])
+        if self._tail is None or self._tail.start != tail_start(self.columns):
+            self._flush()
+            self._tail = self._cut()
+        table = self._pool.table(self.rows_for(self.columns + 1) // self._pool.block)
+        return self._keys, self._values, self._tail.keys, self._tail.values, table
+
+    def _cut(self) -> Tail:
+        start = tail_start(self.columns)
+        index = self._pool.last_rows(self.seen(), self.columns - start)
+        index = mx.pad(index, [(0, 0), (0, TAIL_ROWS - index.shape[1])])
+        return Tail(start, *(array[index].swapaxes(1, 2) for array in (self._keys, self._values)))
+
+    def _flush(self) -> None:
+        if self._tail is None:
+            return
+        (start, *ends), self._tail = self._tail, None
+        rows = self.columns - start
+        if rows > 0:
+            index = self._pool.last_rows(self.seen(), rows).reshape(-1)
+            self._keys, self._values = (
+                _scattered(pool, index, end[:, :, :rows])
+                for pool, end in zip((self._keys, self._values), ends, strict=True)
+            )
+
+    def settle(self) -> None:
+        """Have every row in its block: before the pool admits others."""
+        self._flush()
 
     def extend(self, other: AttentionCache) -> None:
         """Takes in the sequences of a contiguous entry, which the pool has admitted before."""
@@ -181,6 +253,7 @@ class PagedCache(AttentionCache):
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keeps only these sequences; the pool is told apart."""
+        self._flush()  # while the counts are those of the blocks
         self._keep(as_ints(batch_indices, "batch_indices"))
 
     def extract(self, i: int) -> AttentionCache:

@@ -25,6 +25,8 @@ def quantized(
     per_group = group_size * bits // WORD + 2 * dtype.size * 8 // WORD
 
     class Quantized(kind):
+        packs = True
+
         @classmethod
         def packed(cls, rows: mx.array) -> mx.array:
             """rows [..., D] -> uint16 [..., W]."""

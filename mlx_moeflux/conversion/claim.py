@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX
 from mlx_moeflux.checkpoint.writer import write_json
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 
 MARKER_NAME = ".conversion.json"
 LOCK_NAME = ".conversion.lock"
+# What a conversion that died before its marker was written leaves behind.
+_NOTHING_YET = {LOCK_NAME, MARKER_NAME + TEMPORARY_SUFFIX}
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def _lock(lock: int, out: Path) -> None:
 def _check_content(out: Path, identity: str) -> bool:
     """Whether an unfinished conversion of the same kind is there; False if nothing is."""
     marker = out / MARKER_NAME
-    if not out.exists() or all(file.name == LOCK_NAME for file in out.iterdir()):
+    if not out.exists() or all(file.name in _NOTHING_YET for file in out.iterdir()):
         return False
     try:
         before = json.loads(marker.read_text())["identity"]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.kernels.blas import KEPT_BYTES
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.expert_mix import (
     ABSENT,
@@ -54,7 +55,10 @@ class Form:
     take_bytes: int = TAKE_BYTES
 
     def mixer(self, x: mx.array, weights: mx.array, bank: ExpertBank) -> ExpertMix | None:
-        """The form of `mix` for a whole call, which all of its parts take; None: the reference."""
+        """The form of `mix` for a whole call, which all of its parts take; None: the reference,
+        also where a form of `ffn` was chosen and none of `mix`."""
+        if getattr(self.mix, "choice", "") == "auto" != getattr(self.ffn, "choice", "auto"):
+            return None
         choose = getattr(self.mix, "form", None)
         # Where experts are is not known yet, and must not matter.
         mix = self.mix if choose is None else choose(x, None, weights, bank)
@@ -121,8 +125,11 @@ class Form:
 
 
 def compute_scratch_bytes() -> int:
-    """What computing experts may allocate at once, besides results."""
-    return SCRATCH_BYTES["cpu"] + TAKE_BYTES if on_cpu() else SCRATCH_BYTES["gpu"]
+    """What computing experts may allocate at once, besides results; on the CPU dense matrices that
+    are kept count as well."""
+    if not on_cpu():
+        return SCRATCH_BYTES["gpu"]
+    return SCRATCH_BYTES["cpu"] + TAKE_BYTES + KEPT_BYTES
 
 
 def on_cpu() -> bool:

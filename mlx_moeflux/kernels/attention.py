@@ -13,7 +13,7 @@ Shapes:
     gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
-Forms of :func:`sdpa_fused` (the functions in attention.metal), picked by the call's shape alone:
+Forms of :func:`sdpa_fused`, picked by the call's shape alone, each in a file of its name:
     rows: a simdgroup owns 16 query rows, everything between loads and result in registers.
     shared: a threadgroup owns the queries of all heads that share a KV head, for few tokens, so
     that each key is read once.
@@ -94,7 +94,7 @@ def _visible(q, k, *, causal, length, start) -> mx.array:
 # negative number is no name.
 _PARTS = 3
 
-_INDICES = """q_shape[2], k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
+_INDICES = """q_shape[2], {capacity}, threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
     threadgroup T keys[BN * (D1 + 8)];
@@ -108,9 +108,9 @@ _SHARED = """
     threadgroup T weights[16 * MT * (BN + 8)];
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
-    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {gate}, ranges, scale, {outputs}, keys, values,
-        weights, scores, factors, {indices});
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {table}, {gate}, ranges, scale, {outputs}, keys,
+        values, weights, scores, factors, {indices});
 """
 _COMBINE = """
     threadgroup float shared[512];
@@ -122,16 +122,18 @@ _COMBINE = """
 
 def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> MetalKernel:
     outputs = "nullptr, partial, stats" if split else "y, nullptr, nullptr"
-    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "gate": "nullptr"}
+    names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "table": "ranges"}
+    names["gate"] = "nullptr"
     names = {role: role if role in inputs else other for role, other in names.items()}
     if "k2" in inputs:
         names["v"] = "nullptr"
+    capacity = "table_shape[1] * PAGE" if "table" in inputs else "k_shape[2]"
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
-        file="attention.metal",
+        file=f"attention_{'rows' if name == 'rows' else 'shared'}.metal",
         inputs=(*inputs, "ranges", "scale"),
         outputs=("partial", "stats") if split else ("y",),
-        body=body.format(**names, outputs=outputs, indices=_INDICES),
+        body=body.format(**names, outputs=outputs, indices=_INDICES.format(capacity=capacity)),
     )
 
 
@@ -142,6 +144,7 @@ _KERNELS = {
         ("rows", _ROWS, ("q", "k", "v")),
         ("shared", _SHARED, ("q", "k", "v")),
         ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
+        ("paged", _SHARED, ("q", "k", "v", "tail_k", "tail_v", "table")),
         ("latent", _SHARED, ("q", "q2", "k", "k2")),
         ("latent_tail", _SHARED, ("q", "q2", "k", "k2", "tail_k", "tail_v")),
     )
@@ -160,9 +163,15 @@ _JOIN = {
 }
 
 
+
 _OF_LATENTS = {key: kernel for key, kernel in _KERNELS.items() if key[0].startswith("latent")}
+_OF_POOLS = {key: kernel for key, kernel in _KERNELS.items() if key[0] == "paged"}
 LATENT = (*_OF_LATENTS.values(), _JOIN[False])
-SDPA = (*(kernel for key, kernel in _KERNELS.items() if key not in _OF_LATENTS), *_JOIN.values())
+PAGED = (*_OF_POOLS.values(), *_JOIN.values())
+SDPA = (
+    *(k for key, k in _KERNELS.items() if key not in _OF_LATENTS and key not in _OF_POOLS),
+    *_JOIN.values(),
+)
 
 
 @launches(*SDPA)
@@ -214,6 +223,7 @@ class Call(NamedTuple):
     causal: bool
     rotary: int = 0
     tail: int = 0
+    page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +282,9 @@ def _plan(backend_name: str, call: Call) -> Plan:
     gate = call.gate // Dv if gated else 0
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
     if form != "rows":
-        template["TAIL"] = call.tail
+        template |= {"TAIL": call.tail, "PAGE": call.page}
     if call.tail:
-        form = "latent_tail" if call.rotary else "tail"
+        form = "paged" if call.page else "latent_tail" if call.rotary else "tail"
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -388,12 +398,8 @@ def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None
         length = S
     if start is None and isinstance(length, int):
         return _plain_ranges(B, length)
-    first = mx.zeros((B,), mx.int32) if start is None else start.reshape(B).astype(mx.int32)
-    if isinstance(length, int):
-        past = mx.full((B,), length, dtype=mx.int32)
-    else:
-        past = mx.broadcast_to(length.reshape(-1).astype(mx.int32), (B,))
-    return mx.stack([first, past], axis=1)
+    both = (mx.array(0 if n is None else n).reshape(-1).astype(mx.int32) for n in (start, length))
+    return mx.stack([mx.broadcast_to(n, (B,)) for n in both], axis=1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,21 +30,10 @@ _AXES |= {"latent_attention": 2, "latent_prefill": 2, "latent_prepare": 1}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
     "head_product": lambda x, *_, **__: x.shape[0] * x.shape[2],
-    "project": lambda x, *_, **__: _rows(x),
-    "add_shared": lambda x, *_, **__: _rows(x),
+    "project": lambda x, *_, **__: x.size // x.shape[-1],
+    "add_shared": lambda x, *_, **__: x.size // x.shape[-1],
     "moe_step": lambda x, *_, **__: x.size // x.shape[-1],
 } | {name: lambda first, *_, axis=axis, **__: first.shape[axis] for name, axis in _AXES.items()}
-
-# A prompt is read once: for so few tokens time is in what MLX compiles, 20 s for a quantised
-# product of 16 rows in the first process on an H100. Steps of a batch come again.
-PROMPT, SHORT = 64, 4
-
-
-def _rows(x: Any) -> int:
-    """Rows of a matrix product; those of a short prompt ``[B, T, C]`` count as PROMPT."""
-    rows = x.size // x.shape[-1]
-    return PROMPT if SHORT < rows < PROMPT and x.ndim == 3 and x.shape[1] > 1 else rows
-
 
 _KINDS: dict[str, Callable[..., int]] = {"sdpa": lambda q, *_, **__: q.shape[-1]}
 

@@ -25,12 +25,15 @@ from mlx_moeflux.kernels import (
     append,
     attention,
     auto,
+    blas_delta,
+    blas_forms,
     causal_conv,
     delta_gates,
     delta_mixer,
     delta_mixer_fused,
     expert_ffn,
     expert_mix,
+    expert_rows,
     gated_delta,
     gated_delta_fused,
     heads,
@@ -41,8 +44,10 @@ from mlx_moeflux.kernels import (
     moe_combine,
     moe_step,
     norm_rope,
+    paged_attention,
     project,
     router,
+    rows,
     selfcheck,
 )
 from mlx_moeflux.kernels.examples import example
@@ -58,7 +63,9 @@ FORMS: dict[str, dict[str, Form]] = {
     "project": {
         "reference": project.project,
         "fused": project.project_fused,
+        "rows": rows.project_rows,
         "dequantised": project.project_dequantised,
+        "blas": blas_forms.project_blas,
     },
     "causal_conv": {"reference": causal_conv.causal_conv_silu},
     "normalise_qk": {"reference": delta_gates.normalise_qk},
@@ -78,10 +85,23 @@ FORMS: dict[str, dict[str, Form]] = {
     "delta_mixer": {
         "reference": delta_mixer.delta_mixer,
         "fused": delta_mixer_fused.delta_mixer_fused,
+        "blas": blas_delta.delta_mixer_blas,
     },
-    "norm_rope": {"reference": norm_rope.norm_rope, "fused": norm_rope.norm_rope_fused},
+    "norm_rope": {
+        "reference": norm_rope.norm_rope,
+        "fused": norm_rope.norm_rope_fused,
+        "blas": blas_forms.norm_rope_blas,
+    },
     "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
-    "sdpa": {"reference": attention.causal_sdpa, "fused": attention.sdpa_fused},
+    "sdpa": {
+        "reference": attention.causal_sdpa,
+        "fused": attention.sdpa_fused,
+        "blas": blas_forms.sdpa_blas,
+    },
+    "paged_sdpa": {
+        "reference": paged_attention.paged_sdpa,
+        "fused": paged_attention.paged_sdpa_fused,
+    },
     "latent_attention": {
         "reference": latent.latent_attention,
         "fused": latent_attention.latent_attention_fused,
@@ -99,13 +119,19 @@ FORMS: dict[str, dict[str, Form]] = {
         "fused": heads.head_product_fused,
         "dequantised": heads.head_product_dequantised,
     },
-    "softmax_top_k": {"reference": router.softmax_top_k, "fused": router.softmax_top_k_fused},
+    "softmax_top_k": {
+        "reference": router.softmax_top_k,
+        "fused": router.softmax_top_k_fused,
+        "blas": blas_forms.softmax_top_k_blas,
+    },
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_ffn": {"reference": expert_ffn.expert_ffn},
     "expert_mix": {
         "reference": expert_mix.expert_mix,
         "pairs": expert_mix.expert_mix_pairs,
+        "rows": expert_rows.expert_mix_rows,
         "grouped": expert_mix.expert_mix_grouped,
+        "blas": blas_forms.expert_mix_blas,
     },
     "moe_combine": {
         "reference": moe_combine.moe_combine,
@@ -114,7 +140,9 @@ FORMS: dict[str, dict[str, Form]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
+        "rows": rows.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
+        "blas": blas_forms.add_shared_blas,
     },
     "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
 }

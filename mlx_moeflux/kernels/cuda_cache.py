@@ -28,6 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.kernels import cuda_module, kept_files, nvrtc
+from mlx_moeflux.kernels.cuda_module import Kernel
 
 FOLDER = "cuda"
 # Where MLX keeps modules; it reads this when it compiles or loads the first.
@@ -57,17 +58,6 @@ class Count:
         return said + f"in {self.seconds:.1f} s" + (f", {left} by MLX" if left else "")
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A kernel's text, and the names of its arrays."""
-
-    name: str
-    header: str
-    body: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 class Cache:
     """Files of one version of MLX, compiler and GPU.
 
@@ -87,23 +77,18 @@ class Cache:
         self, name: str, header: str, body: str, *, inputs: Sequence[str], outputs: Sequence[str]
     ) -> Callable[..., list[mx.array]]:
         """What ``mx.fast.cuda_kernel`` returns, with its keywords."""
-        kernel = _Kernel(name, header, body, tuple(inputs), tuple(outputs))
-        header, body = self.outsourced(kernel)
-        function = mx.fast.cuda_kernel(
-            name=name,
-            input_names=list(inputs),
-            output_names=list(outputs),
-            header=header,
-            source=body,
-        )
-        sent, seen = replace(kernel, header=header, body=body), set()
+        kernel = Kernel(name, header, body, tuple(inputs), tuple(outputs))
+        variants: dict[tuple, Callable[..., list[mx.array]]] = {}
 
         def launch(*, inputs: Any, template: Any, output_dtypes: Any, **rest: Any):
-            variant = (*(template or ()), *(x.dtype for x in inputs), *output_dtypes)
-            if variant not in seen:
-                seen.add(variant)
-                self._offer(kernel, sent, [x.dtype for x in inputs], output_dtypes, template or ())
-            return function(inputs=inputs, template=template, output_dtypes=output_dtypes, **rest)
+            key = (*(template or ()), *(x.dtype for x in inputs), *output_dtypes)
+            function = variants.get(key)
+            if function is None:
+                own = kernel.with_constants(template or ())
+                function = variants[key] = self._variant(
+                    own, [x.dtype for x in inputs], output_dtypes
+                )
+            return function(inputs=inputs, output_dtypes=output_dtypes, **rest)
 
         return launch
 
@@ -114,61 +99,42 @@ class Cache:
             return "no private folder for files"
         return str(self.modules or f"{self.folder}, where MLX does not look for machine code")
 
-    # ---- Texts
+    def _variant(
+        self, kernel: Kernel, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    ) -> Callable[..., list[mx.array]]:
+        """A kernel as MLX launches it; MLX finds its machine code, while kernels are gathered
+        soon."""
+        with self._lock:
+            self.count = replace(self.count, variants=self.count.variants + 1)
+            sent = self.outsourced(kernel)
+            if self.modules is not None and sent != kernel:
+                module = cuda_module.module(sent, inputs, outputs)
+                if is_stored(self.modules, module):
+                    self.count = replace(self.count, cached=self.count.cached + 1)
+                else:
+                    self._pending.append(_pool().submit(self._compile, module))
+            gathering = self._gathering
+        if not gathering:
+            self.settle()
+        return sent.build()
 
-    def outsourced(self, kernel: _Kernel) -> tuple[str, str]:
-        """header, body as files to include; as they are without a folder.
+    def outsourced(self, kernel: Kernel) -> Kernel:
+        """The kernel with its text in files to include; as it is without a folder.
 
         MLX finds by their names which shapes a body reads: they are named in a comment.
         """
         if self.folder is None:
-            return kernel.header, kernel.body
+            return kernel
+        kept_files.private(FOLDER, self.folder.name)  # somebody may have emptied the cache
         try:
             files = [stored(self.folder, text) for text in (kernel.header, kernel.body)]
         except OSError:
-            return kernel.header, kernel.body
+            return kernel
         shapes = [f"{name}_shape" for name in kernel.inputs if f"{name}_shape" in kernel.body]
         header, body = (f'#include "{file}"\n' for file in files)
-        return header, body + (f"// {' '.join(shapes)}\n" if shapes else "")
-
-    # ---- Machine code
-
-    def _offer(
-        self,
-        kernel: _Kernel,
-        sent: _Kernel,
-        inputs: Sequence[mx.Dtype],
-        outputs: Sequence[mx.Dtype],
-        template: Sequence[tuple[str, mx.Dtype | int | bool]],
-    ) -> None:
-        """See to it that MLX finds a new variant of what it was sent for `kernel`; while kernels
-        are gathered, soon."""
-        with self._lock:
-            self.count = replace(self.count, variants=self.count.variants + 1)
-            if sent == kernel:
-                return
-            # Somebody may have emptied the cache since.
-            kept_files.private(FOLDER, self.folder.name)
-            self.outsourced(kernel)
-            if self.modules is None:
-                return
-            module = cuda_module.module(
-                sent.name,
-                sent.header,
-                sent.body,
-                inputs=[*zip(kernel.inputs, inputs, strict=True)],
-                outputs=[*zip(kernel.outputs, outputs, strict=True)],
-                template=template,
-            )
-            if len(module.name) > cuda_module.LONGEST_NAME:
-                return
-            if is_stored(self.modules, module):
-                self.count = replace(self.count, cached=self.count.cached + 1)
-            else:
-                self._pending.append(_pool().submit(self._compile, module))
-            gathering = self._gathering
-        if not gathering:
-            self.settle()
+        return replace(
+            kernel, header=header, body=body + (f"// {' '.join(shapes)}\n" if shapes else "")
+        )
 
     def _compile(self, module: cuda_module.Module) -> None:
         start = time.perf_counter()
@@ -220,7 +186,7 @@ def stored(folder: Path, text: str) -> Path:
         OSError: It cannot be written.
     """
     content = text.encode("ascii")
-    file = folder / f"{hashlib.blake2b(content, digest_size=12).hexdigest()}.cuh"
+    file = folder / f"{hashlib.blake2b(content, digest_size=8).hexdigest()}.cuh"
     with contextlib.suppress(OSError):
         if file.read_bytes() == content:
             return file
@@ -308,27 +274,20 @@ def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
 
     By the text that MLX is given every answer is 0; by the module in the folder it is a size.
     """
-    name, header = "moeflux_probe", f"// {key}\n#define ANSWER(x) 0\n"
-    body = "y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n"
-    template = [("T", mx.bfloat16), ("N", 1000), ("B", True)]
-    function = mx.fast.cuda_kernel(
-        name=name, input_names=["x"], output_names=["y"], header=header, source=body
+    kernel = Kernel(
+        "moeflux_probe",
+        header=f"// {key}\n#define ANSWER(x) 0\n",
+        body="y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n",
+        inputs=("x",),
+        outputs=("y",),
     )
     try:
-        module = cuda_module.module(
-            name,
-            header,
-            body,
-            inputs=[("x", mx.float32)],
-            outputs=[("y", mx.int32)],
-            template=template,
-        )
+        module = cuda_module.module(kernel, [mx.float32], [mx.int32])
         if not is_stored(modules, module):
-            text = module.light_text.replace("ANSWER(x) 0", "ANSWER(x) (N + x)")
+            text = module.light_text.replace("ANSWER(x) 0", "ANSWER(x) (1000 + x)")
             store(modules, module, *compiler.compile(text, module.function))
-        (answer,) = function(
+        (answer,) = kernel.build()(
             inputs=[mx.zeros((2, 3, 5))],
-            template=template,
             grid=(3, 1, 1),
             threadgroup=(3, 1, 1),
             output_shapes=[(3,)],

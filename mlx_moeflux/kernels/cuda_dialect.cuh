@@ -247,3 +247,10 @@ template <int BITS, typename T> inline void spread_pairs(T* to, uint word, T sca
     previous = own;
   }
 }
+// Numbers 0 and 4 of a word of 4-bit numbers.
+template <typename T> inline uint spread_pair(uint word, T scale, T bias) {
+  using pair = typename pair_of<T>::type;
+  const uint base = pair_of<T>::base * 0x10001u;
+  pair q = __hsub2(as_type<pair>(word & 0x000f000fu | base), as_type<pair>(base));
+  return as_type<uint>(__hfma2(q, pair{scale, scale}, pair{bias, bias}));
+}

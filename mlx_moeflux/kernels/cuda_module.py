@@ -7,25 +7,24 @@ compiles; nothing but time is lost where the mirror is wrong.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-# dtype -> its type in CUDA, its part of a kernel's name
 TYPES = {
-    mx.bool_: ("bool", "bool"),
-    mx.int8: ("int8_t", "int8_t"),
-    mx.int16: ("int16_t", "int16_t"),
-    mx.int32: ("int32_t", "int32_t"),
-    mx.int64: ("int64_t", "int64_t"),
-    mx.uint8: ("uint8_t", "uint8_t"),
-    mx.uint16: ("uint16_t", "uint16_t"),
-    mx.uint32: ("uint32_t", "uint32_t"),
-    mx.uint64: ("uint64_t", "uint64_t"),
-    mx.float16: ("__half", "float16_t"),
-    mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
-    mx.float32: ("float", "float"),
+    mx.bool_: "bool",
+    mx.int8: "int8_t",
+    mx.int16: "int16_t",
+    mx.int32: "int32_t",
+    mx.int64: "int64_t",
+    mx.uint8: "uint8_t",
+    mx.uint16: "uint16_t",
+    mx.uint32: "uint32_t",
+    mx.uint64: "uint64_t",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float32: "float",
 }
 
 MLX_HEADER = """
@@ -59,8 +58,32 @@ struct Shape {
 
 # MLX and libstdc++: std::hash<std::string> is this function with this seed.
 _HASH, _SEED = "_ZSt11_Hash_bytesPKvmm", 0xC70F6907
-# Longer names are cut into folders there.
-LONGEST_NAME = 245
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ``mx.fast.cuda_kernel`` is given: a text, and the names of its arrays."""
+
+    name: str
+    header: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def with_constants(self, template: Sequence[tuple[str, mx.Dtype | int | bool]]) -> Kernel:
+        """The same for these template arguments. MLX would put them into the kernel's name too,
+        which it looks up at every launch."""
+        return replace(self, body="".join(_constant(*entry) for entry in template) + self.body)
+
+    def build(self) -> Callable[..., list[mx.array]]:
+        """As MLX launches it."""
+        return mx.fast.cuda_kernel(
+            name=self.name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            header=self.header,
+            source=self.body,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,47 +100,34 @@ class Module:
         return HEADER + self.text.removeprefix(MLX_HEADER)
 
 
-def module(
-    name: str,
-    header: str,
-    body: str,
-    *,
-    inputs: Sequence[tuple[str, mx.Dtype]],
-    outputs: Sequence[tuple[str, mx.Dtype]],
-    template: Sequence[tuple[str, mx.Dtype | int | bool]],
-) -> Module:
-    """The module of a kernel as it was given to ``mx.fast.cuda_kernel``, for these dtypes.
+def module(kernel: Kernel, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]) -> Module:
+    """The module of a kernel for these dtypes.
 
     No input is 0-d; no body asks for strides or numbers of dimensions.
     """
-    own = f"custom_kernel_{name}{''.join(_in_name(value) for _, value in template)}"
+    own = f"custom_kernel_{kernel.name}"
     parameters = []
-    for given, dtype in inputs:
-        parameters.append(f"    const {TYPES[dtype][0]}* {given}")
-        if f"{given}_shape" in body:
-            parameters.append(f"    const __grid_constant__ Shape {given}_shape")
-    parameters += [f"    {TYPES[dtype][0]}* {given}" for given, dtype in outputs]
-    constants = "".join(_constant(*entry) for entry in template)
+    for name, dtype in zip(kernel.inputs, inputs, strict=True):
+        parameters.append(f"    const {TYPES[dtype]}* {name}")
+        if f"{name}_shape" in kernel.body:
+            parameters.append(f"    const __grid_constant__ Shape {name}_shape")
+    for name, dtype in zip(kernel.outputs, outputs, strict=True):
+        parameters.append(f"    {TYPES[dtype]}* {name}")
     text = (
-        f"{MLX_HEADER}{header}namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n"
-        f"__global__ void {own}(\n" + ",\n".join(parameters) + ") {\n"
-        f"{constants}{constants and chr(10)}{body}\n}}\n\n}} // namespace mlx::core::cu\n"
+        f"{MLX_HEADER}{kernel.header}namespace mlx::core::cu {{\n\n"
+        f"namespace cg = cooperative_groups;\n\n__global__ void {own}(\n"
+        + ",\n".join(parameters)
+        + f") {{\n{kernel.body}\n}}\n\n}} // namespace mlx::core::cu\n"
     )
     return Module(f"{own}_{hash_of(text.encode()):x}", f"mlx::core::cu::{own}", text)
 
 
-def _in_name(value: mx.Dtype | int | bool) -> str:
-    if isinstance(value, bool):
-        return "_t" if value else "_f"
-    return f"_{value if isinstance(value, int) else TYPES[value][1]}"
-
-
 def _constant(name: str, value: mx.Dtype | int | bool) -> str:
     if isinstance(value, bool):
-        return f"  constexpr bool {name} = {str(value).lower()};\n"
+        return f"constexpr bool {name} = {str(value).lower()};\n"
     if isinstance(value, int):
-        return f"  constexpr int {name} = {value};\n"
-    return f"  using {name} = {TYPES[value][0]};\n"
+        return f"constexpr int {name} = {value};\n"
+    return f"using {name} = {TYPES[value]};\n"
 
 
 def hash_of(content: bytes) -> int:

@@ -96,6 +96,20 @@ def _head_product(x: Normal) -> Arguments:
     return (x(B, HQ, 1, LATENT), HeadMatrices(*parts, QuantSpec(4, 32), DN, DV)), {}
 
 
+def _sdpa_blas(x: Normal) -> Arguments:
+    args, kwargs = _sdpa(x)
+    del kwargs["start"]
+    return args, kwargs
+
+
+def _paged_sdpa(x: Normal) -> Arguments:
+    tail = (x(B, HK, 16, DK), x(B, HK, 16, DV))
+    table = mx.array([[2, 0, 3, 0], [1, 4, 5, 0]], dtype=mx.int32)
+    length, start = (mx.array(n, dtype=mx.int32) for n in ([40], [7, 0]))
+    options = {"table": table, "page": 16, "length": length, "start": start, "tail": tail}
+    return (x(B, HQ, 1, DK), x(96, HK, DK), x(96, HK, DV)), options | {"scale": DK**-0.5}
+
+
 def _latent_attention(x: Normal) -> Arguments:
     queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
     cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
@@ -180,6 +194,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "head_product": _head_product,
     "append_row": _append_row,
     "sdpa": _sdpa,
+    "paged_sdpa": _paged_sdpa,
     "latent_attention": _latent_attention,
     "latent_prefill": _latent_prefill,
     "softmax_top_k": _softmax_top_k,
@@ -192,7 +207,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.
-OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {}
+OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {"sdpa=blas": _sdpa_blas}
 
 
 def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:

@@ -70,11 +70,15 @@ class ProjectionBank:
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """The three projections of one layer's experts; all have the same number of slots."""
+    """The three projections of one layer's experts; all have the same number of slots.
+
+    fixed: What is in a slot never changes.
+    """
 
     gate: ProjectionBank
     up: ProjectionBank
     down: ProjectionBank
+    fixed: bool = False
 
     @classmethod
     def of(

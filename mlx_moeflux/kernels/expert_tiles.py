@@ -137,7 +137,8 @@ _COMBINE = MetalKernel(
     """,
 )
 
-KERNELS = (_LISTS, _TABLE, _GATED, _DOWN, _COMBINE)
+LISTING = (_LISTS, _TABLE, _COMBINE)
+KERNELS = (*LISTING, _GATED, _DOWN)
 
 
 @functools.lru_cache(maxsize=64)

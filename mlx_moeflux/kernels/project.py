@@ -32,6 +32,9 @@ from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, 
 ROWS, SIMDGROUPS = 4, 4
 WIDE, WIDE_ROWS, WIDE_SIMDGROUPS = 8192, 2, 8
 
+# Bytes of a matrix that are dense at a time.
+MOST_DENSE = 256 * 2**20
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -69,18 +72,40 @@ class Weight:
             mode=self.spec.mode,
         )
 
-    def dense(self, dtype: mx.Dtype) -> mx.array:
-        """``[out, in]`` in `dtype`."""
+    def dense(self, dtype: mx.Dtype, rows: slice = slice(None)) -> mx.array:
+        """``[out, in]`` in `dtype`, or some rows of it."""
         if self.spec is None:
-            return self.weight.astype(dtype)
+            return self.weight[rows].astype(dtype)
         return mx.dequantize(
-            self.weight,
-            self.scales,
-            self.biases,
+            self.weight[rows],
+            self.scales[rows],
+            None if self.biases is None else self.biases[rows],
             group_size=self.spec.group_size,
             bits=self.spec.bits,
             mode=self.spec.mode,
         ).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A matrix that is made dense when it is used, MOST_DENSE bytes at a time: of one of 250,000
+    rows no more need be there at once."""
+
+    stored: Weight
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """See :class:`Weight`."""
+        return self.stored.outs
+
+    def matmul(self, x: mx.array) -> mx.array:
+        """x ``[..., in]`` -> ``[..., out]``."""
+        out, step = sum(self.stored.results), max(1, MOST_DENSE // (x.shape[-1] * x.itemsize))
+        parts = [
+            x @ self.stored.dense(x.dtype, slice(start, start + step)).T
+            for start in range(0, out, step)
+        ]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def project(
@@ -127,8 +152,7 @@ def project_dequantised(
     dense = weights
     if x.dtype != mx.float32:
         dense = [
-            Weight(w.dense(x.dtype), outs=w.outs) if isinstance(w, Weight) and not w.precise else w
-            for w in weights
+            Dense(w) if isinstance(w, Weight) and w.spec and not w.precise else w for w in weights
         ]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 

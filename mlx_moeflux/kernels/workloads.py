@@ -19,6 +19,7 @@ from mlx_moeflux.kernels.project import Weight
 
 SPEC = QuantSpec(4, 64)
 KEYS = 2048  # in front of the new tokens of an attention
+BLOCK = 16  # rows of a block of a pool
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,17 @@ def _sdpa(Dh: int, Dv: int, Hq: int, Hkv: int, n: int, x: Normal) -> Arguments:
     }  # fmt: skip
 
 
+def _paged_sdpa(s: Sizes, n: int, x: Normal) -> Arguments:
+    """Of n sequences, their blocks one behind another."""
+    pages, tail = (KEYS + 256) // BLOCK, (x(n, s.Hkv, 64, s.Dh), x(n, s.Hkv, 64, s.Dh))
+    rows = (n * pages + 1) * BLOCK
+    table = (1 + mx.arange(n * pages)).reshape(n, pages).astype(mx.int32)
+    return (x(n, s.Hq, 1, s.Dh), x(rows, s.Hkv, s.Dh), x(rows, s.Hkv, s.Dh)), {
+        "table": table, "page": BLOCK, "length": mx.array([KEYS + 1], dtype=mx.int32),
+        "tail": tail, "scale": s.Dh**-0.5,
+    }  # fmt: skip
+
+
 def _latent_attention(s: Sizes, n: int, x: Normal) -> Arguments:
     rows = KEYS + n + 255 - (n - 1) % 256
     cache = x(1, 1, rows, s.latent), x(1, 1, rows, 64)
@@ -157,6 +169,16 @@ def _add_shared(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
 
 
+def _moe_step(s: Sizes, n: int, x: Normal) -> Arguments:
+    router = Weight(
+        *mx.quantize(x(s.E + 1, s.C), group_size=64, bits=8), QuantSpec(8, 64), (s.E, 1)
+    )
+    shared = Weight(*_weight(x, 2 * s.F, s.C), SPEC, (s.F, s.F))
+    rows = x(1, n, s.C)
+    options = {"norm": x(s.C), "eps": 1e-6, "k": s.K, "down": Weight(*_weight(x, s.C, s.F), SPEC)}
+    return (rows, [router, shared], _bank(s, rows.dtype)), options
+
+
 def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
 
@@ -172,12 +194,14 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "sdpa 64": lambda s, n, x: _sdpa(64, 64, 2 * s.Hq, s.Hq // 2, n, x),
     "sdpa 128": lambda s, n, x: _sdpa(128, 128, 2 * s.Hq, 2 * s.Hkv, n, x),
     "sdpa 192": lambda s, n, x: _sdpa(192, 128, s.heads, s.heads, n, x),
+    "paged_sdpa": _paged_sdpa,
     "latent_attention": _latent_attention,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,
     "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
+    "moe_step": _moe_step,
     "add_shared": _add_shared,
 }
 

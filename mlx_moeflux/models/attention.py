@@ -67,10 +67,15 @@ class Attention(nn.Module):
             offset=cache.positions(T),
             **self._turns,
         )
-        options = {"mask": "causal" if T > 1 else None}
-        if self.window is not None and cache.columns + T > self.window:
-            options = {"mask": cache.make_mask(T, window_size=self.window), "start": None}
-        y = kernels.sdpa(q, **cache.append(kernels, k, v) | options, scale=Dh**-0.5, gate=gate)
+        options = {"scale": Dh**-0.5, "gate": gate}
+        if self.window is not None:
+            options |= cache.windowed(T, self.window)
+        held = cache.append(kernels, k, v)
+        if "table" in held:
+            y = kernels.paged_sdpa(q, **held, **options)
+        else:
+            mask = "causal" if T > 1 else None
+            y = kernels.sdpa(q, **{"mask": mask, **held, **options})
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return project(kernels, y, self.o_proj, residual=x)[0]
 

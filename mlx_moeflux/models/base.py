@@ -23,7 +23,7 @@ from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_bud
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.models.layers import stack
+from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
@@ -175,8 +175,16 @@ class StreamingModel(nn.Module):
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
         self.kv_bits, self.kv_group_size, self._state_spec = bits, group_size, None
-        # Asks every layer for a row.
-        self.state_spec()
+        if self._store is not None:
+            # Asks every layer for a row.
+            self.state_spec()
+
+    def kept_row_bytes(self, width: int) -> int:
+        """Bytes of `width` numbers as keys and values are kept."""
+        size = self.model.norm.weight.itemsize
+        if self.kv_bits is None:
+            return size * width
+        return width * self.kv_bits // 8 + 2 * size * (width // self.kv_group_size)
 
     def state_spec(self) -> StateSpec:
         """Identity and shapes of this model's states; made when first asked for."""
@@ -313,6 +321,7 @@ class StreamingModel(nn.Module):
         """Free the expert bank, its files and threads. The model cannot run afterwards."""
         if self._store is not None:
             self._store.close()
+        forget_dense(self)
 
     def __enter__(self):
         return self

@@ -188,9 +188,9 @@ class DecoderModel(StreamingModel):
 
     def logits(self, h: mx.array) -> mx.array:
         """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""
-        if self.config.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(self.model.norm(h))
-        return project(self._kernels, h, self.lm_head, norm=self.model.norm)[0]
+        tied = self.config.tie_word_embeddings
+        head = self.model.embed_tokens if tied else self.lm_head
+        return project(self._kernels, h, head, norm=self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -292,8 +292,8 @@ class Model(DecoderModel):
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
         rows that the buffers have in reserve."""
-        config, size = self.config, self.model.norm.weight.itemsize
-        row = size * (config.kv_lora_rank + config.qk_rope_head_dim)
+        config = self.config
+        row = sum(map(self.kept_row_bytes, (config.kv_lora_rank, config.qk_rope_head_dim)))
         return config.num_hidden_layers * row * LatentCache.rows_for(positions)
 
     def activation_bytes(self, tokens: int, seen: int = 0) -> int:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels import blas
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.project import Weight
 
@@ -63,17 +64,19 @@ class Applied:
     spec: None = None
 
     def matmul(self, x: mx.array) -> mx.array:
-        return self.module(x)
+        tied = getattr(self.module, "as_linear", None)
+        return self.module(x) if tied is None else tied(x)
 
 
 def weight_of(linear: nn.Module) -> Weight | Applied:
-    """The matrix of a linear layer as kernels take it; it is what it is at this moment."""
+    """The matrix of a linear layer, or of an embedding that is one, as kernels take it; it is what
+    it is at this moment."""
     if isinstance(linear, PreciseLinear):
         return Weight(linear.weight.astype(mx.float32), precise=True)
     if "bias" not in linear:
-        if type(linear) is nn.Linear:
+        if type(linear) in (nn.Linear, nn.Embedding):
             return Weight(linear.weight)
-        if type(linear) is nn.QuantizedLinear:
+        if type(linear) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             spec = QuantSpec(linear.bits, linear.group_size, linear.mode)
             return Weight(linear.weight, linear.scales, linear.get("biases"), spec)
     return Applied(linear)
@@ -161,6 +164,15 @@ def joined_weight(*linears: nn.Module) -> Weight | None:
     """The one matrix that :func:`stack` made of them, if it did."""
     known = getattr(linears[0], "_stack", None)
     return known.joined if known is not None and known.holds(linears) else None
+
+
+def forget_dense(model: nn.Module) -> None:
+    """Free what :mod:`mlx_moeflux.kernels.blas` keeps of a model's matrices."""
+    for module in model.modules():
+        known = getattr(module, "_stack", None)
+        arrays = [] if known is None else [weight.weight for weight in known.weights]
+        for array in (*arrays, *module.values()):
+            blas.kept.forget(id(array))
 
 
 def project(

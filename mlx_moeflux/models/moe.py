@@ -138,7 +138,7 @@ class SwitchGLU(nn.Module):
             for part, of in zip(parts, (kept.gate, kept.up, kept.down), strict=True)
         ):
             return kept
-        bank = ExpertBank(*(part.bank() for part in parts))
+        bank = ExpertBank(*(part.bank() for part in parts), fixed=not self.training)
         # Not while somebody trains: old parameters would live on.
         self._kept = None if self.training else bank
         return bank

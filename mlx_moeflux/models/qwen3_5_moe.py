@@ -159,7 +159,7 @@ class Model(DecoderModel):
         Hv, Dk = config.linear_num_value_heads, config.linear_key_head_dim
         recurrent = 4 * Hv * config.linear_value_head_dim * Dk
         convolution = size * (config.linear_conv_kernel_dim - 1) * config.conv_dim
-        kv = 2 * size * config.num_key_value_heads * config.head_dim
+        kv = 2 * config.num_key_value_heads * self.kept_row_bytes(config.head_dim)
         return linear * (recurrent + convolution) + full * kv * KVCache.rows_for(positions)
 
     def activation_bytes(self, tokens: int, seen: int = 0) -> int:

@@ -141,8 +141,8 @@ class Model(DecoderModel):
     def state_bytes(self, positions: int) -> int:
         """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
         rows that the buffers have in reserve."""
-        config, size = self.config, self.model.norm.weight.itemsize
-        kv = 2 * size * config.num_key_value_heads * config.head_dim
+        config = self.config
+        kv = 2 * config.num_key_value_heads * self.kept_row_bytes(config.head_dim)
         return config.num_hidden_layers * kv * KVCache.rows_for(positions)
 
     def activation_bytes(self, tokens: int, seen: int = 0) -> int:

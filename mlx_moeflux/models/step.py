@@ -7,12 +7,14 @@ come out, and the trace serves until a key-value buffer grows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import KVCache, LatentCache, RecurrentCache
+from mlx_moeflux.cache import AttentionCache, KVCache, LatentCache, RecurrentCache
+from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.kernels.choice import Kernels
 
 
@@ -40,6 +42,11 @@ class _Attention:
     def positions(self, T: int) -> mx.array:
         return self._columns if self.left_padding is None else self._columns - self.left_padding
 
+    def windowed(self, T: int, window: int) -> dict[str, Any]:
+        first = self._columns + 1 - window
+        padding = 0 if self.left_padding is None else self.left_padding
+        return {"start": mx.maximum(first, padding)}
+
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
         self._tail = kernels.append_row(self._tail, keys, values, position=self._columns)
         return {
@@ -48,6 +55,40 @@ class _Attention:
             "length": self._length,
             "start": self.left_padding,
             "tail": self._tail,
+        }
+
+
+class _PagedAttention(_Attention):
+    """The same with a pool of blocks; no layer has a window."""
+
+    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
+        *others, self._table = arrays
+        super().__init__(others, *counts)
+
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        held = super().append(kernels, keys, values)
+        return held | {"table": self._table, "page": BLOCK_TOKENS}
+
+
+class _PackedAttention(_Attention):
+    """The same with rows in 4 or 8 bits: all of the buffer is unpacked at each step."""
+
+    def __init__(
+        self,
+        kind: type[AttentionCache],
+        arrays: Sequence[mx.array],
+        *counts: mx.array | None,
+    ):
+        super().__init__(arrays, *counts)
+        self._kind = kind
+
+    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
+        held = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
+        unpacked = self._kind.unpacked
+        return held | {
+            "k": unpacked(held["k"]),
+            "v": unpacked(held["v"]),
+            "tail": tuple(map(unpacked, held["tail"])),
         }
 
 
@@ -74,7 +115,19 @@ class _Recurrent:
 
 
 # Kind of entry -> its stand-in while tracing.
-KINDS = {KVCache: _Attention, LatentCache: _Attention, RecurrentCache: _Recurrent}
+KINDS = {
+    KVCache: _Attention,
+    LatentCache: _Attention,
+    PagedCache: _PagedAttention,
+    RecurrentCache: _Recurrent,
+}
+
+
+def _known(kind: type) -> bool:
+    """Whether there is a stand-in for entries of this kind."""
+    if kind not in KINDS and getattr(kind, "packs", False) and kind.__base__ in KINDS:
+        KINDS[kind] = functools.partial(_PackedAttention, kind)
+    return kind in KINDS
 
 
 class CompiledStep:
@@ -92,7 +145,8 @@ class CompiledStep:
     def fits(self, cache: Sequence[Any]) -> bool:
         """Whether every entry has begun, and each sequence goes on by one real token."""
         return all(
-            type(entry) in KINDS
+            _known(type(entry))
+            and entry.takes_steps
             and not entry.empty()
             and entry.lengths is None
             and entry.real_tokens(1) is None

@@ -15,6 +15,7 @@ from mlx_moeflux.benchmarking.exact import (
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import ExactnessError
 from mlx_moeflux.experts.readers import make_reader
+from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 
@@ -22,7 +23,7 @@ from mlx_moeflux.models import model_class
 def test_fresh_experts_give_the_resident_bits(checkpoint):
     opened = open_checkpoint(checkpoint)
     mapped = opened.mapped(model_class("qwen3_5_moe").NAME_RULES)
-    store = FreshStore(make_reader("auto", mapped.experts))
+    store = FreshStore(make_reader("auto", mapped.experts), mix=Kernels().expert_mix)
     ids = mx.array(np.random.default_rng(0).integers(0, 1000, (2, 19)))
     with load_model(checkpoint, store=store) as fresh:
         found = np.array(fresh(ids))

@@ -77,6 +77,41 @@ def test_paged_is_contiguous_bit_for_bit(model, seed):
     assert sorted(pool._free) == list(range(1, pool.blocks + 1))
 
 
+@pytest.fixture(scope="module")
+def on_device(tmp_path_factory):
+    with model_of("hybrid", tmp_path_factory.mktemp("hybrid"), expert_memory="100%") as model:
+        yield model
+
+
+def test_traced_steps_through_the_table_are_contiguous_bit_for_bit(on_device):
+    """Across tails, growth, joins and leaves; what is traced stands beside what is not."""
+    on_device.compile_steps = True
+    contiguous, paged = (
+        Batch(on_device),
+        Batch(on_device, kv_pool_bytes=60 * block_bytes(on_device)),
+    )
+    lengths = {0: {"a": 5, "b": 40}, 20: {"c": 230}, 60: {"d": 1}, 61: {"e": 70}}
+    gone, before = {25: "b", 50: "a", 70: "c"}, on_device._step.traces
+    for step in range(80):
+        for name, length in lengths.get(step, {}).items():
+            for batch in (contiguous, paged):
+                batch.join([name], state_of(on_device, length))
+        if step in gone:
+            kept = [batch.state(gone[step]) for batch in (contiguous, paged)]
+            probe = mx.array([[9]])
+            assert same_bits(on_device(probe, kept[0]), on_device(probe, kept[1]))
+            for batch in (contiguous, paged):
+                batch.leave([gone[step]])
+        tokens = mx.array([step % VOCABULARY] * len(paged))
+        logits = [batch.step(tokens) for batch in (contiguous, paged)]
+        assert same_bits(*logits)
+    assert on_device._step.traces >= before + 6
+    on_device.compile_steps = False
+    assert np.abs(np.array(paged.step(tokens) - contiguous.step(tokens))).max() == 0
+    pool = paged.pool
+    assert pool.free + sum(map(len, pool.tables)) == pool.blocks
+
+
 def test_several_sequences_join_at_once(model):
     expected = Batch(model)
     together = Batch(model, kv_pool_bytes=20 * block_bytes(model))

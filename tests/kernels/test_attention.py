@@ -190,12 +190,11 @@ TWICE, STAGED = "rows in one part are given twice", "a tile is staged that nobod
 UNUSED = "neither a tail nor a gate, and latents have no values"
 EQUIVALENT = {
     "attention.metal": {
-        "attend_shared: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
-        "attend_shared_parts: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
-        "attend_shared_gated: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
         "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": "columns "
         "are multiples of a pack",
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
+    },
+    "attention_rows.metal": {
         "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
         "attend_rows: off by one t < M -> + 1 <": "a block of queries ends at a multiple of 16",
         "attend_rows: off by one first < high -> <=": "a tile without keys adds nothing",
@@ -207,6 +206,12 @@ EQUIVALENT = {
         "attend_rows: swapped arguments 2 and 3 of stage: D, 0 (3)": TWICE,
         "attend_rows: swapped arguments 2 and 3 of stage: DV, 0": TWICE,
         "attend_rows: swapped arguments 1 and 2 of metal::fma: s[n][j], to_base2": "commutes",
+        "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
+    },
+    "attention_shared.metal": {
+        "attend_shared: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
+        "attend_shared_parts: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
+        "attend_shared_gated: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
         "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
         "past the end are not written",
         "attend_shared: off by one if (t == tile && k0 + i < D / 16) -> <=": "queries are loaded "
@@ -214,7 +219,6 @@ EQUIVALENT = {
         "attend_shared: off by one first < high -> <=": "a tile without keys adds nothing",
         "attend_shared: off by one AYOUT == 0 && first + BN < high) -> <=": STAGED,
         "attend_shared: off by one AYOUT != 0 && first + BN < high) -> <=": STAGED,
-        "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
         **{
             f"{kernel}: swapped arguments {places} of attend_shared: {words}": UNUSED
             for kernel, places, words in (
@@ -226,7 +230,7 @@ EQUIVALENT = {
                 ("attend_shared_parts", "7 and 8", "k, nullptr"),
             )
         },
-    }
+    },
 }
 
 SHAPES = {

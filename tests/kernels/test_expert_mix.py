@@ -304,10 +304,14 @@ EQUIVALENT = {
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
         "load_x: off by one i < N -> + 1 <": STEP,
-        "expert_inner: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
-        "expert_outer: off by one at < IN -> + 1 <": STEP,
-        "project_1_bare: swapped arguments 10 and 11 of norm_matvec: FORM, RESIDUAL": "both are 0",
         "add_rows: swapped arguments 1 and 2 of metal::fma: scale * unit, dot": "a product",
+    },
+    "expert_pairs.metal": {
+        "inner_rows: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+        "outer_rows: off by one at < IN -> + 1 <": STEP,
+    },
+    "matvec.metal": {
+        "project_1_bare: swapped arguments 10 and 11 of norm_matvec: FORM, RESIDUAL": "both are 0",
         "rows_of: off by one r < ROWS -> <=": "past the end of a thread's array, never read",
     },
 }

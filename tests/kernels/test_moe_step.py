@@ -181,11 +181,25 @@ FLOAT32 = [
     (2, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
     (2, 4, 33, 64, 32, 0, False, 4, 4, 32, mx.float32, False, False),
 ]
+# Lanes that take two words at a time; for the last launch in two steps.
+WIDE = {
+    "moe_step_inner": (2, 2, 9, 512, 32, 32, False, 4, 4, 32, mx.float32, True, False),
+    "moe_step_finish": (2, 2, 9, 32, 512, 2048, False, 4, 4, 32, mx.float32, True, False),
+}
 CASES = {
     "moe_step_inner": [
-        case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2)
+        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2)),
+        *(case(WIDE["moe_step_inner"], "moe_step_inner", pick) for pick in (0, 1, 2)),
     ],
-    "moe_step_finish": [case(sizes, "moe_step_finish", 3) for sizes in FLOAT32],
+    "moe_step_finish": [
+        case(sizes, "moe_step_finish", 3) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
+    ],
+}
+EQUIVALENT = {
+    "moe_step.metal": {
+        "moe_finish: off by one if (slots[simdgroup] < num_slots) -> <=": "no slot has that number",
+        "moe_finish: off by one ER % (32 * N) == 0 || at < INNER) -> + 1 <": "whole steps",
+    }
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import project as project_module
 from mlx_moeflux.kernels.project import (
     _KERNELS,
     Weight,
@@ -89,6 +92,26 @@ def test_tokens_together_or_apart_give_the_same_bits(device):
     x, norm = random_array(rng, (4, 128), mx.bfloat16), random_array(rng, (128,), mx.bfloat16)
     pairs = [project_fused(x[i : i + 2], [weight], norm=norm)[0] for i in (0, 2)]
     assert mx.array_equal(project_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)).item()
+
+
+@pytest.mark.parametrize("most", [1, 5 * 96 * 2, 10**9])
+def test_matrices_made_dense_a_part_at_a_time(monkeypatch, most):
+    """Stock MLX, in any number of parts: a device is not needed."""
+    monkeypatch.setattr(project_module, "MOST_DENSE", most)
+    sizes = (11, 96, [(23, 4, 32), (7, 8, 32), (3, 0, 32)], mx.bfloat16)
+    args, options, truths = arguments(sizes, with_norm=True, residual=False)
+    results = project_dequantised(*args, **options)
+    for y, truth, limit in zip(results, truths, limits(args, options, truths), strict=True):
+        assert error(y, truth) <= limit
+    together = Weight(
+        *(mx.concatenate([w, w]) for w in _arrays(args[1][0])), args[1][0].spec, (23, 23)
+    )
+    for y in project_dequantised(args[0], [together], **options):
+        assert mx.array_equal(y, results[0])
+
+
+def _arrays(weight):
+    return weight.weight, weight.scales, weight.biases
 
 
 def test_wrong_arguments():
@@ -209,8 +232,8 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
     if ends == "joined":
         options = {"norm": scale, "eps": EPS}
         limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
-        name = f"joined-{C}"
-        return Case(name, lambda: joined(x, weights, **options), lambda: [*truths, rows], limit)
+        call = functools.partial(joined, x, weights, **options)
+        return Case(f"joined-{C}", call, lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
     name = "-".join([*map(str, structure), str(norm), ends, str(C)])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)

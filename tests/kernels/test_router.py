@@ -185,7 +185,7 @@ CASES = {
 EQUIVALENT = {
     "router.metal": {
         "rank_of: off by one k < K -> <=": "lane K holds no id: its 2^32 - 1 is not smaller",
-        "sigmoid_top_k: off by one if (KEPT < GROUPS) -> <=": "keeping all groups cuts nothing",
+        "sigmoid_choice: off by one if (KEPT < GROUPS) -> <=": "keeping all groups cuts nothing",
         "take_largest: off by one i < EACH -> <= (2)": "no index is so large: nothing is written",
     }
 }

@@ -13,6 +13,7 @@ from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.tail import TAIL_ROWS
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.synthesize import synthesize
+from tests.models_at_hand import model_of
 
 
 def close(a: mx.array, b: mx.array) -> bool:
@@ -70,6 +71,25 @@ def test_a_trace_serves_until_a_buffer_grows(model):
     traced = steps(model, tokens, traced=True, prompt=250)
     assert close(traced, steps(model, tokens, traced=False, prompt=250))
     assert model._step.traces <= before + 2
+
+
+def test_a_window_of_keys_is_seen(tmp_path):
+    with model_of("qwen3_moe_window", tmp_path, expert_memory="100%") as model:
+        window = model.config.window
+        tokens = mx.array(np.random.default_rng(3).integers(0, 64, (2, window + 20)))
+        before = model._step.traces
+        traced = steps(model, tokens, traced=True, prompt=window - 3)
+        assert model._step.traces > before
+        assert close(traced, steps(model, tokens, traced=False, prompt=window - 3))
+
+
+def test_rows_in_bits_are_seen(tmp_path):
+    with model_of("4 bits", tmp_path, expert_memory="100%") as model:
+        tokens = mx.array(np.random.default_rng(5).integers(0, 64, (2, 90)))
+        before = model._step.traces
+        traced = steps(model, tokens, traced=True, prompt=50)
+        assert model._step.traces == before + 1
+        assert close(traced, steps(model, tokens, traced=False, prompt=50))
 
 
 def test_other_calls_go_between(model):

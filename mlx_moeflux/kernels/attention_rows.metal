@@ -1,0 +1,132 @@
+// A simdgroup owns 16 query rows; scores, probabilities and sums stay in its registers.
+#include "attention.metal"
+
+// q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
+// past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
+// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE 3: writes
+// sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
+// Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
+template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
+inline void attend_rows(
+    const device T* q, const device T* k, const device T* v, const device T* gate,
+    const device int* ranges, const device float* scale, device T* y, device float* partial,
+    device float* stats, threadgroup T* key_tile, threadgroup T* value_tile, int tokens,
+    int capacity, uint3 position, uint3 counts, uint index) {
+  constexpr int M = 16 * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
+  const uint lane = index % 32;
+  const int own = int(index / 32) * 16, group = int(position.y), b = group / HQ, head = group % HQ;
+  const int row0 = (int(counts.z) - 1 - int(position.z)) * M;
+  const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
+  q += size_t(group) * tokens * D;
+  const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
+  k += kv_row * D;
+  v += kv_row * DV;
+  const int past = CAUSAL ? before + metal::min(row0 + M, tokens) - 1 : length;
+  const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
+  const int low = range.low, high = range.high;
+  const float to_base2 = scale[0] * 1.44269504f;
+
+  tile_a<T> queries[D / 16];
+  for (int t = 0; t < M; t += BN) {
+    stage<T, D, 0, LK, BN, THREADS>(key_tile, q, q, row0 + t, 0, tokens, index);
+    arrive();
+    if (own >= t && own < t + BN) {
+      EACH(i, D / 16) {
+        load_a(queries[i], key_tile + (own - t) * LK + 16 * i, LK, lane);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  tile_c sums[DV / 8];
+  EACH(n, DV / 8) {
+    fill(sums[n], 0.0f);
+  }
+  int limit[2];
+  float top[2], total[2];
+  EACH(i, 2) {
+    const int row = row0 + own + sums[0].row(2 * i, lane);
+    limit[i] = metal::min(CAUSAL ? before + row : length, high);
+    top[i] = no_score();
+    total[i] = 0.0f;
+  }
+  // Below it all rows of the simdgroup see every key.
+  const int open = metal::min(CAUSAL ? before + row0 + own : length, high);
+
+  stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, low, low, high, index);
+  for (int first = low; first < high; first += BN) {
+    arrive();
+    stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
+    tile_c s[BN / 8];
+    EACH(n, BN / 8) {
+      fill(s[n], 0.0f);
+    }
+    EACH(i, D / 16) {
+      EACH(n, BN / 8) {
+        tile_b<T> keys;
+        load_b_t(keys, key_tile + 8 * n * LK + 16 * i, LK, lane);
+        mma(s[n], queries[i], keys);
+      }
+    }
+    EACH(i, 2) {
+      float highest = -INFINITY;
+      EACH(n, BN / 8) {
+        EACH(e, 2) {
+          const int j = 2 * i + e;
+          if (first + BN > open && first + 8 * n + s[n].col(j, lane) >= limit[i]) {
+            s[n][j] = -INFINITY;
+          }
+          highest = metal::max(highest, s[n][j]);
+        }
+      }
+      const float factor = raised(top[i], row_max(highest) * to_base2);
+      total[i] *= factor;
+      EACH(n, BN / 8) {
+        EACH(e, 2) {
+          const int j = 2 * i + e;
+          s[n][j] = metal::exp2(metal::fma(s[n][j], to_base2, -top[i]));
+          total[i] += s[n][j];
+        }
+      }
+      if (simd_any(factor != 1.0f)) {
+        EACH(n, DV / 8) {
+          sums[n][2 * i] *= factor;
+          sums[n][2 * i + 1] *= factor;
+        }
+      }
+    }
+    arrive();
+    if (first + BN < high) {
+      stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, first + BN, low, high, index);
+    }
+    EACH(j, BN / 16) {
+      const tile_a<T> weights = to_a<T>(s[2 * j], s[2 * j + 1]);
+      EACH(n, DV / 8) {
+        tile_b<T> values;
+        load_b(values, value_tile + 16 * j * LV + 8 * n, LV, lane);
+        mma(sums[n], weights, values);
+      }
+    }
+  }
+
+  copy_wait();
+  EACH(i, 2) {
+    total[i] = row_sum(total[i]);
+    const int row = row0 + own + sums[0].row(2 * i, lane);
+    const size_t at = (size_t(group) * counts.x + position.x) * tokens + row;
+    if (GATE == 3 && row < tokens && sums[0].col(0, lane) == 0) {
+      stats[2 * at] = top[i];
+      stats[2 * at + 1] = total[i];
+    }
+    const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
+    EACH(n, DV / 8) {
+      const int j = 2 * i, column = 8 * n + sums[n].col(j, lane);
+      if (row < tokens && GATE == 3) {
+        store_pack(partial + at * DV + column, pack<float, 2>{sums[n][j], sums[n][j + 1]});
+      } else if (row < tokens) {
+        write_attended<T, DV, HQ, GATE, 2>(
+            y, gate, {sums[n][j] * inverse, sums[n][j + 1] * inverse}, b, head, row, column,
+            tokens);
+      }
+    }
+  }
+}

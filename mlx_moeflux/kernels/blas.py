@@ -1,0 +1,217 @@
+"""Matrices on the CPU, multiplied by numpy's BLAS.
+
+MLX's own products there reach 1 to 5 GFLOP/s, numpy's 40 to 150. Quantised matrices are made dense
+first, in float32. What the weights of a model look like then is kept, as long as all that is kept
+takes no more than KEPT_BYTES; the rest is made anew for every call.
+
+Each row of a call is multiplied on its own (a matrix times a vector): what it gives depends on
+nothing but the row and the matrix, whichever rows are computed beside it. A BLAS promises no such
+thing of matrix products, and numpy's does not keep it.
+
+Arrays are evaluated: calls that MLX only traces are refused, and go to the references.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import weakref
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import UnsupportedError
+
+KEPT_BYTES = 128 << 20
+
+
+class Stored(Protocol):
+    """A matrix, or one for each slot, as :class:`~mlx_moeflux.kernels.project.Weight` has it."""
+
+    weight: mx.array
+    scales: mx.array | None
+    biases: mx.array | None
+    spec: QuantSpec | None
+
+
+class Kept:
+    """Dense matrices that live as long as the packed ones that they were made from."""
+
+    def __init__(self, limit: int):
+        self.limit, self.nbytes = limit, 0
+        self._known: dict[int, dict[tuple[int | None, int], np.ndarray]] = {}
+
+    def find(self, matrix: Stored, slot: int | None) -> np.ndarray | None:
+        known = self._known.get(id(matrix.weight))
+        return None if known is None else known.get((slot, id(matrix.scales)))
+
+    def keep(self, matrix: Stored, slot: int | None, values: np.ndarray) -> None:
+        """Do so if there is room."""
+        if self.nbytes + values.nbytes > self.limit:
+            return
+        self.nbytes += values.nbytes
+        owner = id(matrix.weight)
+        if owner not in self._known:
+            self._known[owner] = {}
+            weakref.finalize(matrix.weight, self.forget, owner)
+        self._known[owner][slot, id(matrix.scales)] = values
+
+    def forget(self, owner: int) -> None:
+        """What was made from the array with this id, if anything was."""
+        self.nbytes -= sum(values.nbytes for values in self._known.pop(owner, {}).values())
+
+
+kept = Kept(KEPT_BYTES)
+
+
+def values_of(x: mx.array) -> np.ndarray:
+    """A view of an array, evaluated.
+
+    Raises:
+        UnsupportedError: MLX is tracing, for a compiled function or a gradient.
+    """
+    try:
+        values = np.asarray(x)
+    except ValueError:
+        values = None
+    if values is not None:
+        graph = io.StringIO()
+        mx.export_to_dot(graph, x)
+        # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
+        if "rectangle" not in graph.getvalue():
+            return values
+    raise UnsupportedError(
+        "numpy cannot compute what MLX traces; take the reference (MOEFLUX_KERNELS=reference)."
+    )
+
+
+def numbers(x: mx.array) -> np.ndarray:
+    """:func:`values_of` a float32 array.
+
+    Raises:
+        UnsupportedError: It is of another dtype, or MLX is tracing.
+    """
+    if x.dtype != mx.float32:
+        raise UnsupportedError(f"BLAS takes float32, not {x.dtype}; take the reference.")
+    return values_of(x)
+
+
+def rows_of(x: mx.array) -> np.ndarray:
+    """``[..., C]`` float32 -> ``[N, C]``; see :func:`numbers`."""
+    return numbers(x).reshape(-1, x.shape[-1])
+
+
+def readable(matrix: object) -> bool:
+    """Whether :func:`dense` knows how a matrix is stored."""
+    if getattr(matrix, "weight", None) is None:
+        return False
+    spec = matrix.spec
+    if spec is None:
+        return matrix.weight.dtype in (mx.float32, mx.float16, mx.bfloat16)
+    return spec.mode == "affine" and matrix.biases is not None
+
+
+def kept_dense(matrix: Stored, slot: int | None = None, views: Views | None = None) -> np.ndarray:
+    """:func:`dense` of what never changes: kept, if there is room."""
+    if matrix.weight.dtype == mx.float32:
+        return dense(matrix, slot, views)
+    known = kept.find(matrix, slot)
+    if known is None:
+        known = dense(matrix, slot, views)
+        kept.keep(matrix, slot, known)
+    return known
+
+
+class Views(NamedTuple):
+    """The arrays of a matrix as numpy sees them; bfloat16 as integers of 16 bits."""
+
+    weight: np.ndarray
+    scales: np.ndarray | None
+    biases: np.ndarray | None
+
+    @classmethod
+    def of(cls, matrix: Stored) -> Views:
+        return cls(*(None if a is None else _view(a) for a in
+                     (matrix.weight, matrix.scales, matrix.biases)))  # fmt: skip
+
+
+def dense(matrix: Stored, slot: int | None = None, views: Views | None = None) -> np.ndarray:
+    """A matrix, or that of one slot, ``[out, in]`` in float32. views: Its arrays, if known."""
+    spec, views = matrix.spec, views or Views.of(matrix)
+    if slot is not None:
+        views = Views(*(None if a is None else a[slot] for a in views))
+    if spec is None:
+        return _single(views.weight)
+    scales, biases = (_single(a)[..., None] for a in views[1:])
+    if spec.bits == 8:
+        values = views.weight.view(np.uint8).astype(np.float32)
+    elif spec.bits in _TABLES:
+        packed = views.weight.view(_TABLES[spec.bits][0])
+        values = np.take(_table(spec.bits), packed, mode="clip").view(np.float32)
+    else:
+        values = _unpacked(views.weight, spec.bits)
+    grouped = values.reshape(*scales.shape[:-1], spec.group_size)
+    grouped *= scales
+    grouped += biases
+    return values
+
+
+def floats(array: mx.array) -> np.ndarray:
+    """In float32; a view where it is that already."""
+    return _single(_view(array))
+
+
+def _view(array: mx.array) -> np.ndarray:
+    return values_of(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def _single(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """``[..., W]`` uint32 -> ``[..., 32 W / bits]`` float32, for numbers that cross words."""
+    stream = np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")
+    stream = stream.reshape(*packed.shape[:-1], -1, bits)
+    return stream.astype(np.float32) @ (2.0 ** np.arange(bits, dtype=np.float32))
+
+
+# Bits -> integers that hold four numbers.
+_TABLES = {2: (np.uint8, 4), 4: (np.uint16, 4)}
+
+
+@functools.cache
+def _table(bits: int) -> np.ndarray:
+    """Integer -> its four numbers as floats, seen as one element of 16 bytes."""
+    integers, count = _TABLES[bits]
+    packed = np.arange(np.iinfo(integers).max + 1)[:, None]
+    values = packed >> np.arange(count) * bits & (1 << bits) - 1
+    return values.astype(np.float32).view(np.complex128)[:, 0].copy()
+
+
+# As MLX does: infinities and NaN go their way without a word.
+quiet = np.errstate(all="ignore")
+
+
+def times(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """rows ``[N, in]``, matrix ``[out, in]`` -> ``[N, out]``, row by row."""
+    return np.matmul(rows[:, None], matrix.T)[:, 0]
+
+
+def rms_norm(rows: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """``[N, C]`` -> ``[N, C]``."""
+    mean = (rows * rows).mean(axis=-1, keepdims=True)
+    return rows * (1.0 / np.sqrt(mean + np.float32(eps))) * weight
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    # exp(-x) may overflow to infinity: the result is 0 then, as it should be.
+    return 1.0 / (1.0 + np.exp(-x))

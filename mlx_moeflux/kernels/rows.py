@@ -1,0 +1,308 @@
+"""``project`` and ``add_shared`` for some dozens of rows: every weight is read once for up to 32.
+
+Formulas and shapes are those of :mod:`mlx_moeflux.kernels.project` and
+:mod:`mlx_moeflux.kernels.add_shared`. Weights, and x where a norm or SwiGLU comes before, are
+rounded to the dtype of x; products are summed in float32. What a row gets depends on nothing but
+the row: tokens may be computed together or apart, without changing a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.add_shared import add_shared
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
+from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
+
+FLOATS = (mx.float16, mx.bfloat16)
+# Threadgroups that a launch should have (an H100 has 132 processors) before one takes more rows.
+ENOUGH_GROUPS, MOST_TILES = 264, 2
+# Tokens of a threadgroup are 8, 16 or 32.
+MOST_TOKEN_TILES = 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How ``multiply_tile`` in rows.metal is laid out for a matrix: 16 `MT` rows a threadgroup, `V`
+    words at once."""
+
+    MT: int
+    V: int
+    matrix: Matrix
+
+    def groups(self, out: int) -> int:
+        return -(-out // (16 * self.MT))
+
+    def arguments(self, name: str = "") -> dict[str, int]:
+        """Template arguments, `name` behind each."""
+        sizes = {"MT": self.MT, "BITS": self.matrix.bits, "GROUP": self.matrix.group, "V": self.V}
+        return {key + name: value for key, value in sizes.items()}
+
+
+def tiling(matrix: Matrix, outs: Sequence[int], width: int) -> Tiling:
+    """What suits a matrix ``[sum of outs, width]``.
+
+    Raises:
+        UnsupportedError: Its rows do not go in steps.
+    """
+    per = 32 // matrix.bits if matrix.bits else 1
+    words = [1, 2, 4] if matrix.bits else [8]
+    fitting = [v for v in words if 8 <= v * per <= matrix.group and width % (4 * v * per) == 0]
+    if not fitting:
+        raise UnsupportedError(f"rows of {width} numbers of {matrix.bits} bits have no steps here.")
+    tiles = MOST_TILES if sum(outs) // (16 * MOST_TILES) >= ENOUGH_GROUPS else 1
+    return Tiling(tiles, fitting[-1], matrix)
+
+
+def token_tiles(tokens: int) -> int:
+    """Tiles of 8 tokens that a threadgroup takes."""
+    return min(1 << (-(-tokens // 8) - 1).bit_length(), MOST_TOKEN_TILES)
+
+
+def simdgroups(width: int) -> int:
+    """Simdgroups that share the columns of a matrix: it decides the order of a sum, so nothing
+    else may."""
+    return 8 if width >= 4096 else 4
+
+
+@functools.lru_cache(maxsize=64)
+def _count(tokens: int) -> mx.array:
+    array = mx.full((8,), tokens, mx.int32)
+    mx.eval(array)
+    return array
+
+
+def partial_floats(tiles: int, NT: int, W: int) -> int:
+    """Floats of threadgroup memory for the sums of all simdgroups."""
+    return W * 8 * NT * (16 * tiles + 4)
+
+
+def project_rows(
+    x: mx.array,
+    weights: Sequence[Weight],
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-6,
+    residual: mx.array | None = None,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """:func:`~mlx_moeflux.kernels.project.project` in one launch, for the combinations of matrices
+    in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
+            there is no GPU.
+    """
+    C = x.shape[-1]
+    if x.dtype == mx.float32 and x.size:
+        return project(x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
+    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
+        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
+    parts = tuple((matrix_of(w, C), w.results) for w in weights)
+    if any(getattr(w, "precise", False) for w in weights):
+        raise UnsupportedError("results in float32 are not given here; take the reference.")
+    if residual is not None and (
+        sum(len(outs) for _, outs in parts) != 1
+        or residual.shape != (*x.shape[:-1], parts[0][1][0])
+        or residual.dtype != x.dtype
+    ):
+        raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
+    ends = "normed" if normed else "residual" if residual is not None else ""
+    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        raise UnsupportedError(
+            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
+            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
+        )
+    tokens = x.size // C
+    arrays = [x, _count(tokens)] + ([] if norm is None else [norm])
+    if residual is not None:
+        arrays.append(residual)
+    for weight in weights:
+        arrays += arrays_of(weight)
+    shape = (tokens, C) if flat else x.shape
+    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+
+
+def _choice(m: int, first: int, count: int) -> str:
+    """Which of the results of matrix m a threadgroup computes: y, base, out, and group within."""
+    text = f"device T* y = y{first}; int base = 0, out = OUT{first};"
+    for i in range(first + 1, first + count):
+        text += f"""
+            if (group >= GROUPS{i - 1} && base + OUT{i - 1} == BASE{i}) {{
+              group -= GROUPS{i - 1}; y = y{i}; base = BASE{i}; out = OUT{i};
+            }}
+        """
+    return text
+
+
+def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
+    """The kernel of a structure: threadgroups are dealt out among the matrices, and the results of
+    each. ends: See :func:`mlx_moeflux.kernels.project._kernel`."""
+    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
+    own += ", residual" if ends == "residual" else ", x"
+    body = """
+        threadgroup float partial[PARTIAL];
+        threadgroup float inverse[8 * NT];
+        int group = threadgroup_position_in_grid.x, first = 8 * NT * threadgroup_position_in_grid.y;
+        uint index = thread_index_in_threadgroup;
+    """
+    results = 0
+    for m, count in enumerate(structure):
+        call = f"""
+            {_choice(m, results, count)}
+            project_rows<MT{m}, NT, W, IN, BITS{m}, GROUP{m}, V{m}, FORM, RESIDUAL>(
+                x, {own}, w{m}, scales{m}, biases{m}, y, partial, inverse, base,
+                group * 16 * MT{m}, out, first, tokens[0], index);
+        """
+        if ends == "normed" or m + 1 < len(structure):
+            groups = " + ".join(f"GROUPS{i}" for i in range(results, results + count))
+            call = f"if (group < {groups}) {{ {call} return; }} group -= {groups};"
+        body += call
+        results += count
+    if ends == "normed":
+        body += """
+            norm_rows<NT, W, IN>(
+                x, norm, as_type<float>(EPSILON), normed, inverse, first, tokens[0], index);
+        """
+    inputs = ("x", "tokens", "norm") if norm else ("x", "tokens")
+    inputs += ("residual",) if ends == "residual" else ()
+    return MetalKernel(
+        "_".join(["project_rows", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
+        file="rows.metal",
+        inputs=(
+            *inputs,
+            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
+        ),
+        outputs=[f"y{i}" for i in range(results)] + ["normed"] * (ends == "normed"),
+        body=body,
+    )
+
+
+_KERNELS = {
+    key: _kernel(*key)
+    for key in (
+        *((structure, True, "") for structure in STRUCTURES),
+        *((structure, True, "normed") for structure in ENTRIES),
+        ((1,), False, ""),
+        ((1,), False, "residual"),
+    )
+}
+launches(*_KERNELS.values())(project_rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    eps: float | None,
+    ends: str,
+    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
+) -> dict[str, Any]:
+    *leading, C = shape
+    tokens = math.prod(leading)
+    NT, W, normed = token_tiles(tokens), simdgroups(C), ends == "normed"
+    template = {"T": dtype, "NT": NT, "W": W, "IN": C, "FORM": int(eps is not None)}
+    template["RESIDUAL"] = ends == "residual"
+    if eps is not None:
+        template["EPSILON"] = float_bits(eps)
+    groups, partial, shapes = 0, 0, []
+    for m, (matrix, outs) in enumerate(parts):
+        tile = tiling(matrix, outs, C)
+        template |= tile.arguments(str(m))
+        partial = max(partial, partial_floats(tile.MT, NT, W))
+        for out, end in zip(outs, accumulate(outs), strict=True):
+            i, own = len(shapes), tile.groups(out)
+            template |= {f"OUT{i}": out, f"BASE{i}": end - out, f"GROUPS{i}": own}
+            groups += own
+            shapes.append((*leading, out))
+    shapes += [shape] * normed
+    return {
+        "template": template | {"PARTIAL": partial},
+        "grid": ((groups + normed) * W * 32, -(-tokens // (8 * NT)), 1),
+        "threadgroup": (32 * W, 1, 1),
+        "output_shapes": shapes,
+        "output_dtypes": [dtype] * len(shapes),
+    }
+
+
+_SHARED = MetalKernel(
+    "add_shared_rows",
+    file="rows.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "tokens", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float partial[PARTIAL];
+        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, SCORED>(
+            residual, experts, gate, up, score, w, scales, biases, y, partial,
+            threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
+            tokens[0], thread_index_in_threadgroup);
+    """,
+)
+
+
+@launches(_SHARED)
+def add_shared_rows(
+    residual: mx.array,
+    experts: mx.array,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """:func:`~mlx_moeflux.kernels.add_shared.add_shared` in one launch; float32 goes to the
+    reference.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    if residual.dtype == mx.float32:
+        return add_shared(residual, experts, gate, up, down, score=score)
+    C, F = residual.shape[-1], gate.shape[-1]
+    N = residual.size // C
+    matrix = matrix_of(down, F)
+    if residual.dtype not in FLOATS or any(a.dtype != residual.dtype for a in (gate, up)):
+        raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
+    if score is not None and (score.size != N or score.dtype != residual.dtype):
+        raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
+    shapes = (experts.shape, gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or experts.dtype != mx.float32:
+        raise ShapeError(
+            f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
+            f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
+        )
+    launch = _shared_launch(residual.shape, F, residual.dtype, score is not None, matrix)
+    scores = gate if score is None else score
+    return _SHARED(residual, experts, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_launch(
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+) -> dict[str, Any]:
+    *leading, C = shape
+    tokens = math.prod(leading)
+    tile, NT, W = tiling(matrix, (C,), F), token_tiles(tokens), simdgroups(F)
+    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C, "SCORED": scored}
+    template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
+    return {
+        "template": template,
+        "grid": (tile.groups(C) * W * 32, -(-tokens // (8 * NT)), 1),
+        "threadgroup": (32 * W, 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }

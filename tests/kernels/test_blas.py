@@ -1,0 +1,229 @@
+"""Oracle: the references in MLX, and the same rows computed alone."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels import blas
+from mlx_moeflux.kernels.choice import FORMS, Kernels
+from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.project import Weight
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.kernels.harness import error
+
+BLAS = [op for op, forms in FORMS.items() if "blas" in forms]
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def flat(result):
+    return [a for a in (result if isinstance(result, (list, tuple)) else [result]) if a is not None]
+
+
+def test_these_have_one():
+    assert set(BLAS) == {
+        "project", "delta_mixer", "norm_rope", "sdpa", "softmax_top_k", "expert_mix", "add_shared",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", BLAS)
+def test_agrees_with_the_reference(operation):
+    args, kwargs = example(operation, form="blas")
+    expected = flat(FORMS[operation]["reference"](*args, **kwargs))
+    actual = flat(FORMS[operation]["blas"](*args, **kwargs))
+    assert [(a.shape, a.dtype) for a in actual] == [(b.shape, b.dtype) for b in expected]
+    for a, b in zip(actual, expected, strict=True):
+        # Sums of up to 64 products in float32, in another order.
+        assert error(a, b) <= 64 * 2**-23 * max(1.0, float(mx.abs(b).max()))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dense_is_mlx_dequantised(bits, group, dtype):
+    weight = mx.random.normal((3, 5, 256), key=mx.random.key(bits)).astype(dtype)
+    arrays = mx.quantize(weight, group_size=group, bits=bits)
+    wide = [arrays[0], *(a.astype(mx.float32) for a in arrays[1:])]
+    expected = np.array(mx.dequantize(*wide, group_size=group, bits=bits))
+    bank = ProjectionBank(*arrays, QuantSpec(bits, group))
+    # A product and a sum, each rounded; MLX may fuse them.
+    limit = 2**-22 * np.abs(expected).max()
+    assert np.abs(blas.dense(bank) - expected).max() <= limit
+    assert np.abs(blas.dense(bank, 1) - expected[1]).max() <= limit
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_quantised_is_taken_as_it_is(dtype):
+    weight = mx.random.normal((5, 48)).astype(dtype)
+    assert (blas.dense(Weight(weight)) == np.array(weight.astype(mx.float32))).all()
+
+
+def rows_alone(N, C, out):
+    return mx.random.normal((N, C)), Weight(mx.random.normal((out, C)))
+
+
+@pytest.mark.parametrize(("C", "out"), [(64, 256), (768, 256), (256, 1000), (37, 5), (1024, 3)])
+def test_a_row_gives_the_same_bits_alone(C, out):
+    x, weight = rows_alone(50, C, out)
+    norm = mx.random.normal((C,))
+    project = FORMS["project"]["blas"]
+    (whole,) = project(x[None], [weight], norm=norm)
+    for start, stop in ((0, 1), (17, 18), (3, 19), (31, 50)):
+        (part,) = project(x[None, start:stop], [weight], norm=norm)
+        assert (part == whole[:, start:stop]).all()
+
+
+@pytest.fixture
+def bank():
+    E, F, C = 6, 64, 96
+    parts = []
+    for out, width in ((F, C), (F, C), (C, F)):
+        w = mx.random.normal((E, out, width)).astype(mx.bfloat16)
+        parts.append(ProjectionBank(*mx.quantize(w, group_size=32, bits=4), QuantSpec(4, 32)))
+    return ExpertBank(*parts)
+
+
+def test_experts_give_the_same_bits_however_tokens_and_slots_lie(bank):
+    x, weights = mx.random.normal((40, 96)), mx.random.uniform(shape=(40, 3))
+    slots = np.sort([np.random.default_rng(n).permutation(6)[:3] for n in range(40)]).astype("u4")
+    mix = FORMS["expert_mix"]["blas"]
+    whole = mix(x, mx.array(slots), weights, bank)
+    for part in (slice(0, 1), slice(5, 23), slice(23, 40)):
+        assert (mix(x[part], mx.array(slots[part]), weights[part], bank) == whole[part]).all()
+    moved = np.random.default_rng(1).permutation(6)
+    other = ExpertBank(*(p.take(mx.array(np.argsort(moved)), p.scales.dtype)
+                         for p in (bank.gate, bank.up, bank.down)))  # fmt: skip
+    assert (mix(x, mx.array(moved[slots].astype("u4")), weights, other) == whole).all()
+    # A sum cut in k, with experts that are absent.
+    low = np.where(slots < 3, slots, 0xFFFFFFFF).astype("u4")
+    high = np.where(slots < 3, 0xFFFFFFFF, slots).astype("u4")
+    begun = mix(x, mx.array(low), weights, bank)
+    assert (mix(x, mx.array(high), weights, bank, initial=begun) == whole).all()
+    none = mix(x, mx.full((40, 3), 0xFFFFFFFF, mx.uint32), weights, bank)
+    assert (none == 0).all()
+
+
+def test_matrices_are_kept_within_the_bound_and_go_with_their_owner(monkeypatch):
+    kept = blas.Kept(limit=4 * 5 * 64 + 100)
+    monkeypatch.setattr(blas, "kept", kept)
+
+    def quantised():
+        arrays = mx.quantize(mx.random.normal((5, 64)), group_size=64, bits=4)
+        mx.eval(arrays)
+        return Weight(*arrays, QuantSpec(4))
+
+    first, second = quantised(), quantised()
+    a, b = blas.kept_dense(first), blas.kept_dense(second)
+    assert blas.kept_dense(first) is a
+    assert blas.kept_dense(second) is not b
+    assert (blas.kept_dense(second) == b).all()
+    assert kept.nbytes == a.nbytes
+    del first
+    gc.collect()
+    assert kept.nbytes == 0
+    b = blas.kept_dense(second)
+    assert blas.kept_dense(second) is b
+
+
+@pytest.mark.parametrize("operation", BLAS)
+def test_what_mlx_traces_goes_to_the_reference(operation):
+    args, kwargs = example(operation, form="blas")
+    if operation == "expert_mix":
+        pytest.skip("chosen before the call: see below")
+    kernels = Kernels()
+
+    def all_of(x):
+        return flat(getattr(kernels, operation)(x, *args[1:], **kwargs))
+
+    compiled = mx.compile(all_of)(args[0])
+    for a, b in zip(compiled, flat(FORMS[operation]["reference"](*args, **kwargs)), strict=True):
+        assert error(a, b) <= 1e-4
+    gradient = mx.grad(lambda x: sum(y.astype(mx.float32).square().sum() for y in all_of(x)))
+    assert mx.abs(gradient(args[0])).max() > 0
+    with pytest.raises(UnsupportedError, match="traces"):
+        mx.compile(lambda x: flat(FORMS[operation]["blas"](x, *args[1:], **kwargs)))(args[0])
+
+
+def test_experts_that_mlx_traces_go_to_the_reference(bank):
+    mix = Kernels().expert_mix
+    x, weights = mx.random.normal((2, 96)), mx.random.uniform(shape=(2, 3))
+    seen = []
+
+    def traced(x):
+        seen.append(mix.form(x, None, weights, bank))
+        return x * 2
+
+    mx.compile(traced)(x)
+    mx.grad(lambda x: traced(x * 3).sum())(x)
+    scales = bank.gate.scales
+
+    def of_scales(scales):
+        gate = ProjectionBank(bank.gate.weight, scales, bank.gate.biases, bank.gate.spec)
+        seen.append(mix.form(x, None, weights, ExpertBank(gate, bank.up, bank.down)))
+        return scales.astype(mx.float32).sum()
+
+    mx.grad(of_scales)(scales)
+    assert seen == [FORMS["expert_mix"]["reference"]] * 3
+    assert mix.form(x, None, weights, bank) is FORMS["expert_mix"]["blas"]
+    assert mix.form(x.astype(mx.bfloat16), None, weights, bank) is seen[0]
+
+
+@pytest.mark.parametrize("refused", ["start", "mask", "length", "tail"])
+def test_attention_over_what_is_padded_goes_to_the_reference(refused):
+    q, k, v = (mx.random.normal((2, h, n, 32)) for h, n in ((4, 3), (2, 16), (2, 16)))
+    arrays = {
+        "start": mx.array([0, 1]),
+        "mask": mx.ones((2, 1, 3, 16), mx.bool_),
+        "length": mx.array([9, 11]),
+        "tail": (k[:, :, :8], v[:, :, :8]),
+    }
+    options = {"mask": "causal", "length": 12, "scale": 0.2} | {refused: arrays[refused]}
+    if refused == "mask":
+        del options["length"]
+    expected = FORMS["sdpa"]["reference"](q, k, v, **options)
+    assert (Kernels().sdpa(q, k, v, **options) == expected).all()
+
+
+def test_a_step_that_was_chosen_is_taken():
+    args, kwargs = example("delta_mixer")
+    calls = []
+
+    def rule(*args, **kwargs):
+        calls.append(1)
+        return FORMS["gated_delta"]["reference"](*args, **kwargs)
+
+    kernels = Kernels({"gated_delta": rule})
+    kernels.delta_mixer(*args, **kwargs | {"steps": kernels})
+    assert calls
+
+
+def test_a_model_that_is_closed_keeps_nothing():
+    before = blas.kept.nbytes
+    with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
+        mx.eval(model(mx.array([[1, 2, 3]])))
+        # The trunk and some experts, four bytes a number.
+        assert blas.kept.nbytes > before + 13_000_000
+    assert blas.kept.nbytes == before
+
+
+def test_what_is_not_finite_goes_its_way():
+    x = mx.array([[[np.inf, 1.0, np.nan, -200.0] * 16]])
+    weight = Weight(mx.random.normal((8, 64)))
+    (y,) = FORMS["project"]["blas"](x, [weight], norm=mx.ones((64,)))
+    assert mx.isnan(y).all()
+    scores = mx.array([[-200.0, 200.0]])
+    assert np.array(blas.quiet(blas.sigmoid)(np.array(scores))).tolist() == [[0.0, 1.0]]

@@ -1,0 +1,189 @@
+"""Matrices of some dozens of rows against float64; the naive error is stock MLX's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.project import Weight, project
+from mlx_moeflux.kernels.quantised import Matrix
+from mlx_moeflux.kernels.rows import _KERNELS, add_shared_rows, project_rows, tiling, token_tiles
+from tests.kernels import test_add_shared, test_project
+from tests.kernels.experts import dense, random_array, random_matrix
+from tests.kernels.harness import Case, error, float64
+
+EPS = test_project.EPS
+# tokens, C, (rows, bits, group) of each matrix, dtype
+SIZES = [
+    (5, 96, [(18, 4, 32), (7, 8, 32), (3, 0, 32), (1, 4, 32)], mx.bfloat16),
+    (9, 256, [(33, 4, 64), (17, 8, 64)], mx.bfloat16),
+    (33, 128, [(5, 2, 64)], mx.float16),
+    (1, 128, [(20, 4, 128)], mx.float16),
+    (6, 4096, [(3, 4, 64)], mx.bfloat16),
+    (12, 64, [(16, 0, 32)], mx.bfloat16),
+]
+
+
+CALLS = [(sizes, True) for sizes in SIZES] + [(sizes, False) for sizes in SIZES[::3]]
+
+
+@pytest.mark.parametrize(("sizes", "with_norm"), CALLS, ids=lambda x: str(x)[:40])
+def test_agrees_with_float64(device, sizes, with_norm):
+    """With a norm, or with a residual."""
+    args, options, truths = test_project.arguments(
+        sizes, with_norm=with_norm, residual=not with_norm
+    )
+    outputs = project_rows(*args, **options)
+    limits = test_project.limits(args, options, truths)
+    assert len(outputs) == len(truths)
+    for y, truth, limit in zip(outputs, truths, limits, strict=True):
+        assert y.dtype == args[0].dtype
+        assert error(y, truth) <= limit
+
+
+def test_tokens_together_or_apart_give_the_same_bits(device):
+    rng = np.random.default_rng(0)
+    weight = Weight(*random_matrix(rng, (40, 512), bits=4, group=64, dtype=mx.bfloat16))
+    x, norm = random_array(rng, (35, 512), mx.bfloat16), random_array(rng, (512,), mx.bfloat16)
+    whole = project_rows(x, [weight], norm=norm)[0]
+    apart = [project_rows(x[a:b], [weight], norm=norm)[0] for a, b in ((0, 1), (1, 14), (14, 35))]
+    assert mx.array_equal(whole, mx.concatenate(apart)).item()
+
+
+@pytest.mark.parametrize("structure", [(4,), (2, 2)])
+def test_matrices_one_behind_another_are_as_if_apart(device, structure):
+    rng = np.random.default_rng(3)
+    apart, together = [], []
+    for m, count in enumerate(structure):
+        options = {"bits": (4, 8)[m], "group": 32, "dtype": mx.bfloat16}
+        parts = [random_matrix(rng, ((16, 1, 37, 5)[i], 96), **options) for i in range(count)]
+        apart += [Weight(*part) for part in parts]
+        arrays = [mx.concatenate([part[i] for part in parts]) for i in range(3)]
+        outs = tuple(part[0].shape[0] for part in parts)
+        together.append(Weight(*arrays, parts[0][3], outs))
+    x, norm = (random_array(rng, shape, mx.bfloat16) for shape in ((5, 1, 96), (96,)))
+    expected = [project_rows(x, [weight], norm=norm)[0] for weight in apart]
+    for y, other in zip(project_rows(x, together, norm=norm), expected, strict=True):
+        assert y.shape == other.shape
+        assert mx.array_equal(y, other).item()
+
+
+def test_gives_the_normalised_rows_too(device):
+    args, options, _ = test_project.arguments(SIZES[1], with_norm=True, residual=False)
+    *outputs, normed = project_rows(*args, **options, normed=True)
+    rows = float64(args[0])
+    truth = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
+    (naive,) = project(args[0], [], **options, normed=True)
+    assert error(normed, truth) <= 2 * error(naive, truth)
+    for y, expected in zip(outputs, project_rows(*args, **options), strict=True):
+        assert mx.array_equal(y, expected).item()
+
+
+def test_flat_results(device):
+    rng = np.random.default_rng(5)
+    weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=32, dtype=mx.bfloat16))
+    x, norm = (random_array(rng, shape, mx.bfloat16) for shape in ((2, 3, 64), (64,)))
+    y, normed = project_rows(x, [weight], norm=norm, normed=True, flat=True)
+    assert (y.shape, normed.shape) == ((6, 6), (6, 64))
+
+
+def test_wrong_arguments():
+    rng = np.random.default_rng(0)
+    weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=64, dtype=mx.bfloat16))
+    narrow = Weight(*random_matrix(rng, (6, 96), bits=2, group=32, dtype=mx.bfloat16))
+    x = random_array(rng, (2, 64), mx.bfloat16)
+    for call in (
+        lambda: project_rows(mx.zeros((0, 64), mx.bfloat16), [weight]),
+        lambda: project_rows(x[:, :32], [weight]),
+        lambda: project_rows(x, [weight], norm=mx.ones((32,))),
+        lambda: project_rows(x, [weight], residual=x),
+    ):
+        with pytest.raises(ShapeError):
+            call()
+    with pytest.raises(UnsupportedError):
+        project_rows(random_array(rng, (2, 96), mx.bfloat16), [narrow])
+    with pytest.raises(UnsupportedError):
+        project_rows(x, [weight] * 5)
+    (residual, experts, gate, up, down), options, _ = shared_arguments(SHARED[0], scored=True)
+    for wrong in (
+        (residual[:, :8], experts, gate, up, down),
+        (residual, experts.astype(mx.float16), gate, up, down),
+        (residual, experts, gate, up.astype(mx.float16), down),
+        (residual[:1], experts, gate, up, down),
+    ):
+        with pytest.raises(ShapeError):
+            add_shared_rows(*wrong, **options)
+
+
+# tokens, C, F, bits, group, dtype
+SHARED = [
+    (5, 37, 96, 8, 32, mx.bfloat16),
+    (11, 128, 512, 4, 64, mx.bfloat16),
+    (17, 66, 256, 2, 128, mx.float16),
+    (2, 64, 128, 0, 32, mx.bfloat16),
+]
+shared_arguments = test_add_shared.arguments
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scored"),
+    [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
+    ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
+)
+def test_shared_expert_agrees_with_float64(device, sizes, scored):
+    args, options, truth = shared_arguments(sizes, scored=scored)
+    y = add_shared_rows(*args, **options)
+    assert y.dtype == args[0].dtype
+    assert error(y, truth) <= test_add_shared.limit_of(args, options, truth)
+
+
+def test_tilings():
+    tokens = {1: 1, 8: 1, 9: 2, 16: 2, 17: 4, 25: 4, 32: 4, 200: 4}
+    assert {n: token_tiles(n) for n in tokens} == tokens
+    wide, narrow = (tiling(Matrix(4, 64), (out,), 2048) for out in (12352, 2048))
+    assert (wide.MT, wide.V, narrow.MT) == (2, 4, 1)
+
+
+def test_float32_is_the_reference():
+    args, options, _ = test_project.arguments(test_project.SIZES[4], with_norm=True, residual=False)
+    for y, expected in zip(project_rows(*args, **options), project(*args, **options), strict=True):
+        assert mx.array_equal(y, expected).item()
+
+
+def case(structure, norm: bool, ends: str) -> Case:
+    """Matrices of different sizes and bits, ten rows."""
+    rng = np.random.default_rng(len(structure))
+    weights, truths, x = [], [], random_array(rng, (10, 128), mx.bfloat16)
+    scale = random_array(rng, (128,), mx.bfloat16)
+    rows = float64(x)
+    if norm:
+        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
+    for m, count in enumerate(structure):
+        outs = tuple(5 + 12 * i + m for i in range(count))
+        bits = (4, 8, 2, 0)[m]
+        matrix = random_matrix(rng, (sum(outs), 128), bits=bits, group=64, dtype=mx.bfloat16)
+        weights.append(Weight(*matrix, outs))
+        product = rows @ dense(weights[-1]).T
+        truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
+    options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
+    if ends == "residual":
+        options["residual"] = random_array(rng, (10, 5), mx.bfloat16)
+        truths = [truths[0] + float64(options["residual"])]
+    if ends == "normed":
+        truths.append(rows)
+    limit = max(test_project.limits((x, weights), options, truths))
+    name = "-".join([*map(str, structure), str(norm), ends])
+    return Case(name, lambda: project_rows(x, weights, **options), lambda: truths, limit)
+
+
+def shared_case(scored: bool) -> Case:
+    args, options, truth = shared_arguments(SHARED[0], scored=scored)
+    limit = test_add_shared.limit_of(args, options, truth)
+    name = "scored" if scored else "plain"
+    return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
+
+
+CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
+CASES["add_shared_rows"] = [shared_case(True), shared_case(False)]
