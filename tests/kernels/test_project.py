@@ -268,7 +268,7 @@ CASES = {kernel.name: [case(*key, C=C) for C in (96, 1056)] for key, kernel in _
 CASES["project_1"].append(case((1,), True, "", C=1024))
 # Steps of another number than words a lane.
 for key, kernel in _KERNELS.items():
-    if set(key[0]) == {1} and len(key[0]) > 1:
+    if len(key[0]) > 1:
         CASES[kernel.name].append(case(*key, C=2112))
 # Three pieces.
 CASES["project_1"].append(case((1,), True, "", C=16416))
