@@ -25,6 +25,8 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 
 KEPT_BYTES = 128 << 20
+# Numbers that are made dense at once where they are not kept.
+BLOCK = 1 << 20
 
 
 class Stored(Protocol):
@@ -47,10 +49,10 @@ class Kept:
         known = self._known.get(id(matrix.weight))
         return None if known is None else known.get((slot, id(matrix.scales)))
 
+    def has_room(self, nbytes: int) -> bool:
+        return self.nbytes + nbytes <= self.limit
+
     def keep(self, matrix: Stored, slot: int | None, values: np.ndarray) -> None:
-        """Do so if there is room."""
-        if self.nbytes + values.nbytes > self.limit:
-            return
         self.nbytes += values.nbytes
         owner = id(matrix.weight)
         if owner not in self._known:
@@ -113,15 +115,36 @@ def readable(matrix: object) -> bool:
     return spec.mode == "affine" and matrix.biases is not None
 
 
-def kept_dense(matrix: Stored, slot: int | None = None, views: Views | None = None) -> np.ndarray:
-    """:func:`dense` of what never changes: kept, if there is room."""
-    if matrix.weight.dtype == mx.float32:
-        return dense(matrix, slot, views)
-    known = kept.find(matrix, slot)
-    if known is None:
-        known = dense(matrix, slot, views)
-        kept.keep(matrix, slot, known)
-    return known
+def product(
+    rows: np.ndarray,
+    matrix: Stored,
+    slot: int | None = None,
+    *,
+    views: Views | None = None,
+    keep: bool = True,
+) -> np.ndarray:
+    """rows ``[N, in]`` -> ``[N, out]``, each row on its own.
+
+    slot: Which matrix of a bank. views: Its arrays, if they are known. keep: What is in the matrix
+    never changes, so that its dense form may be kept.
+    """
+    out, known = matrix.weight.shape[-2], None
+    if keep and matrix.weight.dtype != mx.float32:
+        known = kept.find(matrix, slot)
+        if known is None and kept.has_room(4 * out * rows.shape[1]):
+            known = dense(matrix, slot, views)
+            kept.keep(matrix, slot, known)
+    # The same blocks whether they are kept or not: the same bits.
+    step = max(64, BLOCK // rows.shape[1] // 64 * 64)
+    if known is None and views is None:
+        views = Views.of(matrix)
+    parts = []
+    for start in range(0, out, step):
+        part = slice(start, start + step)
+        parts.append(
+            times(rows, dense(matrix, slot, views, part) if known is None else known[part])
+        )
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 class Views(NamedTuple):
@@ -137,11 +160,17 @@ class Views(NamedTuple):
                      (matrix.weight, matrix.scales, matrix.biases)))  # fmt: skip
 
 
-def dense(matrix: Stored, slot: int | None = None, views: Views | None = None) -> np.ndarray:
-    """A matrix, or that of one slot, ``[out, in]`` in float32. views: Its arrays, if known."""
+def dense(
+    matrix: Stored,
+    slot: int | None = None,
+    views: Views | None = None,
+    part: slice = slice(None),
+) -> np.ndarray:
+    """A matrix, or that of one slot, or some of its rows, ``[out, in]`` in float32; see
+    :func:`product`."""
     spec, views = matrix.spec, views or Views.of(matrix)
-    if slot is not None:
-        views = Views(*(None if a is None else a[slot] for a in views))
+    index = part if slot is None else (slot, part)
+    views = Views(*(None if a is None else a[index] for a in views))
     if spec is None:
         return _single(views.weight)
     scales, biases = (_single(a)[..., None] for a in views[1:])

@@ -49,7 +49,7 @@ def project_blas(
             y = weight.matmul(post)
             results.append(y if residual is None else residual + y)
             continue
-        y = blas.times(rows, blas.kept_dense(weight))
+        y = blas.product(rows, weight)
         ends = list(accumulate(weight.results))
         for start, end in zip([0, *ends], ends, strict=False):
             part = y[:, start:end].reshape(*leading, end - start)
@@ -74,7 +74,7 @@ def add_shared_blas(
     """
     _check(down)
     inner = blas.silu(blas.numbers(gate)) * blas.numbers(up)
-    shared = blas.times(inner, blas.kept_dense(down))
+    shared = blas.product(inner, down)
     if score is not None:
         shared *= blas.sigmoid(blas.numbers(score))
     total = blas.rows_of(residual)
@@ -106,13 +106,16 @@ def expert_mix_blas(
     # Absent experts contribute -0.0, which changes no bit.
     terms = np.full((N * K, rows.shape[1]), np.float32(-0.0))
     gate, up, down = _views(bank)
-    make = blas.kept_dense if bank.fixed else blas.dense
+
+    def product(rows: np.ndarray, part: tuple[ProjectionBank, blas.Views], slot: int) -> np.ndarray:
+        return blas.product(rows, part[0], slot, views=part[1], keep=bank.fixed)
+
     chosen, firsts = np.unique(where[order], return_index=True)
     for slot, pairs in zip(chosen.tolist(), np.split(order, firsts[1:]), strict=False):
         own = rows[pairs // K]
-        h = blas.silu(blas.times(own, make(gate[0], slot, gate[1])))
-        h *= blas.times(own, make(up[0], slot, up[1]))
-        terms[pairs] = blas.times(h, make(down[0], slot, down[1]))
+        h = blas.silu(product(own, gate, slot))
+        h *= product(own, up, slot)
+        terms[pairs] = product(h, down, slot)
     scale = blas.numbers(weights).reshape(-1)
     terms[order] *= scale[order, None]
     terms = terms.reshape(N, K, -1)

@@ -127,16 +127,34 @@ def test_matrices_are_kept_within_the_bound_and_go_with_their_owner(monkeypatch)
         return Weight(*arrays, QuantSpec(4))
 
     first, second = quantised(), quantised()
-    a, b = blas.kept_dense(first), blas.kept_dense(second)
-    assert blas.kept_dense(first) is a
-    assert blas.kept_dense(second) is not b
-    assert (blas.kept_dense(second) == b).all()
-    assert kept.nbytes == a.nbytes
+    x = np.ones((1, 64), np.float32)
+    blas.product(x, first)
+    assert kept.nbytes == 4 * 5 * 64
+    expected = blas.product(x, second)
+    assert kept.find(first, None) is not None
+    assert kept.find(second, None) is None
     del first
     gc.collect()
     assert kept.nbytes == 0
-    b = blas.kept_dense(second)
-    assert blas.kept_dense(second) is b
+    assert (blas.product(x, second) == expected).all()
+    assert kept.find(second, None) is not None
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_kept_or_made_anew_in_blocks_gives_the_same_bits(monkeypatch, bits):
+    monkeypatch.setattr(blas, "BLOCK", 96 * 100)
+    weight = Weight(*mx.quantize(mx.random.normal((333, 96)), group_size=32, bits=bits),
+                    QuantSpec(bits, 32))  # fmt: skip
+    x = np.array(mx.random.normal((7, 96)))
+    results = []
+    for limit in (0, 10**6):
+        monkeypatch.setattr(blas, "kept", blas.Kept(limit))
+        results.append([blas.product(rows, weight) for rows in (x, x[:1])])
+        assert bool(blas.kept.nbytes) == bool(limit)
+    (anew, alone), (kept, _) = results
+    assert (anew == kept).all()
+    assert (alone == anew[:1]).all()
+    assert error(mx.array(anew), weight.matmul(mx.array(x))) <= 1e-4
 
 
 @pytest.mark.parametrize("operation", BLAS)
