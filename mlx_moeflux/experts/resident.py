@@ -83,11 +83,10 @@ class ResidentStore:
         """Whether calls are lazy and nobody is told of them."""
         return self.events is None
 
-    def count(self, tokens: int, layers: Iterable[int] | None = None) -> None:
-        """Account for a call of every layer, or of `layers`, that did not come through
-        :meth:`experts`."""
-        for layer in self.layers if layers is None else layers:
-            self._stats.layers[layer].tokens += tokens
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+        for each in self.layers if layer is None else (layer,):
+            self._stats.layers[each].tokens += tokens
 
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -173,12 +174,10 @@ class StreamedStore:
             self._over(call)
             return y
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[Any]:
         """Hold the store for a whole step: what :meth:`bring` put into slots stays there until its
         readers are known by :meth:`read_by`."""
-        with self._lock:
-            yield
+        return self._lock
 
     def bring(
         self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
@@ -186,12 +185,8 @@ class StreamedStore:
         """The first half of :meth:`experts`, for callers that compute themselves: every expert of
         `ids` ``[N, K]`` is in a slot afterwards. Returns expert -> slot, an int64 array ``[E]`` of
         which only theirs mean anything, and the ids. To be called inside :meth:`exclusive`, for at
-        most as many different experts as the layer has slots, without padding, and followed by
-        :meth:`read_by`.
-
-        Raises:
-            As :meth:`experts`.
-        """
+        most as many experts as the layer has slots, without padding, followed by :meth:`read_by`.
+        Raises what :meth:`experts` does."""
         state = self._state(layer)
         self._open = call = Call(state, ids, ahead)
         with self._timed(call):
@@ -232,17 +227,17 @@ class StreamedStore:
         states = self._layers.values()
         return self.events is None and all(state.table.complete for state in states)
 
-    def whole(self, layer: int) -> tuple[ExpertBank, mx.array] | None:
-        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32, if every expert is in
-        it and nobody wants to be told of calls: who computes with them says so to :meth:`count`."""
+    def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
+        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: expert e is in
+        slot e), if every expert is in it and nobody wants to be told of calls: who computes with
+        them says so to :meth:`count`."""
         with self._lock:
             state = self._state(layer)
             return (state.bank.experts, state.device_table()) if self._whole(state) else None
 
-    def count(self, tokens: int, layers: Iterable[int] | None = None) -> None:
-        """Account for a call of every layer, or of `layers`, that did not come through
-        :meth:`experts`."""
-        for state in map(self._layers.get, self.layers if layers is None else layers):
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+        for state in self._layers.values() if layer is None else (self._layers[layer],):
             state.stats.tokens += tokens
             state.tokens += tokens
 
@@ -379,9 +374,9 @@ class StreamedStore:
 
     def _compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
         state = call.state
-        if self._whole(state):
+        if (whole := self.whole(state.layer)) is not None:
             # Nothing that reads a complete bank need be remembered: its slots never change.
-            table, bank = state.device_table(), state.bank.experts
+            bank, table = whole
             return from_whole_bank(x, call.ids, weights, bank, self._form, table=table)
         pairs = Pairs.of(self._asked(call, weights), self.num_experts)
         needed, total = call.asked.needed, ExpertSum(x, weights, self._form)

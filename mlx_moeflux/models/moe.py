@@ -253,7 +253,7 @@ class SparseMoeBlock(nn.Module):
         form = operation.form(x, weights, bank, **options)
         if form is moe_step:
             return None
-        self._store.count(x.size // x.shape[-1], (self.layer,))
+        self._store.count(x.size // x.shape[-1], self.layer)
         return form(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:

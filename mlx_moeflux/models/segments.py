@@ -18,6 +18,7 @@ import numpy as np
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.experts.prefetch import MOST_PAIRS
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.models.step import KINDS
 
@@ -42,8 +43,6 @@ class SegmentedStep:
     """Runs ``tokens [B, 1] -> logits [B, 1, V]`` segment by segment. traces: How often the first
     was traced."""
 
-    early = 0
-
     def __init__(self, model: DecoderModel):
         # No reference to the model as an attribute: nn.Module would see a parameter tree in it.
         self._model = lambda: model
@@ -66,19 +65,14 @@ class SegmentedStep:
         with store.exclusive(), transaction(cache):
             partial = store.partial()
             plan = self._plan(tuple(type(entry) for entry in cache), partial)
-            columns = cache[0].columns
+            columns, padding = cache[0].columns, cache[0].left_padding
             counts = [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)]
-            padding = cache[0].left_padding
             carry, slots, bank, traces = [tokens], None, [], self.traces
             for segment in plan:
                 entries = cache[segment.start : segment.stop]
                 carry, ends = segment.run(
                     carry, slots, bank, *counts, padding, [entry.begin_step() for entry in entries]
                 )
-                # What can begin already begins while the rest is being handed over.
-                *early, carry = carry
-                for array in early[: self.early]:
-                    mx.async_eval(array)
                 mx.async_eval(carry[0])
                 for entry, end in zip(entries, ends, strict=True):
                     entry.end_step(*end)
@@ -93,7 +87,8 @@ class SegmentedStep:
                 slots, bank = mx.array(slot_of[host].astype(np.uint32)), _arrays(store.bank(layer))
                 carry = [weights, *carry]
             if self.traces == traces:
-                store.count(tokens.shape[0], set(store.layers) - set(partial))
+                for layer in set(store.layers) - set(partial):
+                    store.count(tokens.shape[0], layer)
             return carry[0]
 
     def _plan(self, kinds: tuple[type, ...], partial: tuple[int, ...]) -> list[_Segment]:
@@ -119,7 +114,6 @@ class SegmentedStep:
                 KINDS[kind](arrays, columns, length, padding)
                 for kind, arrays in zip(kinds[start:stop], states, strict=True)
             ]
-            early = []
             if last is None:
                 self.traces += 1
                 h = model.model.embed_tokens(carry[0])
@@ -128,12 +122,10 @@ class SegmentedStep:
                 held = _bank_of(bank, model.store.bank(last))
                 experts = model.store.compute(post, slots, weights, held)
                 h = model.layers[last].mlp.leave(h, experts, tuple(shared))
-                early.append(h)
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
                 if i == following:
                     h = layer.mix(h, entry, chunk=1)
-                    early.append(h)
                     begun = layer.mlp.begin(h, layer.post_attention_layernorm)
                     ahead = [] if begun.ahead is None else [begun.ahead]
                     shared = [] if begun.shared is None else begun.shared
@@ -142,10 +134,14 @@ class SegmentedStep:
                 h = layer(h, entry, chunk=1)
             else:
                 out = [model.logits(h)]
-            return [*early, out], [entry.ends for entry in entries]
+            return out, [entry.ends for entry in entries]
+
+        def traced(*inputs):
+            with metal.gathered():
+                return run(*inputs)
 
         looks_ahead = following is not None and model.layers[following].mlp._following is not None
-        return _Segment(last, start, stop, following is None, looks_ahead, mx.compile(run))
+        return _Segment(last, start, stop, following is None, looks_ahead, mx.compile(traced))
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:
