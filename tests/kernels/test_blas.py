@@ -216,6 +216,14 @@ def test_attention_over_what_is_padded_goes_to_the_reference(refused):
     assert (Kernels().sdpa(q, k, v, **options) == expected).all()
 
 
+def test_a_mixer_takes_all_projections_in_one_array():
+    (qkv, *rest), kwargs = example("delta_mixer")
+    joined = mx.concatenate([qkv, *rest], axis=-1)
+    apart = FORMS["delta_mixer"]["blas"](qkv, *rest, **kwargs)
+    together = FORMS["delta_mixer"]["blas"](joined, None, None, None, **kwargs)
+    assert all((a == b).all() for a, b in zip(apart, together, strict=True))
+
+
 def test_a_step_that_was_chosen_is_taken():
     args, kwargs = example("delta_mixer")
     calls = []
