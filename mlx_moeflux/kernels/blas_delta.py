@@ -19,7 +19,6 @@ import numpy as np
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels import blas
 from mlx_moeflux.kernels.delta_gates import L2_EPSILON
-from mlx_moeflux.kernels.delta_mixer import split_rows
 from mlx_moeflux.kernels.gated_delta import CHUNK
 
 _STEPS = ("causal_conv", "normalise_qk", "decay_beta", "gated_delta", "gated_rms_norm")
@@ -28,9 +27,9 @@ _STEPS = ("causal_conv", "normalise_qk", "decay_beta", "gated_delta", "gated_rms
 @blas.quiet
 def delta_mixer_blas(
     qkv: mx.array,
-    z: mx.array,
-    a: mx.array,
-    b: mx.array,
+    z: mx.array | None,
+    a: mx.array | None,
+    b: mx.array | None,
     *,
     conv_weight: mx.array,
     conv_state: mx.array,
@@ -54,11 +53,14 @@ def delta_mixer_blas(
     ):
         raise UnsupportedError("delta_mixer=blas takes no lengths and no other forms of its steps.")
     Hv, Dv, Dk = state.shape[1:]
-    if z is None:
-        qkv, z, a, b = split_rows(qkv, Hv, Dv)
-    B, T, D = qkv.shape
-    keys = (D - Hv * Dv) // 2
     x = blas.numbers(qkv)
+    if z is None:
+        ends = np.cumsum([x.shape[-1] - Hv * Dv - 2 * Hv, Hv * Dv, Hv])
+        x, outer, a_row, b_row = np.split(x, ends, axis=-1)
+    else:
+        outer, a_row, b_row = (blas.numbers(part) for part in (z, a, b))
+    B, T, D = x.shape
+    keys = (D - Hv * Dv) // 2
     real = None if mask is None else blas.values_of(mask)
     if real is not None:
         x = np.where(real[..., None], x, np.float32(0.0))
@@ -67,8 +69,8 @@ def delta_mixer_blas(
     q = _unit(heads[..., :keys].reshape(B, T, -1, Dk)) * np.float32(Dk**-0.5)
     k = _unit(heads[..., keys : 2 * keys].reshape(B, T, -1, Dk))
     v = heads[..., 2 * keys :].reshape(B, T, Hv, Dv)
-    log_decay = -np.exp(blas.floats(a_log)) * _softplus(blas.numbers(a) + blas.floats(dt_bias))
-    beta = blas.sigmoid(blas.numbers(b))
+    log_decay = -np.exp(blas.floats(a_log)) * _softplus(a_row + blas.floats(dt_bias))
+    beta = blas.sigmoid(b_row)
     if real is not None:
         log_decay = np.where(real[..., None], log_decay, np.float32(0.0))
         beta = np.where(real[..., None], beta, np.float32(0.0))
@@ -76,7 +78,7 @@ def delta_mixer_blas(
     y, new_state = rule(q, k, v, log_decay, beta, blas.numbers(state))
     y = y * (1.0 / np.sqrt((y * y).mean(axis=-1, keepdims=True) + np.float32(eps)))
     y *= blas.floats(norm_weight)
-    y *= blas.silu(blas.numbers(z)).reshape(y.shape)
+    y *= blas.silu(outer).reshape(y.shape)
     return mx.array(y.reshape(B, T, Hv * Dv)), mx.array(window), mx.array(new_state)
 
 
