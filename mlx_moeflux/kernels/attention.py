@@ -164,7 +164,6 @@ _JOIN = {
 }
 
 
-
 _OF_LATENTS = {key: kernel for key, kernel in _KERNELS.items() if key[0].startswith("latent")}
 _OF_POOLS = {key: kernel for key, kernel in _KERNELS.items() if key[0] == "paged"}
 LATENT = (*_OF_LATENTS.values(), _JOIN[False])

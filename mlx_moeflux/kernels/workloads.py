@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.examples import Arguments, Normal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.heads import HeadMatrices
 from mlx_moeflux.kernels.project import Weight
 
 SPEC = QuantSpec(4, 64)
@@ -129,6 +130,28 @@ def _latent_attention(s: Sizes, n: int, x: Normal) -> Arguments:
     }  # fmt: skip
 
 
+def _latent_prefill(s: Sizes, n: int, x: Normal) -> Arguments:
+    w_k, w_v = x(s.heads, s.latent, 128), x(s.heads, s.latent, 128)
+
+    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
+        return latent @ w_k[first:last], latent @ w_v[first:last]
+
+    (_, *rest), options = _latent_attention(s, n, x)
+    return (x(1, s.heads, n, 128), *rest), options | {"expand": expand, "mask": "causal"}
+
+
+def _latent_prepare(s: Sizes, n: int, x: Normal) -> Arguments:
+    frequencies = 1e4 ** (-mx.arange(0, 64, 2) / 64)
+    options = {"norm": x(s.latent), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
+    arrays = (x(1, n, s.heads, 192), x(1, n, s.latent + 64))
+    return arrays, options | {"factor": 1.0, "interleaved": True}
+
+
+def _head_product(s: Sizes, n: int, x: Normal) -> Arguments:
+    matrices = HeadMatrices(*_weight(x, s.heads, 256, s.latent), SPEC, 128, 128)
+    return (x(1, s.heads, n, s.latent), matrices), {}
+
+
 def _softmax_top_k(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(n, s.E),), {"k": s.K}
 
@@ -196,6 +219,9 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "sdpa 192": lambda s, n, x: _sdpa(192, 128, s.heads, s.heads, n, x),
     "paged_sdpa": _paged_sdpa,
     "latent_attention": _latent_attention,
+    "latent_prefill": _latent_prefill,
+    "latent_prepare": _latent_prepare,
+    "head_product": _head_product,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,
     "expert_ffn": _expert_ffn,

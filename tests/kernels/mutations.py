@@ -26,7 +26,8 @@ from tests.kernels.emulator import OWN
 from tests.kernels.harness import emulated
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60  # for one mutation
+SECONDS = 60  # for one case; one that is not found runs all cases of many kernels
+ALIVE = b"\n"
 
 _BARRIER = re.compile(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 _STORE = re.compile(
@@ -177,6 +178,7 @@ def find(file: str, mutation: Mutation) -> str | None:
         if mutation.apply(kernel, *text) == text:
             continue
         for case in all_cases()[kernel.name]:
+            print(flush=True)  # noqa: T201
             with emulated(rewrite=mutation.apply, partly_written=case.partly_written):
                 try:
                     case.check()
@@ -198,10 +200,13 @@ def run(file: str) -> Iterator[tuple[str, str | None]]:
     number = 0
     while number < len(names):
         command = [sys.executable, "-m", "tests.kernels.mutations", file, str(number)]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        # Without a buffer, which would hide lines from select.
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, bufsize=0) as process:
             while number < len(names):
                 ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-                line = process.stdout.readline() if ready else ""
+                line = process.stdout.readline() if ready else b""
+                if line == ALIVE:
+                    continue
                 if line:
                     at, what, found = json.loads(line)
                     assert (at, what) == (number, names[number])

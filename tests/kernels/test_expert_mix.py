@@ -299,7 +299,7 @@ EQUIVALENT = {
         "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
         "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": "a product",
         "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": "a product",
-        "stage: off by one % (32 * N) == 0 || 4 * p < IN -> + 1 <": STEP,
+        "stage: off by one * N * COUNT) == 0 || at < IN -> + 1 <": STEP,
         "stage: transposed 4 * part + c -> c * part + 4": "Metal's factors are 1",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
@@ -311,7 +311,7 @@ EQUIVALENT = {
         "outer_rows: off by one at < IN -> + 1 <": STEP,
     },
     "matvec.metal": {
-        "project_1_bare: swapped arguments 10 and 11 of norm_matvec: FORM, RESIDUAL": "both are 0",
+        "project_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": "both are 0",
         "rows_of: off by one r < ROWS -> <=": "past the end of a thread's array, never read",
     },
 }
