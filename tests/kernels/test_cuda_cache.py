@@ -111,11 +111,11 @@ def texts(kernel, constants="using T = float;\n"):
 def test_mlx_is_handed_files_to_include(on_cuda, built, folder):
     on_cuda()
     kernel = make_kernel()
-    launch(kernel, N=-3, B=True, U=mx.bfloat16)
+    launch(kernel, N=3, B=True, U=mx.bfloat16)
     (asked,) = built
     header, body = texts(
         kernel,
-        "using T = float;\nconstexpr int N = -3;\nconstexpr bool B = true;\n"
+        "using T = float;\nconstexpr int N = 3;\nconstexpr bool B = true;\n"
         "using U = __nv_bfloat16;\n",
     )
     assert included(asked["header"]).read_text() == header

@@ -14,8 +14,9 @@ from tests.kernels import cuda, lint
 from tests.kernels.cases import all_cases, kernels, registered, variants
 from tests.kernels.harness import emulated, require, scratch_kernel
 
-# MLX builds and hashes the text at each call: 4 KB cost 2 us on an H100 host, none when compiled.
-MOST_BYTES = 12 * 1024
+# On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
+# NVIDIA it lies in files.
+MOST_BYTES = 12_800
 FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).glob("*.metal"))
 NAMES = sorted(kernels())
 CASES_OF = [(n, c) for n, cases in sorted(all_cases().items()) for c in cases]
