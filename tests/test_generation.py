@@ -308,6 +308,7 @@ def no_second_chunk(done: int, total: int) -> None:
         no_more()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

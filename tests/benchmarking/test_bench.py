@@ -60,6 +60,7 @@ def test_trials_take_turns(found):
     assert lines.count("Running warmup..") == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_at_once_is_loaded_one_by_one(checkpoint, monkeypatch):
     memory = Memory("cpu", 3_000_000, 3_000_000, "a little memory")
     monkeypatch.setattr(bench, "measure_memory", lambda: memory)
@@ -142,6 +143,7 @@ def test_wrong_arithmetic_gets_no_speed(checkpoint):
     assert not any("tps" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_batch_over_contexts(checkpoint):
     options = Options(
         expert_memory=("50%",),

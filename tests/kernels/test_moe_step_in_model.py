@@ -38,7 +38,7 @@ def fused_calls(monkeypatch):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("memory", ["100%", "50%"])
+@pytest.mark.parametrize("memory", ["100%", pytest.param("50%", marks=pytest.mark.slow)])
 def test_the_same_bits(memory, fused_calls):
     apart = logits(APART, memory)
     assert not fused_calls
@@ -49,6 +49,7 @@ def test_the_same_bits(memory, fused_calls):
     assert bool(fused_calls) == (memory == "100%")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_it_steps_aside(fused_calls):
     """For who looks inside, chooses a step's form, or changes what a block does."""
