@@ -7,7 +7,10 @@ functions that launch; this class only makes sure that MLX can take the call.
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +19,7 @@ from typing import Protocol, TypeVar
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import cuda_cache, source
+from mlx_moeflux.kernels import cuda_cache, packing, source
 
 # MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
 # take `device` pointers do not compile.
@@ -181,7 +184,11 @@ class MetalKernel:
         KERNELS[name] = self
         self.name, self.file, self.body = name, file, body
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._shaped = frozenset(n for n in inputs if f"{n}_shape" in body)
+        # Inputs whose shape the body reads: whether it reads the first axis alone.
+        self._shaped = {
+            n: not re.search(rf"\b{n}_shape(?!\[0\])", body) for n in inputs if f"{n}_shape" in body
+        }
+        self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher | None = None
         self._pads = False
@@ -217,6 +224,18 @@ class MetalKernel:
         """
         if _Active.backend is not self._bound:
             self._bind()
+        if packing.PLACES:
+            found = packing.arranged(self.inputs, inputs, self._shaped)
+            if found is not None:
+                kernel = self._arranged.get(found.bindings) or self._of(found.bindings)
+                return kernel(
+                    *found.arrays,
+                    template={**(template or {}), **found.template},
+                    grid=grid,
+                    threadgroup=threadgroup,
+                    output_shapes=output_shapes,
+                    output_dtypes=output_dtypes,
+                )
         x, y, z = threadgroup
         if grid[0] % x or grid[1] % y or grid[2] % z:
             raise ShapeError(
@@ -242,6 +261,19 @@ class MetalKernel:
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
         )
+
+    def _of(self, bindings: tuple[packing.Binding, ...]) -> MetalKernel:
+        """The same kernel for inputs that are passed in other arrays; MLX keeps one text for each
+        name."""
+        kernel = copy.copy(self)
+        digest = hashlib.blake2b(repr(bindings).encode(), digest_size=3).hexdigest()
+        kernel.name = f"{self.name}_{digest}"
+        kernel.inputs = packing.source_names(self.inputs, bindings)
+        kernel.body = packing.opening(self.inputs, bindings) + self.body
+        kernel._shaped = {n: whole for n, whole in self._shaped.items() if n in kernel.inputs}
+        kernel._bound, kernel._arranged = MetalKernel, {}
+        self._arranged[bindings] = kernel
+        return kernel
 
     def _bind(self) -> None:
         active = backend()

@@ -86,12 +86,16 @@ _INNER = MetalKernel(
         *("row", "table", "gate", "gate_scales", "gate_biases"),
         *("up", "up_scales", "up_biases"),
     ),
-    outputs=("h", "slots", "weights"),
+    # Behind the inner values of all pairs their slots, and then their weights: MLX takes several
+    # microseconds for every output.
+    outputs=("h",),
     body="""
         threadgroup uint chosen[32];
         threadgroup float share[32];
         const uint token = threadgroup_position_in_grid.y / K;
         const uint rank = threadgroup_position_in_grid.y % K;
+        device float* weights = h + ulong(threadgroups_per_grid.y) * (OUT + 1);
+        device uint* slots = (device uint*)(h + ulong(threadgroups_per_grid.y) * OUT);
         choose_slots<E, K, NORMALISE, TABLED>(
             row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K, chosen,
             share, threadgroup_position_in_grid.x == 0 && rank == 0, simdgroup_index_in_threadgroup,
@@ -109,7 +113,7 @@ _FINISH = MetalKernel(
     "moe_step_finish",
     file="moe_step.metal",
     inputs=(
-        *("h", "slots", "weights", "down", "scales", "biases"),
+        *("h", "down", "scales", "biases"),
         *("residual", "row", "w", "shared_scales", "shared_biases"),
     ),
     outputs=("y",),
@@ -118,6 +122,9 @@ _FINISH = MetalKernel(
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
         const uint token = threadgroup_position_in_grid.y;
+        const device float* weights = h + ulong(threadgroups_per_grid.y) * K * (IN + 1);
+        const device uint* slots =
+            (const device uint*)(h + ulong(threadgroups_per_grid.y) * K * IN);
         moe_finish<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, SHARED, SCORED, INNER, SHARED_BITS,
                    SHARED_GROUP, SHARED_V>(
             h + token * K * IN, slots + token * K, weights + token * K, down, scales, biases,
@@ -159,9 +166,9 @@ def moe_step_fused(
     row = project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
-    h, slots, share = _INNER(row, slots, *gate, *up, **launch[0])
+    h = _INNER(row, slots, *gate, *up, **launch[0])[0]
     shared = own if down is None else arrays_of(down)
-    return _FINISH(h, slots, share, *own, x, row, *shared, **launch[1])[0]
+    return _FINISH(h, *own, x, row, *shared, **launch[1])[0]
 
 
 def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any) -> bool:
@@ -224,8 +231,8 @@ def _launch(
         },
         "grid": (32 * (layout.F // INNER_ROWS), N * k, 1),
         "threadgroup": (32 * INNER_SIMDGROUPS, 1, 1),
-        "output_shapes": [(N * k, layout.F), (N, k), (N, k)],
-        "output_dtypes": [mx.float32, mx.uint32, mx.float32],
+        "output_shapes": [(N * k, layout.F + 2)],
+        "output_dtypes": [mx.float32],
     }
     options = {"SHARED": shared is not None, "SCORED": len(widths) == 4}
     options |= {"STRIDE": stride, "STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0}

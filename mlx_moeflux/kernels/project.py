@@ -56,6 +56,11 @@ class Weight:
         """Widths of what it gives."""
         return self.outs or (self.weight.shape[0],)
 
+    def stored(self) -> dict[str, mx.array]:
+        """Its arrays by name."""
+        named = {"weight": self.weight, "scales": self.scales, "biases": self.biases}
+        return {name: array for name, array in named.items() if array is not None}
+
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., out]``."""
         x = x.astype(mx.float32) if self.precise else x

@@ -25,6 +25,7 @@ from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
+from mlx_moeflux.models.packing import EXPERTS, pack
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
 
@@ -75,15 +76,22 @@ class StreamingModel(nn.Module):
         return super().update(*args, **kwargs)
 
     def prepare(self) -> None:
-        """Lay matrices that read the same input one behind another, layer by layer.
+        """Lay matrices that read the same input one behind another, and the parameters of half a
+        layer into one buffer: fewer arrays for each launch. Holds a layer twice for a moment.
 
-        ``parameters()``, saving and loading keep the checkpoint's names: parameters are rows of
+        ``parameters()``, saving and loading keep the checkpoint's names: parameters are views of
         what was laid together. A module says which of its own by ``stacks()``.
         """
         for layer in self.layers:
             for module in layer.children().values():
                 for linears in getattr(module, "stacks", list)():
                     stack(*linears)
+            for modules in layer.halves():
+                pack(*modules)
+            experts = layer.mlp.get(EXPERTS)
+            if experts is not None:
+                pack(experts)
+        mx.clear_cache()
         self.forget_steps()
 
     def forget_steps(self) -> None:

@@ -59,6 +59,11 @@ class DecoderLayer(nn.Module):
         note(self, input=x, h_mid=h, output=out)
         return out
 
+    def halves(self) -> list[tuple[nn.Module, ...]]:
+        """Modules whose parameters are read by the same launches."""
+        first = self[self._mixer_name], self.input_layernorm
+        return [first, (self.mlp, self.post_attention_layernorm)]
+
     def mix(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
         """The first half: x ``[B, T, C]`` behind the mixer and its residual."""
         mixer, parts = self[self._mixer_name], _parts(cache, x.shape[1], chunk)

@@ -63,6 +63,10 @@ class Applied:
     scales: None = None
     spec: None = None
 
+    def stored(self) -> dict[str, mx.array]:
+        """Nothing that could be laid elsewhere."""
+        return {}
+
     def matmul(self, x: mx.array) -> mx.array:
         tied = getattr(self.module, "as_linear", None)
         return self.module(x) if tied is None else tied(x)
@@ -96,6 +100,17 @@ class Stack:
     joined: Weight | None
     """All as one matrix, if they are stored alike."""
 
+    def arrays(self) -> list[mx.array]:
+        """All of `weights`."""
+        return [array for weight in self.weights for array in weight.stored().values()]
+
+    def parts(self) -> list[mx.array]:
+        """Parameters that are rows of an array of `weights`, and not all of it."""
+        whole = {id(array) for array in self.arrays()}
+        names = ("weight", "scales", "biases")
+        stored = [each[name] for each in self.linears for name in names if name in each]
+        return [array for array in stored if id(array) not in whole]
+
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
         """Whether `linears` are these, with the parameters that were stacked."""
         return len(linears) == len(self.linears) and all(
@@ -120,9 +135,26 @@ def stack(*linears: nn.Module) -> None:
             group.append(other)
         weights.append(first if len(group) == 1 else _stacked(group, first))
         done += len(group)
+    linears[0]._stack = restack(linears, weights)
+
+
+def restack(linears: tuple[nn.Module, ...], weights: list[Weight | Applied]) -> Stack:
+    """Make the parameters of `linears` rows of `weights`, in which they lie in this order.
+
+    Evaluates: the rows.
+    """
+    rest = iter(linears)
+    for weight in weights:
+        outs = getattr(weight, "outs", ())
+        group, start = [next(rest) for _ in outs or (0,)], 0
+        for each, out in zip(group, outs, strict=False):
+            for name, whole in weight.stored().items():
+                each[name] = whole[start : start + out]
+                mx.eval(each[name])
+            start += out
     rows = [(each.get("weight"), each.get("scales")) for each in linears]
-    joined = replace(weights[0], outs=()) if len(weights) == 1 and done > 1 else None
-    linears[0]._stack = Stack(linears, weights, rows, joined)
+    one = len(weights) == 1 and len(linears) > 1
+    return Stack(linears, weights, rows, replace(weights[0], outs=()) if one else None)
 
 
 def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
@@ -144,11 +176,6 @@ def _stacked(group: list[nn.Module], first: Weight) -> Weight:
             continue
         whole[name] = mx.concatenate([each[name] for each in group])
         mx.eval(whole[name])
-        start = 0
-        for each, out in zip(group, outs, strict=True):
-            each[name] = whole[name][start : start + out]
-            mx.eval(each[name])
-            start += out
     return Weight(**whole, spec=first.spec, outs=outs)
 
 

@@ -1,0 +1,191 @@
+"""Arrays that lie in one buffer, of which a launch takes one input for all of them.
+
+MLX spends about 0.75 us of the host's time on every input of every launch, traced or not, and a
+layer's parameters are some thirty arrays: a decode step waits for that, not for the GPU. Here
+parameters stay arrays of their own, views of a buffer that :data:`PLACES` knows; a kernel that is
+given several of one buffer takes the buffer and finds them by constants in its text. An array that
+is given twice is taken once. Nothing else changes, and no function that launches needs to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+# Where an array may begin, and what `start` counts: constants are ints, buffers have gigabytes.
+ALIGNED, UNIT = 256, 16
+WORD = 4
+# MLX counts elements of an axis with 31 bits.
+MOST_BYTES = WORD * (2**31 - 1)
+
+TYPES = {
+    mx.float32: "float",
+    mx.float16: "float16_t",
+    mx.bfloat16: "bfloat16_t",
+    mx.uint32: "uint32_t",
+    mx.int32: "int32_t",
+}
+
+
+class Place(NamedTuple):
+    """Where an array lies: `start` units of 16 bytes into `buffer`."""
+
+    buffer: mx.array
+    start: int
+
+
+# By id() of the array; its Packing keeps it alive as long as it is here.
+PLACES: dict[int, Place] = {}
+
+
+class Packing:
+    """Arrays in one buffer, for as long as this object lives.
+
+    buffer: uint32, 1-d. arrays: Views of it, of the shapes and dtypes asked for. starts: Bytes.
+    """
+
+    def __init__(self, buffer: mx.array, like: Sequence[tuple[Sequence[int], mx.Dtype]]):
+        """`buffer` has :func:`packed_bytes` bytes. Evaluates: the views."""
+        self.buffer = buffer
+        self.starts, _ = _starts(like)
+        self.arrays = [
+            _view(buffer, start, shape, dtype)
+            for start, (shape, dtype) in zip(self.starts, like, strict=True)
+        ]
+        mx.eval(self.arrays)
+        for array, start in zip(self.arrays, self.starts, strict=True):
+            PLACES[id(array)] = Place(buffer, start // UNIT)
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array]) -> Packing:
+        """Copies of `arrays`. Evaluates: the buffer."""
+        like = [(array.shape, array.dtype) for array in arrays]
+        starts, end = _starts(like)
+        parts, at = [], 0
+        for array, start in zip(arrays, starts, strict=True):
+            flat = array.reshape(-1).view(mx.uint8)
+            parts += [mx.zeros((start - at,), mx.uint8)] * (start > at) + [flat]
+            at = start + flat.size
+        parts += [mx.zeros((end - at,), mx.uint8)] * (end > at)
+        buffer = mx.concatenate(parts).view(mx.uint32)
+        mx.eval(buffer)
+        return cls(buffer, like)
+
+    def __del__(self):
+        for array in getattr(self, "arrays", ()):
+            PLACES.pop(id(array), None)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Copies of the views are arrays like any other."""
+
+
+def packed_bytes(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> int:
+    """Bytes of a buffer for arrays of these shapes and dtypes; see MOST_BYTES."""
+    return _starts(like)[1]
+
+
+def _starts(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for shape, dtype in like:
+        starts.append(end)
+        end += -(-math.prod(shape) * dtype.size // ALIGNED) * ALIGNED
+    return starts, end
+
+
+def _view(buffer: mx.array, start: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    count = math.prod(shape)
+    words = -(-count * dtype.size // WORD)
+    return buffer[start // WORD : start // WORD + words].view(dtype)[:count].reshape(shape)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a kernel comes by one of its inputs.
+
+    source: Which of the arrays that are passed. type: If it is a part of that array, what it is
+    made of. rows: Whether the body asks for the length of its first axis.
+    """
+
+    source: int
+    type: str = ""
+    rows: bool = False
+
+
+class Arrangement(NamedTuple):
+    """Fewer arrays in the place of a kernel's inputs, and the constants that say what is where."""
+
+    bindings: tuple[Binding, ...]
+    arrays: list[mx.array]
+    template: dict[str, int]
+
+
+def arranged(
+    names: Sequence[str], arrays: Sequence[mx.array], shaped: Mapping[str, bool]
+) -> Arrangement | None:
+    """The inputs of a call with those of one buffer as one; None: there are none.
+
+    shaped: Of the inputs whose shape the body reads, whether it reads the first axis alone; an
+        input of which it reads more stays what it is.
+    """
+    found = [
+        PLACES.get(id(array)) if shaped.get(name, True) and array.dtype in TYPES else None
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    lying = {id(a): id(p.buffer) for a, p in zip(arrays, found, strict=True) if p is not None}
+    shared = {buffer for buffer, count in Counter(lying.values()).items() if count > 1}
+    if not shared:
+        return None
+    sources: dict[int, int] = {}
+    bindings, passed, template = [], [], {}
+    for name, array, place in zip(names, arrays, found, strict=True):
+        part = place is not None and id(place.buffer) in shared
+        source = place.buffer if part else array
+        if not part and name in shaped:
+            source_id = (name, id(source))  # of its shape nobody else is told
+        else:
+            source_id = id(source)
+        if source_id not in sources:
+            sources[source_id] = len(passed)
+            passed.append(source)
+        if part:
+            template[f"{name}_at"] = place.start
+            if name in shaped:
+                template[f"{name}_rows"] = array.shape[0]
+        bindings.append(
+            Binding(
+                sources[source_id],
+                TYPES[array.dtype] if part else "",
+                part and name in shaped,
+            )
+        )
+    return Arrangement(tuple(bindings), passed, template)
+
+
+def source_names(names: Sequence[str], bindings: Sequence[Binding]) -> tuple[str, ...]:
+    """What the arrays are called that are passed: a buffer has a name of its own, others that of
+    the first input that they stand for."""
+    found: dict[int, str] = {}
+    for name, binding in zip(names, bindings, strict=True):
+        called = f"packed{binding.source}" if binding.type else name
+        found.setdefault(binding.source, called)
+    return tuple(found[source] for source in range(len(found)))
+
+
+def opening(names: Sequence[str], bindings: Sequence[Binding]) -> str:
+    """What a kernel's body begins with, in Metal's language, so that all `names` are known."""
+    sources, lines = source_names(names, bindings), []
+    for name, binding in zip(names, bindings, strict=True):
+        source = sources[binding.source]
+        if binding.type:
+            pointer = f"const device {binding.type}*"
+            lines.append(f"{pointer} {name} = ({pointer})({source} + ulong({name}_at) * 4);")
+        elif source != name:
+            lines.append(f"auto {name} = {source};")
+        if binding.rows:
+            lines.append(f"const int {name}_shape[1] = {{{name}_rows}};")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,130 @@
+"""Oracle: the same launch, or the same model, whose arrays lie apart: the same bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.kernels import packing
+from mlx_moeflux.kernels.packing import PLACES, Packing
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.kernels.harness import scratch_kernel
+
+
+def bits(array: mx.array) -> bytes:
+    return bytes(memoryview(mx.contiguous(array).view(mx.uint8)))
+
+
+LIKE = [
+    ((3, 5), mx.float32),
+    ((1,), mx.bfloat16),
+    ((7, 33), mx.uint32),
+    ((65,), mx.float16),
+    ((2, 3, 4), mx.bfloat16),
+]
+
+
+def random_arrays() -> list[mx.array]:
+    floats = [mx.random.normal(shape).astype(dtype) for shape, dtype in LIKE]
+    floats[2] = mx.random.randint(0, 2**31 - 1, LIKE[2][0]).astype(mx.uint32)
+    return floats
+
+
+def test_views_hold_what_was_packed():
+    arrays = random_arrays()
+    packed = Packing.of(arrays)
+    for array, view, start in zip(arrays, packed.arrays, packed.starts, strict=True):
+        assert (view.shape, view.dtype) == (array.shape, array.dtype)
+        assert bits(view) == bits(array)
+        assert start % packing.ALIGNED == 0
+        raw = memoryview(packed.buffer).cast("B")[start : start + array.nbytes]
+        assert bytes(raw) == bits(array)
+    assert packed.buffer.nbytes == packing.packed_bytes(LIKE)
+
+
+def test_places_are_forgotten_with_the_packing():
+    before = len(PLACES)
+    packed = Packing.of(random_arrays())
+    kept = packed.arrays[0]
+    assert len(PLACES) == before + len(LIKE)
+    assert copy.deepcopy(packed) is None
+    del packed
+    gc.collect()
+    assert len(PLACES) == before
+    assert np.isfinite(np.array(kept)).all()
+
+
+KERNEL = scratch_kernel(
+    "packed_sum",
+    inputs=("x", "a", "b", "c", "d"),
+    outputs=("y",),
+    body="""
+        uint i = thread_position_in_grid.x;
+        y[i] = x[i] + float(a[i]) + 2.0f * float(b[i]) + 4.0f * float(c[i]) + 8.0f * float(d[i]) +
+            float(b_shape[0]);
+    """,
+)
+
+
+def call(x: mx.array, *others: mx.array) -> mx.array:
+    return KERNEL(
+        *(x, *others),
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(32,)],
+        output_dtypes=[mx.float32],
+    )[0]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_launch_takes_the_buffer():
+    dtypes = mx.float32, mx.bfloat16, mx.float16, mx.float32
+    arrays = [
+        mx.random.normal((n, 2)).astype(d) for n, d in zip((16, 20, 17, 16), dtypes, strict=True)
+    ]
+    x = mx.random.normal((32,))
+    apart = call(x, *arrays)
+    packed, other = Packing.of(arrays[:3]), Packing.of([arrays[3]])
+    inputs = [x, *packed.arrays, *other.arrays]
+    assert bits(call(*inputs)) == bits(apart)
+    found = packing.arranged(KERNEL.inputs, inputs, {"b": True})
+    assert [id(a) for a in found.arrays] == [id(x), id(packed.buffer), id(inputs[4])]
+    assert found.template["b_rows"] == 20
+    # A body that reads more of a shape than its first axis keeps the array.
+    found = packing.arranged(KERNEL.inputs, inputs, {"b": False})
+    assert [id(a) for a in found.arrays] == [
+        id(x), id(packed.buffer), id(inputs[2]), id(inputs[4])
+    ]  # fmt: skip
+    # An array given twice is passed once; nothing is arranged for that alone.
+    twice = [x, *packed.arrays[:2], x, x]
+    assert len(packing.arranged(KERNEL.inputs, twice, {}).arrays) == 2
+    assert bits(call(*twice)) == bits(call(x, *arrays[:2], x, x))
+    assert packing.arranged(KERNEL.inputs, [x, *arrays[:2], x, x], {}) is None
+
+
+def steps(model) -> list[np.ndarray]:
+    cache = model.make_cache()
+    calls = [model(mx.array([ids]), cache) for ids in ([5, 6, 7, 8, 9, 10], [9], [8])]
+    return [np.array(y.astype(mx.float32)) for y in calls]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_prepared_model_gives_the_same_bits():
+    with load_model(BUNDLED_MODEL, expert_memory="100%", fuse=False) as model:
+        apart, before = steps(model), {n: bits(a) for n, a in tree_flatten(model.parameters())}
+        assert not PLACES
+        model.prepare()
+        assert {n: bits(a) for n, a in tree_flatten(model.parameters())} == before
+        assert len(PLACES) > 10 * len(model.layers)
+        together = steps(model)
+        for a, b in zip(apart, together, strict=True):
+            assert np.isfinite(a).all()
+            assert np.array_equal(a, b)
+    del model
+    gc.collect()
+    assert not PLACES
