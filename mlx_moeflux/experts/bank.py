@@ -1,9 +1,9 @@
 """The memory that resident experts live in: dense arrays of slots that readers write into.
 
-For each layer there is one evaluated array ``[slots, ...]`` per component, with one byte view of
-its storage beside it. A slot is filled through the view, never through MLX: assigning to an
-array rebinds it to new storage and orphans the view. Who may write when is the store's business:
-MLX waits for an array's producer, not for its readers.
+For each layer there is one evaluated array ``[slots, ...]`` per component, all in one buffer where
+they fit, with one byte view of its storage beside it. A slot is filled through the view, never
+through MLX: assigning to an array rebinds it to new storage and orphans the view. Who may write
+when is the store's business: MLX waits for an array's producer, not for its readers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.refs import mlx_dtype
 from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.uploads import address_of, driver
+from mlx_moeflux.kernels import packing
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 
 
@@ -26,6 +27,7 @@ class _Slots(NamedTuple):
     arrays: dict[str, mx.array]
     experts: ExpertBank | None
     views: list[tuple[memoryview, int]]
+    packed: packing.Packing | None = None
 
 
 class LayerBank:
@@ -88,20 +90,30 @@ class LayerBank:
         self._slots = _Slots(self.slots, {}, None, [])
 
     def _allocate(self, slots: int) -> _Slots:
-        components = self.layout.components
-        arrays = [mx.zeros((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
-        mx.eval(arrays)
-        # Taken once and before any kernel reads the arrays: on CUDA the first host access moves
-        # an array to managed memory.
-        views = [
-            (memoryview(array).cast("B"), c.nbytes)
-            for array, c in zip(arrays, components, strict=True)
-        ]
+        components, packed = self.layout.components, None
+        like = [((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
+        # Storage is viewed once and before any kernel reads it: on CUDA the first host access
+        # moves an array to managed memory.
+        if packing.fits(like):
+            buffer = mx.zeros((packing.packed_bytes(like) // packing.WORD,), mx.uint32)
+            mx.eval(buffer)
+            whole = memoryview(buffer).cast("B")
+            packed = packing.Packing(buffer, like)
+            arrays = packed.arrays
+            views = [
+                whole[start : start + array.nbytes]
+                for start, array in zip(packed.starts, arrays, strict=True)
+            ]
+        else:
+            arrays = [mx.zeros(shape, dtype) for shape, dtype in like]
+            mx.eval(arrays)
+            views = [memoryview(array).cast("B") for array in arrays]
         home = driver()
-        for view, _ in views if home is not None else ():
+        for view in views if home is not None else ():
             home.settle(address_of(view), view.nbytes)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
-        return _Slots(slots, named, ExpertBank.of(named, self.layout.specs), views)
+        sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
+        return _Slots(slots, named, ExpertBank.of(named, self.layout.specs), sized, packed)
 
 
 class Bank:

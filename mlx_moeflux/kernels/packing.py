@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-# Where an array may begin, and what `start` counts: constants are ints, buffers have gigabytes.
-ALIGNED, UNIT = 256, 16
+# Where an array may begin (files are read into some: direct reads ask for blocks of the disk), and
+# what `start` counts: constants are ints, buffers have gigabytes.
+ALIGNED, UNIT = 4096, 16
 WORD = 4
 # MLX counts elements of an axis with 31 bits.
 MOST_BYTES = WORD * (2**31 - 1)
@@ -84,8 +85,14 @@ class Packing:
         """Copies of the views are arrays like any other."""
 
 
+def fits(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> bool:
+    """Whether arrays of these shapes and dtypes can lie in one buffer, and are several."""
+    known = all(dtype in TYPES for _, dtype in like)
+    return len(like) > 1 and known and packed_bytes(like) <= MOST_BYTES
+
+
 def packed_bytes(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> int:
-    """Bytes of a buffer for arrays of these shapes and dtypes; see MOST_BYTES."""
+    """Bytes of a buffer for arrays of these shapes and dtypes."""
     return _starts(like)[1]
 
 

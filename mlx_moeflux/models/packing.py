@@ -35,8 +35,7 @@ def pack(*modules: nn.Module) -> None:
     for array in (*(a for _, known in stacks for a in known.arrays()), *_leaves(every)):
         if id(array) not in rows and array.dtype in packing.TYPES and array.size:
             found[id(array)] = array
-    like = [(array.shape, array.dtype) for array in found.values()]
-    if len(like) < 2 or packing.packed_bytes(like) > packing.MOST_BYTES:
+    if not packing.fits([(array.shape, array.dtype) for array in found.values()]):
         return
     packed = packing.Packing.of(list(found.values()))
     new = dict(zip(found, packed.arrays, strict=True))
