@@ -69,11 +69,11 @@ class Packing:
         starts, end = _starts(like)
         parts, at = [], 0
         for array, start in zip(arrays, starts, strict=True):
-            flat = array.reshape(-1).view(mx.uint8)
-            parts += [mx.zeros((start - at,), mx.uint8)] * (start > at) + [flat]
-            at = start + flat.size
-        parts += [mx.zeros((end - at,), mx.uint8)] * (end > at)
-        buffer = mx.concatenate(parts).view(mx.uint32)
+            words = _words(array)
+            parts += [mx.zeros(((start - at) // WORD,), mx.uint32)] * (start > at) + [words]
+            at = start + words.nbytes
+        parts += [mx.zeros(((end - at) // WORD,), mx.uint32)] * (end > at)
+        buffer = mx.concatenate(parts)
         mx.eval(buffer)
         return cls(buffer, like)
 
@@ -102,6 +102,15 @@ def _starts(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> tuple[list[int], 
         starts.append(end)
         end += -(-math.prod(shape) * dtype.size // ALIGNED) * ALIGNED
     return starts, end
+
+
+def _words(array: mx.array) -> mx.array:
+    """The bytes of an array as uint32, and zeros up to the next."""
+    odd = -array.nbytes % WORD
+    flat = array.reshape(-1)
+    if odd:
+        flat = mx.concatenate([flat, mx.zeros((odd // array.itemsize,), array.dtype)])
+    return flat.view(mx.uint32)
 
 
 def _view(buffer: mx.array, start: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
