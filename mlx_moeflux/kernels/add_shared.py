@@ -83,7 +83,7 @@ _KERNEL = MetalKernel(
     body="""
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
-        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, PIECE, EXACT, ROUTED, SCORED>(
+        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT, ROUTED, SCORED>(
             residual, experts, gate, up, score, w, scales, biases, y, values, sums,
             threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -133,7 +133,7 @@ def _launch(
 ) -> dict[str, Any]:
     *leading, C = shape
     groups, tile, (staged, sums) = tiling(matrix, C, F)
-    simdgroups = simdgroups_of(F)[1]
+    simdgroups = simdgroups_of(F)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"ROUTED": routed, "SCORED": scored}
     return {

@@ -115,7 +115,7 @@ _MATVEC = MetalKernel(
         threadgroup float sums[SUMS];
         const uint row = threadgroup_position_in_grid.y;
         const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
-        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, PIECE, EXACT, PLAIN, false>(
+        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, SPLIT, EXACT, PLAIN, false>(
             x, x, 0.0f, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
             biases + ulong(block) * (IN / GROUP), y, values, sums, values, OUT, row,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
@@ -187,7 +187,7 @@ def _launch(
         template |= {"SUMS": simdgroups * numbers * 32}
     else:
         groups, tile, (staged, sums) = tiling(layout, count, width)
-        columns, simdgroups = count, simdgroups_of(width)[1]
+        columns, simdgroups = count, simdgroups_of(width)
         template |= {"OUT": count, "PACKS": weight[2], "STAGED": staged, "SUMS": sums, **tile}
         template |= {"EXACT": dtype == mx.float32}
     return {

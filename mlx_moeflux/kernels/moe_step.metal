@@ -62,8 +62,8 @@ inline void moe_finish(
     uint lane) {
   const int N = SHARED_V * per_word<SHARED_BITS>();
   if (SHARED) {
-    stage<INNER, SHARED_BITS, EXACT, N, SWIGLU, steps<INNER, N>()>(
-        values, sums, gate, up, 0, simdgroup * 32 + lane, 32 * (K + 1));
+    stage<INNER, SHARED_BITS, EXACT, N, SWIGLU>(
+        values, sums, gate, up, simdgroup * 32 + lane, 32 * (K + 1));
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (simdgroup < K) {

@@ -32,6 +32,7 @@ from mlx_moeflux.kernels.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_R
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.project import (
     ENTRIES,
+    WIDE,
     Weight,
     joined_places,
     joined_stride,
@@ -240,10 +241,9 @@ def _launch(
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        piece, staged, sums = staged_floats(stored, words, width)
-        numbers = words * (32 // stored.bits if stored.bits else 1)
-        if 32 * numbers * piece < width:
-            raise UnsupportedError(f"a shared expert of {width} does not fit on the chip at once.")
+        if width >= WIDE:
+            raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
+        staged, sums = staged_floats(stored, words, width)
         options |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
         options |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
         options |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}

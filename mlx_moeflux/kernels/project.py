@@ -26,11 +26,14 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 
-# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup: of rows of x that are
-# kept on the chip at once (H100: 6 to 40 % faster than the others tried), and of wider ones, which
-# more threads fetch (16384 wide: 29 us against 34).
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
+# on the chip (H100: 6 to 40 % faster than the others tried).
 ROWS, SIMDGROUPS = 4, 4
-WIDE, WIDE_ROWS, WIDE_SIMDGROUPS = 8192, 2, 8
+# From this width on simdgroups share the columns instead, about so many each, of which there are so
+# many at most (H100, 16384 -> 7168: 34 us, rows on the chip 66; 7168 -> 36864: 68 against 82).
+WIDE, WIDE_COLUMNS, MOST_SIMDGROUPS = 4096, 1024, 32
+# Rows of a matrix for each threadgroup then: of matrices of fewer rows than MANY, and of others.
+WIDE_ROWS, MANY_ROWS, MANY = 8, 16, 16384
 
 # Bytes of a matrix that are dense at a time.
 MOST_DENSE = 256 * 2**20
@@ -280,7 +283,7 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         if ends != "joined":
             place = f"y{i}, values, sums, squares, OUT{i}"
         call = f"""
-            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, PIECE{m},
+            norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
                         EXACT, FORM, RESIDUAL>(
                 x, {own}, w{m}, scales{m}, biases{m}, {place}, token,
                 group, simdgroup, lane);
@@ -339,7 +342,7 @@ def _launch(
     parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
-    simdgroups = simdgroups_of(C)[1]
+    simdgroups = simdgroups_of(C)
     template = {"IN": C, "FORM": int(eps is not None), "RESIDUAL": ends == "residual"}
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
@@ -353,7 +356,7 @@ def _launch(
             i = len(shapes)
             template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": end - out, f"OUT{i}": out}
             template |= {f"GROUPS{i}": own}
-            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V", "PIECE")}
+            template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V", "SPLIT")}
             shapes.append((*leading, out))
             dtypes.append(mx.float32 if precise else dtype)
     normed = ends in ("normed", "joined")
@@ -373,16 +376,25 @@ def _launch(
 
 
 def tiling(matrix: Matrix, out: int, width: int) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """How ``rows_of`` in quantised.metal is laid out for a matrix ``[out, width]``: threadgroups,
+    """How ``rows_of`` in matvec.metal is laid out for a matrix ``[out, width]``: threadgroups,
     template arguments, floats of threadgroup memory for values and for sums."""
-    most, simdgroups = simdgroups_of(width)
-    rows, words = math.gcd(most, out), matrix.access(width, 16)
-    piece, *memory = staged_floats(matrix, words, width)
-    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words, "PIECE": piece}
-    return -(-out // (rows * simdgroups)), tile, tuple(memory)
+    simdgroups, words = simdgroups_of(width), matrix.access(width, 16)
+    if width >= WIDE:
+        rows = math.gcd(MANY_ROWS if out >= MANY else WIDE_ROWS, out)
+        memory = rows * simdgroups, 1
+        groups = out // rows
+    else:
+        rows = math.gcd(ROWS, out)
+        memory = staged_floats(matrix, words, width)
+        groups = -(-out // (rows * simdgroups))
+    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words}
+    return groups, tile | {"SPLIT": width >= WIDE}, memory
 
 
-def simdgroups_of(width: int) -> tuple[int, int]:
-    """Rows of a matrix for each simdgroup at most, and simdgroups for each threadgroup; what is
-    summed in which order depends on the latter, and so on `width` alone."""
-    return (ROWS, SIMDGROUPS) if width <= WIDE else (WIDE_ROWS, WIDE_SIMDGROUPS)
+def simdgroups_of(width: int) -> int:
+    """Simdgroups for each threadgroup; what is summed in which order depends on them, and so on
+    `width` alone."""
+    if width < WIDE:
+        return SIMDGROUPS
+    shares = -(-width // WIDE_COLUMNS)
+    return -(-shares // -(-shares // MOST_SIMDGROUPS))

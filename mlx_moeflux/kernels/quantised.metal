@@ -97,38 +97,35 @@ inline constexpr int steps() {
 #define NORM 1
 #define SWIGLU 2
 
-// x from `from` on, COUNT steps of it, into threadgroup memory in the order in which lanes want it,
-// four values at a time, and the sum of every lane's N. Returns this thread's part of the sum of
-// squares.
-template <int IN, int BITS, bool EXACT, int N, int FORM, int COUNT, typename T, typename U>
+template <int FORM>
+inline float formed(float x, float other, thread float& squares) {
+  if (FORM == NORM) {
+    squares = metal::fma(x, x, squares);
+  }
+  return FORM == PLAIN ? x : FORM == NORM ? x * other : silu(x) * other;
+}
+
+// x into threadgroup memory in the order in which lanes want it, four values at a time, and the sum
+// of every lane's N. Returns this thread's part of the sum of squares.
+template <int IN, int BITS, bool EXACT, int N, int FORM, typename T, typename U>
 inline float stage(
     threadgroup float* values,
     threadgroup float* sums,
     const device T* x,
     const device U* other,
-    uint from,
     uint index,
     uint threads) {
   float squares = 0.0f;
-  for (uint p = index; p < COUNT * 8 * N; p += threads) {
-    const uint chunk = 4 * p / N, part = p % (N / 4), at = from + 4 * p;
-    const bool there = IN % (32 * N * COUNT) == 0 || at < IN;
+  for (uint p = index; p < steps<IN, N>() * 8 * N; p += threads) {
+    const uint chunk = 4 * p / N, part = p % (N / 4), at = 4 * p;
+    const bool there = IN % (32 * N) == 0 || at < IN;
     pack<float, 4> out;
     float sum = 0.0f;
     if (there) {
       pack<T, 4> in = load_pack<4>(x + at);
-      pack<U, 4> beside;
-      if (FORM != PLAIN) {
-        beside = load_pack<4>(other + at);
-      }
+      const pack<U, 4> beside = load_pack<4>(other + at);
       for (int c = 0; c < 4; ++c) {
-        float value = float(in.at[c]);
-        if (FORM == NORM) {
-          squares = metal::fma(value, value, squares);
-          value *= float(beside.at[c]);
-        } else if (FORM == SWIGLU) {
-          value = silu(value) * float(beside.at[c]);
-        }
+        const float value = formed<FORM>(float(in.at[c]), float(beside.at[c]), squares);
         sum += value;
         out.at[c] = value * factor<BITS, EXACT>(4 * part + c);
       }

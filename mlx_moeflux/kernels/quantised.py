@@ -15,8 +15,6 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 
 BITS = (2, 4, 8)
-# Metal gives a threadgroup 32 KB.
-MOST_STAGED_BYTES = 31 * 1024
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -83,16 +81,12 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
     return found
 
 
-def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int, int]:
-    """How a row of x is kept on the chip when lanes take `words` at a time: as many steps at once
-    as fit, and the floats of threadgroup memory for them and for the sums of what lanes take. See
-    ``stage`` in quantised.metal.
-    """
+def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
+    """Floats of threadgroup memory for a row of x, and for the sums of what lanes take, `words` at
+    a time. See ``stage`` in quantised.metal."""
     numbers = words * (32 // matrix.bits if matrix.bits else 1)
     steps = -(-width // (32 * numbers))
-    pieces = -(-4 * steps * 32 * (numbers + 1) // MOST_STAGED_BYTES)
-    piece = -(-steps // pieces)
-    return piece, piece * 32 * numbers, piece * 32
+    return steps * 32 * numbers, steps * 32
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:

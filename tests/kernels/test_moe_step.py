@@ -165,6 +165,7 @@ def truth(sizes):
 
 def case(sizes, which, pick) -> Case:
     scale = np.abs(truth(sizes)[pick]).max()
+
     def call():
         args, options = arguments(sizes)
         if which == "moe_step_finish":

@@ -40,9 +40,10 @@ SIZES = [
     (2, 2048, [(2, 4, 64), (2, 8, 64)], mx.bfloat16),
     (4, 64, [(6, 8, 64), (7, 4, 32)], mx.float32),
     (4, 128, [(33, 0, 32)], mx.float16),
-    # Three pieces of x.
+    # Columns shared out, the last share smaller.
     (1, 16416, [(5, 4, 32)], mx.bfloat16),
     (2, 6144, [(3, 2, 32), (2, 0, 32)], mx.float32),
+    (2, 4128, [(16, 4, 32), (8, 0, 32)], mx.bfloat16),
 ]
 
 
