@@ -308,9 +308,10 @@ inline void norm_rows(
   }
 }
 
-// y = residual + experts + sigmoid(score) w (silu(gate) up); without SCORED the factor is 1.
-template <int MT, int NT, int W, int IN, int OUT, int BITS, int GROUP, int V, bool SCORED,
-          typename T, typename Q, typename S>
+// y = residual + experts + sigmoid(score) w (silu(gate) up); no experts without ROUTED, and without
+// SCORED the factor is 1.
+template <int MT, int NT, int W, int IN, int OUT, int BITS, int GROUP, int V, bool ROUTED,
+          bool SCORED, typename T, typename Q, typename S>
 inline void add_shared_rows(
     const device T* residual,
     const device float* experts,
@@ -335,7 +336,8 @@ inline void add_shared_rows(
     if (first + n < tokens && row + r < OUT) {
       const ulong at = ulong(first + n) * OUT + row + r;
       const float factor = SCORED ? sigmoid(float(score[first + n])) : 1.0f;
-      y[at] = T(float(residual[at]) + experts[at] + factor * whole_sum<MT, NT, W>(partial, n, r));
+      const float before = float(residual[at]) + (ROUTED ? experts[at] : 0.0f);
+      y[at] = T(before + factor * whole_sum<MT, NT, W>(partial, n, r));
     }
   }
 }

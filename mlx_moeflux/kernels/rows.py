@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.add_shared import add_shared
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
 
@@ -245,7 +246,7 @@ _SHARED = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float partial[PARTIAL];
-        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, SCORED>(
+        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, ROUTED, SCORED>(
             residual, experts, gate, up, score, w, scales, biases, y, partial,
             threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
             tokens[0], thread_index_in_threadgroup);
@@ -256,7 +257,7 @@ _SHARED = MetalKernel(
 @launches(_SHARED)
 def add_shared_rows(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -279,25 +280,28 @@ def add_shared_rows(
         raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
     if score is not None and (score.size != N or score.dtype != residual.dtype):
         raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
-    shapes = (experts.shape, gate.shape, up.shape, down.weight.shape[0])
-    if shapes != ((N, C), (N, F), (N, F), C) or experts.dtype != mx.float32:
+    routed = experts is not None
+    summed = experts if routed else filled(0.0)
+    shapes = (summed.shape if routed else (N, C), gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or summed.dtype != mx.float32:
         raise ShapeError(
-            f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
+            f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _shared_launch(residual.shape, F, residual.dtype, score is not None, matrix)
+    launch = _shared_launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
     scores = gate if score is None else score
-    return _SHARED(residual, experts, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
+    return _SHARED(residual, summed, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _shared_launch(
-    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
     tile, NT, W = tiling(matrix, (C,), F), token_tiles(tokens), simdgroups(F)
-    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C, "SCORED": scored}
+    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
+    template |= {"ROUTED": routed, "SCORED": scored}
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
     return {
         "template": template,

@@ -127,13 +127,14 @@ SHARED = [
 shared_arguments = test_add_shared.arguments
 
 
+@pytest.mark.parametrize("routed", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "scored"),
     [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
     ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
 )
-def test_shared_expert_agrees_with_float64(device, sizes, scored):
-    args, options, truth = shared_arguments(sizes, scored=scored)
+def test_shared_expert_agrees_with_float64(device, sizes, scored, routed):
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     y = add_shared_rows(*args, **options)
     assert y.dtype == args[0].dtype
     assert error(y, truth) <= test_add_shared.limit_of(args, options, truth)
@@ -178,12 +179,15 @@ def case(structure, norm: bool, ends: str) -> Case:
     return Case(name, lambda: project_rows(x, weights, **options), lambda: truths, limit)
 
 
-def shared_case(scored: bool) -> Case:
-    args, options, truth = shared_arguments(SHARED[0], scored=scored)
+def shared_case(scored: bool, routed: bool = True) -> Case:
+    args, options, truth = shared_arguments(SHARED[0], scored=scored, routed=routed)
     limit = test_add_shared.limit_of(args, options, truth)
-    name = "scored" if scored else "plain"
+    name = ("scored" if scored else "plain") + ", dense" * (not routed)
     return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
 
 
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
-CASES["add_shared_rows"] = [shared_case(True), shared_case(False)]
+CASES["add_shared_rows"] = [
+    *(shared_case(scored) for scored in (True, False)),
+    shared_case(False, routed=False),
+]
