@@ -186,12 +186,13 @@ CASES = {
     ],
 }
 
+PACKS = "columns are multiples of a pack"
 TWICE, STAGED = "rows in one part are given twice", "a tile is staged that nobody reads"
 UNUSED = "latents have no values, and there is no tail"
 EQUIVALENT = {
     "attention.metal": {
-        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": "columns "
-        "are multiples of a pack",
+        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": PACKS,
+        "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
     },
     "attention_rows.metal": {

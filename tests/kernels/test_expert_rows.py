@@ -75,7 +75,9 @@ def small_case(sizes) -> Case:
     return Case(name, run, lambda: [truth], limit, partly_written=BETWEEN)
 
 
+# Rows in which each simdgroup has several steps.
+WIDE = (9, 2, 2, 512, 512, 8, 64, mx.bfloat16, None)
 CASES = {
-    name: [small_case(SIZES[1]), small_case(SIZES[3])]
+    name: [small_case(sizes) for sizes in (SIZES[1], SIZES[3], WIDE)]
     for name in ("expert_rows_inner", "expert_rows_outer")
 }

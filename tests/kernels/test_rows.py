@@ -153,41 +153,45 @@ def test_float32_is_the_reference():
         assert mx.array_equal(y, expected).item()
 
 
-def case(structure, norm: bool, ends: str) -> Case:
-    """Matrices of different sizes and bits, ten rows."""
+def case(structure, norm: bool, ends: str, tokens: int = 10, width: int = 128) -> Case:
+    """Matrices of different sizes and bits, of more rows than a tile has."""
     rng = np.random.default_rng(len(structure))
-    weights, truths, x = [], [], random_array(rng, (10, 128), mx.bfloat16)
-    scale = random_array(rng, (128,), mx.bfloat16)
+    weights, truths, x = [], [], random_array(rng, (tokens, width), mx.bfloat16)
+    scale = random_array(rng, (width,), mx.bfloat16)
     rows = float64(x)
     if norm:
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
     for m, count in enumerate(structure):
-        outs = tuple(5 + 12 * i + m for i in range(count))
-        bits = (4, 8, 2, 0)[m]
-        matrix = random_matrix(rng, (sum(outs), 128), bits=bits, group=64, dtype=mx.bfloat16)
+        outs = tuple(18 + 3 * i + m for i in range(count))
+        bits = (4, 8, 2, 8)[m] if norm else 0
+        matrix = random_matrix(rng, (sum(outs), width), bits=bits, group=64, dtype=mx.bfloat16)
         weights.append(Weight(*matrix, outs))
         product = rows @ dense(weights[-1]).T
         truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
     options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
     if ends == "residual":
-        options["residual"] = random_array(rng, (10, 5), mx.bfloat16)
+        options["residual"] = random_array(rng, (tokens, 18), mx.bfloat16)
         truths = [truths[0] + float64(options["residual"])]
     if ends == "normed":
         truths.append(rows)
     limit = max(test_project.limits((x, weights), options, truths))
-    name = "-".join([*map(str, structure), str(norm), ends])
+    name = "-".join([*map(str, structure), str(norm), ends, f"{tokens}x{width}"])
     return Case(name, lambda: project_rows(x, weights, **options), lambda: truths, limit)
 
 
-def shared_case(scored: bool, routed: bool = True) -> Case:
-    args, options, truth = shared_arguments(SHARED[0], scored=scored, routed=routed)
+def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     limit = test_add_shared.limit_of(args, options, truth)
-    name = ("scored" if scored else "plain") + ", dense" * (not routed)
+    name = f"{sizes[0]} {'scored' if scored else 'plain'}{', dense' * (not routed)}"
     return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
 
 
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
+# More tokens than a threadgroup takes, and rows in which each simdgroup has several steps.
+for key in (((1, 1), True, ""), ((1,), True, "normed")):
+    CASES[_KERNELS[key].name].append(case(*key, tokens=34, width=1024))
 CASES["add_shared_rows"] = [
     *(shared_case(scored) for scored in (True, False)),
     shared_case(False, routed=False),
+    shared_case(True, sizes=(34, 37, 1024, 4, 32, mx.bfloat16)),
 ]
