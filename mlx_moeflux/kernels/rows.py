@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import mlx.core as mx
@@ -98,7 +98,8 @@ def project_rows(
     flat: bool = False,
 ) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.project.project` in one launch, for the combinations of matrices
-    in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
+    in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference, and so do
+    matrices whose results stay float32, after the launch for the others.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -111,8 +112,8 @@ def project_rows(
     if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
         raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
     parts = tuple((matrix_of(w, C), w.results) for w in weights)
-    if any(getattr(w, "precise", False) for w in weights):
-        raise UnsupportedError("results in float32 are not given here; take the reference.")
+    if any(w.precise for w in weights):
+        return _beside_precise(x, weights, norm, eps, normed=normed, flat=flat)
     if residual is not None and (
         sum(len(outs) for _, outs in parts) != 1
         or residual.shape != (*x.shape[:-1], parts[0][1][0])
@@ -135,6 +136,27 @@ def project_rows(
         arrays += arrays_of(weight)
     shape = (tokens, C) if flat else x.shape
     return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+
+
+def _beside_precise(
+    x: mx.array,
+    weights: Sequence[Weight],
+    norm: mx.array | None,
+    eps: float,
+    *,
+    normed: bool,
+    flat: bool,
+) -> list[mx.array]:
+    """:func:`project_rows` with a norm; `precise` ones among the matrices get norm(x)."""
+    others = [w for w in weights if not w.precise]
+    if norm is None or not others:
+        raise UnsupportedError("results in float32 alone are not given here; take the reference.")
+    *made, post = project_rows(x, others, norm=norm, eps=eps, normed=True, flat=flat)
+    products, results = [], iter(made)
+    for weight in weights:
+        own = project(post, [weight]) if weight.precise else islice(results, len(weight.results))
+        products += own
+    return [*products, post] if normed else products
 
 
 def _choice(m: int, first: int, count: int) -> str:

@@ -106,6 +106,10 @@ def test_wrong_arguments():
         project_rows(random_array(rng, (2, 96), mx.bfloat16), [narrow])
     with pytest.raises(UnsupportedError):
         project_rows(x, [weight] * 5)
+    precise = Weight(mx.zeros((6, 64)), precise=True)
+    for weights, norm in (([precise], mx.ones((64,))), ([precise, weight], None)):
+        with pytest.raises(UnsupportedError):
+            project_rows(x, weights, norm=norm)
     (residual, experts, gate, up, down), options, _ = shared_arguments(SHARED[0], scored=True)
     for wrong in (
         (residual[:, :8], experts, gate, up, down),
