@@ -157,7 +157,7 @@ def test_float32_is_the_reference():
         assert mx.array_equal(y, expected).item()
 
 
-def case(structure, norm: bool, ends: str, tokens: int = 10, width: int = 128) -> Case:
+def case(structure, norm, ends, *, tokens=10, width=128, bits=(4, 8, 2, 8)) -> Case:
     """Matrices of different sizes and bits, of more rows than a tile has."""
     rng = np.random.default_rng(len(structure))
     weights, truths, x = [], [], random_array(rng, (tokens, width), mx.bfloat16)
@@ -167,8 +167,7 @@ def case(structure, norm: bool, ends: str, tokens: int = 10, width: int = 128) -
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
     for m, count in enumerate(structure):
         outs = tuple(18 + 3 * i + m for i in range(count))
-        bits = (4, 8, 2, 8)[m] if norm else 0
-        matrix = random_matrix(rng, (sum(outs), width), bits=bits, group=64, dtype=mx.bfloat16)
+        matrix = random_matrix(rng, (sum(outs), width), bits=bits[m], group=64, dtype=mx.bfloat16)
         weights.append(Weight(*matrix, outs))
         product = rows @ dense(weights[-1]).T
         truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
@@ -194,6 +193,7 @@ CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
 # More tokens than a threadgroup takes, and rows in which each simdgroup has several steps.
 for key in (((1, 1), True, ""), ((1,), True, "normed")):
     CASES[_KERNELS[key].name].append(case(*key, tokens=34, width=1024))
+CASES["project_rows_1_bare"].append(case((1,), False, "", bits=(0,)))
 CASES["add_shared_rows"] = [
     *(shared_case(scored) for scored in (True, False)),
     shared_case(False, routed=False),
