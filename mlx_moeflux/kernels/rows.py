@@ -23,6 +23,7 @@ from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have (an H100 has 132 processors) before one takes more rows.
@@ -106,36 +107,15 @@ def project_rows(
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             there is no GPU.
     """
-    C = x.shape[-1]
     if x.dtype == mx.float32 and x.size:
         return project(x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
-    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
-        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    parts = tuple((matrix_of(w, C), w.results) for w in weights)
-    if any(w.precise for w in weights):
+    if any(getattr(w, "precise", False) for w in weights):
         return _beside_precise(x, weights, norm, eps, normed=normed, flat=flat)
-    if residual is not None and (
-        sum(len(outs) for _, outs in parts) != 1
-        or residual.shape != (*x.shape[:-1], parts[0][1][0])
-        or residual.dtype != x.dtype
-    ):
-        raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
-    ends = "normed" if normed else "residual" if residual is not None else ""
-    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        raise UnsupportedError(
-            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
-            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
-        )
-    tokens = x.size // C
-    arrays = [x, _count(tokens)] + ([] if norm is None else [norm])
-    if residual is not None:
-        arrays.append(residual)
-    for weight in weights:
-        arrays += arrays_of(weight)
-    shape = (tokens, C) if flat else x.shape
-    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+    kernel, ends, parts = chosen(_KERNELS, x, weights, norm=norm, residual=residual, normed=normed)
+    tokens = x.size // x.shape[-1]
+    shape = (tokens, x.shape[-1]) if flat else x.shape
+    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts)
+    return kernel(x, _count(tokens), *operands(weights, norm, residual), **launch)
 
 
 def _beside_precise(
@@ -148,7 +128,7 @@ def _beside_precise(
     flat: bool,
 ) -> list[mx.array]:
     """:func:`project_rows` with a norm; `precise` ones among the matrices get norm(x)."""
-    others = [w for w in weights if not w.precise]
+    others = [w for w in weights if not getattr(w, "precise", False)]
     if norm is None or not others:
         raise UnsupportedError("results in float32 alone are not given here; take the reference.")
     *made, post = project_rows(x, others, norm=norm, eps=eps, normed=True, flat=flat)
@@ -174,8 +154,7 @@ def _choice(m: int, first: int, count: int) -> str:
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the matrices, and the results of
     each. ends: See :func:`mlx_moeflux.kernels.project._kernel`."""
-    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
-    own += ", residual" if ends == "residual" else ", x"
+    own = before_and_after(norm, ends)
     body = """
         threadgroup float partial[PARTIAL];
         threadgroup float inverse[8 * NT];
@@ -202,16 +181,8 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         """
     inputs = ("x", "tokens", "norm") if norm else ("x", "tokens")
     inputs += ("residual",) if ends == "residual" else ()
-    return MetalKernel(
-        "_".join(["project_rows", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
-        file="rows.metal",
-        inputs=(
-            *inputs,
-            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
-        ),
-        outputs=[f"y{i}" for i in range(results)] + ["normed"] * (ends == "normed"),
-        body=body,
-    )
+    declaration = declared("project_rows", structure, norm, ends, more=("tokens",))
+    return MetalKernel(**declaration, file="rows.metal", body=body)
 
 
 _KERNELS = {
@@ -232,7 +203,7 @@ def _launch(
     dtype: mx.Dtype,
     eps: float | None,
     ends: str,
-    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
+    parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
@@ -242,7 +213,7 @@ def _launch(
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
     groups, partial, shapes = 0, 0, []
-    for m, (matrix, outs) in enumerate(parts):
+    for m, (matrix, outs, _) in enumerate(parts):
         tile = tiling(matrix, outs, C)
         template |= tile.arguments(str(m))
         partial = max(partial, partial_floats(tile.MT, NT, W))

@@ -189,6 +189,25 @@ def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
     return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
 
 
+EIGHTS = "both sides are multiples of eight"
+PAST = "past the end of a thread's array, and nothing reads it"
+WHICH = "where an element lies is the same in every fragment"
+EQUIVALENT = {
+    "rows.metal": {
+        "place: transposed 4 * s + 2 -> 2 * s + 4": "columns in another order, alike on both sides",
+        "load_tokens: transposed 2 * n + s -> s * n + 2": WHICH,
+        "load_tokens: transposed 2 * n + s -> s * n + 2 (2)": WHICH,
+        "spread_tile: swapped arguments 1 and 2 of metal::fma: float(rows[h].scale), value": "a "
+        "product",
+        "inverse_roots: off by one k < IN -> + 1 <": EIGHTS,
+        "multiply_tile: off by one n < NT -> <=": "fills accumulators that are filled next",
+        "multiply_tile: off by one i < (STEPS + W - 1) / W -> <=": "one more step is past the last",
+        "norm_rows: off by one p < rows * IN -> + 1 <": EIGHTS,
+        "norm_rows: off by one i < 8 -> <=": PAST,
+        "project_rows_1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL": "both "
+        "are 0",
+    },
+}
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
 # More tokens than a threadgroup takes, and rows in which each simdgroup has several steps.
 for key in (((1, 1), True, ""), ((1,), True, "normed")):
