@@ -46,7 +46,7 @@ def chosen(
         or residual.dtype != x.dtype
     ):
         raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
-    ends = "normed" if normed else "residual" if residual is not None else ""
+    ends = " and ".join(["residual"] * (residual is not None) + ["normed"] * normed)
     key = tuple(len(outs) for _, outs, _ in parts), norm is not None, ends
     kernel = kernels.get(key)
     if kernel is None:

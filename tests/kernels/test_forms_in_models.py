@@ -17,13 +17,12 @@ import pytest
 from mlx_moeflux import synthesize
 from mlx_moeflux.kernels import auto
 from mlx_moeflux.kernels.choice import FORMS, REFERENCE
-from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.metal import backend
-from mlx_moeflux.kernels.selfcheck import LIMITS, describe
 from mlx_moeflux.loading import load_model
 from tests.kernels.emulator import Emulator
 from tests.kernels.experts import BETWEEN
-from tests.kernels.harness import emulated, error
+from tests.kernels.forms import differences
+from tests.kernels.harness import emulated
 
 # Family -> what makes two layers of it hold every kind, and prompts of it take every way.
 SHAPES = {
@@ -34,45 +33,6 @@ SHAPES = {
 }
 # Around the places where a form begins.
 PROMPTS = (1, 4, 5, 9, 64, 130)
-
-
-def in_float32(value):
-    """The same with all floats in float32: what a form should compute."""
-    if isinstance(value, mx.array):
-        return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(in_float32, value))
-    if isinstance(value, dict):
-        return {key: in_float32(entry) for key, entry in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{n: in_float32(getattr(value, n)) for n in names})
-    return value
-
-
-def truth(operation, args, kwargs):
-    """What the reference gives in float32; of a whole block, in whose middle experts are chosen,
-    as it is: rounding decides which."""
-    reference = FORMS[operation][REFERENCE]
-    if operation == "moe_step":
-        return reference(*args, **kwargs)
-    if operation == "delta_mixer":
-        kwargs = kwargs | {"steps": References}
-    return reference(*in_float32(args), **in_float32(kwargs))
-
-
-def arrays_of(value) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    return [] if value is None else [array for entry in value for array in arrays_of(entry)]
-
-
-def without_padding(array: mx.array, start: mx.array | None, length) -> mx.array:
-    """array ``[B, H, T, D]`` with zeros for queries before their sequence's first key."""
-    if start is None:
-        return array
-    query = mx.array(length) - array.shape[2] + mx.arange(array.shape[2])
-    return mx.where((query >= start[:, None])[:, None, :, None], array, 0.0)
 
 
 class Comparison:
@@ -95,32 +55,12 @@ class Comparison:
             if not self._comparing:  # by a reference that calls operations
                 self.taken.add((operation, name))
                 self._comparing = True
-                self.compare(f"{operation}={name}", actual, operation, args, kwargs)
+                found = differences(operation, args, kwargs, actual)
+                self.wrong += [f"{operation}={name} {what}" for what in found]
                 self._comparing = False
             return actual
 
         return call
-
-    def compare(self, what, actual, operation, args, kwargs) -> None:
-        shapes = describe(FORMS[operation][REFERENCE](*args, **kwargs))
-        if describe(actual) != shapes:
-            self.wrong.append(f"{what} gives {describe(actual)}, not {shapes}")
-            return
-        expected = arrays_of(truth(operation, args, kwargs))
-        pairs = list(zip(arrays_of(actual), expected, strict=True))
-        if operation in ("sdpa", "latent_attention", "latent_prefill"):
-            hide = functools.partial(
-                without_padding, start=kwargs.get("start"), length=kwargs.get("length")
-            )
-            pairs = [tuple(map(hide, pair)) for pair in pairs]
-        # Results of one call belong together: a single number near zero says nothing alone.
-        numbers = [pair for pair in pairs if mx.issubdtype(pair[0].dtype, mx.floating)]
-        largest = max(float(mx.abs(b).max()) for _, b in numbers)
-        worst = max(error(a, b) for a, b in numbers)
-        if not worst <= LIMITS[arrays_of(args[0])[0].dtype] * largest:
-            self.wrong.append(f"{what} is off by {worst:.3g} of {largest:.3g}: {shapes}")
-        if not all(mx.array_equal(a, b).item() for a, b in pairs if a.dtype == mx.uint32):
-            self.wrong.append(f"{what} chooses others: {shapes}")
 
 
 @pytest.fixture
