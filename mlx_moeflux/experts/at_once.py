@@ -5,10 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.experts.compute import FEW_PAIRS, Early, ExpertSum, Pairs, begin_few, few_pairs
+from mlx_moeflux.experts.compute import FEW_PAIRS
 from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
+from mlx_moeflux.experts.pairs import Early, ExpertSum, Pairs, begin_few, few_pairs
 
 
 def begin_reads(

@@ -17,18 +17,12 @@ from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.at_once import at_once, begin_reads
 from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.bank import Bank
-from mlx_moeflux.experts.compute import (
-    ExpertFFN,
-    ExpertMix,
-    ExpertSum,
-    Form,
-    Pairs,
-    from_whole_bank,
-)
+from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
 from mlx_moeflux.experts.events import Chosen, EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import Call, StreamedLayer, missing_of
+from mlx_moeflux.experts.pairs import ExpertSum, Pairs
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import (
     MOST_PAIRS,

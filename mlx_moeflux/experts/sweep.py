@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_moeflux.experts.compute import ExpertSum, Pairs
 from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer
+from mlx_moeflux.experts.pairs import ExpertSum, Pairs
 from mlx_moeflux.experts.turns import BankFull, Plan, take_turns
 
 

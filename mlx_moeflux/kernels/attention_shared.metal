@@ -12,8 +12,8 @@ template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT,
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* tail_k, const device T* tail_v, const device int* table,
-    const device T* gate,
-    const device int* ranges, const device float* scale, device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
+    const device T* gate, const device int* ranges, const device float* scale, device T* y,
+    device float* partial, device float* stats, threadgroup T* key_tile,
     threadgroup T* value_tile, threadgroup T* weights, threadgroup float* scores,
     threadgroup float* factors, int tokens, int capacity, uint3 position, uint3 counts,
     uint index) {
@@ -73,8 +73,7 @@ inline void attend_shared(
   }
 
   stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
-      key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v, table,
-      origin);
+      key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v, table, origin);
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {

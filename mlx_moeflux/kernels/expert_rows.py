@@ -33,7 +33,7 @@ OUTER_TILES = 2
 
 _INNER = MetalKernel(
     "expert_rows_inner",
-    file="rows.metal",
+    file="expert_rows.metal",
     inputs=(
         *("x", "order", "offsets", "tiles", "gate", "gate_scales", "gate_biases"),
         *("up", "up_scales", "up_biases"),
@@ -51,7 +51,7 @@ _INNER = MetalKernel(
 
 _OUTER = MetalKernel(
     "expert_rows_outer",
-    file="rows.metal",
+    file="expert_rows.metal",
     inputs=("h", "order", "offsets", "tiles", "down", "scales", "biases"),
     outputs=("out",),
     body="""

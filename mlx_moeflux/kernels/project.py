@@ -25,6 +25,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
+from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
 # on the chip (H100: 6 to 40 % faster than the others tried).
@@ -183,31 +184,10 @@ def project_fused(
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             there is no GPU.
     """
-    C = x.shape[-1]
-    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
-        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    parts = tuple((matrix_of(w, C), w.results, w.precise) for w in weights)
-    if residual is not None and (
-        sum(len(outs) for _, outs, _ in parts) != 1
-        or residual.shape != (*x.shape[:-1], parts[0][1][0])
-        or residual.dtype != x.dtype
-    ):
-        raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
-    ends = "normed" if normed else "residual" if residual is not None else ""
-    key = tuple(len(outs) for _, outs, _ in parts), norm is not None, ends
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        raise UnsupportedError(
-            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
-            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
-        )
-    arrays = [x] if norm is None else [x, norm]
-    if residual is not None:
-        arrays.append(residual)
-    for weight in weights:
-        arrays += arrays_of(weight)
-    shape = (x.size // C, C) if flat else x.shape
-    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+    kernel, ends, parts = chosen(_KERNELS, x, weights, norm=norm, residual=residual, normed=normed)
+    shape = (x.size // x.shape[-1], x.shape[-1]) if flat else x.shape
+    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts)
+    return kernel(x, *operands(weights, norm, residual), **launch)
 
 
 def project_joined(
@@ -269,8 +249,7 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """
     normed = ends in ("normed", "joined")
     matrices = [m for m, count in enumerate(structure) for _ in range(count)]
-    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
-    own += ", residual" if ends == "residual" else ", x"
+    own = before_and_after(norm, ends)
     body = """
         threadgroup float values[STAGED];
         threadgroup float sums[SUMS];
@@ -299,20 +278,7 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         """
     if ends == "joined":
         body += "clear_rest<END, STRIDE>(y + token * STRIDE, simdgroup * 32 + lane);"
-    outputs = [f"y{i}" for i in range(len(matrices))] + ["normed"] * (ends == "normed")
-    outputs = ["y"] if ends == "joined" else outputs
-    inputs = ("x", "norm") if norm else ("x",)
-    inputs += ("residual",) if ends == "residual" else ()
-    return MetalKernel(
-        "_".join(["project", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
-        file="matvec.metal",
-        inputs=(
-            *inputs,
-            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
-        ),
-        outputs=outputs,
-        body=body,
-    )
+    return MetalKernel(**declared("project", structure, norm, ends), file="matvec.metal", body=body)
 
 
 _KERNELS = {

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +20,10 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.add_shared import add_shared
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have (an H100 has 132 processors) before one takes more rows.
@@ -97,43 +99,44 @@ def project_rows(
     flat: bool = False,
 ) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.project.project` in one launch, for the combinations of matrices
-    in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
+    in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference, and so do
+    matrices whose results stay float32, after the launch for the others.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             there is no GPU.
     """
-    C = x.shape[-1]
     if x.dtype == mx.float32 and x.size:
         return project(x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
-    if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
-        raise ShapeError(f"x is {x.dtype} {list(x.shape)}, which does not fit the norm's weight.")
-    parts = tuple((matrix_of(w, C), w.results) for w in weights)
     if any(getattr(w, "precise", False) for w in weights):
-        raise UnsupportedError("results in float32 are not given here; take the reference.")
-    if residual is not None and (
-        sum(len(outs) for _, outs in parts) != 1
-        or residual.shape != (*x.shape[:-1], parts[0][1][0])
-        or residual.dtype != x.dtype
-    ):
-        raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
-    ends = "normed" if normed else "residual" if residual is not None else ""
-    key = tuple(len(outs) for _, outs in parts), norm is not None, ends
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        raise UnsupportedError(
-            f"no kernel takes matrices by {key[0]}, {'with' if key[1] else 'without'} a norm "
-            f"{ends and 'and ' + ends}; take the reference (MOEFLUX_KERNELS=project=reference)."
-        )
-    tokens = x.size // C
-    arrays = [x, _count(tokens)] + ([] if norm is None else [norm])
-    if residual is not None:
-        arrays.append(residual)
+        return _beside_precise(x, weights, norm, eps, normed=normed, flat=flat)
+    kernel, ends, parts = chosen(_KERNELS, x, weights, norm=norm, residual=residual, normed=normed)
+    tokens = x.size // x.shape[-1]
+    shape = (tokens, x.shape[-1]) if flat else x.shape
+    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts)
+    return kernel(x, _count(tokens), *operands(weights, norm, residual), **launch)
+
+
+def _beside_precise(
+    x: mx.array,
+    weights: Sequence[Weight],
+    norm: mx.array | None,
+    eps: float,
+    *,
+    normed: bool,
+    flat: bool,
+) -> list[mx.array]:
+    """:func:`project_rows` with a norm; `precise` ones among the matrices get norm(x)."""
+    others = [w for w in weights if not getattr(w, "precise", False)]
+    if norm is None or not others:
+        raise UnsupportedError("results in float32 alone are not given here; take the reference.")
+    *made, post = project_rows(x, others, norm=norm, eps=eps, normed=True, flat=flat)
+    products, results = [], iter(made)
     for weight in weights:
-        arrays += arrays_of(weight)
-    shape = (tokens, C) if flat else x.shape
-    return kernel(*arrays, **_launch(shape, x.dtype, None if norm is None else eps, ends, parts))
+        own = project(post, [weight]) if weight.precise else islice(results, len(weight.results))
+        products += own
+    return [*products, post] if normed else products
 
 
 def _choice(m: int, first: int, count: int) -> str:
@@ -151,8 +154,7 @@ def _choice(m: int, first: int, count: int) -> str:
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the matrices, and the results of
     each. ends: See :func:`mlx_moeflux.kernels.project._kernel`."""
-    own = "norm, as_type<float>(EPSILON)" if norm else "x, 0.0f"
-    own += ", residual" if ends == "residual" else ", x"
+    own = before_and_after(norm, ends)
     body = """
         threadgroup float partial[PARTIAL];
         threadgroup float inverse[8 * NT];
@@ -179,16 +181,8 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
         """
     inputs = ("x", "tokens", "norm") if norm else ("x", "tokens")
     inputs += ("residual",) if ends == "residual" else ()
-    return MetalKernel(
-        "_".join(["project_rows", *map(str, structure), "" if norm else "bare", ends]).strip("_"),
-        file="rows.metal",
-        inputs=(
-            *inputs,
-            *(f"{p}{m}" for m in range(len(structure)) for p in ("w", "scales", "biases")),
-        ),
-        outputs=[f"y{i}" for i in range(results)] + ["normed"] * (ends == "normed"),
-        body=body,
-    )
+    declaration = declared("project_rows", structure, norm, ends, more=("tokens",))
+    return MetalKernel(**declaration, file="rows.metal", body=body)
 
 
 _KERNELS = {
@@ -209,7 +203,7 @@ def _launch(
     dtype: mx.Dtype,
     eps: float | None,
     ends: str,
-    parts: tuple[tuple[Matrix, tuple[int, ...]], ...],
+    parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
@@ -219,7 +213,7 @@ def _launch(
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
     groups, partial, shapes = 0, 0, []
-    for m, (matrix, outs) in enumerate(parts):
+    for m, (matrix, outs, _) in enumerate(parts):
         tile = tiling(matrix, outs, C)
         template |= tile.arguments(str(m))
         partial = max(partial, partial_floats(tile.MT, NT, W))
@@ -245,7 +239,7 @@ _SHARED = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float partial[PARTIAL];
-        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, SCORED>(
+        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, ROUTED, SCORED>(
             residual, experts, gate, up, score, w, scales, biases, y, partial,
             threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
             tokens[0], thread_index_in_threadgroup);
@@ -256,7 +250,7 @@ _SHARED = MetalKernel(
 @launches(_SHARED)
 def add_shared_rows(
     residual: mx.array,
-    experts: mx.array,
+    experts: mx.array | None,
     gate: mx.array,
     up: mx.array,
     down: Weight,
@@ -279,25 +273,28 @@ def add_shared_rows(
         raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
     if score is not None and (score.size != N or score.dtype != residual.dtype):
         raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
-    shapes = (experts.shape, gate.shape, up.shape, down.weight.shape[0])
-    if shapes != ((N, C), (N, F), (N, F), C) or experts.dtype != mx.float32:
+    routed = experts is not None
+    summed = experts if routed else filled(0.0)
+    shapes = (summed.shape if routed else (N, C), gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or summed.dtype != mx.float32:
         raise ShapeError(
-            f"experts {experts.dtype} {list(experts.shape)}, gate {list(gate.shape)}, up "
+            f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _shared_launch(residual.shape, F, residual.dtype, score is not None, matrix)
+    launch = _shared_launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
     scores = gate if score is None else score
-    return _SHARED(residual, experts, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
+    return _SHARED(residual, summed, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _shared_launch(
-    shape: tuple[int, ...], F: int, dtype: mx.Dtype, scored: bool, matrix: Matrix
+    shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
     tile, NT, W = tiling(matrix, (C,), F), token_tiles(tokens), simdgroups(F)
-    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C, "SCORED": scored}
+    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
+    template |= {"ROUTED": routed, "SCORED": scored}
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
     return {
         "template": template,

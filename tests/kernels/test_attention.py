@@ -164,7 +164,7 @@ CASES = {
         Attended(F16, 2, 6, 2, 1, 64, 64, 96, 50).with_tail(16).case("64/96, causal"),
     ],
     "attend_tail_parts": [
-        Attended(BF16, 2, 6, 2, 1, 192, 64, 96, 99, causal=False).with_tail(32).case("64/96"),
+        Attended(BF16, 2, 6, 2, 1, 192, 64, 96, 99).with_tail(32).case("64/96, causal"),
         Attended(F32, 2, 4, 2, 1, 128, 64, 64, 65, causal=False, start=[3, 0])
         .with_tail(64)
         .case("a tail of one row, padded left"),
@@ -186,12 +186,14 @@ CASES = {
     ],
 }
 
+PACKS = "columns are multiples of a pack"
 TWICE, STAGED = "rows in one part are given twice", "a tile is staged that nobody reads"
 UNUSED = "latents have no values, and there is no tail"
+ZEROS = "both are 0"
 EQUIVALENT = {
     "attention.metal": {
-        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": "columns "
-        "are multiples of a pack",
+        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": PACKS,
+        "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
     },
     "attention_rows.metal": {
@@ -221,6 +223,12 @@ EQUIVALENT = {
         "attend_shared: off by one AYOUT != 0 && first + BN < high) -> <=": STAGED,
         "attend_latent: swapped arguments 5 and 6 of attend_shared: nullptr, k": UNUSED,
         "attend_latent_parts: swapped arguments 5 and 6 of attend_shared: nullptr, k": UNUSED,
+        "attend_latent: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_latent_parts: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_shared: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_shared_gated: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_shared_parts: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_paged: swapped arguments 14 and 15 of attend_shared: CAUSAL, GATE": ZEROS,
     },
 }
 

@@ -154,6 +154,8 @@ EQUIVALENT = {
     "delta_mixer.metal": {
         "delta_step: transposed 2 * Dk + Dv -> Dv * Dk + 2": LARGER,
         "delta_step: transposed 32 * 33 + 2 -> 2 * 33 + 32": LARGER,
+        "delta_step_of_rows: transposed 2 * Dk + Dv -> Dv * Dk + 2": LARGER,
+        "delta_step_of_rows: transposed 32 * 33 + 2 -> 2 * 33 + 32": LARGER,
         "finish_head: off by one e < E -> <= (2)": PAST,
         "keep_window: off by one c < D -> + 1 <": "steps of 32",
         "delta_prepare: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",

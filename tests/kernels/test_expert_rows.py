@@ -75,7 +75,22 @@ def small_case(sizes) -> Case:
     return Case(name, run, lambda: [truth], limit, partly_written=BETWEEN)
 
 
+NINTH, STEP = "a tile has eight rows: nobody's ninth", "widths are multiples of 32"
+LISTED = "where tokens are is listed: neither is looked at"
+EQUIVALENT = {
+    "expert_rows.metal": {
+        "expert_rows_inner: off by one p < 128 -> <=": NINTH,
+        "expert_rows_inner: off by one if (n < rows && row + r < OUT) -> <= (2)": STEP,
+        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile: 0, 8": LISTED,
+        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile: 0, 8 (2)": LISTED,
+        "expert_rows_outer: off by one p < 128 * MT -> <=": NINTH,
+        "expert_rows_outer: off by one if (n < rows && row + r < OUT) -> <= (2)": STEP,
+        "expert_rows_outer: swapped arguments 8 and 9 of multiply_tile: PLAIN, false": "both are 0",
+    },
+}
+# Rows in which each simdgroup has several steps.
+WIDE = (9, 2, 2, 512, 512, 8, 64, mx.bfloat16, None)
 CASES = {
-    name: [small_case(SIZES[1]), small_case(SIZES[3])]
+    name: [small_case(sizes) for sizes in (SIZES[1], SIZES[3], WIDE)]
     for name in ("expert_rows_inner", "expert_rows_outer")
 }

@@ -156,7 +156,7 @@ def test_projections_that_do_not_fit():
 class Latents:
     """One random call of one query, the newest rows apart, and its truth."""
 
-    def __init__(self, dtype, B, H, capacity, R, P, length, rows, start=None):
+    def __init__(self, dtype, B, H, capacity, R, P, length, rows, start=None, mask=None):
         mx.random.seed(capacity)
         draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
         q, q2 = draw(B, H, 1, R), draw(B, H, 1, P)
@@ -176,7 +176,7 @@ class Latents:
             ends.append(mx.array(end).astype(dtype))
             buffers.append(mx.array(whole).astype(dtype))
         self.arrays = q, q2, *buffers
-        self.options = {"scale": (R + P) ** -0.5, "mask": None, "tail": tuple(ends)}
+        self.options = {"scale": (R + P) ** -0.5, "mask": mask, "tail": tuple(ends)}
         self.options |= {"length": length, "start": None if start is None else mx.array(start)}
 
     def case(self, name):
@@ -314,11 +314,11 @@ CASES = {
         for args, options, wanted in [prepared(*sizes)]
     ],
     "attend_latent_tail": [
-        Latents(F16, 264, 3, 64, 64, 16, 50, 32).case("one part"),
+        Latents(F16, 264, 3, 64, 64, 16, 50, 32, mask="causal").case("one part, causal"),
     ],
     "attend_latent_tail_parts": [
         Latents(BF16, 2, 6, 128, 64, 32, 75, 64, [0, 40]).case("padded left"),
-        Latents(F32, 1, 4, 128, 64, 32, 65, 64).case("a tail of one row"),
+        Latents(F32, 1, 4, 128, 64, 32, 65, 64, mask="causal").case("a tail of one row, causal"),
     ],
 }
 

@@ -53,7 +53,7 @@ class Paged:
 
 CALLS = {
     "padded left, parts": (BF16, 2, 4, 2, 128, 64, 32, 100, {"start": [37, 0]}),
-    "parts": (F32, 1, 4, 2, 128, 32, 32, 65, {}),
+    "parts": (F32, 1, 6, 2, 128, 48, 32, 65, {}),
     "one part, gated": (F16, 3, 6, 2, 64, 32, 64, 43, {"start": [0, 40, 5], "gate": 2}),
 }
 
@@ -95,11 +95,11 @@ def test_what_does_not_fit_is_refused():
 
 
 CASES = {
-    "attend_paged_parts": [Paged(*CALLS["parts"][:-1]).case("32, float32")],
+    "attend_paged_parts": [Paged(*CALLS["parts"][:-1]).case("48/32, float32")],
     "attend_paged": [
-        Paged(F16, 6, 96, 48, 64, 32, 32, 43, start=[0, 9, 0, 0, 1, 2]).case("heads fill the GPU")
+        Paged(F16, 6, 96, 48, 64, 48, 32, 43, start=[0, 9, 0, 0, 1, 2]).case("heads fill the GPU")
     ],
     "attend_paged_gated": [
-        Paged(F16, 6, 96, 48, 64, 32, 32, 43, start=[3, 9, 0, 0, 1, 2], gate=1).case("with a gate")
+        Paged(F16, 6, 96, 48, 64, 48, 32, 43, start=[3, 9, 0, 0, 1, 2], gate=1).case("with a gate")
     ],
 }

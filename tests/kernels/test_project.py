@@ -22,6 +22,7 @@ from mlx_moeflux.kernels.project import (
     project_joined,
 )
 from mlx_moeflux.kernels.quantised import matrix_of
+from mlx_moeflux.kernels.rows import project_rows
 from mlx_moeflux.models.layers import Applied
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64
@@ -178,7 +179,7 @@ def test_flat_results(device):
         assert mx.array_equal(y.reshape(2, 3, 6), shaped).item()
 
 
-@pytest.mark.parametrize("form", [project, project_fused, project_dequantised])
+@pytest.mark.parametrize("form", [project, project_fused, project_dequantised, project_rows])
 def test_precise_results(device, form):
     rng = np.random.default_rng(6)
     stored = random_matrix(rng, (12, 96), bits=4, group=32, dtype=mx.bfloat16)

@@ -106,6 +106,10 @@ def test_wrong_arguments():
         project_rows(random_array(rng, (2, 96), mx.bfloat16), [narrow])
     with pytest.raises(UnsupportedError):
         project_rows(x, [weight] * 5)
+    precise = Weight(mx.zeros((6, 64)), precise=True)
+    for weights, norm in (([precise], mx.ones((64,))), ([precise, weight], None)):
+        with pytest.raises(UnsupportedError):
+            project_rows(x, weights, norm=norm)
     (residual, experts, gate, up, down), options, _ = shared_arguments(SHARED[0], scored=True)
     for wrong in (
         (residual[:, :8], experts, gate, up, down),
@@ -127,13 +131,14 @@ SHARED = [
 shared_arguments = test_add_shared.arguments
 
 
+@pytest.mark.parametrize("routed", [True, False])
 @pytest.mark.parametrize(
     ("sizes", "scored"),
     [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
     ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
 )
-def test_shared_expert_agrees_with_float64(device, sizes, scored):
-    args, options, truth = shared_arguments(sizes, scored=scored)
+def test_shared_expert_agrees_with_float64(device, sizes, scored, routed):
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     y = add_shared_rows(*args, **options)
     assert y.dtype == args[0].dtype
     assert error(y, truth) <= test_add_shared.limit_of(args, options, truth)
@@ -152,38 +157,64 @@ def test_float32_is_the_reference():
         assert mx.array_equal(y, expected).item()
 
 
-def case(structure, norm: bool, ends: str) -> Case:
-    """Matrices of different sizes and bits, ten rows."""
+def case(structure, norm, ends, *, tokens=10, width=128, bits=(4, 8, 2, 8)) -> Case:
+    """Matrices of different sizes and bits, of more rows than a tile has."""
     rng = np.random.default_rng(len(structure))
-    weights, truths, x = [], [], random_array(rng, (10, 128), mx.bfloat16)
-    scale = random_array(rng, (128,), mx.bfloat16)
+    weights, truths, x = [], [], random_array(rng, (tokens, width), mx.bfloat16)
+    scale = random_array(rng, (width,), mx.bfloat16)
     rows = float64(x)
     if norm:
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
     for m, count in enumerate(structure):
-        outs = tuple(5 + 12 * i + m for i in range(count))
-        bits = (4, 8, 2, 0)[m]
-        matrix = random_matrix(rng, (sum(outs), 128), bits=bits, group=64, dtype=mx.bfloat16)
+        outs = tuple(18 + 3 * i + m for i in range(count))
+        matrix = random_matrix(rng, (sum(outs), width), bits=bits[m], group=64, dtype=mx.bfloat16)
         weights.append(Weight(*matrix, outs))
         product = rows @ dense(weights[-1]).T
         truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
     options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
     if ends == "residual":
-        options["residual"] = random_array(rng, (10, 5), mx.bfloat16)
+        options["residual"] = random_array(rng, (tokens, 18), mx.bfloat16)
         truths = [truths[0] + float64(options["residual"])]
     if ends == "normed":
         truths.append(rows)
     limit = max(test_project.limits((x, weights), options, truths))
-    name = "-".join([*map(str, structure), str(norm), ends])
+    name = "-".join([*map(str, structure), str(norm), ends, f"{tokens}x{width}"])
     return Case(name, lambda: project_rows(x, weights, **options), lambda: truths, limit)
 
 
-def shared_case(scored: bool) -> Case:
-    args, options, truth = shared_arguments(SHARED[0], scored=scored)
+def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     limit = test_add_shared.limit_of(args, options, truth)
-    name = "scored" if scored else "plain"
+    name = f"{sizes[0]} {'scored' if scored else 'plain'}{', dense' * (not routed)}"
     return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
 
 
+EIGHTS = "both sides are multiples of eight"
+PAST = "past the end of a thread's array, and nothing reads it"
+WHICH = "where an element lies is the same in every fragment"
+EQUIVALENT = {
+    "rows.metal": {
+        "place: transposed 4 * s + 2 -> 2 * s + 4": "columns in another order, alike on both sides",
+        "load_tokens: transposed 2 * n + s -> s * n + 2": WHICH,
+        "load_tokens: transposed 2 * n + s -> s * n + 2 (2)": WHICH,
+        "spread_tile: swapped arguments 1 and 2 of metal::fma: float(rows[h].scale), value": "a "
+        "product",
+        "inverse_roots: off by one k < IN -> + 1 <": EIGHTS,
+        "multiply_tile: off by one n < NT -> <=": "fills accumulators that are filled next",
+        "multiply_tile: off by one i < (STEPS + W - 1) / W -> <=": "one more step is past the last",
+        "norm_rows: off by one p < rows * IN -> + 1 <": EIGHTS,
+        "norm_rows: off by one i < 8 -> <=": PAST,
+        "project_rows_1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL": "both "
+        "are 0",
+    },
+}
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
-CASES["add_shared_rows"] = [shared_case(True), shared_case(False)]
+# More tokens than a threadgroup takes, and rows in which each simdgroup has several steps.
+for key in (((1, 1), True, ""), ((1,), True, "normed")):
+    CASES[_KERNELS[key].name].append(case(*key, tokens=34, width=1024))
+CASES["project_rows_1_bare"].append(case((1,), False, "", bits=(0,)))
+CASES["add_shared_rows"] = [
+    *(shared_case(scored) for scored in (True, False)),
+    shared_case(False, routed=False),
+    shared_case(True, sizes=(34, 37, 1024, 4, 32, mx.bfloat16)),
+]

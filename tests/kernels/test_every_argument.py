@@ -1,0 +1,92 @@
+"""Oracle: the reference of an operation. What it takes, each form takes as well and gives the same,
+or refuses in so many words: None where there may be none, flags the other way, and what is seldom
+given."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import combinations
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.choice import FORMS, REFERENCE
+from mlx_moeflux.kernels.project import Weight
+from tests.kernels.emulator import Emulator
+from tests.kernels.experts import BETWEEN
+from tests.kernels.forms import differences
+from tests.kernels.harness import emulated
+
+B, T, C = examples.B, examples.T, examples.C
+SELDOM = {
+    "project": {
+        "weights": lambda dtype: [Weight(mx.random.normal((C, C)).astype(dtype))],
+        "residual": lambda dtype: mx.random.normal((3, C)).astype(dtype),
+    },
+    "delta_mixer": {
+        "mask": lambda _: mx.arange(T) < mx.array([[T], [T - 2]]),
+        "lengths": lambda _: mx.array([T, T - 2], mx.int32),
+    },
+    "gated_delta": {"mask": lambda _: mx.arange(T) < mx.array([[T], [T - 2]])},
+    "norm_rope": {
+        "frequencies": lambda _: 1e3 ** (-mx.arange(0, 16, 2) / 16),
+        "offset": lambda _: mx.array([3, 0], mx.int32),
+    },
+    "latent_prepare": {"offset": lambda _: mx.array([3, 0], mx.int32)},
+    "latent_attention": {"start": lambda _: mx.array([0, 1], mx.int32)},
+    "latent_prefill": {"start": lambda _: mx.array([0, 1], mx.int32)},
+    "sdpa": {"length": lambda _: mx.array([T + 2, T + 3], mx.int32)},
+}
+
+
+def changes(operation: str):
+    """Name of an argument and what else it may be."""
+    for name, parameter in inspect.signature(FORMS[operation][REFERENCE]).parameters.items():
+        if "None" in str(parameter.annotation):
+            yield name, lambda _: None
+        elif parameter.annotation == "bool":
+            yield name, lambda _, default=parameter.default: not default
+    yield from SELDOM.get(operation, {}).items()
+
+
+def calls(operation: str, dtype: mx.Dtype, form: str):
+    """A call of the operation with one argument changed, with two, and with all: words and the
+    arguments. Those that the reference does not take are left out."""
+    reference = FORMS[operation][REFERENCE]
+    names = list(inspect.signature(reference).parameters)
+    every = list(changes(operation))
+    for chosen in [(), *combinations(every, 1), *combinations(every, 2), tuple(every)]:
+        args, kwargs = examples.example(operation, dtype, form=form)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given |= {name: value(dtype) for name, value in chosen}
+        args = tuple(given.pop(name) for name in names[: len(args)])
+        try:
+            mx.eval(reference(*args, **given))
+        except (AttributeError, IndexError, TypeError, ValueError):
+            continue
+        yield ", ".join(name for name, _ in chosen), args, given
+
+
+NAMED = [(op, name) for op, forms in FORMS.items() for name in forms if name != REFERENCE]
+
+
+@pytest.mark.parametrize(("operation", "name"), NAMED, ids=map("=".join, NAMED))
+def test_a_form_takes_what_its_reference_takes(operation, name):
+    mx.random.seed(0)
+    form, wrong, taken = FORMS[operation][name], [], 0
+    # Where experts are chosen in the middle, float32 alone chooses the same; so does BLAS.
+    exact = operation == "moe_step" or not hasattr(form, "kernels")
+    options = {"name": "cuda", "schedules": Emulator.FIRST, "partly_written": BETWEEN}
+    with emulated(**options):
+        for words, args, kwargs in calls(operation, mx.float32 if exact else mx.bfloat16, name):
+            try:
+                actual = form(*args, **kwargs)
+            except (ShapeError, UnsupportedError):
+                continue
+            taken += 1
+            found = differences(operation, args, kwargs, actual)
+            wrong += [f"with other {words}: {what}" for what in found]
+    assert not wrong, "\n".join(wrong)
+    assert taken

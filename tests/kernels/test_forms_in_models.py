@@ -1,0 +1,128 @@
+"""Oracle: the references in float32, operation by operation, on the arguments that models give.
+
+Each family is walked through calls of all sizes at which the table changes forms: prompts, padding,
+batches and steps of a token. Whatever form "auto" takes must take the arguments, or say that it
+does not, and give what the reference gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux import synthesize
+from mlx_moeflux.kernels import auto
+from mlx_moeflux.kernels.choice import FORMS, REFERENCE
+from mlx_moeflux.kernels.metal import backend
+from mlx_moeflux.loading import load_model
+from tests.kernels.emulator import Emulator
+from tests.kernels.experts import BETWEEN
+from tests.kernels.forms import differences
+from tests.kernels.harness import emulated
+
+# Family -> what makes two layers of it hold every kind, and prompts of it take every way.
+SHAPES = {
+    "qwen3.5-tiny": {"full_attention_interval": 2},
+    "deepseek-tiny": {"kv_lora_rank": 128},
+    "qwen3-tiny": {"use_sliding_window": True, "sliding_window": 5},
+    "qwen3-next-tiny": {"full_attention_interval": 2},
+}
+# Around the places where a form begins.
+PROMPTS = (1, 4, 5, 9, 64, 130)
+
+
+class Comparison:
+    """Forms that compare what they return with what the reference says.
+
+    taken: (operation, form) of what ran. wrong: What differed.
+    """
+
+    def __init__(self):
+        self.taken: set[tuple[str, str]] = set()
+        self.wrong: list[str] = []
+        self._comparing = False
+
+    def form(self, operation: str, name: str):
+        form = FORMS[operation][name]
+
+        @functools.wraps(form)
+        def call(*args, **kwargs):
+            actual = form(*args, **kwargs)
+            if not self._comparing:  # by a reference that calls operations
+                self.taken.add((operation, name))
+                self._comparing = True
+                found = differences(operation, args, kwargs, actual)
+                self.wrong += [f"{operation}={name} {what}" for what in found]
+                self._comparing = False
+            return actual
+
+        return call
+
+
+@pytest.fixture
+def compared(request, monkeypatch):
+    """A :class:`Comparison` of all forms, on the emulator under the table of a back end."""
+    comparison = Comparison()
+    for operation, forms in FORMS.items():
+        for name in forms:
+            if name != REFERENCE:
+                monkeypatch.setitem(forms, name, comparison.form(operation, name))
+    # Steps are laid out as for a trace, which the emulator cannot be part of.
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    options = {"schedules": Emulator.FIRST, "partly_written": BETWEEN}
+    with emulated(name=request.param, **options):
+        yield comparison
+
+
+def walk(model) -> None:
+    """Prompts of every size with a token behind each; padded batches; a batch of steps."""
+    rng, model.compile_steps = np.random.default_rng(0), True
+
+    def run(cache, *shape):
+        y = model(mx.array(rng.integers(0, model.config.vocab_size, shape)), cache)
+        assert np.isfinite(np.array(y.astype(mx.float32))).all()
+
+    for T in PROMPTS:
+        cache = model.make_cache()
+        run(cache, 1, T)
+        run(cache, 1, 1)
+    left, right = {"left_padding": [0, 3]}, {"lengths": [6, 4], "right_padding": [0, 2]}
+    for T, padding in ((6, left), (6, right), (2, {"left_padding": [1, 0]})):
+        cache = model.make_cache()
+        for entry in cache:
+            entry.prepare(**padding)
+        run(cache, 2, T)
+        for entry in cache:
+            entry.finalize()
+        run(cache, 2, 1)
+        run(cache, 2, 4)
+    cache = model.make_cache()
+    run(cache, 6, 2)
+    run(cache, 6, 1)
+
+
+def calls():
+    """Families under NVIDIA's table, those with forms of their own always, and under Apple's."""
+    for family in SHAPES:
+        for table in ("cuda", "metal"):
+            often = table == "cuda" and family != "qwen3-next-tiny"
+            marks = () if often else pytest.mark.slow
+            yield pytest.param(family, table, marks=marks, id=f"{family}-{table}")
+
+
+@pytest.mark.parametrize(("family", "compared"), list(calls()), indirect=["compared"])
+def test_forms_give_what_references_give(family, compared, tmp_path, monkeypatch):
+    shape = dataclasses.replace(synthesize.SHAPES[family], **SHAPES[family])
+    monkeypatch.setitem(synthesize.SHAPES, family, shape)
+    directory = synthesize.synthesize(family, tmp_path / "model", layers=2)
+    with load_model(directory, dtype=mx.bfloat16) as model:
+        walk(model)
+    assert not compared.wrong, "\n".join(compared.wrong)
+    for operation in {operation for operation, _ in compared.taken}:
+        rows = auto.rows(operation, backend().name)
+        forms = {row.form for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
+        assert {(operation, form) for form in forms} <= compared.taken
