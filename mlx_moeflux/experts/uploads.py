@@ -41,6 +41,8 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         self._local = threading.local()
+        self._copy = self._library.cuMemcpyHtoDAsync_v2
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self.call("cuInit", 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _DEVICE)
 
@@ -61,10 +63,10 @@ class Driver:
 
     def upload(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copy (to, from, bytes) from page-locked addresses to the GPU's, and wait."""
-        stream = self.stream()
+        stream, copy = self.stream(), self._copy
         for to, source, nbytes in pieces:
-            arguments = ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes)
-            self.call("cuMemcpyHtoDAsync_v2", *arguments, stream)
+            if result := copy(to, source, nbytes, stream):
+                raise DriverError(f"cuMemcpyHtoDAsync_v2 returned {result}")
         self.call("cuStreamSynchronize", stream)
 
     def settle(self, address: int, nbytes: int) -> None:
@@ -145,12 +147,12 @@ class Staging:
             position += size
         return views
 
-    def send(self, into: Sequence[memoryview], start: int = 0) -> None:
-        """Copy what lies here from `start` on into slots, one after another."""
+    def send(self, into: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Copy what lies here from `start` on to (address, bytes), one after another."""
         pieces, position = [], self._address + start
-        for view in into:
-            pieces.append((address_of(view), position, view.nbytes))
-            position += view.nbytes
+        for address, nbytes in into:
+            pieces.append((address, position, nbytes))
+            position += nbytes
         self._driver.upload(pieces)
 
 
