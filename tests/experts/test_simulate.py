@@ -307,14 +307,15 @@ def test_a_profile_or_forecast_that_cannot_be(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eviction", EVICTIONS)
-def test_a_million_lookups_a_second(eviction):
+@pytest.mark.parametrize("budget", ["25%", "12.5%"])
+@pytest.mark.parametrize("eviction", [*EVICTIONS, "belady"])
+def test_a_million_lookups_a_second(eviction, budget):
     trace = zipf_trace(num_experts=256, experts_per_token=8, layers=8, tokens=3000)
     speeds = []
     for _ in range(5):
         start = time.process_time()
-        total = simulate(trace, "25%", eviction=eviction).total
+        total = simulate(trace, budget, eviction=eviction).total
         speeds.append(total.lookups / (time.process_time() - start))
-    print(f"{eviction}: {max(speeds) / 1e6:.2f} million look-ups a second")  # noqa: T201
+    print(f"{eviction}, {budget}: {max(speeds) / 1e6:.2f} million look-ups a second")  # noqa: T201
     assert total.lookups == 192_000
     assert max(speeds) >= 1e6
