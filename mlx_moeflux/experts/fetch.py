@@ -126,6 +126,8 @@ class Fetch:
     def wait(self) -> BaseException | None:
         """Wait for all reads; the error of the first that failed, if any did."""
         self._wait_for(self._jobs)
+        if self._uploads is not None:
+            self._uploads.finish()
         results = (self._results[i] for i in range(len(self._jobs)))
         return next((r for r in results if isinstance(r, BaseException)), None)
 
@@ -143,6 +145,8 @@ class Fetch:
             try:
                 self.abandon()
                 self._wait_for(self._begun)
+                if self._uploads is not None:
+                    self._uploads.finish()
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -209,7 +213,7 @@ class Fetch:
         if uploads is None:
             return reader.read_run(run, [target.views[c][a:b] for c, a, b in piece.parts])
         staging = uploads.staging()
-        start = reader.read_staged(run, staging.view)
+        start = reader.read_staged(run, staging.take())
         staging.send([(target.addresses[c] + a, b - a) for c, a, b in piece.parts], start)
         return run.nbytes
 
