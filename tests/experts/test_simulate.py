@@ -295,9 +295,19 @@ def test_forecast_by_hand(tmp_path):
 
 def test_a_profile_or_forecast_that_cannot_be(tmp_path):
     (tmp_path / "p.json").write_text("{}")
-    for path in (tmp_path / "p.json", tmp_path / "none"):
-        with pytest.raises(InputError, match="is not a profile"):
-            Profile.open(path)
+    (tmp_path / "bytes").write_bytes(b"\xff" * 5000)
+    (tmp_path / "words").write_text(
+        '{"token_seconds": "a", "sync_seconds": 0, "host_seconds": 0, "read_seconds": [1]}'
+    )
+    for name, words in (
+        ("p.json", "no 'token_seconds'"),
+        ("none", "No such file"),
+        ("bytes", "no 'token_seconds'"),
+        ("words", "not numbers"),
+    ):
+        with pytest.raises(InputError, match=words) as raised:
+            Profile.open(tmp_path / name)
+        assert len(str(raised.value)) < 200 + len(str(tmp_path))
     for times in ((-1, 0, (1,)), (1, 0, ()), (1, float("nan"), (1,))):
         with pytest.raises(InputError, match="not negative"):
             Profile(*times)
