@@ -109,6 +109,7 @@ def test_from_the_command_line(capsys):
     data = json.loads(capsys.readouterr().out)
     assert data["lossy_perplexity"] > data["perplexity"] > 1
     assert data["positions"] > 300
+    assert data["lossy"] == ["weights of 2 bits", "experts_per_token 2 of 4"]
     assert main(knob) == 1
     assert "choose a knob" in capsys.readouterr().err
     assert main([*knob, "--bits", "2", "--other", "x"]) == 1

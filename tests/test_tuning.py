@@ -72,6 +72,14 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
 def test_on_this_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tuning, "THREADS", (1, 4))
     out = tmp_path / "t.json"
+    for wrong, words in (
+        (["--budgets", "abc"], "not an amount"),
+        (["--out", str(tmp_path / "no" / "t.json")], "no such directory"),
+    ):
+        assert main(["tune", *wrong]) == 1
+        err = capsys.readouterr().err
+        assert words in err
+        assert err.count("\n") == 1
     few = ["--tokens", "2", "--repeats", "1", "--out", str(out)]
     assert main(["tune", *few, "--budgets", "15%", "40%"]) == 0
     printed = capsys.readouterr()

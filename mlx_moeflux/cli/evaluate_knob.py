@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_moeflux.errors import InputError
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         lossy = args.other or model
         if args.bits is not None:
             lossy = _requantised(model, args.bits, Path(folder))
+        marks = () if lossy is model else (f"weights of {args.other or f'{args.bits} bits'}",)
         result = compare(
             lambda: loading.load(model, expert_memory=args.expert_memory),
             lambda: loading.load(
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             ),
             max_tokens=args.max_tokens,
         )
+    result = replace(result, lossy=(*marks, *result.lossy))
     if args.json:
         json.dump(result.as_dict(), sys.stdout, indent=2)
         print()

@@ -9,13 +9,17 @@ from textwrap import fill
 from typing import Any
 
 from mlx_moeflux.experts.balance import BALANCES
-from mlx_moeflux.experts.evictions import EVICTIONS
-from mlx_moeflux.experts.prefetch import PREFETCHES
+from mlx_moeflux.experts.evictions import DEFAULT_EVICTION, EVICTIONS
+from mlx_moeflux.experts.prefetch import NONE, PREFETCHES
 
 POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "--eviction": EVICTIONS,
     "--prefetch": PREFETCHES,
     "--balance": BALANCES,
+}
+NOTHING = {
+    "--prefetch": "Nothing is read before it is asked for.",
+    "--balance": "Every layer keeps the slots that it was given.",
 }
 
 
@@ -26,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for option, policies in POLICIES.items():
         print(option)
-        for name, kind in policies.items():
-            paragraph = inspect.getdoc(kind).split("\n\n")[0]
-            print(fill(f"  {name:8} {paragraph}", width=100, subsequent_indent=" " * 11))
+        lines = {name: inspect.getdoc(kind).split("\n\n")[0] for name, kind in policies.items()}
+        default = DEFAULT_EVICTION
+        if option in NOTHING:
+            default, lines = NONE, {NONE: NOTHING[option]} | lines
+        for name, line in lines.items():
+            line += " The default." if name == default else ""
+            print(fill(f"  {name:8} {line}", width=100, subsequent_indent=" " * 11))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from mlx_moeflux.errors import InputError
 
@@ -26,12 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.kernels is not None:
         return _run_kernels(args)
+    from mlx_moeflux.experts.budget import parse_budget
     from mlx_moeflux.loading import BUNDLED_MODEL
     from mlx_moeflux.tuning import tune
 
     out = args.out or "tuning.json"
     if args.tokens < 1 or args.repeats < 1:
         raise InputError("--tokens and --repeats must be at least 1.")
+    for budget in args.budgets or ():
+        parse_budget(budget, 10**12)
+    if not Path(out).absolute().parent.is_dir():
+        raise InputError(f"{out} cannot be written: there is no such directory.")
     result = tune(
         args.model or BUNDLED_MODEL,
         budgets=args.budgets,

@@ -27,6 +27,7 @@ class _Slots(NamedTuple):
     arrays: dict[str, mx.array]
     experts: ExpertBank | None
     views: list[tuple[memoryview, int]]
+    addresses: list[tuple[int, int]]
     packed: packing.Packing | None = None
 
 
@@ -65,6 +66,10 @@ class LayerBank:
         """The writable bytes of one slot, one view per component in block order."""
         return [view[slot * n : (slot + 1) * n] for view, n in self._slots.views]
 
+    def slot_addresses(self, slot: int) -> list[int]:
+        """Where each component of one slot begins in memory."""
+        return [address + slot * n for address, n in self._slots.addresses]
+
     def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
         """Change the number of slots.
 
@@ -87,7 +92,7 @@ class LayerBank:
 
     def close(self) -> None:
         """Let go of arrays and views; lazy work that still reads them keeps them alive."""
-        self._slots = _Slots(self.slots, {}, None, [])
+        self._slots = _Slots(self.slots, {}, None, [], [])
 
     def _allocate(self, slots: int) -> _Slots:
         components, packed = self.layout.components, None
@@ -113,7 +118,9 @@ class LayerBank:
             home.settle(address_of(view), view.nbytes)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
-        return _Slots(slots, named, ExpertBank.of(named, self.layout.specs), sized, packed)
+        addresses = [(address_of(view), n) for view, n in sized]
+        experts = ExpertBank.of(named, self.layout.specs)
+        return _Slots(slots, named, experts, sized, addresses, packed)
 
 
 class Bank:

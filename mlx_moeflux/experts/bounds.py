@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from mlx_moeflux.experts.trace import Call, Trace
+from mlx_moeflux.experts.trace import Call, Trace, asked_by
 
-NEVER = 1 << 60
+# Times an expert's number it is still a whole number that a float holds.
+NEVER = 1 << 40
 
 
 class Belady:
@@ -24,58 +24,64 @@ class Belady:
     name = "belady"
 
     def __init__(self, trace: Trace):
-        self._uses: dict[int, list[dict[int, int]]] = {layer: [] for layer in trace.info.layers}
-        calls: dict[int, list[list[int]]] = {layer: [] for layer in trace.info.layers}
-        for call in trace:
-            needed = np.unique(call.ids)
-            calls[call.layer].append(needed[needed < trace.info.num_experts].tolist())
-        for layer, asked in calls.items():
-            following: dict[int, int] = {}
-            for i in reversed(range(len(asked))):
-                self._uses[layer].append({e: following.get(e, NEVER) for e in asked[i]})
-                following.update(dict.fromkeys(asked[i], i))
-            self._uses[layer].reverse()
+        self._experts = trace.info.num_experts
+        self._uses, self._first = _next_uses(trace)
         self.reset()
 
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
         """See :class:`~mlx_moeflux.experts.policy.Eviction`, also for the rest."""
-        following = self._uses[layer][self._at[layer]]
+        self._next[layer].update(self._uses[layer][self._at[layer]])
         self._at[layer] += 1
-        self._next[layer].update(following)
-        for expert in experts:
-            heapq.heappush(self._heaps[layer], (-following[expert], expert))
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
     ) -> list[int]:
-        heap, following = self._heaps[layer], self._next[layer]
-        victims: list[int] = []
-        passed = []
-        while len(victims) < count:
-            use, expert = heapq.heappop(heap)
-            if expert not in resident or following[expert] != -use or expert in victims:
-                continue
-            passed.append((use, expert))
-            if expert not in protected:
-                victims.append(expert)
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return victims
+        following, E = self._next[layer], self._experts
+        able = sorted([following[e] for e in resident if e not in protected], reverse=True)
+        return [E - 1 - int(use % E) for use in able[:count]]
 
     def evict(self, layer: int, expert: int) -> None:
         pass
 
     def admit(self, layer: int, expert: int) -> None:
-        use = self._next[layer].get(expert, NEVER)
-        heapq.heappush(self._heaps[layer], (-use, expert))
+        pass
 
     def reset(self) -> None:
-        layers = list(self._uses)
-        self._at = dict.fromkeys(layers, 0)
-        self._next: dict[int, dict[int, int]] = {layer: {} for layer in layers}
-        self._heaps: dict[int, list[tuple[int, int]]] = {layer: [] for layer in layers}
+        self._at = dict.fromkeys(self._uses, 0)
+        self._next = {layer: dict(uses) for layer, uses in self._first.items()}
+
+
+def _next_uses(
+    trace: Trace,
+) -> tuple[dict[int, list[dict[int, float]]], dict[int, dict[int, float]]]:
+    """For each layer: for each call, when the experts that it asks for are asked for next; and
+    when each expert is asked for first. Made once for each trace.
+
+    A time is a float that holds a whole number, ``call * E + (E - 1 - expert)``: floats are sorted
+    fastest, and of two that are never asked for again the lower expert comes first.
+    """
+    known = trace.__dict__.get("_next_uses")
+    if known is not None and known[0] == len(trace.calls):
+        return known[1:]
+    E = trace.info.num_experts
+    never = {e: float(NEVER * E + E - 1 - e) for e in range(E)}
+    calls: dict[int, list[list[int]]] = {layer: [] for layer in trace.info.layers}
+    for call, asked in zip(trace.calls, asked_by(trace), strict=True):
+        calls[call.layer].append(asked.needed)
+    uses: dict[int, list[dict[int, float]]] = {}
+    first: dict[int, dict[int, float]] = {}
+    for layer, needed in calls.items():
+        following, backwards = dict(never), []
+        for i in reversed(range(len(needed))):
+            backwards.append({e: following[e] for e in needed[i]})
+            now = float(i * E + E - 1)
+            for e in needed[i]:
+                following[e] = now - e
+        uses[layer], first[layer] = backwards[::-1], following
+    trace.__dict__["_next_uses"] = len(trace.calls), uses, first
+    return uses, first
 
 
 def compulsory(trace: Trace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_moeflux.experts.lowest import Lowest, unknown
 
@@ -219,17 +219,14 @@ class CLOCK:
         self._asked.clear()
 
 
-class _Queues:
-    """One layer of S3-FIFO: expert -> uses (at most 3) in the order of arrival."""
+class _Queues(NamedTuple):
+    """One layer of S3-FIFO: expert -> uses (at most 3) in the order of arrival. Dicts keep that
+    order; an expert that goes to the end is taken out and put in again."""
 
-    def __init__(self):
-        self.small: OrderedDict[int, int] = OrderedDict()
-        self.main: OrderedDict[int, int] = OrderedDict()
-        self.ghost: OrderedDict[int, None] = OrderedDict()
-        self.asked: dict[int, int] = {}
-
-    def __contains__(self, expert: int) -> bool:
-        return expert in self.small or expert in self.main
+    small: dict[int, int]
+    main: dict[int, int]
+    ghost: OrderedDict[int, None]
+    asked: dict[int, int]
 
 
 class S3FIFO:
@@ -245,80 +242,91 @@ class S3FIFO:
 
     def __init__(self, small: float = 0.1):
         self._share = small
-        self._layers: dict[int, _Queues] = defaultdict(_Queues)
+        self._layers: dict[int, _Queues] = defaultdict(lambda: _Queues({}, {}, OrderedDict(), {}))
 
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
-        queues = self._layers[layer]
-        small, main, asked = queues.small, queues.main, queues.asked
+        small, main, _, asked = self._layers[layer]
         for expert, n in zip(experts, uses, strict=True):
-            if expert in main:
-                queue = main
-            elif expert in small:
-                queue = small
-            else:
+            queue = main if expert in main else small
+            known = queue.get(expert)
+            if known is None:
                 asked[expert] = n - 1  # the first use is the one that brings it in
-                continue
-            known = queue[expert]
-            if known < 3:
-                queue[expert] = min(3, known + n)
+            elif known < 3:
+                queue[expert] = known + n if known + n < 3 else 3
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
     ) -> list[int]:
-        queues = self._layers[layer]
-        small, main = queues.small, queues.main
+        small, main, *_ = self._layers[layer]
         share = max(1, int(self._share * len(resident)))
         victims: list[int] = []
-        leaving = 0
-
-        def first(queue: OrderedDict[int, int]) -> int | None:
-            for expert in queue:
-                if expert in resident and expert not in protected and expert not in victims:
-                    return expert
-            return None
-
+        # Both in order. Whoever was passed over once, as absent, protected or a victim, stays so;
+        # whoever goes to the end of the main queue goes to the end of its list.
+        newcomers, regulars = list(small), list(main)
+        a, b, leaving = 0, 0, 0
         while len(victims) < count:
-            expert = first(small) if len(small) - leaving >= share else None
-            if expert is not None:
+            while a < len(newcomers):
+                expert = newcomers[a]
+                if expert in resident and expert not in protected:
+                    break
+                a += 1
+            if a < len(newcomers) and len(small) - leaving >= share:
+                a += 1
                 if small[expert] > 1:
                     del small[expert]
                     main[expert] = 0
+                    regulars.append(expert)
                     continue
-            elif (expert := first(main)) is not None:
-                if main[expert] > 0:
-                    main[expert] -= 1
-                    main.move_to_end(expert)
-                    continue
-            elif (expert := first(small)) is None:
-                others = unknown(queues, resident, protected)
-                if not others:
-                    break
-                small.update(dict.fromkeys(others, 0))
+                leaving += 1
+                victims.append(expert)
                 continue
+            while b < len(regulars):
+                expert = regulars[b]
+                if expert in resident and expert not in protected:
+                    break
+                b += 1
+            if b < len(regulars):
+                b += 1
+                if uses := main[expert]:
+                    del main[expert]
+                    main[expert] = uses - 1
+                    regulars.append(expert)
+                    continue
+            elif a < len(newcomers):
+                expert = newcomers[a]
+                a += 1
+                leaving += 1
+            elif others := unknown(small | main, resident, protected):
+                small.update(dict.fromkeys(others, 0))
+                newcomers += others
+                continue
+            else:
+                break
             victims.append(expert)
-            leaving += expert in small
         return victims
 
     def evict(self, layer: int, expert: int) -> None:
-        queues = self._layers[layer]
-        held = len(queues.small) + len(queues.main)
-        queues.main.pop(expert, None)
-        if queues.small.pop(expert, None) is not None:
-            queues.ghost[expert] = None
-            while len(queues.ghost) > held - int(self._share * held):
-                queues.ghost.popitem(last=False)
+        small, main, ghost, _ = self._layers[layer]
+        if small.pop(expert, None) is None:
+            main.pop(expert, None)
+            return
+        held = 1 + len(small) + len(main)
+        ghost[expert] = None
+        for _ in range(len(ghost) - held + int(self._share * held)):
+            ghost.popitem(last=False)
 
     def admit(self, layer: int, expert: int) -> None:
-        queues = self._layers[layer]
-        if expert in queues:
+        small, main, ghost, asked = self._layers[layer]
+        if expert in small or expert in main:
             return
-        queue = queues.small
-        if expert in queues.ghost:
-            del queues.ghost[expert]
-            queue = queues.main
-        queue[expert] = min(3, queues.asked.pop(expert, 0))
+        uses = asked.pop(expert, 0)
+        queue = small
+        if expert in ghost:
+            del ghost[expert]
+            queue = main
+        queue[expert] = uses if uses < 3 else 3
 
     def reset(self) -> None:
         self._layers.clear()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.readers import Reader
+from mlx_moeflux.experts.sources import Piece
 from mlx_moeflux.experts.uploads import Uploads
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
@@ -63,11 +63,13 @@ def _end(jobs: SimpleQueue[Callable[[], None] | None], count: int) -> None:
 
 
 class Target(NamedTuple):
-    """One block to read: which expert, into which slot, and that slot's bytes."""
+    """One block to read: which expert, into which slot, and the bytes of that slot's components,
+    or where they begin, if they are not to be written by the host."""
 
     expert: int
     slot: int
-    views: Sequence[memoryview]
+    views: Sequence[memoryview] = ()
+    addresses: Sequence[int] = ()
 
 
 class Arrival(NamedTuple):
@@ -80,10 +82,10 @@ class Arrival(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One read: which target it belongs to, and what a thread does; returns bytes."""
+    """One read: which target it belongs to, and which piece of it, None for all."""
 
     target: int
-    read: Callable[[], int]
+    piece: Piece | None
 
 
 class Fetch:
@@ -107,8 +109,8 @@ class Fetch:
         stored = getattr(reader, "stored_bytes", lambda layer: reader.layout(layer).nbytes)
         self._expected = stored(layer)
         self._abandoned = False
-        pieces = -(-at_once // max(1, len(targets)))
-        self._jobs = [job for i in range(len(targets)) for job in self._jobs_of(i, pieces)]
+        pieces = self._pieces(-(-at_once // max(1, len(targets))))
+        self._jobs = [Job(i, piece) for i in range(len(targets)) for piece in pieces]
         # Indices of jobs. A thread appends to `begun`, then looks at `abandoned`; the caller
         # sets `abandoned`, then looks at `begun`: one of them sees the other.
         self._begun: list[int] = []
@@ -124,6 +126,8 @@ class Fetch:
     def wait(self) -> BaseException | None:
         """Wait for all reads; the error of the first that failed, if any did."""
         self._wait_for(self._jobs)
+        if self._uploads is not None:
+            self._uploads.finish()
         results = (self._results[i] for i in range(len(self._jobs)))
         return next((r for r in results if isinstance(r, BaseException)), None)
 
@@ -141,6 +145,8 @@ class Fetch:
             try:
                 self.abandon()
                 self._wait_for(self._begun)
+                if self._uploads is not None:
+                    self._uploads.finish()
                 break
             except KeyboardInterrupt as error:
                 interrupt = error
@@ -180,34 +186,43 @@ class Fetch:
             if carried.error is not None:
                 self._results[i] = carried.error
         self._ended.append(i)
-        self._wake.put(None)
+        # Only the last one wakes the caller, and those that it may be draining.
+        if len(self._ended) >= len(self._jobs) or self._abandoned:
+            self._wake.put(None)
 
     def _read(self, job: Job) -> tuple[int, float]:
-        start, expert = perf_counter(), self._targets[job.target].expert
+        start, target = perf_counter(), self._targets[job.target]
         try:
-            nbytes = job.read()
+            nbytes = self._whole(target) if job.piece is None else self._part(target, job.piece)
         except OSError as cause:
             raise ExpertFileError(
-                f"Reading expert {expert} of layer {self._layer} failed: {cause}."
+                f"Reading expert {target.expert} of layer {self._layer} failed: {cause}."
             ) from cause
         return nbytes, perf_counter() - start
 
-    def _jobs_of(self, i: int, pieces: int) -> list[Job]:
-        target, reader, uploads = self._targets[i], self._reader, self._uploads
-        cut = getattr(reader, "pieces", None)
-        if cut is not None and (pieces > 1 or uploads is not None):
-            parts = cut(self._layer, target.expert, target.views, pieces)
-            if parts and uploads is not None:
-                return [Job(i, partial(_staged_part, reader, uploads, *part)) for part in parts]
-            if len(parts) > 1:
-                return [Job(i, partial(reader.read_run, *part)) for part in parts]
-        return [Job(i, lambda: self._whole(target))]
+    def _pieces(self, count: int) -> Sequence[Piece | None]:
+        """Into what every block is cut; once None: it is read in one go."""
+        cut, staged = getattr(self._reader, "pieces", None), self._uploads is not None
+        pieces = cut(self._layer, count) if cut is not None and (count > 1 or staged) else ()
+        return pieces if len(pieces) > 1 or (pieces and staged) else (None,)
+
+    def _part(self, target: Target, piece: Piece) -> int:
+        """Read a piece of a block."""
+        reader, uploads = self._reader, self._uploads
+        run = reader.piece(self._layer, target.expert, piece)
+        if uploads is None:
+            return reader.read_run(run, [target.views[c][a:b] for c, a, b in piece.parts])
+        staging = uploads.staging()
+        start = reader.read_staged(run, staging.take())
+        staging.send([(target.addresses[c] + a, b - a) for c, a, b in piece.parts], start)
+        return run.nbytes
 
     def _whole(self, target: Target) -> int:
         """Read a block in one go."""
         views, uploads = target.views, self._uploads
         if uploads is not None:
-            views = uploads.staging().carve([view.nbytes for view in views])
+            sizes = [c.nbytes for c in self._reader.layout(self._layer).components]
+            views = uploads.staging().carve(sizes)
         nbytes = self._reader.read(self._layer, target.expert, views)
         if nbytes != self._expected:
             raise ExpertFileError(
@@ -215,14 +230,8 @@ class Fetch:
                 f"of layer {self._layer}, which has {self._expected}."
             )
         if uploads is not None:
-            uploads.staging().send(target.views)
+            uploads.staging().send(list(zip(target.addresses, sizes, strict=True)))
         return nbytes
-
-
-def _staged_part(reader: Any, uploads: Uploads, run: Any, views: Sequence[memoryview]) -> int:
-    staging = uploads.staging()
-    staging.send(views, reader.read_staged(run, staging.view))
-    return run.nbytes
 
 
 class _Carried:

@@ -16,7 +16,7 @@ from mlx_moeflux.checkpoint.files import unreadable
 from mlx_moeflux.checkpoint.refs import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.block import Layout
-from mlx_moeflux.experts.sources import ByteRanges, Run, copy_into, window
+from mlx_moeflux.experts.sources import ByteRanges, Piece, Run, copy_into, window
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
 DIRECT_ALIGNMENT = 4096
@@ -38,6 +38,7 @@ class FileReader:
     def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
         self.ranges = ByteRanges(experts)
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
+        self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
         self._fds: list[int] = []
         self._close_files = weakref.finalize(self, _close_all, self._fds)
         try:
@@ -67,19 +68,20 @@ class FileReader:
             total += run.nbytes
         return total
 
-    def pieces(
-        self, layer: int, expert: int, into: Sequence[memoryview], count: int
-    ) -> list[tuple[Run, list[memoryview]]]:
-        """A block as about `count` reads that several threads can make at once with
-        :meth:`read_run` or :meth:`read_staged`; empty if it is not in one stretch of a file, or a
-        subclass reads in a way of its own."""
-        runs = self.ranges.runs(layer, expert)
-        if len(runs) > 1 or type(self).read is not FileReader.read:
-            return []
-        run, views = runs[0], [into[i] for i in runs[0].components]
-        step = max(LEAST_PIECE, -(-run.nbytes // count // LEAST_PIECE) * LEAST_PIECE)
-        bounds = [(a, min(a + step, run.nbytes)) for a in range(0, run.nbytes, step)]
-        return [(run.part(a, b), window(views, a, b)) for a, b in bounds]
+    def pieces(self, layer: int, count: int) -> Sequence[Piece]:
+        """A block of a layer as about `count` reads that several threads can make at once with
+        :meth:`read_run` or :meth:`read_staged`; empty if blocks are not in one stretch of a file
+        each, or a subclass reads in a way of its own."""
+        if type(self).read is not FileReader.read:
+            return ()
+        if (layer, count) not in self._pieces:
+            sizes = [c.nbytes for c in self.layout(layer).components]
+            self._pieces[layer, count] = cut(self.ranges.order(layer), sizes, count)
+        return self._pieces[layer, count]
+
+    def piece(self, layer: int, expert: int, piece: Piece) -> Run:
+        """Where one of :meth:`pieces` lies for an expert."""
+        return self.ranges.piece(layer, expert, piece)
 
     def read_run(self, run: Run, views: Sequence[memoryview]) -> int:
         """Read `run` into consecutive views; returns its bytes."""
@@ -282,6 +284,25 @@ class MmapReader(FileReader):
         mapping.madvise(mmap.MADV_WILLNEED, start, stop - start)
         copy_into(views, np.frombuffer(mapping, np.uint8, run.nbytes, run.offset))
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def cut(order: Sequence[int], sizes: Sequence[int], count: int) -> Sequence[Piece]:
+    """Components of these sizes, one after another in `order`, as at most `count` pieces of about
+    the same size, none much smaller than ``LEAST_PIECE``."""
+    total = sum(sizes[c] for c in order)
+    step = -(-total // max(1, min(count, total // LEAST_PIECE)))
+    if step >= 8 * DIRECT_ALIGNMENT:
+        step = _round_up(step)
+    pieces = []
+    for start in range(0, total, max(step, 1)):
+        stop, position, parts = min(start + step, total), 0, []
+        for c in order:
+            begin, end = max(start - position, 0), min(stop - position, sizes[c])
+            if begin < end:
+                parts.append((c, begin, end))
+            position += sizes[c]
+        pieces.append(Piece(start, stop, tuple(parts)))
+    return pieces
 
 
 def _close_all(fds: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,12 @@ class Profile:
         Raises:
             InputError: It is no profile.
         """
+        times = ("token_seconds", "sync_seconds", "host_seconds")
+        data = _fields(path, (*times, "read_seconds"))
         try:
-            data: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-            names = ("token_seconds", "sync_seconds", "host_seconds")
-            times = {name: data[name] for name in names}
-            return cls(**times, read_seconds=tuple(data["read_seconds"]))
-        except (OSError, ValueError, KeyError, TypeError) as cause:
-            raise InputError(f"{path} is not a profile of a machine ({cause!r}).") from cause
+            return cls(**data | {"read_seconds": tuple(data["read_seconds"])})
+        except TypeError as cause:
+            raise InputError(f"{path} is no profile: its times are not numbers.") from cause
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
@@ -86,11 +85,25 @@ def open_tuning(path: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: It is no such file.
     """
     names = ("model", "expert_memory", "expert_reader", "expert_threads", "prefetch")
+    return _fields(path, names)
+
+
+def _fields(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
+    """These keys of a JSON object that ``tune`` wrote.
+
+    Raises:
+        InputError: It cannot be read, is no such object or lacks one.
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {name: data[name] for name in names}
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise InputError(f"{path} is no profile; write one with tune ({cause!r}).") from cause
+    except OSError as cause:
+        raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
+    except ValueError:
+        data = None
+    missing = next((name for name in names if not isinstance(data, dict) or name not in data), None)
+    if missing is not None:
+        raise InputError(f"{path} is no profile, it has no '{missing}'; write one with tune.")
+    return {name: data[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -213,16 +213,18 @@ class StreamedLayer:
     ) -> None:
         """Begin to read `experts` into `slots`, which were taken; one batch at a time."""
         assert self._fetch is None, "two batches of reads in one layer"
-        targets = [
-            Target(expert, slot, self.bank.slot_views(slot))
-            for expert, slot in zip(experts, slots, strict=True)
-        ]
+        targets = [self._target(*pair) for pair in zip(experts, slots, strict=True)]
         if events is not None:
             for target in targets:
                 events(ReadStart(self.layer, target.expert, target.slot))
         # Known to the layer before the first read begins, so that settle() can find it.
         self._fetch = self._new_fetch(threads, targets)
         self._fetch.start(threads)
+
+    def _target(self, expert: int, slot: int) -> Target:
+        if self._uploads is not None:
+            return Target(expert, slot, addresses=self.bank.slot_addresses(slot))
+        return Target(expert, slot, self.bank.slot_views(slot))
 
     def _new_fetch(self, threads: ReadThreads, targets: Sequence[Target]) -> Fetch:
         return Fetch(
@@ -270,7 +272,7 @@ class StreamedLayer:
         """Begin to read `experts`, which are absent and which nobody has asked for yet."""
         slots = self.make_room(len(experts), protected, events)
         for expert, slot in zip(experts, slots, strict=True):
-            target = Target(expert, slot, self.bank.slot_views(slot))
+            target = self._target(expert, slot)
             if events is not None:
                 events(PrefetchStart(self.layer, expert, slot))
             fetch = self._new_fetch(threads, [target])

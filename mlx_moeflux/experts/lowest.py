@@ -19,6 +19,7 @@ class Lowest:
         self._floor = floor
         self._heap: list[tuple[Any, int]] = []
         self._queued: set[int] = set()
+        self._taken: tuple[int, ...] = ()
         self._out_of_date = False
 
     def scale(self, factor: float) -> None:
@@ -32,11 +33,15 @@ class Lowest:
             heappush(self._heap, (self.keys.get(expert, self._floor), expert))
 
     def lowest(self, count: int, resident: Collection[int], protected: Container[int]) -> list[int]:
-        """The `count` residents outside `protected` with the lowest keys, ascending."""
+        """The `count` residents outside `protected` with the lowest keys, ascending; they leave
+        the queue, and come back if they are residents still when this is called again."""
+        for expert in self._taken:
+            if expert in resident:
+                self.admit(expert)
         victims: list[int] = []
-        passed: dict[int, Any] = {}
+        passed: list[tuple[Any, int]] = []
         complete = False
-        heap, keys, floor = self._heap, self.keys, self._floor
+        heap, queued, keys, floor = self._heap, self._queued, self.keys, self._floor
         while len(victims) < count:
             if self._out_of_date or not heap:
                 # Residents are missing that nobody told of, or since an interruption.
@@ -44,21 +49,22 @@ class Lowest:
                     break
                 complete = True
                 self._queue(resident)
-                victims, passed = [], {}
+                victims, passed = [], []
             key, expert = heap[0]
             if expert not in resident:
                 heappop(heap)
-                self._queued.discard(expert)
+                queued.discard(expert)
             elif key != (now := keys.get(expert, floor)):
                 heapreplace(heap, (now, expert))
+            elif expert in protected:
+                passed.append(heappop(heap))
             else:
                 heappop(heap)
-                if expert not in passed:
-                    passed[expert] = key
-                    if expert not in protected:
-                        victims.append(expert)
-        for expert, key in passed.items():
-            heappush(heap, (key, expert))
+                queued.discard(expert)
+                victims.append(expert)
+        for entry in passed:
+            heappush(heap, entry)
+        self._taken = tuple(victims)
         return victims
 
     def _queue(self, resident: Collection[int]) -> None:

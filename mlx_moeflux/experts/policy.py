@@ -93,7 +93,8 @@ def choose_victims(
         return victims
     fair = len(victims) == count == len(set(victims))
     for expert in victims:
-        fair = fair and expert in resident and expert not in protected
+        if expert not in resident or expert in protected:
+            fair = False
     if not fair:
         raise InputError(
             f"the eviction {getattr(policy, 'name', type(policy).__name__)} chose {victims} in "

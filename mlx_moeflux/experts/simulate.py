@@ -24,7 +24,7 @@ from mlx_moeflux.experts.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.trace import Trace, TraceInfo
+from mlx_moeflux.experts.trace import Trace, TraceInfo, asked_by
 from mlx_moeflux.experts.turns import BankFull, Plan, take_turns
 
 
@@ -143,16 +143,6 @@ def simulate(
         blocks = counts.misses + counts.prefetches
         counts.bytes_read = blocks * trace.info.block_bytes[layer]
     return result
-
-
-def asked_by(trace: Trace) -> list[Asked]:
-    """What every call asked for; made once for each trace."""
-    known = trace.__dict__.get("_asked")
-    if known is None or len(known) != len(trace.calls):
-        E = trace.info.num_experts
-        known = [Asked.of(call.ids, E, call.token) for call in trace.calls]
-        trace.__dict__["_asked"] = known
-    return known
 
 
 def slots_of(trace: Trace, budget: str | float | Mapping[int, int]) -> dict[int, int]:

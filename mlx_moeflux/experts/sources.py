@@ -25,9 +25,16 @@ class Run(NamedTuple):
     nbytes: int
     components: tuple[int, ...]
 
-    def part(self, start: int, stop: int) -> Run:
-        """Its bytes [start, stop)."""
-        return Run(self.file, self.offset + start, stop - start, ())
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of blocks that lie in one stretch of a file each.
+
+    parts: Which bytes of which components these are: (component, begin, end).
+    """
+
+    start: int
+    stop: int
+    parts: tuple[tuple[int, int, int], ...]
 
 
 class ByteRanges:
@@ -51,6 +58,7 @@ class ByteRanges:
         self._file_ids: dict[Path, int] = {}
         self._files = {}
         self._offsets = {}
+        self._orders: dict[int, tuple[int, ...]] = {}
         for layer in self.layers:
             self._files[layer], self._offsets[layer] = self._table(layer, experts[layer])
 
@@ -87,6 +95,27 @@ class ByteRanges:
             else:
                 runs.append(Run(files[i], offsets[i], nbytes, (i,)))
         return runs
+
+    def piece(self, layer: int, expert: int, piece: Piece) -> Run:
+        """Where a piece of an expert's block lies; the layer has an :meth:`order`."""
+        first = self._orders[layer][0]
+        offset = int(self._offsets[layer][expert, first]) + piece.start
+        return Run(int(self._files[layer][expert, first]), offset, piece.stop - piece.start, ())
+
+    def order(self, layer: int) -> tuple[int, ...]:
+        """In which order components follow one another in every block of a layer, without gaps;
+        empty if that is not so."""
+        if layer not in self._orders:
+            self._orders[layer] = self._order(layer)
+        return self._orders[layer]
+
+    def _order(self, layer: int) -> tuple[int, ...]:
+        files, offsets = self._files[layer], self._offsets[layer]
+        sizes = np.array([c.nbytes for c in self.layout(layer).components])
+        order = np.argsort(offsets[0])
+        ends = (offsets + sizes)[:, order]
+        joined = (ends[:, :-1] == offsets[:, order][:, 1:]).all() and (files == files[:, :1]).all()
+        return tuple(order.tolist()) if joined else ()
 
     def _table(self, layer: int, refs: Mapping[str, ExpertRefs]) -> tuple[np.ndarray, np.ndarray]:
         """File index and offset of every (expert, component): two arrays ``[E, components]``."""

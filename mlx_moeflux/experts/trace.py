@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.events import (
     Chosen,
     Event,
@@ -180,6 +181,16 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.calls)
+
+
+def asked_by(trace: Trace) -> list[Asked]:
+    """What every call asked for; made once for each trace."""
+    known = trace.__dict__.get("_asked")
+    if known is None or len(known) != len(trace.calls):
+        E = trace.info.num_experts
+        known = [Asked.of(call.ids, E, call.token) for call in trace.calls]
+        trace.__dict__["_asked"] = known
+    return known
 
 
 class TraceWriter:

@@ -21,8 +21,9 @@ from typing import Any
 
 import mlx.core as mx
 
-_PREFERRED_LOCATION, _PORTABLE, _NON_BLOCKING, _DEVICE = 3, 1, 1, 0
+_PREFERRED_LOCATION, _PORTABLE, _NON_BLOCKING, _UNTIMED, _DEVICE = 3, 1, 1, 2, 0
 _GRANULE = mmap.PAGESIZE
+BUFFERS = 2
 
 
 class DriverError(Exception):
@@ -41,8 +42,13 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         self._local = threading.local()
+        self._copy = self._library.cuMemcpyHtoDAsync_v2
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self.call("cuInit", 0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _DEVICE)
+        self._enter()
+        self._stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
 
     def call(self, name: str, *arguments: object) -> None:
         """One function by name."""
@@ -50,42 +56,62 @@ class Driver:
         if result:
             raise DriverError(f"{name} returned {result}")
 
-    def stream(self) -> ctypes.c_void_p:
-        """This thread's stream; makes the context current first."""
-        if not hasattr(self._local, "stream"):
-            self.call("cuCtxSetCurrent", self._context)
-            stream = ctypes.c_void_p()
-            self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
-            self._local.stream = stream
-        return self._local.stream
-
-    def upload(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) from page-locked addresses to the GPU's, and wait."""
-        stream = self.stream()
+    def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
+        """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's; `event`, of
+        :meth:`event`, comes when that is done. One copy begins after the other, whoever asks."""
+        self._enter()
         for to, source, nbytes in pieces:
-            arguments = ctypes.c_uint64(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes)
-            self.call("cuMemcpyHtoDAsync_v2", *arguments, stream)
-        self.call("cuStreamSynchronize", stream)
+            if result := self._copy(to, source, nbytes, self._stream):
+                raise DriverError(f"cuMemcpyHtoDAsync_v2 returned {result}")
+        self.call("cuEventRecord", event, self._stream)
+
+    def event(self) -> object:
+        """Something to wait for; until it is given to :meth:`upload` that is nothing."""
+        self._enter()
+        event = ctypes.c_void_p()
+        self.call("cuEventCreate", ctypes.byref(event), _UNTIMED)
+        weakref.finalize(event, self._forget, event.value).atexit = False
+        return event
+
+    def wait(self, event: object) -> None:
+        """Wait for an event."""
+        self.call("cuEventSynchronize", event)
+
+    def finish(self) -> None:
+        """Wait for every copy that was begun."""
+        self._enter()
+        self.call("cuStreamSynchronize", self._stream)
 
     def settle(self, address: int, nbytes: int) -> None:
         """Let managed memory live on the GPU."""
-        stream, where = self.stream(), (ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+        self._enter()
+        where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self.call("cuMemAdvise", *where, _PREFERRED_LOCATION, _DEVICE)
-        self.call("cuMemPrefetchAsync", *where, _DEVICE, stream)
-        self.call("cuStreamSynchronize", stream)
+        self.call("cuMemPrefetchAsync", *where, _DEVICE, self._stream)
+        self.call("cuStreamSynchronize", self._stream)
 
     def locked(self, nbytes: int) -> memoryview:
         """Page-locked memory, freed with the last view of it."""
-        self.stream()
+        self._enter()
         address = ctypes.c_void_p()
         self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE)
         memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
         weakref.finalize(memory, self._free, address.value).atexit = False
         return memoryview(memory).cast("B")
 
+    def _enter(self) -> None:
+        """Make the context this thread's."""
+        if not hasattr(self._local, "inside"):
+            self.call("cuCtxSetCurrent", self._context)
+            self._local.inside = True
+
     def _free(self, address: int) -> None:
-        self.stream()
+        self._enter()
         self._library.cuMemFreeHost(ctypes.c_void_p(address))
+
+    def _forget(self, event: int) -> None:
+        self._enter()
+        self._library.cuEventDestroy_v2(ctypes.c_void_p(event))
 
 
 def driver() -> Driver | None:
@@ -109,7 +135,8 @@ def address_of(view: memoryview) -> int:
 
 
 class Uploads:
-    """Page-locked memory of each reading thread, as large as a block."""
+    """Page-locked memory of each reading thread: two blocks, of which one is read into while the
+    other is copied."""
 
     def __init__(self, driver: Driver, nbytes: int):
         self._driver, self._nbytes = driver, nbytes
@@ -120,6 +147,10 @@ class Uploads:
         if not hasattr(self._local, "staging"):
             self._local.staging = Staging(self._driver, self._nbytes)
         return self._local.staging
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._driver.finish()
 
 
 def uploads_for(nbytes: int) -> Uploads | None:
@@ -134,24 +165,33 @@ class Staging:
     def __init__(self, driver: Driver, nbytes: int):
         self._driver = driver
         # Direct reads begin at a multiple of a page and end at one.
-        self.view = driver.locked(nbytes + 2 * _GRANULE)
-        self._address = address_of(self.view)
+        views = [driver.locked(nbytes + 2 * _GRANULE) for _ in range(BUFFERS)]
+        self._buffers = [(view, address_of(view), driver.event()) for view in views]
+        self._address, self._event = self._buffers[0][1:]
+
+    def take(self) -> memoryview:
+        """Memory to read into: from the next one on what was sent is not copied any more."""
+        view, self._address, self._event = buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        self._driver.wait(self._event)
+        return view
 
     def carve(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Consecutive views from the beginning."""
-        views, position = [], 0
+        """Memory to read into as consecutive views from its beginning."""
+        memory, views, position = self.take(), [], 0
         for size in sizes:
-            views.append(self.view[position : position + size])
+            views.append(memory[position : position + size])
             position += size
         return views
 
-    def send(self, into: Sequence[memoryview], start: int = 0) -> None:
-        """Copy what lies here from `start` on into slots, one after another."""
+    def send(self, into: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Begin to copy what was read, from `start` on, to (address, bytes), one after another;
+        :meth:`Uploads.finish` waits for it."""
         pieces, position = [], self._address + start
-        for view in into:
-            pieces.append((address_of(view), position, view.nbytes))
-            position += view.nbytes
-        self._driver.upload(pieces)
+        for address, nbytes in into:
+            pieces.append((address, position, nbytes))
+            position += nbytes
+        self._driver.upload(pieces, self._event)
 
 
 def staging_bytes(reader: Any) -> int:
@@ -159,4 +199,5 @@ def staging_bytes(reader: Any) -> int:
     own = getattr(reader, "staging_bytes", 0)
     if driver() is None:
         return own
-    return own + max(reader.layout(layer).nbytes for layer in reader.layers) + 2 * _GRANULE
+    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
+    return own + BUFFERS * (largest + 2 * _GRANULE)

@@ -246,7 +246,11 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
 def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = ["--eviction", *EVICTIONS, "--prefetch", *PREFETCHES, "--balance", *BALANCES]
+    names = ["--eviction", *EVICTIONS, "--prefetch", "none", *PREFETCHES]
+    names += ["--balance", "none", *BALANCES]
+    defaults = [line.split()[0] for line in re.sub(r"\n {11}", " ", "\n".join(lines)).splitlines()
+                if line.endswith("The default.")]  # fmt: skip
+    assert defaults == ["lfu", "none", "none"]
     assert [line.split()[0] for line in lines if not line.startswith(" " * 11)] == names
     texts = set()
     choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]

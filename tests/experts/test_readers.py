@@ -71,30 +71,45 @@ def test_pieces_make_up_the_block(experts, monkeypatch, name, count):
     layout = reader.layout(5)
     whole = len(reader.ranges.runs(5, 3)) == 1
     into, again = buffers(layout), buffers(layout)
-    pieces = reader.pieces(5, 3, into, count)
+    pieces = reader.pieces(5, count)
     assert bool(pieces) == whole
-    assert all(run.nbytes >= 1000 for run, _ in pieces[:-1])
-    assert not pieces or min(count, layout.nbytes // 1000) <= len(pieces) <= max(1, count)
-    for run, views in reversed(pieces):
-        assert reader.read_run(run, views) == run.nbytes
+    assert all(piece.stop - piece.start >= 1000 for piece in pieces[:-1])
+    assert not pieces or len(pieces) == max(1, min(count, layout.nbytes // 1000))
+    for piece in reversed(pieces):
+        run, views = reader.piece(5, 3, piece), [into[c][a:b] for c, a, b in piece.parts]
+        assert reader.read_run(run, views) == run.nbytes == piece.stop - piece.start
     # The same through page-aligned memory with two pages to spare.
     stage = memoryview(mmap.mmap(-1, -(-layout.nbytes // 4096) * 4096 + 8192))
-    for run, views in reader.pieces(5, 3, again, count):
+    for piece in pieces:
+        run = reader.piece(5, 3, piece)
         start = reader.read_staged(run, stage[: run.nbytes + 8192])
         assert start <= 4095
-        for view in views:
-            view[:] = stage[start : start + view.nbytes]
-            start += view.nbytes
+        for c, a, b in piece.parts:
+            again[c][a:b] = stage[start : start + b - a]
+            start += b - a
     if whole:
         assert b"".join(into) == b"".join(again) == experts.block(5, 3)
     reader.close()
 
 
+def test_large_pieces_begin_on_pages_and_are_alike():
+    sizes = [524288, 32768, 32768] * 3
+    for count, step in ((1, 1769472), (2, 884736), (3, 589824), (4, 442368), (9, 294912)):
+        pieces = file_readers.cut(range(9), sizes, count)
+        lengths = [piece.stop - piece.start for piece in pieces]
+        assert sum(lengths) == 1769472
+        assert lengths[:-1] == [step] * (len(pieces) - 1)
+        assert [sum(b - a for _, a, b in p.parts) for p in pieces] == lengths
+    assert [[c for c, *_ in p.parts] for p in file_readers.cut(range(9), sizes, 3)] == [
+        [0, 1, 2], [3, 4, 5], [6, 7, 8]
+    ]  # fmt: skip
+
+
 def test_staged_direct_reads_go_on_after_short_ones_and_end(tmp_path, monkeypatch):
     experts = write_experts(tmp_path, random_experts(MIXED), "packed")
     reader, preadv = make_reader("direct", experts.refs), os.preadv
-    into = buffers(reader.layout(3))
-    ((run, _),) = reader.pieces(3, E - 1, into, 1)
+    (piece,) = reader.pieces(3, 1)
+    run = reader.piece(3, E - 1, piece)
     stage = memoryview(mmap.mmap(-1, run.nbytes // 4096 * 4096 + 16384))
 
     def short(fd, views, offset):

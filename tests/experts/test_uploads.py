@@ -3,6 +3,7 @@ one is in test_gpu.py."""
 
 import ctypes
 import mmap
+import threading
 
 import numpy as np
 import pytest
@@ -16,14 +17,35 @@ from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 
 class HostDriver:
-    """What uploads need of a driver."""
+    """What uploads need of a driver. Copies are made as late as they may be: when somebody waits
+    for one of them, or for all."""
 
     uploaded = 0
+
+    def __init__(self):
+        self._lock, self._begun = threading.RLock(), []
 
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def upload(self, pieces):
+    def event(self):
+        return object()
+
+    def upload(self, pieces, event):
+        with self._lock:
+            self._begun.append((pieces, event))
+
+    def wait(self, event):
+        with self._lock:
+            while any(begun is event for _, begun in self._begun):
+                self._copy(*self._begun.pop(0))
+
+    def finish(self):
+        with self._lock:
+            while self._begun:
+                self._copy(*self._begun.pop(0))
+
+    def _copy(self, pieces, event):
         for to, source, nbytes in pieces:
             ctypes.memmove(to, source, nbytes)
             self.uploaded += nbytes
