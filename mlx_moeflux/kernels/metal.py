@@ -188,6 +188,7 @@ class MetalKernel:
         self._shaped = {
             n: not re.search(rf"\b{n}_shape(?!\[0\])", body) for n in inputs if f"{n}_shape" in body
         }
+        self._arranger = packing.Arranger(self.inputs, self._shaped)
         self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher | None = None
@@ -222,20 +223,23 @@ class MetalKernel:
             ShapeError: `grid` is not divisible, an input is too small for Metal and the body
                 reads its shape, or a number of `template` is negative: MLX makes it part of a name.
         """
+        if packing.PLACES:
+            found = self._arranger(inputs)
+            if found is not None:
+                arrangement, arrays = found
+                kernel = self._arranged.get(arrangement.bindings)
+                if kernel is None:
+                    kernel = self._of(arrangement.bindings)
+                constants = {**(template or {}), **arrangement.template}
+                shapes = output_shapes, output_dtypes
+                return kernel._start(arrays, constants, grid, threadgroup, *shapes)
+        return self._start(inputs, template, grid, threadgroup, output_shapes, output_dtypes)
+
+    def _start(
+        self, inputs, template, grid, threadgroup, output_shapes, output_dtypes
+    ) -> list[mx.array]:
         if _Active.backend is not self._bound:
             self._bind()
-        if packing.PLACES:
-            found = packing.arranged(self.inputs, inputs, self._shaped)
-            if found is not None:
-                kernel = self._arranged.get(found.bindings) or self._of(found.bindings)
-                return kernel(
-                    *found.arrays,
-                    template={**(template or {}), **found.template},
-                    grid=grid,
-                    threadgroup=threadgroup,
-                    output_shapes=output_shapes,
-                    output_dtypes=output_dtypes,
-                )
         x, y, z = threadgroup
         if grid[0] % x or grid[1] % y or grid[2] % z:
             raise ShapeError(

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -33,15 +33,25 @@ TYPES = {
 }
 
 
-class Place(NamedTuple):
-    """Where an array lies: `start` units of 16 bytes into `buffer`."""
+class Place:
+    """Where an array lies: `start` units of 16 bytes into `buffer`; its type in a kernel, and the
+    length of its first axis."""
 
-    buffer: mx.array
-    start: int
+    __slots__ = ("buffer", "rows", "start", "type")
+
+    def __init__(self, buffer: mx.array, start: int, array: mx.array):
+        self.buffer, self.start = buffer, start
+        self.type, self.rows = TYPES[array.dtype], array.shape[0]
 
 
 # By id() of the array; its Packing keeps it alive as long as it is here.
 PLACES: dict[int, Place] = {}
+
+
+class _Deaths:
+    """How many packings are gone: their places' ids may belong to others now."""
+
+    count = 0
 
 
 class Packing:
@@ -60,7 +70,7 @@ class Packing:
         ]
         mx.eval(self.arrays)
         for array, start in zip(self.arrays, self.starts, strict=True):
-            PLACES[id(array)] = Place(buffer, start // UNIT)
+            PLACES[id(array)] = Place(buffer, start // UNIT, array)
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array]) -> Packing:
@@ -80,6 +90,7 @@ class Packing:
     def __del__(self):
         for array in getattr(self, "arrays", ()):
             PLACES.pop(id(array), None)
+        _Deaths.count += 1
 
     def __deepcopy__(self, memo: object) -> None:
         """Copies of the views are arrays like any other."""
@@ -133,53 +144,76 @@ class Binding:
 
 
 class Arrangement(NamedTuple):
-    """Fewer arrays in the place of a kernel's inputs, and the constants that say what is where."""
+    """Fewer arrays in the place of a kernel's inputs.
+
+    sources: Of which input each is, and whether it is that input's buffer. template: The
+    constants that say what is where.
+    """
 
     bindings: tuple[Binding, ...]
-    arrays: list[mx.array]
+    sources: tuple[tuple[int, bool], ...]
     template: dict[str, int]
 
 
-def arranged(
-    names: Sequence[str], arrays: Sequence[mx.array], shaped: Mapping[str, bool]
-) -> Arrangement | None:
-    """The inputs of a call with those of one buffer as one; None: there are none.
+class Arranger:
+    """Finds arrangements of one kernel's inputs, each once.
 
     shaped: Of the inputs whose shape the body reads, whether it reads the first axis alone; an
         input of which it reads more stays what it is.
     """
-    found = [
-        PLACES.get(id(array)) if shaped.get(name, True) and array.dtype in TYPES else None
-        for name, array in zip(names, arrays, strict=True)
-    ]
-    lying = {id(a): id(p.buffer) for a, p in zip(arrays, found, strict=True) if p is not None}
+
+    def __init__(self, names: Sequence[str], shaped: Mapping[str, bool]):
+        self.names, self.shaped = tuple(names), dict(shaped)
+        self._known: dict[tuple[int, ...], Arrangement | None] = {}
+        self._deaths = 0
+
+    def __call__(self, arrays: Sequence[mx.array]) -> tuple[Arrangement, list[mx.array]] | None:
+        """The inputs of a call with those of one buffer as one; None: they stay what they are."""
+        ids = tuple(map(id, arrays))
+        found = tuple(map(PLACES.get, ids))
+        if not any(found):
+            return None
+        key = tuple(map(id, found))
+        if len(set(ids)) < len(ids):
+            key += tuple(map(ids.index, ids))
+        if self._deaths != _Deaths.count:
+            self._known, self._deaths = {}, _Deaths.count
+        try:
+            arrangement = self._known[key]
+        except KeyError:
+            arrangement = self._known[key] = _arrangement(self.names, self.shaped, arrays, found)
+        if arrangement is None:
+            return None
+        taken = [found[i].buffer if whole else arrays[i] for i, whole in arrangement.sources]
+        return arrangement, taken
+
+
+def _arrangement(
+    names: Sequence[str],
+    shaped: Mapping[str, bool],
+    arrays: Sequence[mx.array],
+    found: Sequence[Place | None],
+) -> Arrangement | None:
+    places = [p if shaped.get(n, True) else None for n, p in zip(names, found, strict=True)]
+    lying = {id(a): id(p.buffer) for a, p in zip(arrays, places, strict=True) if p is not None}
     shared = {buffer for buffer, count in Counter(lying.values()).items() if count > 1}
     if not shared:
         return None
-    sources: dict[int, int] = {}
-    bindings, passed, template = [], [], {}
-    for name, array, place in zip(names, arrays, found, strict=True):
+    known: dict[Any, int] = {}
+    bindings, sources, template = [], [], {}
+    for i, (name, array, place) in enumerate(zip(names, arrays, places, strict=True)):
         part = place is not None and id(place.buffer) in shared
-        source = place.buffer if part else array
-        if not part and name in shaped:
-            source_id = (name, id(source))  # of its shape nobody else is told
-        else:
-            source_id = id(source)
-        if source_id not in sources:
-            sources[source_id] = len(passed)
-            passed.append(source)
+        # Of the shape of an array that stays nobody else is told.
+        source = id(place.buffer) if part else (id(array), name if name in shaped else "")
+        if source not in known:
+            known[source] = len(sources)
+            sources.append((i, part))
         if part:
             template[f"{name}_at"] = place.start
             if name in shaped:
-                template[f"{name}_rows"] = array.shape[0]
-        bindings.append(
-            Binding(
-                sources[source_id],
-                TYPES[array.dtype] if part else "",
-                part and name in shaped,
-            )
-        )
-    return Arrangement(tuple(bindings), passed, template)
+                template[f"{name}_rows"] = place.rows
+        bindings.append(Binding(known[source], place.type if part else "", part and name in shaped))
+    return Arrangement(tuple(bindings), tuple(sources), template)
 
 
 def source_names(names: Sequence[str], bindings: Sequence[Binding]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.kernels import packing
-from mlx_moeflux.kernels.packing import PLACES, Packing
+from mlx_moeflux.kernels.packing import PLACES, Arranger, Packing
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import scratch_kernel
 
@@ -92,19 +93,32 @@ def test_a_launch_takes_the_buffer():
     packed, other = Packing.of(arrays[:3]), Packing.of([arrays[3]])
     inputs = [x, *packed.arrays, *other.arrays]
     assert bits(call(*inputs)) == bits(apart)
-    found = packing.arranged(KERNEL.inputs, inputs, {"b": True})
-    assert [id(a) for a in found.arrays] == [id(x), id(packed.buffer), id(inputs[4])]
-    assert found.template["b_rows"] == 20
+    arrangement, taken = Arranger(KERNEL.inputs, {"b": True})(inputs)
+    assert [id(a) for a in taken] == [id(x), id(packed.buffer), id(inputs[4])]
+    assert arrangement.template["b_rows"] == 20
     # A body that reads more of a shape than its first axis keeps the array.
-    found = packing.arranged(KERNEL.inputs, inputs, {"b": False})
-    assert [id(a) for a in found.arrays] == [
-        id(x), id(packed.buffer), id(inputs[2]), id(inputs[4])
-    ]  # fmt: skip
+    _, taken = Arranger(KERNEL.inputs, {"b": False})(inputs)
+    assert [id(a) for a in taken] == [id(x), id(packed.buffer), id(inputs[2]), id(inputs[4])]
     # An array given twice is passed once; nothing is arranged for that alone.
     twice = [x, *packed.arrays[:2], x, x]
-    assert len(packing.arranged(KERNEL.inputs, twice, {}).arrays) == 2
+    arranger = Arranger(KERNEL.inputs, {})
+    assert len(arranger(twice)[1]) == 2
+    assert len(arranger([x, *packed.arrays[:2], x, arrays[3]])[1]) == 3
     assert bits(call(*twice)) == bits(call(x, *arrays[:2], x, x))
-    assert packing.arranged(KERNEL.inputs, [x, *arrays[:2], x, x], {}) is None
+    assert arranger([x, *arrays[:2], x, x]) is None
+
+
+@pytest.mark.usefixtures("device")
+def test_what_was_found_is_forgotten_when_a_packing_goes():
+    """Another may get its ids."""
+    x = mx.random.normal((32,))
+    for _ in range(20):
+        arrays = [mx.random.normal((32,)) for _ in range(random.randint(4, 6))]
+        packed = Packing.of(arrays)
+        some = random.sample(range(len(arrays)), 4)
+        together = call(x, *(packed.arrays[i] for i in some))
+        assert bits(together) == bits(call(x, *(arrays[i] for i in some)))
+        del packed, together
 
 
 def steps(model) -> list[np.ndarray]:
