@@ -27,7 +27,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels import cuda_module, kept_files, nvrtc
+from mlx_moeflux.kernels import cuda_module, kept_files, nvrtc, source
 from mlx_moeflux.kernels.cuda_module import Kernel
 
 FOLDER = "cuda"
@@ -84,6 +84,7 @@ class Cache:
             key = (*(template or ()), *(x.dtype for x in inputs), *output_dtypes)
             function = variants.get(key)
             if function is None:
+                source.refuse_negative(name, dict(template or ()))
                 own = kernel.with_constants(template or ())
                 function = variants[key] = self._variant(
                     own, [x.dtype for x in inputs], output_dtypes

@@ -246,17 +246,11 @@ class MetalKernel:
                 f"kernel '{self.name}': grid {grid} is not divisible by threadgroup {threadgroup}."
             )
         if self._pads:
+            source.refuse_negative(self.name, template or {})
             for array in inputs:
                 if array.size < LEAST_INPUT:
                     inputs = self._padded(inputs)
                     break
-        if template:
-            for value in template.values():
-                if value.__class__ is int and value < 0:
-                    raise ShapeError(
-                        f"kernel '{self.name}': template {dict(template)} holds {value}; MLX takes "
-                        "no negative number there, pass it as an input."
-                    )
         return self._launch(
             inputs=inputs,
             template=template and [*template.items()],

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlx_moeflux.errors import ShapeError
 
 DIRECTORY = Path(__file__).parent
 COMMON, DIALECT = "common.metal", "cuda_dialect.cuh"
@@ -231,6 +233,20 @@ def cuda_text(file: str, body: str) -> tuple[str, str]:
     if MIXED_TYPES & _names_in("\n".join(needed)):
         needed = closure(f"{body} {MIXED}", known)
     return "\n".join([*needed, ""]), body
+
+
+def refuse_negative(kernel: str, template: Mapping[str, object]) -> None:
+    """Template arguments become a part of names.
+
+    Raises:
+        ShapeError: One is negative.
+    """
+    for value in template.values():
+        if value.__class__ is int and value < 0:
+            raise ShapeError(
+                f"kernel '{kernel}': template {dict(template)} holds {value}; MLX takes no "
+                "negative number there, pass it as an input."
+            )
 
 
 def without_address_spaces(text: str) -> str:
