@@ -88,9 +88,10 @@ class Packing:
         return cls(buffer, like)
 
     def __del__(self):
-        for array in getattr(self, "arrays", ()):
-            PLACES.pop(id(array), None)
+        # Kept until they are counted: nobody gets their ids before.
+        gone = [PLACES.pop(id(array), None) for array in getattr(self, "arrays", ())]
         _Deaths.count += 1
+        del gone
 
     def __deepcopy__(self, memo: object) -> None:
         """Copies of the views are arrays like any other."""
@@ -169,15 +170,15 @@ class Arranger:
 
     def __call__(self, arrays: Sequence[mx.array]) -> tuple[Arrangement, list[mx.array]] | None:
         """The inputs of a call with those of one buffer as one; None: they stay what they are."""
-        ids = tuple(map(id, arrays))
+        deaths, ids = _Deaths.count, tuple(map(id, arrays))
         found = tuple(map(PLACES.get, ids))
         if not any(found):
             return None
         key = tuple(map(id, found))
         if len(set(ids)) < len(ids):
             key += tuple(map(ids.index, ids))
-        if self._deaths != _Deaths.count:
-            self._known, self._deaths = {}, _Deaths.count
+        if self._deaths != deaths:
+            self._known, self._deaths = {}, deaths
         try:
             arrangement = self._known[key]
         except KeyError:
