@@ -25,7 +25,7 @@ from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
-from mlx_moeflux.models.packing import EXPERTS, pack
+from mlx_moeflux.models.packing import EXPERTS, pack, release
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import state_spec
 
@@ -73,7 +73,9 @@ class StreamingModel(nn.Module):
         """See ``nn.Module.update``. Parameters that are assigned in other ways after the first
         step need ``model.forget_steps()``."""
         self.forget_steps()
-        return super().update(*args, **kwargs)
+        super().update(*args, **kwargs)
+        release(self)
+        return self
 
     def prepare(self) -> None:
         """Lay matrices that read the same input one behind another, and the parameters of half a

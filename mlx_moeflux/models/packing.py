@@ -52,6 +52,20 @@ def pack(*modules: nn.Module) -> None:
     modules[0]._packing = packed
 
 
+def release(model: nn.Module) -> None:
+    """Let go of buffers none of whose parameters a module has any more: they were replaced."""
+    for module in model.modules():
+        packed = getattr(module, "_packing", None)
+        if packed is None:
+            continue
+        used = {id(array) for array in _leaves(module.modules())}
+        if not used & {id(array) for array in packed.arrays}:
+            module._packing = None
+        for each in module.modules():
+            if getattr(each, "_stack", None) is not None and _stack_of(each) is None:
+                each._stack = None
+
+
 def _stack_of(module: nn.Module) -> Stack | None:
     known = getattr(module, "_stack", None)
     return known if known is not None and known.holds(known.linears) else None

@@ -9,7 +9,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_moeflux.kernels import packing
 from mlx_moeflux.kernels.packing import PLACES, Arranger, Packing
@@ -160,3 +160,22 @@ def test_a_prepared_model_gives_the_same_bits():
     del model
     gc.collect()
     assert len(PLACES) <= others
+
+
+def test_replaced_parameters_leave_nothing_behind():
+    gc.collect()
+    others = len(PLACES)
+    with load_model(BUNDLED_MODEL, expert_memory="100%", fuse=True) as model:
+        assert len(PLACES) > others
+        before = steps(model)
+        layer = model.layers[1]
+        norm = {"input_layernorm": {"weight": mx.array(layer.input_layernorm.weight)}}
+        model.update({"model": {"layers": [{}, norm]}})
+        some = len(PLACES)
+        assert some > others  # a part was replaced, the rest is where it was
+        model.update(tree_map(mx.array, model.parameters()))
+        gc.collect()
+        assert len(PLACES) <= others
+        # Matrices are no longer stacked: BLAS adds up a product in parts of other sizes.
+        for a, b in zip(before, steps(model), strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
