@@ -78,13 +78,14 @@ def calls(operation: str, dtype: mx.Dtype, form: str):
 NAMED = [(op, name) for op, forms in FORMS.items() for name in forms if name != REFERENCE]
 
 
+@pytest.mark.parametrize("back_end", ["cuda", "metal"])
 @pytest.mark.parametrize(("operation", "name"), NAMED, ids=map("=".join, NAMED))
-def test_a_form_takes_what_its_reference_takes(operation, name):
+def test_a_form_takes_what_its_reference_takes(operation, name, back_end):
     mx.random.seed(0)
     form, wrong, taken = FORMS[operation][name], [], 0
     # Where experts are chosen in the middle, float32 alone chooses the same; so does BLAS.
     exact = operation == "moe_step" or not hasattr(form, "kernels")
-    options = {"name": "cuda", "schedules": Emulator.FIRST, "partly_written": BETWEEN}
+    options = {"name": back_end, "schedules": Emulator.FIRST, "partly_written": BETWEEN}
     with emulated(**options):
         for words, args, kwargs in calls(operation, mx.float32 if exact else mx.bfloat16, name):
             try:
