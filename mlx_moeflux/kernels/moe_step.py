@@ -184,7 +184,8 @@ def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any
         )
     except (ShapeError, UnsupportedError):
         return False
-    return tuple(len(outs) for _, outs in parts) in ENTRIES
+    alike = not any(weight.precise for weight in weights)
+    return alike and tuple(len(outs) for _, outs in parts) in ENTRIES
 
 
 moe_step_fused.takes = _takes

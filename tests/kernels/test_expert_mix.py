@@ -299,7 +299,7 @@ EQUIVALENT = {
         "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
         "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": "a product",
         "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": "a product",
-        "stage: off by one * N * COUNT) == 0 || at < IN -> + 1 <": STEP,
+        "stage: off by one IN % (32 * N) == 0 || at < IN -> + 1 <": STEP,
         "stage: transposed 4 * part + c -> c * part + 4": "Metal's factors are 1",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
