@@ -104,7 +104,7 @@ class Fetch:
         at_once: int = 1,
         uploads: Uploads | None = None,
     ):
-        self._targets = targets
+        self.targets = targets
         self._reader, self._layer, self._uploads = reader, layer, uploads
         stored = getattr(reader, "stored_bytes", lambda layer: reader.layout(layer).nbytes)
         self._expected = stored(layer)
@@ -155,7 +155,7 @@ class Fetch:
 
     def arrivals(self) -> list[Arrival]:
         """What was read completely, in the order of the targets; seconds of parts are added."""
-        sums = [[0, 0.0] for _ in self._targets]
+        sums = [[0, 0.0] for _ in self.targets]
         for i, job in enumerate(self._jobs):
             result = self._results.get(i)
             if not isinstance(result, tuple):
@@ -165,7 +165,7 @@ class Fetch:
             sums[job.target][1] += result[1]
         return [
             Arrival(target.expert, target.slot, nbytes, seconds)
-            for target, (nbytes, seconds) in zip(self._targets, sums, strict=True)
+            for target, (nbytes, seconds) in zip(self.targets, sums, strict=True)
             if nbytes == self._expected
         ]
 
@@ -191,7 +191,7 @@ class Fetch:
             self._wake.put(None)
 
     def _read(self, job: Job) -> tuple[int, float]:
-        start, target = perf_counter(), self._targets[job.target]
+        start, target = perf_counter(), self.targets[job.target]
         try:
             nbytes = self._whole(target) if job.piece is None else self._part(target, job.piece)
         except OSError as cause:

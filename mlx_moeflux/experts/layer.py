@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +32,7 @@ from mlx_moeflux.experts.events import (
 from mlx_moeflux.experts.fetch import Arrival, Fetch, ReadThreads, Target
 from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
+from mlx_moeflux.experts.readings import Reading
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.stats import ExpertStats, LayerStats
 from mlx_moeflux.experts.uploads import Uploads
@@ -40,31 +40,6 @@ from mlx_moeflux.kernels.expert_mix import ABSENT
 
 # More outputs than this are not remembered, but evaluated: by then they long have been.
 MAX_UNEVALUATED = 8
-
-
-class Reading(NamedTuple):
-    """A result that reads a bank; maker: whose streams it is on, None for anyone's to wait for."""
-
-    maker: threading.Thread | None
-    output: mx.array
-
-    def ended(self) -> bool:
-        """Wait until `output` is evaluated; False if this thread cannot do that, or must not.
-
-        MLX waits for work that ``async_eval`` began, wherever that was, but does not see that
-        another thread is inside ``eval``.
-        """
-        here = self.maker is None or self.maker is threading.current_thread()
-        if not here and self.maker.is_alive():
-            return False
-        try:
-            mx.eval(self.output)
-        except RuntimeError as error:
-            # The streams of a thread are its own, and end with it.
-            if "in current thread" not in str(error):
-                raise
-            return False
-        return True
 
 
 class StreamedLayer:
@@ -235,6 +210,21 @@ class StreamedLayer:
             uploads=self._uploads,
         )
 
+    def fill(self, threads: ReadThreads, events: EventHook | None) -> None:
+        """Read the experts of lowest ids into free slots."""
+        self.land((), wait=True, events=events)
+        absent = missing_of(self.table, range(self.table.num_experts))[: self.table.free]
+        if not absent:
+            return
+        try:
+            slots = self.make_room(len(absent), (), events)
+            self.start(threads, absent, slots, events)
+            self.finish(events)
+            self.settled()
+        finally:
+            if self.unsettled:
+                self.settle()
+
     def finish(self, events: EventHook | None) -> None:
         """Wait for the reads that :meth:`start` began and enter what arrived.
 
@@ -254,6 +244,15 @@ class StreamedLayer:
         if error is not None:
             raise error
         self._fetch = None
+
+    def slots_soon(self) -> np.ndarray:
+        """Expert -> slot, ``[E]``, as it is once the reads that :meth:`start` began are entered."""
+        known = self.table.slots_by_expert
+        if self._fetch is not None:
+            known = known.copy()
+            for target in self._fetch.targets:
+                known[target.expert] = target.slot
+        return known
 
     def _enter(self, arrival: Arrival) -> None:
         self.table.put(arrival.expert, arrival.slot)
@@ -325,6 +324,11 @@ class StreamedLayer:
         return news
 
     @property
+    def reading(self) -> bool:
+        """Blocks are on their way that a call waits for."""
+        return self._fetch is not None
+
+    @property
     def reading_ahead(self) -> bool:
         """Blocks are on their way that nobody has asked for yet."""
         return bool(self._ahead)
@@ -379,12 +383,14 @@ class StreamedLayer:
 
 @dataclass
 class Call:
-    """A call of a layer: ids and look-ahead on the device; asked: None if nobody looked."""
+    """A call of a layer: ids and look-ahead on the device; asked: None if nobody looked; missing:
+    Experts that are being read for it."""
 
     state: StreamedLayer
     ids: mx.array
     ahead: mx.array | None
     asked: Asked | None = None
+    missing: Sequence[int] = ()
 
 
 def missing_of(table: SlotTable, experts: Iterable[int]) -> list[int]:

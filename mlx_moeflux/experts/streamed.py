@@ -21,15 +21,10 @@ from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_b
 from mlx_moeflux.experts.events import Chosen, EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
-from mlx_moeflux.experts.layer import Call, StreamedLayer, missing_of
+from mlx_moeflux.experts.layer import Call, StreamedLayer
 from mlx_moeflux.experts.pairs import ExpertSum, Pairs
 from mlx_moeflux.experts.policy import Eviction, make_eviction
-from mlx_moeflux.experts.prefetch import (
-    MOST_PAIRS,
-    Prefetch,
-    make_prefetch,
-    merged,
-)
+from mlx_moeflux.experts.prefetch import MOST_PAIRS, Prefetch, make_prefetch, merged
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.stats import ExpertStats
 from mlx_moeflux.experts.store import check_call, check_ids
@@ -177,20 +172,26 @@ class StreamedStore:
         self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The first half of :meth:`experts`, for callers that compute themselves: every expert of
-        `ids` ``[N, K]`` is in a slot afterwards. Returns expert -> slot, an int64 array ``[E]`` of
-        which only theirs mean anything, and the ids. To be called inside :meth:`exclusive`, for at
-        most as many experts as the layer has slots, without padding, followed by :meth:`read_by`.
-        Raises what :meth:`experts` does."""
+        `ids` ``[N, K]`` has a slot afterwards and is in it after :meth:`arrive`. Returns expert ->
+        slot, an int64 array ``[E]`` of which only theirs mean anything, and the ids. To be called
+        inside :meth:`exclusive`, for no more experts than the layer has slots, without padding;
+        :meth:`arrive` and :meth:`read_by` must follow. Raises what :meth:`experts` does."""
         state = self._state(layer)
         self._open = call = Call(state, ids, ahead)
-        with self._timed(call):
+        with self._timed(call, ends=False):
             host = self._asked(call, weights)
-            if begin_reads(state, call.asked.needed, self._threads, self.events):
-                state.finish(self.events)
-        return state.table.slots_by_expert, host
+            call.missing = begin_reads(state, call.asked.needed, self._threads, self.events)
+        return state.slots_soon(), host
+
+    def arrive(self) -> None:
+        """Wait for what :meth:`bring` began to read; only then may anything read the slots."""
+        call = self._open
+        with self._timed(call):
+            assert bool(call.missing) == call.state.reading, "reads were given up in between"
+            call.state.finish(self.events)
 
     def read_by(self, layer: int, output: mx.array) -> None:
-        """End what :meth:`bring` began: `output`, not evaluated yet, reads the slots of `layer`."""
+        """End what :meth:`bring` began: `output`, not evaluated yet, reads slots of `layer`."""
         call, self._open = self._open, None
         assert call.state.layer == layer, "nothing was brought for this layer"
         call.state.remember(output)
@@ -213,7 +214,7 @@ class StreamedStore:
 
     def bank(self, layer: int) -> ExpertBank:
         """The slots of a layer as they are now."""
-        return self._state(layer).bank.experts
+        return self._known(layer).bank.experts
 
     @property
     def stays_on_device(self) -> bool:
@@ -246,19 +247,7 @@ class StreamedStore:
         """
         with self._lock:
             for layer in self.layers if layers is None else layers:
-                state = self._state(layer)
-                state.land((), wait=True, events=self.events)
-                absent = missing_of(state.table, range(self.num_experts))[: state.table.free]
-                if not absent:
-                    continue
-                try:
-                    slots = state.make_room(len(absent), (), self.events)
-                    state.start(self._threads, absent, slots, self.events)
-                    state.finish(self.events)
-                    state.settled()
-                finally:
-                    if state.unsettled:
-                        state.settle()
+                self._state(layer).fill(self._threads, self.events)
 
     def hand_over(self) -> None:
         """Begin to evaluate what this thread built, so that the others need not keep away from it.
@@ -318,12 +307,16 @@ class StreamedStore:
             )
         return count
 
-    def _state(self, layer: int) -> StreamedLayer:
+    def _known(self, layer: int) -> StreamedLayer:
         if self._closed:
             raise InputError("this expert store is closed; load the model again.")
         if layer not in self._layers:
             raise ShapeError(f"layer {layer} has no routed experts; layers {self.layers} do.")
-        state = self._layers[layer]
+        return self._layers[layer]
+
+    def _state(self, layer: int) -> StreamedLayer:
+        """A layer with nothing under way but what is read ahead."""
+        state = self._known(layer)
         if state.unsettled:
             state.settle()
         return state
@@ -333,8 +326,8 @@ class StreamedStore:
         return state.table.complete and self.events is None and self.prefetch is None
 
     @contextmanager
-    def _timed(self, call: Call) -> Iterator[None]:
-        """Around what a call reads and computes: its time, and order whatever happens.
+    def _timed(self, call: Call, *, ends: bool = True) -> Iterator[None]:
+        """Around what a call, or half of one, reads and computes: time, order whatever happens.
 
         Raises:
             MemoryBudgetError: A token needs more experts than the layer has slots.
@@ -348,10 +341,13 @@ class StreamedStore:
         start, stalled = perf_counter(), state.stats.stall_seconds
         try:
             yield
-            state.settled()
-        finally:
+            if ends:
+                state.settled()
+        except BaseException:
             if state.unsettled:
                 state.settle()
+            raise
+        finally:
             spent = perf_counter() - start - (state.stats.stall_seconds - stalled)
             state.stats.compute_seconds += spent
 
@@ -383,8 +379,9 @@ class StreamedStore:
         """Wait for the ids ``[N, K]`` of a call and tell everybody of them."""
         state, ids = call.state, call.ids
         metal.settle()
-        if call.ahead is not None:
-            mx.eval(ids, call.ahead)
+        if call.ahead is not None or self.events is not None:
+            # All that anybody wants to see, in one evaluation.
+            mx.eval(ids, call.ahead, None if self.events is None else weights)
         host = np.array(ids)
         check_ids(state.layer, host, self.num_experts)
         if self.events is not None:

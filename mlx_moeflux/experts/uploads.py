@@ -21,13 +21,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.errors import MoefluxError
+
 _PREFERRED_LOCATION, _PORTABLE, _NON_BLOCKING, _UNTIMED, _DEVICE = 3, 1, 1, 2, 0
 _GRANULE = mmap.PAGESIZE
 BUFFERS = 2
 
 
-class DriverError(Exception):
+class DriverError(MoefluxError):
     """A call of the driver failed."""
+
+    def __init__(self, name: str, result: int):
+        super().__init__(f"the GPU's driver refused an upload: {name} returned {result}.")
 
 
 class Driver:
@@ -54,7 +59,7 @@ class Driver:
         """One function by name."""
         result = getattr(self._library, name)(*arguments)
         if result:
-            raise DriverError(f"{name} returned {result}")
+            raise DriverError(name, result)
 
     def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
         """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's; `event`, of
@@ -62,7 +67,7 @@ class Driver:
         self._enter()
         for to, source, nbytes in pieces:
             if result := self._copy(to, source, nbytes, self._stream):
-                raise DriverError(f"cuMemcpyHtoDAsync_v2 returned {result}")
+                raise DriverError("cuMemcpyHtoDAsync_v2", result)
         self.call("cuEventRecord", event, self._stream)
 
     def event(self) -> object:

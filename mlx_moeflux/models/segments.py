@@ -73,6 +73,9 @@ class SegmentedStep:
                 carry, ends = segment.run(
                     carry, slots, bank, *counts, padding, [entry.begin_step() for entry in entries]
                 )
+                if segment.last is not None:
+                    # The graph was built while blocks were on their way.
+                    store.arrive()
                 mx.async_eval(carry[0])
                 for entry, end in zip(entries, ends, strict=True):
                     entry.end_step(*end)

@@ -206,6 +206,34 @@ def test_one_wait_for_each_call_of_a_partial_layer(open_store, monkeypatch):
     assert len(waits) == 1
 
 
+def test_halves_of_a_call_say_where_experts_will_be(experts, open_store):
+    store, resident = open_store(4), experts.resident()
+    for seed in range(12):
+        x, ids, weights = random_call(1, seed=seed)
+        with store.exclusive():
+            slot_of, host = store.bring(3, ids, weights)
+            assert np.array_equal(host, np.array(ids))
+            # Those who may look at a bank under way: a trace that is built meanwhile.
+            slots, bank = mx.array(slot_of[host].astype(np.uint32)), store.bank(3)
+            store.arrive()
+            assert {e: int(slot_of[e]) for e in host[0]}.items() <= store.residents(3).items()
+            y = store.compute(x, slots, weights, bank)
+            store.read_by(3, y)
+        assert same_bits(y, resident.experts(3, x, ids, weights))
+    assert bank_is_right(store, experts)
+
+
+def test_a_call_that_ends_in_its_middle_is_put_right_by_the_next(experts, open_store):
+    store, resident = open_store(4), experts.resident()
+    for seed in range(12):
+        call = random_call(1, seed=seed)
+        with store.exclusive():
+            store.bring(3, *call[1:])
+        other = random_call(1, seed=seed + 100)
+        assert same_bits(store.experts(3, *other), resident.experts(3, *other))
+        assert bank_is_right(store, experts)
+
+
 def test_the_cpu_takes_rows_before_it_casts(open_store):
     seen = []
     real = streamed.expert_ffn

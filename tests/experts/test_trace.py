@@ -192,10 +192,11 @@ def test_both_listeners_hear_everything():
 
 @pytest.mark.slow
 def test_recording_costs_less_than_a_fiftieth(tmp_path):
-    """Interleaved decode steps with and without the writer; lower quartiles."""
+    """Decode steps without and with the writer in turn; the median difference of neighbours, which
+    a machine that is busy with other things changes least."""
     with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
         tokens = np.random.default_rng(0).integers(0, 4096, (2000, 1, 1))
-        seconds = {True: [], False: []}
+        seconds = []
         cache = model.make_cache()
         info = TraceInfo.of(model.store, experts_per_token=4)
         with TraceWriter(tmp_path / "x", info) as writer:
@@ -203,7 +204,8 @@ def test_recording_costs_less_than_a_fiftieth(tmp_path):
                 model.store.events = writer if i % 2 else None
                 start = time.perf_counter()
                 mx.eval(model(mx.array(token), cache))
-                seconds[bool(i % 2)].append(time.perf_counter() - start)
-    with_writer, without = (np.percentile(seconds[on], 25) for on in (True, False))
-    print(f"{1e3 * with_writer:.3f} ms with, {1e3 * without:.3f} ms without")  # noqa: T201
-    assert with_writer <= 1.02 * without
+                seconds.append(time.perf_counter() - start)
+    without, with_writer = np.array(seconds).reshape(-1, 2).T
+    cost, step = np.median(with_writer - without), np.median(without)
+    print(f"{1e6 * cost:.0f} us of {1e3 * step:.3f} ms")  # noqa: T201
+    assert cost <= 0.02 * step
