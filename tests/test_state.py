@@ -8,6 +8,7 @@ import pytest
 
 from mlx_moeflux.batch import Batch
 from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache.portable import EntrySpec
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, TWIN, model_of, run, same_bits, tokens_of
@@ -173,6 +174,13 @@ def test_context_left_and_bytes_per_position(model):
         for array in entry._arrays()
     )
     assert model.bytes_per_position() == rows
+
+
+def test_the_spec_is_what_every_layer_holds_after_a_token(model):
+    """One mixer of a kind speaks for all of them."""
+    state = model.make_cache()
+    run(model, state, tokens_of(1))
+    assert model.state_spec().entries == tuple(EntrySpec.of(entry) for entry in state)
 
 
 @pytest.mark.parametrize("position", [3, 16, 21])
