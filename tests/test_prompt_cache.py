@@ -158,9 +158,11 @@ def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeyp
 
 
 def close_in_4_bits(a, b):
-    """Numbers that lie between two of 16 steps may be rounded to either: hardly any do."""
+    """Where calls are cut elsewhere, what is rounded to 16 steps differs by a few 1e-7 of the
+    largest: one number of some 100,000 lies so near the middle between two steps, which are 2/15
+    apart, that it goes to the other; arrays here have 2,560."""
     apart, largest = mx.abs(a - b), mx.abs(b).max()
-    assert (apart > 1e-5 * largest).sum() <= max(1, a.size // 100)
+    assert (apart > 1e-5 * largest).sum() <= 1
     assert apart.max() <= 1.001 * 2 * largest / 15
 
 
