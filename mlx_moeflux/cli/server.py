@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import io
 import json
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -18,7 +21,7 @@ from mlx_moeflux.cli.generate import (
     load_options,
     prompt_cache,
 )
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.errors import CheckpointError, InputError, MoefluxError, UnsupportedError
 
 if TYPE_CHECKING:
     from mlx_moeflux.cache.prompt import PromptCache
@@ -52,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
 
     options = load_options(args) | {"verbose": True}
+    check_address(args.host, args.port)
     register_with_mlx_lm(**options)
     try:
         from mlx_lm import server
@@ -78,8 +82,10 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
     from mlx_moeflux.mlx_lm_plugin import SharedPrompts
 
     http, generator = server._run_http_server, server.ResponseGenerator
+    failures: list[Exception] = []
 
     def with_prompts(provider, cache):
+        provider.load_default = partial(_load_or_stop, provider.load_default, failures)
         return generator(provider, cache if prompts is None else SharedPrompts(provider, prompts))
 
     def with_metrics(host, port, responses):
@@ -90,7 +96,46 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
         mock.patch.object(server, "ResponseGenerator", with_prompts),
         mock.patch.object(sys, "argv", ["mlx_moeflux.server", *arguments]),
     ):
-        server.main()
+        try:
+            server.main()
+        except KeyboardInterrupt:
+            # Before it began to listen.
+            if not failures:
+                raise
+    if failures:
+        raise failures[0]
+
+
+def _load_or_stop(load: Callable[[], None], failures: list[Exception]) -> None:
+    """Load the model, in a thread of mlx-lm's. Without one there is nothing to serve: whatever
+    the main thread does is interrupted then."""
+    try:
+        load()
+    except MoefluxError as error:
+        failures.append(error)
+    except (OSError, ValueError) as error:
+        failures.append(CheckpointError(f"the model cannot be loaded: {error}"))
+    if failures:
+        _thread.interrupt_main()
+        sys.exit()  # this thread alone, without a word
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse with an InputError an address where nothing can listen."""
+    if not 0 <= port <= 65535:  # the look-up would take what is left of its lowest 16 bits
+        raise InputError(f"port is {port}; give 1 to 65535, or 0 for any that is free.")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            # As the server does: connections that ended lately are no obstacle.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(
+            f"nothing can listen on {host}, port {port} ({why}); choose another --host or --port."
+        ) from error
 
 
 def handler_with_metrics(handler: type) -> type:

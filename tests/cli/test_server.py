@@ -222,3 +222,35 @@ def test_without_mlx_lm_one_line_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlx_lm.models", None)
     assert main(["server"]) == 1
     assert re.fullmatch(r"error: [^\n]*mlx-lm[^\n]*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "99999999"], "port is 99999999; give 1 to 65535"),
+        (["--host", "300.1.1.1"], "nothing can listen on 300.1.1.1"),
+        (["--model", "/nowhere"], "cannot be loaded: .*'/nowhere'"),
+        (["--expert-memory", "1%"], "the smallest budget that works"),
+    ],
+)
+def test_what_cannot_be_served_ends_it_with_one_line(flags, said):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "mlx_moeflux", "server", "--port", port, *flags]
+    command += ["--log-level", "WARNING"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(said, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["server", "--port", str(taken.getsockname()[1])]) == 1
+    assert re.fullmatch(
+        r"error: nothing can listen on [^\n]*in use[^\n]*\n", capsys.readouterr().err
+    )
