@@ -47,11 +47,24 @@ class Request:
             self.state = self.resumed.state
 
 
+def begin(model: Any, sequences: list[Request], cache: PromptCache | None = None) -> Prefill:
+    """Read prompts together, in the way that suits the device. cache: Learns them.
+
+    On an H100, milliseconds for eight prompts of a 35B model: of 64 tokens 78 padded, 195 without
+    padding and 375 one by one; of 512 tokens 133, 205 and 449; of 16 to 1,000 tokens 185, 185
+    and 462. On a CPU launches cost nothing, and padding as much as any token.
+    """
+    padded = (
+        len(sequences) > 1
+        and mx.default_device() != mx.cpu
+        and all(s.known < len(s.prompt) for s in sequences)
+    )
+    return (PaddedPrefill if padded else Prefill)(model, sequences, cache)
+
+
 class Prefill:
     """Prompts that are read together: every expert once for all, the rest prompt by prompt, so
-    that none is padded.
-
-    cache: Learns them.
+    that none is padded, and each gets the bits that it gets alone.
     """
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
@@ -110,6 +123,66 @@ class Prefill:
             else:
                 logits = self._model.read_together(tokens, states)
             mx.eval(logits, [entry.state for entry in entries])
+        self._model.hand_over()
+        return logits
+
+
+class PaddedPrefill(Prefill):
+    """Prompts that are read as one batch, right-padded to the longest. Their last tokens take a
+    step of their own, at which all end alike; only the states at their ends are kept."""
+
+    def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
+        super().__init__(model, sequences, cache)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._merged = merged([sequence.state for sequence in self.sequences])
+        unread = [s.prompt[s.known : -1] for s in self.sequences]
+        self._read_columns, width = 0, max(map(len, unread))
+        self._ends: mx.array | None = None
+        self._rows = mx.array([ids + [0] * (width - len(ids)) for ids in unread], mx.int32)
+        ends = [len(ids) for ids in unread]
+        for entry in self._merged:
+            entry.prepare(lengths=ends, right_padding=[width - n for n in ends])
+
+    @property
+    def entries(self) -> list[Any]:
+        """See :attr:`Prefill.entries`."""
+        return self._merged
+
+    def drop(self, uids: set[int]) -> None:
+        """See :meth:`Prefill.drop`; what was read of the others is read again."""
+        before = len(self.sequences)
+        super().drop(uids)
+        if self.sequences and len(self.sequences) < before:
+            self._begin()
+
+    def advance(self, size: int) -> mx.array | None:
+        """See :meth:`Prefill.advance`."""
+        width = self._rows.shape[1]
+        if self._read_columns < width:
+            part = self._rows[:, self._read_columns : self._read_columns + size]
+            self._call(part)
+            self._read_columns += part.shape[1]
+            if self._read_columns < width:
+                return None
+        for entry in self._merged:
+            entry.finalize()
+        if self._ends is None:
+            self._ends = self._call(mx.array([s.prompt[-1:] for s in self.sequences], mx.int32))
+        return self._ends
+
+    def keep(self) -> None:
+        """See :meth:`Prefill.keep`."""
+        for i, sequence in enumerate(self.sequences if self._cache is not None else ()):
+            if sequence.fresh:
+                state = [entry.extract(i) for entry in self._merged]
+                self._cache.store(self._model, sequence.prompt, state, self._ends[i])
+
+    def _call(self, tokens: mx.array) -> mx.array:
+        with transaction(self._merged):
+            logits = self._model(tokens, cache=self._merged, last_only=True)[:, -1]
+            mx.eval(logits, [entry.state for entry in self._merged])
         self._model.hand_over()
         return logits
 

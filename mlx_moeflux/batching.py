@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.batch import Batch
-from mlx_moeflux.batch_sequence import Prefill, Request, sampled
+from mlx_moeflux.batch_sequence import Prefill, Request, begin, sampled
 from mlx_moeflux.cache import SequenceState
 from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
@@ -296,7 +296,7 @@ class BatchGenerator:
             first = self._admitted(room)
             if not first:
                 return
-            self._prefill = Prefill(self.model, first, self.prompt_cache)
+            self._prefill = begin(self.model, first, self.prompt_cache)
         done = self._prefill.advance(self.prefill_step_size)
         if done is None:
             return
