@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.batch import Batch
-from mlx_moeflux.batch_sequence import Prefill, Request, sampled
+from mlx_moeflux.batch_sequence import Prefill, Request, begin, sampled
 from mlx_moeflux.cache import SequenceState
 from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
@@ -144,11 +144,10 @@ class BatchGenerator:
             if return_prompt_caches:
                 states = {uid: self._batch.state(uid) for uid in self._batch.names if uid in uids}
             self._waiting = deque(s for s in self._waiting if s.uid not in uids)
-            if self._prefill is not None and uids & self._prefill.uids:
-                kept = [s for s in self._prefill.sequences if s.uid not in uids]
-                # What was read of them together is read again: prompts are not that long.
-                self._waiting.extendleft(kept[::-1])
-                self._prefill = None
+            if self._prefill is not None:
+                self._prefill.drop(uids)
+                if not self._prefill.sequences:
+                    self._prefill = None
             self._drop(uids)
         return states
 
@@ -297,7 +296,7 @@ class BatchGenerator:
             first = self._admitted(room)
             if not first:
                 return
-            self._prefill = Prefill(self.model, first, self.prompt_cache)
+            self._prefill = begin(self.model, first, self.prompt_cache)
         done = self._prefill.advance(self.prefill_step_size)
         if done is None:
             return
@@ -316,20 +315,15 @@ class BatchGenerator:
         self._prefill, self._fresh = None, True
 
     def _admitted(self, room: int) -> list[Request]:
-        """The next prompts, at most `room`, whose whole replies the pool has blocks for; one that
-        is known as a whole comes alone."""
+        """The next prompts, at most `room`, whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
         promised = sum(self._blocks(s) for s in self._sequences.values())
         while self._waiting and len(first) < room:
             promised += self._blocks(self._waiting[0])
             if pool is not None and promised > pool.blocks:
                 break
-            known = self._waiting[0].resume(self.model, self.prompt_cache)
-            if known and first:
-                break
+            self._waiting[0].resume(self.model, self.prompt_cache)
             first.append(self._waiting.popleft())
-            if known:
-                break
         return first
 
     def _blocks(self, sequence: Request) -> int:

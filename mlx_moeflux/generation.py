@@ -92,7 +92,7 @@ def stream_generate(
         InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
-    _check_numbers(max_tokens, prefill_step_size, seed)
+    check_numbers(max_tokens, prefill_step_size, seed)
     for name in ("logit_bias", "xtc_special_tokens"):
         if options.get(name) is not None:
             check_ids(name, options[name], model.config.vocab_size)
@@ -238,7 +238,8 @@ def summary(last: GenerationResponse) -> str:
     )
 
 
-def _check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
+def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
+    """Refuse with an InputError what no generation can be asked for."""
     check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
     if prefill_step_size is not None:
         check_integer("prefill_step_size", prefill_step_size, 1)

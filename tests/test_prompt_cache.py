@@ -158,9 +158,11 @@ def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeyp
 
 
 def close_in_4_bits(a, b):
-    """Numbers that lie between two of 16 steps may be rounded to either: hardly any do."""
+    """Where calls are cut elsewhere, what is rounded to 16 steps differs by a few 1e-7 of the
+    largest: one number of some 100,000 lies so near the middle between two steps, which are 2/15
+    apart, that it goes to the other; arrays here have 2,560."""
     apart, largest = mx.abs(a - b), mx.abs(b).max()
-    assert (apart > 1e-5 * largest).sum() <= max(1, a.size // 100)
+    assert (apart > 1e-5 * largest).sum() <= 1
     assert apart.max() <= 1.001 * 2 * largest / 15
 
 
@@ -313,17 +315,21 @@ def first_token(path, directory, ids):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["bundled", "synthetic"])
 def test_the_first_token_comes_in_a_tenth_of_the_time(directory, which, tmp_path):
+    """The best of three and five, in turns: what else the machine does only adds to a time."""
     path = BUNDLED_MODEL
     if which == "synthetic":
         path = synthesize("qwen3.5-tiny", tmp_path / "model", layers=8, experts=32)
     draw = np.random.default_rng(4)
     prompt = draw.integers(0, 256, 2000).tolist()
-    ends = draw.integers(0, 256, (3, 20)).tolist()
-    cold = [first_token(path, None, prompt + end) for end in ends]
+    ends = draw.integers(0, 256, (5, 20)).tolist()
     first_token(path, directory, prompt)
-    known = [first_token(path, directory, prompt + end) for end in ends]
-    assert [token for token, _, _ in known] == [token for token, _, _ in cold]
+    known = [first_token(path, directory, prompt + end) for end in ends[3:]]
+    cold = []
+    for end in ends[:3]:
+        cold.append(first_token(path, None, prompt + end))
+        known.append(first_token(path, directory, prompt + end))
+    assert [token for token, _, _ in known[2:]] == [token for token, _, _ in cold]
     assert [read for _, read, _ in cold] == [2020] * 3
-    assert [read for _, read, _ in known] == [20] * 3
-    seconds = [np.median([took for _, _, took in runs]) for runs in (known, cold)]
+    assert [read for _, read, _ in known] == [20] * 5
+    seconds = [min(took for _, _, took in runs) for runs in (known, cold)]
     assert seconds[0] <= 0.1 * seconds[1], (known, cold)

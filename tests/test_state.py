@@ -8,8 +8,10 @@ import pytest
 
 from mlx_moeflux.batch import Batch
 from mlx_moeflux.cache import KVCache, RecurrentCache
+from mlx_moeflux.cache.portable import EntrySpec
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.synthesize import synthesize
 from tests.models_at_hand import KINDS, TWIN, model_of, run, same_bits, tokens_of
 
 T = 21
@@ -61,6 +63,17 @@ def test_restored_across_a_growth_step_continues(model, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_restored_at_every_position_continues(model, tmp_path):
     continues_from_everywhere(model, tmp_path, set(range(41)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", ["qwen3.5-tiny", "deepseek-tiny"])
+def test_restored_at_every_position_in_bits_continues(shape, bits, tmp_path):
+    """Keys and values; latents."""
+    path = synthesize(shape, tmp_path / "model", layers=4, experts=32)
+    options = {"kv_bits": bits, "dtype": mx.float32}
+    with load_model(path, expert_memory="75%", **options) as model:
+        continues_from_everywhere(model, tmp_path, set(range(41)))
 
 
 def test_two_sequences_restored_in_turns_do_not_disturb_each_other(model):
@@ -173,6 +186,13 @@ def test_context_left_and_bytes_per_position(model):
         for array in entry._arrays()
     )
     assert model.bytes_per_position() == rows
+
+
+def test_the_spec_is_what_every_layer_holds_after_a_token(model):
+    """One mixer of a kind speaks for all of them."""
+    state = model.make_cache()
+    run(model, state, tokens_of(1))
+    assert model.state_spec().entries == tuple(EntrySpec.of(entry) for entry in state)
 
 
 @pytest.mark.parametrize("position", [3, 16, 21])

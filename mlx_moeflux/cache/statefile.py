@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,9 @@ class StateFile:
         """One array, of a file that :meth:`read` need not have verified."""
         if name not in self._refs:
             raise CacheError(f"{self.path} has no array {name!r}; remove the file.")
-        return _to_mlx(_host(self._refs[name]))
+        array = _to_mlx(_host(self._refs[name]))
+        mx.eval(array)
+        return array
 
     def read(self) -> dict[str, mx.array]:
         """All arrays.
@@ -98,10 +101,20 @@ class StateFile:
         Raises:
             CacheError: The bytes are not those that were written.
         """
-        arrays = {name: _host(ref) for name, ref in self._refs.items()}
-        if _digest(self.facts, arrays) != self._digest:
+        hasher, loaded = _hasher(self.facts, self.specs), {}
+        # A second core hashes what was read while more is read and copied.
+        with ThreadPoolExecutor(1) as pool:
+            hashed = []
+            for name, ref in sorted(self._refs.items()):
+                array = _host(ref)
+                hashed.append(pool.submit(hasher.update, array.data))
+                loaded[name] = _to_mlx(array)
+            mx.eval(loaded)
+            for job in hashed:
+                job.result()
+        if hasher.hexdigest() != self._digest:
             raise CacheError(f"{self.path} is damaged: its digest does not match; remove the file.")
-        return {name: _to_mlx(array) for name, array in arrays.items()}
+        return loaded
 
 
 def open_file(path: str | os.PathLike[str], format: Format) -> StateFile:
@@ -188,12 +201,18 @@ def _write(path: Path, pieces: list[bytes | memoryview]) -> None:
 
 
 def _digest(facts: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:
-    described = {name: [a.spec.dtype, list(a.spec.shape)] for name, a in arrays.items()}
-    hasher = hashlib.blake2b(digest_size=HASH_BYTES)
-    hasher.update(json.dumps([dict(facts), described], sort_keys=True).encode())
+    hasher = _hasher(facts, {name: array.spec for name, array in arrays.items()})
     for name in sorted(arrays):
         hasher.update(arrays[name].data)
     return hasher.hexdigest()
+
+
+def _hasher(facts: Mapping[str, str], specs: Mapping[str, ArraySpec]) -> hashlib.blake2b:
+    """Of the digest, before the arrays' bytes, which follow in the order of their names."""
+    described = {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
+    hasher = hashlib.blake2b(digest_size=HASH_BYTES)
+    hasher.update(json.dumps([dict(facts), described], sort_keys=True).encode())
+    return hasher
 
 
 def _host(ref: TensorRef) -> HostArray:
@@ -207,6 +226,4 @@ def _host(ref: TensorRef) -> HostArray:
 
 def _to_mlx(array: HostArray) -> mx.array:
     loaded = mx.array(np.frombuffer(array.data, np.uint8)).view(mlx_dtype(array.spec.dtype))
-    loaded = loaded.reshape(array.spec.shape)
-    mx.eval(loaded)
-    return loaded
+    return loaded.reshape(array.spec.shape)

@@ -49,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
 
     options = template_options(args)
+    _check(args)
     model, tokenizer = loading.load(
         args.model or loading.BUNDLED_MODEL, **load_options(args), verbose=True
     )
     with model, _cache(args) as cache:
-        mx.random.seed(args.seed)
+        mx.random.seed(args.seed % 2**64)
         talk = Conversation(args, model, tokenizer, cache, options)
         print(HELP, file=sys.stderr)
         for line in _lines():
@@ -68,6 +69,20 @@ def run(args: argparse.Namespace) -> int:
             elif command:
                 talk.turn(line)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse at once what would spoil every reply."""
+    from mlx_moeflux.generation import check_numbers
+    from mlx_moeflux.sampling import make_sampler
+
+    check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
+    make_sampler(
+        args.temp,
+        args.top_p,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+    )
 
 
 class Conversation:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import contextlib
 import io
 import json
+import logging
+import math
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -18,7 +26,13 @@ from mlx_moeflux.cli.generate import (
     load_options,
     prompt_cache,
 )
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.errors import (
+    CacheError,
+    CheckpointError,
+    InputError,
+    MoefluxError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from mlx_moeflux.cache.prompt import PromptCache
@@ -52,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
 
     options = load_options(args) | {"verbose": True}
+    check_address(args.host, args.port)
     register_with_mlx_lm(**options)
     try:
         from mlx_lm import server
@@ -78,9 +93,13 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
     from mlx_moeflux.mlx_lm_plugin import SharedPrompts
 
     http, generator = server._run_http_server, server.ResponseGenerator
+    failures: list[Exception] = []
 
     def with_prompts(provider, cache):
-        return generator(provider, cache if prompts is None else SharedPrompts(provider, prompts))
+        provider.load_default = partial(_load_or_stop, provider.load_default, failures)
+        provider.load = partial(_load_with_one_line, provider.load)
+        shared = cache if prompts is None else SharedPrompts(provider, prompts)
+        return lasting(generator)(provider, shared)
 
     def with_metrics(host, port, responses):
         http(host, port, responses, handler_class=handler_with_metrics(server.APIHandler))
@@ -90,7 +109,97 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
         mock.patch.object(server, "ResponseGenerator", with_prompts),
         mock.patch.object(sys, "argv", ["mlx_moeflux.server", *arguments]),
     ):
-        server.main()
+        try:
+            server.main()
+        except KeyboardInterrupt:
+            # Before it began to listen.
+            if not failures:
+                raise
+    if failures:
+        raise failures[0]
+
+
+def _load_or_stop(load: Callable[[], None], failures: list[Exception]) -> None:
+    """Load the model, in a thread of mlx-lm's. Without one there is nothing to serve: whatever
+    the main thread does is interrupted then."""
+    try:
+        load()
+    except MoefluxError as error:
+        failures.append(error)
+        _thread.interrupt_main()
+        sys.exit()  # this thread alone, without a word
+
+
+def _load_with_one_line(load: Callable, *arguments: object) -> object:
+    """Load any model. What the hub's errors say goes over several lines."""
+    try:
+        return load(*arguments)
+    except MoefluxError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the model cannot be loaded: {_line(error)}") from error
+
+
+def lasting(generator: type) -> type:
+    """mlx-lm's generator of replies, which refuses prompts that do not fit and goes on after a
+    failure: whoever waits for a reply is told of it, and the next requests are answered."""
+
+    class Generator(generator):
+        def __init__(self, *arguments):
+            self._asking: weakref.WeakSet = weakref.WeakSet()
+            super().__init__(*arguments)
+
+        def _next_request(self, timeout=None):
+            request = super()._next_request(timeout)
+            if request is not None:
+                self._asking.add(request[0])
+            return request
+
+        def _tokenize(self, tokenizer, request, args):
+            prompt, *rest = super()._tokenize(tokenizer, request, args)
+            if not len(prompt):
+                raise InputError("the prompt is empty; give at least one token.")
+            left = getattr(self.model_provider.model, "context_left", lambda: math.inf)()
+            if len(prompt) > left:
+                raise CacheError(
+                    f"the prompt has {len(prompt)} tokens, the context room for {left}; shorten it."
+                )
+            args.max_tokens = min(args.max_tokens, left - len(prompt) + 1)
+            return prompt, *rest
+
+        def _run_generate(self):
+            while True:
+                try:
+                    self._generate()
+                    break
+                except Exception as error:
+                    logging.exception("A reply failed; the server goes on.")
+                    for queue in list(self._asking):
+                        queue.put(RuntimeError(f"the reply failed: {_line(error)}"))
+
+    return Generator
+
+
+def _line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse with an InputError an address where nothing can listen."""
+    if not 0 <= port <= 65535:  # the look-up would take what is left of its lowest 16 bits
+        raise InputError(f"port is {port}; give 1 to 65535, or 0 for any that is free.")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            # As the server does: connections that ended lately are no obstacle.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(
+            f"nothing can listen on {host}, port {port} ({why}); choose another --host or --port."
+        ) from error
 
 
 def handler_with_metrics(handler: type) -> type:
@@ -104,19 +213,29 @@ def handler_with_metrics(handler: type) -> type:
             self.began = True
             super().send_response(*arguments)
 
+        def handle(self) -> None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client left
+                super().handle()
+
         def do_GET(self) -> None:
-            if self.path != "/metrics":
+            if self.path == "/metrics":
+                self._answer(200, metrics(self.response_generator.model_provider))
+            elif self.path.rstrip("/") == "/v1/models":
+                self._answer(200, models(self.response_generator.cli_args.model))
+            else:
                 super().do_GET()
-                return
-            self._set_completion_headers(200)
+
+        def _answer(self, status: int, body: dict) -> None:
+            self._set_completion_headers(status)
             self.end_headers()
-            self.wfile.write(json.dumps(metrics(self.response_generator.model_provider)).encode())
+            self.wfile.write(json.dumps(body).encode())
 
         def do_POST(self) -> None:
             try:
                 size = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(max(size, 0))
-                fault = complaint(json.loads(raw), self.response_generator.model_provider.model)
+                body = json.loads(raw, parse_constant=_no_constant)
+                fault = complaint(body, self.response_generator.model_provider.model)
                 self.rfile = io.BytesIO(raw)
                 if fault is None:
                     super().do_POST()
@@ -125,12 +244,13 @@ def handler_with_metrics(handler: type) -> type:
                 if self.began:
                     raise
                 fault = str(error)
-            self._set_completion_headers(400)
-            self.end_headers()
-            line = " ".join(f"The request cannot be used: {fault}".split())
-            self.wfile.write(json.dumps({"error": line}).encode())
+            self._answer(400, {"error": _line(f"The request cannot be used: {fault}")})
 
     return Handler
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON.")
 
 
 # Field -> what it must be; mlx-lm's server looks at the others before it begins.
@@ -159,11 +279,24 @@ def complaint(body: object, model: object) -> str | None:
     for message in body.get("messages") or []:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return "each of 'messages' needs a 'role'."
+    if any(not isinstance(tool, dict) for tool in body.get("tools") or []):
+        return "each of 'tools' must be an object."
+    seed = body.get("seed")
+    if isinstance(seed, int) and not 0 <= seed < 2**64:
+        return f"'seed' is {seed}; give 0 to 2**64 - 1."
+    if body.get("prompt") == "":
+        return "the prompt is empty; give at least one token."
     limit = getattr(getattr(model, "config", None), "vocab_size", None)
     for i in body.get("logit_bias") or {}:
         if not i.isdecimal() or (limit is not None and int(i) >= limit):
             return f"'logit_bias' names {i!r}, which is no token id below {limit}."
     return None
+
+
+def models(path: str) -> dict:
+    """The one model that is served, as ``/v1/models`` lists it."""
+    named = {"id": str(path), "object": "model", "created": int(time.time())}
+    return {"object": "list", "data": [named]}
 
 
 def metrics(provider) -> dict:

@@ -31,10 +31,11 @@ class Asked(NamedTuple):
                 needed.pop()
             return cls(needed, needed, [first] * len(needed), [1] * len(needed))
         flat = ids.reshape(-1)
-        places = np.flatnonzero(flat < num_experts)[::-1]
-        # The first of the reversed places is the last use.
-        needed, at, uses = np.unique(flat[places], return_index=True, return_counts=True)
-        last = places[at]
+        uses = np.bincount(flat, minlength=num_experts)[:num_experts]
+        needed = np.flatnonzero(uses)
+        last = np.empty(num_experts + 1, np.int64)
+        last[flat] = np.arange(len(flat))  # of several assignments the last one stays
+        last, uses = last[needed], uses[needed]
         order = np.argsort(last)
         return cls(
             needed.tolist(),

@@ -118,7 +118,8 @@ def begin_few(
 class ExpertSum:
     """Sums a call's experts into ``total [N, C]`` float32, some ascending ids at a time.
 
-    :meth:`add` must be given the pairs of lower experts before those of higher ones.
+    :meth:`add` must be given the pairs of lower experts before those of higher ones. A form of
+    the mix that `adds` to an array of the host is left to do so.
 
     Evaluates: all of its work but the last step of the last :meth:`add`.
     """
@@ -126,7 +127,8 @@ class ExpertSum:
     def __init__(self, x: mx.array, weights: mx.array, form: Form):
         N, C = x.shape
         self.x, self.form = x, form
-        self.total = mx.full((N, C), -0.0, mx.float32)
+        self._total = mx.full((N, C), -0.0, mx.float32)
+        self._on_host: np.ndarray | None = None
         self.weights = weights
         self._weights = mx.concatenate([weights.reshape(-1), mx.zeros((1,), mx.float32)])
         self._K = weights.shape[1]
@@ -135,6 +137,9 @@ class ExpertSum:
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
         mix = self.form.mixer(self.x, self.weights, bank)
+        if hasattr(mix, "adds"):
+            self._add_on_host(mix, pairs, slot_of, bank)
+            return
         if mix is not None:
             self._mix(mix, pairs, slot_of, bank)
             return
@@ -148,6 +153,33 @@ class ExpertSum:
             part = pairs.between(chosen[0], chosen[-1])
             self._add_chunks(part, slot_of, bank, cast=True)
 
+    @property
+    def total(self) -> mx.array:
+        """The sum so far."""
+        return self._total if self._on_host is None else mx.array(self._on_host)
+
+    def evaluate(self) -> None:
+        """Wait until nothing reads a bank any more."""
+        if self._on_host is None:
+            mx.eval(self._total)
+
+    def _add_on_host(
+        self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
+    ) -> None:
+        if self._on_host is None:
+            self._on_host = np.full(self.x.shape, -0.0, np.float32)
+        pairs = pairs.where(np.argsort(pairs.expert, kind="stable"))
+        mix.adds(
+            self._on_host,
+            self.x,
+            self.weights,
+            token=pairs.token,
+            rank=pairs.rank,
+            slot=slot_of[pairs.expert],
+            bank=bank,
+            at_once=self.form.pairs_at_once(bank),
+        )
+
     def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         N = self.x.shape[0]
         tokens = np.unique(pairs.token)
@@ -157,18 +189,18 @@ class ExpertSum:
             self._next_step()
             some = tokens[start : start + chunk]
             rows = slice(None) if len(some) == N else indices(some)
-            self.total[rows] = mix(
+            self._total[rows] = mix(
                 self.x[rows],
                 mx.array(slots[some]),
                 self.weights[rows],
                 bank,
-                initial=self.total[rows],
+                initial=self._total[rows],
             )
 
     def _next_step(self) -> None:
         """Evaluate the steps before: only one step's scratch is allocated at a time."""
         if self._started:
-            mx.eval(self.total)
+            mx.eval(self._total)
         self._started = True
 
     def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
@@ -194,11 +226,11 @@ class ExpertSum:
         grid, weights = self._grid(pairs, order)
         out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
         out, weights = out[indices(grid)], self._weights[indices(weights)]  # [n, R, C], [n, R]
-        if len(grid) == self.total.shape[0]:
-            self.total = accumulate_experts(out, weights, self.total)
+        if len(grid) == self._total.shape[0]:
+            self._total = accumulate_experts(out, weights, self._total)
             return
         tokens = indices(np.unique(pairs.token))
-        self.total[tokens] = accumulate_experts(out, weights, self.total[tokens])
+        self._total[tokens] = accumulate_experts(out, weights, self._total[tokens])
 
     def _grid(self, pairs: Pairs, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each token with pairs, where its outputs are in the sorted rows, and its weights:

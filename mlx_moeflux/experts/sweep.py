@@ -37,7 +37,7 @@ def sweep(
     def compute(full: BankFull) -> None:
         part = pairs.between(full.experts[0], full.experts[-1])
         total.add(part, state.table.slots_by_expert, state.bank.experts)
-        mx.eval(total.total)
+        total.evaluate()
 
     take_turns(plan, begin, lambda: state.finish(events), compute)
     return total.total

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import io
 import weakref
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -27,6 +29,9 @@ from mlx_moeflux.errors import UnsupportedError
 KEPT_BYTES = 128 << 20
 # Numbers that are made dense at once where they are not kept.
 BLOCK = 1 << 20
+# Numbers up to which several matrices of a bank are made dense at once: what they share of the
+# work counts, and they are in a core's cache when they are multiplied.
+SEVERAL = 1 << 17
 
 
 class Stored(Protocol):
@@ -122,14 +127,15 @@ def product(
     *,
     views: Views | None = None,
     keep: bool = True,
+    known: np.ndarray | None = None,
 ) -> np.ndarray:
     """rows ``[N, in]`` -> ``[N, out]``, each row on its own.
 
     slot: Which matrix of a bank. views: Its arrays, if they are known. keep: What is in the matrix
-    never changes, so that its dense form may be kept.
+    never changes, so that its dense form may be kept. known: Its dense form, if that was made.
     """
-    out, known = matrix.weight.shape[-2], None
-    if keep and matrix.weight.dtype != mx.float32:
+    out = matrix.weight.shape[-2]
+    if known is None and keep and matrix.weight.dtype != mx.float32:
         known = kept.find(matrix, slot)
         if known is None and kept.has_room(4 * out * rows.shape[1]):
             known = dense(matrix, slot, views)
@@ -160,14 +166,27 @@ class Views(NamedTuple):
                      (matrix.weight, matrix.scales, matrix.biases)))  # fmt: skip
 
 
+def dense_each(
+    matrix: Stored, slots: Sequence[int], width: int, views: Views
+) -> Iterator[np.ndarray | None]:
+    """:func:`dense` of these slots of a bank, one after the other; width: Their ``in``. None where
+    a matrix is better made in parts, by :func:`product`."""
+    some = SEVERAL // (matrix.weight.shape[-2] * width)
+    if some < 2:
+        yield from repeat(None, len(slots))
+        return
+    for start in range(0, len(slots), some):
+        yield from dense(matrix, np.array(slots[start : start + some]), views)
+
+
 def dense(
     matrix: Stored,
-    slot: int | None = None,
+    slot: int | np.ndarray | None = None,
     views: Views | None = None,
     part: slice = slice(None),
 ) -> np.ndarray:
-    """A matrix, or that of one slot, or some of its rows, ``[out, in]`` in float32; see
-    :func:`product`."""
+    """A matrix, or those of one slot or several, or some of their rows, ``[..., out, in]`` in
+    float32; see :func:`product`."""
     spec, views = matrix.spec, views or Views.of(matrix)
     index = part if slot is None else (slot, part)
     views = Views(*(None if a is None else a[index] for a in views))
@@ -217,9 +236,11 @@ _TABLES = {2: (np.uint8, 4), 4: (np.uint16, 4)}
 def _table(bits: int) -> np.ndarray:
     """Integer -> its four numbers as floats, seen as one element of 16 bytes."""
     integers, count = _TABLES[bits]
-    packed = np.arange(np.iinfo(integers).max + 1)[:, None]
-    values = packed >> np.arange(count) * bits & (1 << bits) - 1
-    return values.astype(np.float32).view(np.complex128)[:, 0].copy()
+    packed = np.arange(np.iinfo(integers).max + 1, dtype=np.uint16)
+    values = np.empty((len(packed), count), np.float32)
+    for i in range(count):
+        values[:, i] = packed >> i * bits & (1 << bits) - 1
+    return values.view(np.complex128)[:, 0]
 
 
 # As MLX does: infinities and NaN go their way without a word.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -63,6 +65,20 @@ class DecoderLayer(nn.Module):
         """Modules whose parameters are read by the same launches."""
         first = self[self._mixer_name], self.input_layernorm
         return [first, (self.mlp, self.post_attention_layernorm)]
+
+    def together(
+        self, xs: Sequence[mx.array], caches: Sequence[SequenceClock], *, chunk: int
+    ) -> list[mx.array]:
+        """Several sequences, x ``[1, T, C]`` each with its own T: one after the other through the
+        mixer, all at once through the MLP or MoE block."""
+        mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
+        h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
+        if isinstance(self.mlp, SparseMoeBlock):
+            out = self.mlp(h, norm)
+        else:
+            parts = SequenceClock().parts(h.shape[1], chunk)
+            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
+        return mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1)
 
     def mix(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
         """The first half: x ``[B, T, C]`` behind the mixer and its residual."""
@@ -181,6 +197,24 @@ class DecoderModel(StreamingModel):
             return logits
         with transaction(cache):
             return self._forward(tokens, cache, last_only=last_only)
+
+    def read_together(
+        self, prompts: Sequence[mx.array], states: Sequence[Sequence[SequenceClock]]
+    ) -> mx.array:
+        """Tokens ``[T]`` of several sequences, each with its own T, behind their own states -> the
+        logits after the last of each, ``[B, V]``. Without padding: mixers take the sequences one
+        by one, and every expert is read at most once for all of them.
+
+        A call that raises leaves all states as they were.
+        """
+        with ExitStack() as transactions:
+            for state in states:
+                transactions.enter_context(transaction(state))
+            with metal.gathered():
+                hidden = [self.model.embed_tokens(t.astype(mx.uint32)[None]) for t in prompts]
+                for layer, *entries in zip(self.model.layers, *states, strict=True):
+                    hidden = layer.together(hidden, entries, chunk=self.prefill_chunk)
+                return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
 
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False

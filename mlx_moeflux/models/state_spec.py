@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache import SequenceClock
 from mlx_moeflux.cache.portable import EntrySpec, StateSpec
 
 if TYPE_CHECKING:
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 SAMPLES = 64
 
 
+Parameters = list[tuple[str, mx.array]]
+
+
 def state_spec(model: StreamingModel) -> StateSpec:
     """Identity and shapes of the states of `model`. Evaluates: some elements of each parameter."""
-    entries = tuple(EntrySpec.of(entry) for entry in _after_a_token(model))
-    return StateSpec(state_identity(model), entries, model.config.vocab_size)
+    parameters = sorted(tree_flatten(model.parameters()))
+    entries = tuple(_entries(model, parameters))
+    return StateSpec(state_identity(model, parameters), entries, model.config.vocab_size)
 
 
-def state_identity(model: StreamingModel) -> str:
+def state_identity(model: StreamingModel, parameters: Parameters) -> str:
     """A hash of the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
     router's settings and every mark of lossy choices.
 
@@ -43,26 +47,34 @@ def state_identity(model: StreamingModel) -> str:
         [model.kv_bits, model.kv_group_size] if model.kv_bits else [],
     ]
     hasher = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
-    hasher.update(_trunk_samples(model))
+    hasher.update(_trunk_samples(parameters))
     return hasher.hexdigest()
 
 
-def _trunk_samples(model: StreamingModel) -> bytes:
+def _trunk_samples(parameters: Parameters) -> bytes:
     """Evenly spaced elements of every parameter but the experts, which need not be in memory."""
     pieces = []
-    for name, array in sorted(tree_flatten(model.parameters())):
+    for name, array in parameters:
         if ".switch_mlp." not in name and array.size:
             some = array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES]
             pieces.append(mx.contiguous(some).view(mx.uint8))
     return bytes(memoryview(mx.concatenate(pieces)))
 
 
-def _after_a_token(model: StreamingModel) -> list[SequenceClock]:
-    """Entries that have seen a token of which nothing was computed: shapes need no values."""
-    entries = list(model.make_cache())
-    weight = model.model.norm.weight
+def _entries(model: StreamingModel, parameters: Parameters) -> Iterator[EntrySpec]:
+    """What each layer's entry holds once it has seen a token, of which nothing need be computed:
+    shapes need no values. One mixer of each kind is asked."""
+    shapes: dict[str, list[Any]] = {}
+    for name, array in parameters:
+        place, _, rest = name.partition("_attn.")
+        shapes.setdefault(place, []).append((rest, array.shape, array.dtype))
+    weight, known = model.model.norm.weight, {}
     x = mx.zeros((1, 1, weight.shape[0]), weight.dtype)
-    for layer, entry in zip(model.layers, entries, strict=True):
-        mixer: Any = layer.linear_attn if "linear_attn" in layer else layer.self_attn
-        mixer(x, entry, layer.input_layernorm)
-    return entries
+    for i, (layer, entry) in enumerate(zip(model.layers, model.make_cache(), strict=True)):
+        name = "linear_attn" if "linear_attn" in layer else "self_attn"
+        own = shapes.get(f"model.layers.{i}.{name.removesuffix('_attn')}", [])
+        kind = type(layer[name]), type(entry), tuple(own)
+        if kind not in known:
+            layer[name](x, entry, layer.input_layernorm)
+            known[kind] = EntrySpec.of(entry)
+        yield known[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -157,3 +158,19 @@ def test_thinking_is_hidden_or_shown(inside, text, shown, size):
     for hidden, expected in ((True, shown), (False, text)):
         thinking = Thinking(inside, hidden=hidden)
         assert "".join([*map(thinking.add, pieces), thinking.finish()]) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--temp", "-1"], "temp"),
+        (["--top-p", "3"], "top_p"),
+        (["--xtc-probability", "2"], "xtc_probability"),
+        (["--max-tokens", "-5"], "max_tokens"),
+        (["--prefill-step-size", "0"], "prefill_step_size"),
+        (["--seed", "-1"], "seed"),
+    ],
+)
+def test_what_would_spoil_every_reply_is_refused_before_loading(capsys, flags, named):
+    assert main(["chat", "--model", "/nowhere", *flags]) == 1
+    assert re.fullmatch(rf"error: {named} is [^\n]*\n", capsys.readouterr().err)

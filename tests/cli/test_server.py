@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ import pytest
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
+from mlx_moeflux.cli.server import lasting
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 pytest.importorskip("mlx_lm")
@@ -200,8 +202,16 @@ def test_metrics_tell_what_the_experts_cost(url, talking):
         {"messages": MESSAGES, "logit_bias": {"4096": 1}},
         {"messages": MESSAGES, "tools": "none"},
         {"messages": MESSAGES, "chat_template_kwargs": 3},
+        {"messages": MESSAGES, "chat_template_kwargs": {"messages": 3}},
+        {"messages": MESSAGES, "tools": [5]},
+        {"messages": MESSAGES, "seed": -5},
+        {"messages": MESSAGES, "seed": 2**70},
+        {"messages": MESSAGES, "model": "/nowhere"},
+        {"messages": []},
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+        {"messages": [{"role": "user", "content": "def f(x):" * 3000}]},
     ],
-    ids=str,
+    ids=lambda body: str(body)[:60],
 )
 def test_malformed_requests_get_4xx_with_one_line(url, body):
     status, text = ask(url, "/v1/chat/completions", body)
@@ -213,6 +223,52 @@ def test_malformed_requests_get_4xx_with_one_line(url, body):
     assert ask(url, "/health")[0] == 200
 
 
+def test_an_empty_prompt_is_refused_and_the_next_is_answered(url):
+    """It once ended the thread that generates."""
+    status, text = ask(url, "/v1/completions", {"prompt": "", "max_tokens": 2})
+    assert (status, "empty" in text) == (400, True)
+    assert ask(url, "/v1/completions", {"prompt": "import", "max_tokens": 2})[0] == 200
+
+
+def test_a_reply_ends_with_the_context(talking):
+    body = {"prompt": "import", "max_tokens": 1000}
+    with running(talking, "--max-context", "20") as url:
+        status, text = ask(url, "/v1/completions", body)
+    assert status == 200
+    usage = json.loads(text)["usage"]
+    # The last token need not go in.
+    assert usage["prompt_tokens"] + usage["completion_tokens"] <= 21
+
+
+def test_after_a_failure_others_are_answered():
+    """Whoever waits when the generating thread fails hears of it; the thread goes on."""
+
+    class Stub:
+        def __init__(self, requests):
+            self.requests, self.answered = requests, []
+            self._run_generate()
+
+        def _next_request(self, timeout=None):
+            return self.requests.pop(0)
+
+        def _generate(self):
+            while self.requests:
+                waiting, text = self._next_request()
+                if text == "bad":
+                    raise ValueError("pulled\nout")
+                waiting.put(text)
+
+    queues = [queue.Queue() for _ in range(3)]
+    lasting(Stub)(list(zip(queues, ("good", "bad", "good"), strict=True)))
+    assert [q.get_nowait() for q in queues[::2]] == ["good", "good"]
+    assert str(queues[1].get_nowait()) == "the reply failed: pulled out"
+
+
+def test_models_are_the_one_that_is_served(url, talking):
+    status, text = ask(url, "/v1/models")
+    assert (status, [m["id"] for m in json.loads(text)["data"]]) == (200, [str(talking)])
+
+
 def test_unknown_paths_are_404(url):
     assert ask(url, "/v1/nothing")[0] == ask(url, "/v1/nothing", {})[0] == 404
 
@@ -222,3 +278,35 @@ def test_without_mlx_lm_one_line_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlx_lm.models", None)
     assert main(["server"]) == 1
     assert re.fullmatch(r"error: [^\n]*mlx-lm[^\n]*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "99999999"], "port is 99999999; give 1 to 65535"),
+        (["--host", "300.1.1.1"], "nothing can listen on 300.1.1.1"),
+        (["--model", "/nowhere"], "cannot be loaded: .*'/nowhere'"),
+        (["--expert-memory", "1%"], "the smallest budget that works"),
+    ],
+)
+def test_what_cannot_be_served_ends_it_with_one_line(flags, said):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "mlx_moeflux", "server", "--port", port, *flags]
+    command += ["--log-level", "WARNING"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(said, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["server", "--port", str(taken.getsockname()[1])]) == 1
+    assert re.fullmatch(
+        r"error: nothing can listen on [^\n]*in use[^\n]*\n", capsys.readouterr().err
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.kernels import blas
+from mlx_moeflux.kernels import blas, blas_forms
 from mlx_moeflux.kernels.choice import FORMS, Kernels
 from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
@@ -115,6 +116,44 @@ def test_experts_give_the_same_bits_however_tokens_and_slots_lie(bank):
     assert (mix(x, mx.array(high), weights, bank, initial=begun) == whole).all()
     none = mix(x, mx.full((40, 3), 0xFFFFFFFF, mx.uint32), weights, bank)
     assert (none == 0).all()
+
+
+@pytest.mark.parametrize("several", [0, 3 * 64 * 96, 10**6])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_experts_added_on_the_host_give_the_bits_of_the_mix(bank, monkeypatch, several, fixed):
+    """One by one, in two groups, all made dense at once; rows of an expert in parts."""
+    monkeypatch.setattr(blas, "SEVERAL", several)
+    bank = replace(bank, fixed=fixed)
+    x, weights = mx.random.normal((40, 96)), mx.random.uniform(shape=(40, 3))
+    ids = np.sort([np.random.default_rng(n).permutation(6)[:3] for n in range(40)])
+    mix, slot_of = FORMS["expert_mix"]["blas"], np.array([4, 0, 5, 1, 3, 2])
+    # Terms are added by ascending ids, which the columns have.
+    expected = mix(x, mx.array(slot_of[ids].astype("u4")), weights, bank)
+    total = np.full((40, 96), -0.0, np.float32)
+    for first, last, at_once in ((0, 2, 100), (3, 5, 4)):
+        token, rank = np.nonzero((ids >= first) & (ids <= last))
+        order = np.argsort(ids[token, rank], kind="stable")
+        token, rank = token[order], rank[order]
+        slot = slot_of[ids[token, rank]]
+        pairs = {"token": token, "rank": rank, "slot": slot}
+        mix.adds(total, x, weights, **pairs, bank=bank, at_once=at_once)
+    assert (total == np.array(expected)).all()
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "parts"), [(1, 300, 1), (20, 300, 3), (20, 4096, 1), (5, 99, 1)]
+)
+def test_attention_in_parts_of_keys_agrees_with_the_reference(monkeypatch, T, S, parts):
+    """On a busy machine a second thread of BLAS may be waited for; see blas_forms.py."""
+    monkeypatch.setattr(blas_forms, "SINGLE_THREADED", 120 * 2 * 20 * 40)
+    monkeypatch.setattr(blas_forms, "MOST_PARTS", 8)
+    assert len(blas_forms._for_one_thread(S, 2 * T * 40)) == parts
+    q = mx.random.normal((2, 6, T, 24))
+    k, v = mx.random.normal((2, 3, S, 24)), mx.random.normal((2, 3, S, 40))
+    options = {"scale": 0.2, "mask": "causal" if T > 1 else None}
+    expected = FORMS["sdpa"]["reference"](q, k, v, **options)
+    # Sums of up to 24 products, then of up to S terms of one sign that add to 1.
+    assert error(FORMS["sdpa"]["blas"](q, k, v, **options), expected) <= 64 * 2**-23 * 5
 
 
 def test_matrices_are_kept_within_the_bound_and_go_with_their_owner(monkeypatch):
