@@ -91,7 +91,8 @@ class StateFile:
         """One array, of a file that :meth:`read` need not have verified."""
         if name not in self._refs:
             raise CacheError(f"{self.path} has no array {name!r}; remove the file.")
-        array = _to_mlx(_host(self._refs[name]))
+        ref = self._refs[name]
+        array = _to_mlx(_host(ref, np.empty(ref.nbytes, np.uint8)))
         mx.eval(array)
         return array
 
@@ -101,12 +102,15 @@ class StateFile:
         Raises:
             CacheError: The bytes are not those that were written.
         """
-        hasher, loaded = _hasher(self.facts, self.specs), {}
+        hasher, loaded, position = _hasher(self.facts, self.specs), {}, 0
+        # In one piece, which the system gives in larger pages than many.
+        memory = np.empty(self.nbytes, np.uint8)
         # A second core hashes what was read while more is read and copied.
         with ThreadPoolExecutor(1) as pool:
             hashed = []
             for name, ref in sorted(self._refs.items()):
-                array = _host(ref)
+                array = _host(ref, memory[position : position + ref.nbytes])
+                position += ref.nbytes
                 hashed.append(pool.submit(hasher.update, array.data))
                 loaded[name] = _to_mlx(array)
             mx.eval(loaded)
@@ -215,8 +219,7 @@ def _hasher(facts: Mapping[str, str], specs: Mapping[str, ArraySpec]) -> hashlib
     return hasher
 
 
-def _host(ref: TensorRef) -> HostArray:
-    raw = np.empty(ref.nbytes, np.uint8)
+def _host(ref: TensorRef, raw: np.ndarray) -> HostArray:
     try:
         ref.read_into(raw.data)
     except CheckpointError as error:

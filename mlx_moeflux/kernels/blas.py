@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import functools
 import io
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from math import prod
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -44,30 +46,37 @@ class Stored(Protocol):
 
 
 class Kept:
-    """Dense matrices that live as long as the packed ones that they were made from."""
+    """Dense matrices that live as long as the packed ones that they were made from. One is kept
+    when it is asked for again: new memory costs more than a matrix is worth to a single call."""
 
     def __init__(self, limit: int):
         self.limit, self.nbytes = limit, 0
-        self._known: dict[int, dict[tuple[int | None, int], np.ndarray]] = {}
+        # None: asked for once.
+        self._known: dict[int, dict[tuple[int | None, int], np.ndarray | None]] = {}
 
     def find(self, matrix: Stored, slot: int | None) -> np.ndarray | None:
         known = self._known.get(id(matrix.weight))
         return None if known is None else known.get((slot, id(matrix.scales)))
 
-    def has_room(self, nbytes: int) -> bool:
-        return self.nbytes + nbytes <= self.limit
-
-    def keep(self, matrix: Stored, slot: int | None, values: np.ndarray) -> None:
-        self.nbytes += values.nbytes
-        owner = id(matrix.weight)
+    def wants(self, matrix: Stored, slot: int | None, nbytes: int) -> bool:
+        """Whether a matrix that is not here should be: it was asked for before, and fits."""
+        owner, key = id(matrix.weight), (slot, id(matrix.scales))
         if owner not in self._known:
             self._known[owner] = {}
             weakref.finalize(matrix.weight, self.forget, owner)
-        self._known[owner][slot, id(matrix.scales)] = values
+        known = self._known[owner]
+        again = key in known
+        known.setdefault(key, None)
+        return again and self.nbytes + nbytes <= self.limit
+
+    def keep(self, matrix: Stored, slot: int | None, values: np.ndarray) -> None:
+        self.nbytes += values.nbytes
+        self._known[id(matrix.weight)][slot, id(matrix.scales)] = values
 
     def forget(self, owner: int) -> None:
         """What was made from the array with this id, if anything was."""
-        self.nbytes -= sum(values.nbytes for values in self._known.pop(owner, {}).values())
+        known = self._known.pop(owner, {}).values()
+        self.nbytes -= sum(values.nbytes for values in known if values is not None)
 
 
 kept = Kept(KEPT_BYTES)
@@ -137,7 +146,7 @@ def product(
     out = matrix.weight.shape[-2]
     if known is None and keep and matrix.weight.dtype != mx.float32:
         known = kept.find(matrix, slot)
-        if known is None and kept.has_room(4 * out * rows.shape[1]):
+        if known is None and kept.wants(matrix, slot, 4 * out * rows.shape[1]):
             known = dense(matrix, slot, views)
             kept.keep(matrix, slot, known)
     # The same blocks whether they are kept or not: the same bits.
@@ -147,9 +156,11 @@ def product(
     parts = []
     for start in range(0, out, step):
         part = slice(start, start + step)
-        parts.append(
-            times(rows, dense(matrix, slot, views, part) if known is None else known[part])
-        )
+        if known is None:
+            into = scratch("block", BLOCK)
+            parts.append(times(rows, dense(matrix, slot, views, part, into=into)))
+        else:
+            parts.append(times(rows, known[part]))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
@@ -167,16 +178,29 @@ class Views(NamedTuple):
 
 
 def dense_each(
-    matrix: Stored, slots: Sequence[int], width: int, views: Views
+    matrix: Stored, slots: Sequence[int], width: int, views: Views, role: str
 ) -> Iterator[np.ndarray | None]:
-    """:func:`dense` of these slots of a bank, one after the other; width: Their ``in``. None where
-    a matrix is better made in parts, by :func:`product`."""
+    """:func:`dense` of these slots of a bank, one after the other, in the :func:`scratch` of this
+    role; width: Their ``in``. None where a matrix is better made in parts, by :func:`product`."""
     some = SEVERAL // (matrix.weight.shape[-2] * width)
     if some < 2:
         yield from repeat(None, len(slots))
         return
     for start in range(0, len(slots), some):
-        yield from dense(matrix, np.array(slots[start : start + some]), views)
+        part = np.array(slots[start : start + some])
+        yield from dense(matrix, part, views, into=scratch(role, SEVERAL))
+
+
+_local = threading.local()
+
+
+def scratch(role: str, count: int) -> np.ndarray:
+    """`count` numbers of this thread's, the same memory for each call in a role: what is fresh from
+    the system costs a fault for every page, more than is computed with it."""
+    known = vars(_local).get(role)
+    if known is None or known.size < count:
+        known = vars(_local)[role] = np.empty(count, np.float32)
+    return known
 
 
 def dense(
@@ -184,20 +208,24 @@ def dense(
     slot: int | np.ndarray | None = None,
     views: Views | None = None,
     part: slice = slice(None),
+    into: np.ndarray | None = None,
 ) -> np.ndarray:
     """A matrix, or those of one slot or several, or some of their rows, ``[..., out, in]`` in
-    float32; see :func:`product`."""
+    float32; see :func:`product`. into: Memory to use, if there is enough."""
     spec, views = matrix.spec, views or Views.of(matrix)
     index = part if slot is None else (slot, part)
     views = Views(*(None if a is None else a[index] for a in views))
     if spec is None:
-        return _single(views.weight)
+        return _single(views.weight, into)
     scales, biases = (_single(a)[..., None] for a in views[1:])
     if spec.bits == 8:
-        values = views.weight.view(np.uint8).astype(np.float32)
+        eight = views.weight.view(np.uint8)
+        values = _memory(into, eight.shape)
+        values[...] = eight
     elif spec.bits in _TABLES:
         packed = views.weight.view(_TABLES[spec.bits][0])
-        values = np.take(_table(spec.bits), packed, mode="clip").view(np.float32)
+        values = _memory(into, (*packed.shape[:-1], 4 * packed.shape[-1]))
+        np.take(_table(spec.bits), packed, mode="clip", out=values.view(np.complex128))
     else:
         values = _unpacked(views.weight, spec.bits)
     grouped = values.reshape(*scales.shape[:-1], spec.group_size)
@@ -215,10 +243,20 @@ def _view(array: mx.array) -> np.ndarray:
     return values_of(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
-def _single(values: np.ndarray) -> np.ndarray:
+def _single(values: np.ndarray, into: np.ndarray | None = None) -> np.ndarray:
     if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        whole = _memory(into, values.shape).view(np.uint32)
+        whole[...] = values
+        whole <<= 16
+        return whole.view(np.float32)
     return values.astype(np.float32, copy=False)
+
+
+def _memory(into: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    count = prod(shape)
+    if into is None or into.size < count:
+        return np.empty(shape, np.float32)
+    return into[:count].reshape(shape)
 
 
 def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:

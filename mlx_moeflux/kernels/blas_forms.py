@@ -152,8 +152,8 @@ def _by_slot(
     chosen = slots[order[firsts]].tolist()
     widths = (width, width, bank.gate.weight.shape[-2])
     made = [
-        repeat(None) if bank.fixed else blas.dense_each(part, chosen, n, views)
-        for (part, views), n in zip(parts, widths, strict=True)
+        repeat(None) if bank.fixed else blas.dense_each(part, chosen, n, views, role)
+        for (part, views), n, role in zip(parts, widths, ("gate", "up", "down"), strict=True)
     ]
     for slot, pairs, *known in zip(chosen, np.split(order, firsts[1:]), *made, strict=False):
 
