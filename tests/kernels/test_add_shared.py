@@ -91,5 +91,6 @@ CASES = {
     "add_shared": [
         *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
         case(SIZES[1], False, routed=False),
+        case(SIZES[6], True),
     ]
 }

@@ -277,6 +277,7 @@ MANY = [
     mixed(SIZES[10], tile=expert_tiles.SMALL),
 ]
 STEP = "both sides are multiples of the step"
+PAST = "past the end of a thread's array, never read"
 EQUIVALENT = {
     "expert_tiles.metal": {
         "list_pairs: off by one start < last -> <=": "one more step finds nobody",
@@ -312,7 +313,12 @@ EQUIVALENT = {
     },
     "matvec.metal": {
         "project_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": "both are 0",
-        "rows_of: off by one r < ROWS -> <=": "past the end of a thread's array, never read",
+        "rows_of: off by one r < ROWS -> <=": PAST,
+        "rows_of: off by one r < ROWS -> <= (2)": PAST,
+        "rows_of: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+        "rows_of: off by one if (at < IN) -> + 1 <": STEP,
+        "rows_of: off by one if (at < IN) -> + 1 < (2)": STEP,
+        "form_x: off by one i < N -> + 1 <": STEP,
     },
 }
 CASES = {

@@ -217,8 +217,16 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
     rows = float64(x)
     if norm:
         rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
-    for m, count in enumerate(structure):
-        outs = tuple(10 + 4 * (m + i) if wide else 5 + 2 * i + m for i in range(count))
+    # From 4096 columns on a threadgroup has 8 rows of 16, and 4 simdgroups.
+    least = 16 if C == 4096 else 10
+    sizes = [
+        tuple(least + 4 * (m + i) if wide else 5 + 2 * i + m for i in range(count))
+        for m, count in enumerate(structure)
+    ]
+    if ends == "joined" and not wide:
+        # Seven numbers of a row are left over.
+        sizes[0] = (sizes[0][0] + (1 - sum(map(sum, sizes))) % 8, *sizes[0][1:])
+    for m, outs in enumerate(sizes):
         bits = (0, 2, 8, 4)[m - len(structure)] if wide else (4, 8, 2, 0)[m]
         matrix = random_matrix(rng, (sum(outs), C), bits=bits, group=32, dtype=dtype)
         weights.append(Weight(*matrix, outs))
@@ -272,5 +280,6 @@ CASES["project_1"].append(case((1,), True, "", C=1024))
 for key, kernel in _KERNELS.items():
     if len(key[0]) > 1:
         CASES[kernel.name].append(case(*key, C=2112))
-# Three pieces.
+# Columns that simdgroups share: some have none, and all have some.
 CASES["project_1"].append(case((1,), True, "", C=16416))
+CASES["project_1_1"].append(case((1, 1), True, "", C=4096))
