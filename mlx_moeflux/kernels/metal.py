@@ -236,7 +236,13 @@ class MetalKernel:
         return self._start(inputs, template, grid, threadgroup, output_shapes, output_dtypes)
 
     def _start(
-        self, inputs, template, grid, threadgroup, output_shapes, output_dtypes
+        self,
+        inputs: Sequence[mx.array],
+        template: Mapping[str, mx.Dtype | int | bool] | None,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         if _Active.backend is not self._bound:
             self._bind()

@@ -82,7 +82,8 @@ class StreamingModel(nn.Module):
         layer into one buffer: fewer arrays for each launch. Holds a layer twice for a moment.
 
         ``parameters()``, saving and loading keep the checkpoint's names: parameters are views of
-        what was laid together. A module says which of its own by ``stacks()``.
+        what was laid together. A module says which of its own by ``stacks()``. A parameter that is
+        edited in place afterwards (``weight[0] = 0``) is not seen by kernels: assign a new array.
         """
         for layer in self.layers:
             for module in layer.children().values():
