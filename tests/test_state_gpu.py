@@ -56,14 +56,29 @@ def test_a_known_prompt_says_the_same(model, tmp_path):
             assert reply(model, prompt, cache, count=20)[0] == expected
 
 
-def test_batches_differ_only_where_rounding_decides(model):
+@pytest.mark.parametrize("known", [False, True], ids=["padded", "unpadded"])
+def test_batches_differ_only_where_rounding_decides(model, tmp_path, monkeypatch, known):
+    """known: One of the prompts is, wholly; those read together with it are not padded then."""
     prompts = [prompt_of(length) for length in (5, 1, 70, 300, 9)]
-    with BatchGenerator(model, max_tokens=20, completion_batch_size=3) as generator:
-        uids = generator.insert(prompts)
-        got = {uid: [] for uid in uids}
-        while replies := generator.next():
-            for one in replies:
-                got[one.uid].append(one.token)
+    together, read = [], type(model).read_together
+
+    def noted(self, tokens, states):
+        together.append(len(tokens))
+        return read(self, tokens, states)
+
+    monkeypatch.setattr(type(model), "read_together", noted)
+    with PromptCache(tmp_path / "prompts", every=None) as cache:
+        if known:
+            reply(model, prompts[2], cache, count=1)
+        with BatchGenerator(
+            model, max_tokens=20, completion_batch_size=3, prompt_cache=cache if known else None
+        ) as generator:
+            uids = generator.insert(prompts)
+            got = {uid: [] for uid in uids}
+            while replies := generator.next():
+                for one in replies:
+                    got[one.uid].append(one.token)
+    assert bool(together) == known
     agreed = 0
     for uid, prompt in zip(uids, prompts, strict=True):
         steps = generate_step(mx.array(prompt), model, max_tokens=20)
