@@ -8,14 +8,13 @@ attention on views of the buffers, for latents also products, softmax, products.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from timing import call_time
 
 from mlx_moeflux.kernels.attention import causal_sdpa, sdpa_fused
 from mlx_moeflux.kernels.latent_attention import latent_attention_fused
@@ -207,14 +206,13 @@ def cases() -> list[BenchmarkCase]:
     ]
 
 
-def gpu_time(form: Callable[..., Any], case: BenchmarkCase) -> float:
-    """Seconds a launch."""
-    mx.clear_cache()
+def calls(form: Callable[..., Any], case: BenchmarkCase) -> Callable[[int], list[Any]]:
+    """n -> so many calls, over inputs of more than ROTATED_BYTES."""
     one = sum(a.nbytes for a in case.inputs(0).values() if isinstance(a, mx.array))
     rotated = [case.inputs(i) for i in range(max(1, min(100, round(ROTATED_BYTES / one))))]
     mx.eval(rotated)
 
-    def run(n: int) -> float:
+    def made(n: int) -> list[Any]:
         outputs: list[Any] = []
         for i in range(n):
             inputs = rotated[i % len(rotated)]
@@ -223,16 +221,17 @@ def gpu_time(form: Callable[..., Any], case: BenchmarkCase) -> float:
                 first = last if isinstance(last, mx.array) else last[0]
                 inputs = {**inputs, case.chain: first}
             outputs.append(form(**inputs))
-        start = time.perf_counter()
-        mx.eval(outputs)
-        mx.synchronize()
-        return time.perf_counter() - start
+        return outputs
 
-    run(1)
-    # Stock attention of long prompts keeps gigabytes of scores for every call.
-    few, many = (50, 250) if case.products < 1e9 else (5, 20) if run(1) < 2e-3 else (1, 3)
-    run(few)
-    return statistics.median((run(many) - run(few)) / (many - few) for _ in range(5))
+    return made
+
+
+def counts(case: BenchmarkCase, made: Callable[[int], list[Any]]) -> tuple[int, int]:
+    """Numbers of calls for the slope. Stock attention of long prompts keeps gigabytes of scores
+    for every call."""
+    if case.products < 1e9:
+        return 50, 250
+    return (5, 20) if call_time(made, 0, 1).wall < 2e-3 else (1, 3)
 
 
 def error(y: mx.array, truth: np.ndarray, where: Any) -> float:

@@ -1,14 +1,11 @@
 """The delta rule and its surroundings at the shapes of Qwen3.6-35B-A3B, for kernels.py.
 
 Each launch of a case depends on the one before through a small array, and the inputs rotate over
-more than 200 MB, so that launches neither overlap nor find their inputs in the cache. The time is
-the slope over the number of launches in one `mx.eval`, the median of five.
+more than 200 MB, so that launches neither overlap nor find their inputs in the cache.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,31 +125,24 @@ def counts(case: BenchmarkCase, form: Callable[..., Outputs]) -> tuple[int, int]
     return (50, 250) if T <= 16 else (10, 60) if T <= 64 else (2, 10)
 
 
-def gpu_time(form: Callable[..., Outputs], case: BenchmarkCase, counts: tuple[int, int]) -> float:
-    """Seconds a launch."""
+def calls(form: Callable[..., Outputs], case: BenchmarkCase) -> Callable[[int], list[Outputs]]:
+    """n -> so many calls, each with a state of the one before it; all results count, for a chain
+    through one of them would leave the others out."""
     one = _bytes(case.inputs(0))
     rotated = [case.inputs(i) for i in range(max(1, min(100, round(ROTATED_BYTES / one))))]
     mx.eval(rotated)
     argument, output = case.chain
 
-    def run(n: int) -> float:
+    def made(n: int) -> list[Outputs]:
         outputs: list[Outputs] = []
         for i in range(n):
             inputs = rotated[i % len(rotated)]
             if outputs:
                 inputs = {**inputs, argument: outputs[-1][output]}
             outputs.append(form(**inputs))
-        start = time.perf_counter()
-        # All of them: a chain through one result would leave the others out.
-        mx.eval(outputs)
-        return time.perf_counter() - start
+        return outputs
 
-    few, many = counts
-    run(max(few, 1))
-    if few == 0:
-        return run(1)
-    slopes = [(run(many) - run(few)) / (many - few) for _ in range(5)]
-    return statistics.median(slopes)
+    return made
 
 
 def errors(case: BenchmarkCase) -> tuple[list[float], list[float]]:

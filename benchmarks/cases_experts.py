@@ -6,8 +6,6 @@ weight is found in the cache. Experts are chained: each call continues the sum o
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -190,22 +188,17 @@ def cases(wanted: Callable[[str, float | None], bool]) -> list[BenchmarkCase]:
     return found
 
 
-def gpu_time(call: Call, counts: tuple[int, int]) -> float:
-    """Seconds a call."""
+def calls(call: Call) -> Callable[[int], list[mx.array]]:
+    """n -> so many calls, each given what the one before it returned."""
 
-    def run(n: int) -> float:
+    def made(n: int) -> list[mx.array]:
         outputs, before = [], None
         for i in range(n):
             before = call(i, before)
             outputs.append(before)
-        start = time.perf_counter()
-        mx.eval(outputs)
-        return time.perf_counter() - start
+        return outputs
 
-    few, many = counts
-    run(few)
-    run(many)
-    return statistics.median([(run(many) - run(few)) / (many - few) for _ in range(5)])
+    return made
 
 
 def error(call: Call, case: BenchmarkCase) -> float:

@@ -1,12 +1,10 @@
 """The routers and the layer's last sum at published shapes, for kernels.py.
 
-Launches are independent; the graph is built before the clock starts.
+Launches are independent.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -121,20 +119,9 @@ def rotated(case: BenchmarkCase) -> list[Inputs]:
     return made
 
 
-def gpu_time(form: Callable[..., Any], rotated: list[Inputs], counts: tuple[int, int]) -> float:
-    """Microseconds a launch."""
-
-    def run(count: int) -> float:
-        outputs = [form(**rotated[i % ROTATED]) for i in range(count)]
-        start = time.perf_counter()
-        mx.eval(outputs)
-        mx.synchronize()
-        return time.perf_counter() - start
-
-    few, many = counts
-    run(few), run(many)
-    slopes = [(run(many) - run(few)) / (many - few) for _ in range(5)]
-    return statistics.median(slopes) * 1e6
+def calls(form: Callable[..., Any], rotated: list[Inputs]) -> Callable[[int], Any]:
+    """n -> so many calls."""
+    return lambda n: [form(**rotated[i % ROTATED]) for i in range(n)]
 
 
 def error(returned: Any, truth: np.ndarray) -> float:
