@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, launches, on_nvidia
 from mlx_moeflux.kernels.project import simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 
@@ -81,7 +81,7 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
     MLX 0.32.4 gives wrong products of several sequences with quantised matrices of several heads,
     and refuses some shapes."""
     _checked(x, matrices, transposed)
-    if matrices.spec is None or _on_nvidia():
+    if matrices.spec is None or on_nvidia():
         return head_product_dequantised(x, matrices, transposed=transposed)
     weight, scales, biases = matrices.parts()
     return mx.quantized_matmul(
@@ -197,10 +197,6 @@ def _launch(
         "output_shapes": [(B, H, T, columns)],
         "output_dtypes": [dtype],
     }
-
-
-def _on_nvidia() -> bool:
-    return mx.cuda.is_available() and mx.default_device().type == mx.gpu
 
 
 def _checked(x: mx.array, matrices: HeadMatrices, transposed: bool) -> None:

@@ -118,6 +118,11 @@ def backend() -> Backend:
     return _Active.backend
 
 
+def on_nvidia() -> bool:
+    """Whether stock operations run on NVIDIA's GPU."""
+    return mx.cuda.is_available() and mx.default_device().type == mx.gpu
+
+
 def set_backend(new: Backend | None) -> Backend | None:
     """Launch on `new` from now on (None: on what MLX has); returns what was set before."""
     before, _Active.backend = _Active.backend, new

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, on_nvidia
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
 from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 
@@ -70,13 +70,18 @@ class Weight:
         x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T
+        group, scales, biases = self.spec.group_size, self.scales, self.biases
+        if group == x.shape[-1] and group > 32 and biases is not None and on_nvidia():
+            # Of rows of one group MLX 0.32.4 gives wrong products there (supports_qmm_sm90 in
+            # backend/cuda/quantized/qmm/qmm.cu takes these instead of all others).
+            group, scales, biases = group // 2, mx.repeat(scales, 2, 1), mx.repeat(biases, 2, 1)
         return mx.quantized_matmul(
             x,
             self.weight,
-            self.scales,
-            self.biases,
+            scales,
+            biases,
             transpose=True,
-            group_size=self.spec.group_size,
+            group_size=group,
             bits=self.spec.bits,
             mode=self.spec.mode,
         )

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.quantised import matrix_of
 from mlx_moeflux.kernels.rows import project_rows
 from mlx_moeflux.models.layers import Applied
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64
+from tests.kernels.harness import DTYPES, Case, error, float64
 
 EPS = 1e-5
 # tokens, C, (rows, bits, group) of each matrix, dtype
@@ -197,6 +197,18 @@ def test_precise_results(device, form):
     # On NVIDIA dense products of float32 keep 11 bits.
     stock = device == "gpu" and form is not project_fused
     assert error(logits, truth) <= (1e-3 if stock else 2e-6) * np.abs(truth).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "group"), [(40, 64), (5, 128), (130, 64)])
+def test_rows_of_one_group_in_stock_mlx(dtype, tokens, group):
+    """Which takes them for something else on NVIDIA."""
+    args, _, truths = arguments(
+        (tokens, group, [(256, 4, group)], dtype), with_norm=False, residual=False
+    )
+    eps = 1e-3 if dtype == mx.float32 else float(mx.finfo(dtype).eps)  # TF32
+    assert error(project(*args)[0], truths[0]) <= eps * np.abs(truths[0]).max()
 
 
 def test_modules_that_stand_for_a_matrix_are_refused():
