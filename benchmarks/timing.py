@@ -55,7 +55,8 @@ def call_time(
         return CallTime(run(many) / many)
     run(many)
     slopes = [(run(many) - run(few)) / (many - few) for _ in range(SLOPES)]
-    kernels = _busy_seconds(run, many) if profiled and _cupti() else None
+    seen = kernel_seconds(lambda: run(many)) if profiled else None
+    kernels = None if seen is None else sum(seen.values()) / many
     return CallTime(statistics.median(slopes), kernels)
 
 
@@ -63,14 +64,22 @@ def _cupti() -> bool:
     return torch is not None and mx.cuda.is_available() and torch.cuda.is_available()
 
 
-def _busy_seconds(run: Callable[[int], Any], n: int) -> float:
+def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
+    """Name -> seconds of the kernels of `run`, gaps left out and what overlaps counted once; None
+    if nothing sees them."""
+    if not _cupti():
+        return None
     torch.zeros(1).cuda()  # CUPTI sees what runs after PyTorch has a context
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run(n)
+        run()
+        mx.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
-    ranges = [e.time_range for e in profiler.events() if e.device_type == on_gpu]
-    busy, until = 0.0, 0.0
-    for one in sorted(ranges, key=lambda one: one.start):  # calls that depend on nothing overlap
-        busy += max(0.0, one.end - max(one.start, until))
-        until = max(until, one.end)
-    return busy * 1e-6 / n
+    events = [e for e in profiler.events() if e.device_type == on_gpu]
+    seconds: dict[str, float] = {}
+    until = 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        own = max(0.0, end - max(start, until)) * 1e-6
+        seconds[event.name] = seconds.get(event.name, 0.0) + own
+        until = max(until, end)
+    return seconds

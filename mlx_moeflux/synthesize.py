@@ -94,7 +94,7 @@ def synthesize(
         raise InputError(f"{out} is not an empty directory; give another.")
     out.mkdir(parents=True, exist_ok=True)
     kind = model_class(config.published()["model_type"])
-    weights, prefix = list(_weights(kind(config), spec)), kind.MLX_LM_PREFIX
+    weights, prefix = list(random_weights(kind(config), spec)), kind.MLX_LM_PREFIX
     tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
     random = np.random.default_rng(seed)
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
@@ -120,7 +120,7 @@ def synthesize(
 
 
 @dataclass(frozen=True)
-class _Weight:
+class RandomWeight:
     """One tensor: `part` of a weight of `bits` (None: float), `width` elements a row."""
 
     name: str
@@ -177,7 +177,7 @@ def _encoded(values: np.ndarray, dtype: str) -> bytes:
     return (rounded >> 16).astype(np.uint16).tobytes()
 
 
-def _weights(model: DecoderModel, spec: QuantSpec) -> Iterator[_Weight]:
+def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeight]:
     """Every tensor of the checkpoint, in the model's order."""
     config, modules = model.config, dict(model.named_modules())
     for name, array in tree_flatten(model.parameters()):
@@ -185,7 +185,7 @@ def _weights(model: DecoderModel, spec: QuantSpec) -> Iterator[_Weight]:
         quantised = base != name and hasattr(modules[base], "to_quantized")
         if not quantised or shape[-1] % spec.group_size:
             dtype = "F32" if name.endswith("A_log") else "BF16"
-            yield _Weight(name, "weight", Tensor(dtype, shape), None, shape[-1])
+            yield RandomWeight(name, "weight", Tensor(dtype, shape), None, shape[-1])
             continue
         routes = base.endswith(("mlp.gate", "shared_expert_gate"))
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
@@ -203,11 +203,11 @@ def _weights(model: DecoderModel, spec: QuantSpec) -> Iterator[_Weight]:
 
 def _quantised(
     base: str, spec: QuantSpec, lead: tuple[int, ...], rows: int, width: int
-) -> Iterator[_Weight]:
+) -> Iterator[RandomWeight]:
     packed = Tensor("U32", (*lead, rows, spec.words(width)))
     groups = Tensor("BF16", (*lead, rows, spec.groups(width)))
     for part, tensor in (("weight", packed), ("scales", groups), ("biases", groups)):
-        yield _Weight(f"{base}.{part}", part, tensor, spec.bits, width)
+        yield RandomWeight(f"{base}.{part}", part, tensor, spec.bits, width)
 
 
 def _write_tokenizer(out: Path, vocabulary: int) -> None:

@@ -74,7 +74,9 @@ class Weight:
         if group == x.shape[-1] and group > 32 and biases is not None and on_nvidia():
             # Of rows of one group MLX 0.32.4 gives wrong products there (supports_qmm_sm90 in
             # backend/cuda/quantized/qmm/qmm.cu takes these instead of all others).
-            group, scales, biases = group // 2, mx.repeat(scales, 2, 1), mx.repeat(biases, 2, 1)
+            # The same numbers in groups half as wide take another.
+            group = group // 2
+            scales, biases = (mx.contiguous(mx.repeat(a, 2, 1)) for a in (scales, biases))
         return mx.quantized_matmul(
             x,
             self.weight,

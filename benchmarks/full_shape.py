@@ -1,0 +1,256 @@
+"""Decode, prefill and batches of a whole model, all resident, in one process beside mlx-lm.
+
+    python -m benchmarks.full_shape --compare mlx-lm
+    python -m benchmarks.full_shape --like qwen3.5-tiny --contexts 64 256 --prompts 64 --batches 1 4
+
+Random 4-bit weights of a published shape are made in the GPU's memory, and mlx-lm runs on the same
+arrays. Decoding goes one token ahead of the device, the contexts and mlx-lm in turns. A prompt's
+time is to the last position's logits with every state evaluated. With PyTorch installed a table
+of the kernels that ran says how much of a time is the host's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from benchmarks.batching import decode_rate
+from benchmarks.timing import kernel_seconds
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.kernels.choice import choose_kernels
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.moe import SwitchGLU
+from mlx_moeflux.models.shapes import SHAPES
+from mlx_moeflux.steps import generate_step
+from mlx_moeflux.synthesize import RandomWeight, random_weights
+
+SPEC = QuantSpec(4, 64)
+
+
+def made(weight: RandomWeight, random: np.random.Generator) -> mx.array:
+    """A tensor whose values are as wide as those that ``synthesize`` writes."""
+    shape = weight.tensor.shape
+    if weight.bits is None:
+        data = np.frombuffer(b"".join(weight.chunks(random, 1.0)), np.uint8)
+        dtype = mx.float32 if weight.tensor.dtype == "F32" else mx.bfloat16
+        return mx.array(data).view(dtype).reshape(shape)
+    if weight.part == "weight":
+        low, high = (mx.random.randint(0, 1 << 16, shape).astype(mx.uint32) for _ in range(2))
+        return high << 16 | low
+    levels, embeds = (1 << weight.bits) - 1, "embed_tokens" in weight.name
+    scale = (1.0 if embeds else weight.width**-0.5) * math.sqrt(12) / levels
+    value = scale if weight.part == "scales" else -scale * levels / 2 + float(embeds)
+    return mx.full(shape, value, mx.bfloat16)
+
+
+def ours(config: Any) -> tuple[Any, dict[str, mx.array]]:
+    """A model, and its arrays under the names of mlx-lm's checkpoints."""
+    kind, random = model_class(config.published()["model_type"]), np.random.default_rng(0)
+    arrays, bits = {}, {}
+    for weight in random_weights(kind(config), SPEC):
+        arrays[weight.name] = made(weight, random)
+        mx.eval(arrays[weight.name])
+        if weight.bits is not None:
+            bits[weight.name.rpartition(".")[0]] = weight.bits
+    kernels = choose_kernels(None)
+    model = kind(config, router=kind.make_router(config, kernels), kernels=kernels)
+    quantise(model, bits)
+    trunk = {name: array for name, array in arrays.items() if "switch_mlp" not in name}
+    model.update(tree_unflatten(list(trunk.items())))
+    blocks, sizes = model.moe_blocks(), (config.hidden_size, config.moe_intermediate_size)
+    for layer, block in blocks.items():
+        block.switch_mlp = SwitchGLU(config.num_experts, *sizes)
+        for name, part in block.switch_mlp.items():
+            at = f"model.layers.{layer}.mlp.switch_mlp.{name}"
+            part.spec = SPEC
+            for array in ("weight", "scales", "biases"):
+                part[array] = arrays[f"{at}.{array}"]
+    model.set_store(
+        ResidentStore(
+            lambda layer: blocks[layer].switch_mlp.bank(),
+            layers=blocks,
+            num_experts=config.num_experts,
+            ffn=model.kernels.expert_ffn,
+            mix=model.kernels.expert_mix,
+        )
+    )
+    model.eval()
+    model.prepare()
+    return model, {kind.MLX_LM_PREFIX + name: array for name, array in arrays.items()}
+
+
+def quantise(model: nn.Module, bits: dict[str, int]) -> None:
+    """As stored, by module; what is quantised here is never computed."""
+    nn.quantize(
+        model,
+        SPEC.group_size,
+        SPEC.bits,
+        class_predicate=lambda name, module: (
+            {"group_size": SPEC.group_size, "bits": bits[name]}
+            if name in bits and hasattr(module, "to_quantized")
+            else False
+        ),
+    )
+
+
+def theirs(config: Any, arrays: dict[str, mx.array]) -> Any:
+    """mlx-lm's model on the same arrays."""
+    from mlx_lm.utils import _get_classes
+
+    published = config.published()
+    kind, arguments = _get_classes(published)
+    model = kind(arguments.from_dict(published))
+    bits = {
+        name.removesuffix(".scales"): 32 * arrays[name.replace("scales", "weight")].shape[-1]
+        // (SPEC.group_size * array.shape[-1])
+        for name, array in arrays.items()
+        if name.endswith(".scales")
+    }  # fmt: skip
+    quantise(model, bits)
+    model.load_weights(list(arrays.items()))
+    return model.eval()
+
+
+class Side:
+    """A model that decodes and reads prompts; `last` gives logits ``[B, 1, V]``."""
+
+    def __init__(self, last: Callable[[mx.array, Any], mx.array], new_cache: Callable[[], Any]):
+        self.last, self.new_cache = last, new_cache
+
+    def read(self, ids: mx.array) -> tuple[float, Any]:
+        """Seconds of a prompt, and the states behind it."""
+        cache, start = self.new_cache(), time.perf_counter()
+        mx.eval(self.last(ids, cache), [entry.state for entry in cache])
+        return time.perf_counter() - start, cache
+
+    def decode(self, cache: Any, steps: int) -> float:
+        """Seconds a token."""
+        token, before = mx.array([[5]]), None
+        mx.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            token = mx.argmax(self.last(token, cache)[:, -1], axis=-1)[None]
+            mx.async_eval(token)
+            if before is not None:
+                mx.eval(before)
+            before = token
+        mx.eval(token)
+        return (time.perf_counter() - start) / steps
+
+
+def spread(seconds: Sequence[float]) -> str:
+    low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
+    return f"{middle:9.3f} ms [{low:.3f}, {high:.3f}]"
+
+
+def prompt(length: int, vocabulary: int) -> mx.array:
+    ids = mx.random.randint(0, vocabulary, (1, length))
+    mx.eval(ids)
+    return ids
+
+
+def decoding(side: Side, other: Side | None, args: Any, vocabulary: int) -> Iterator[str]:
+    caches = {n: side.read(prompt(n, vocabulary))[1] for n in args.contexts}
+    runs = {f"decode, {n} positions": (side, cache, args.steps) for n, cache in caches.items()}
+    if other is not None:
+        cache = other.read(prompt(128, vocabulary))[1]
+        runs["decode, mlx-lm, 128 positions"] = (other, cache, max(1, args.steps // 4))
+    for one, cache, _ in runs.values():
+        one.decode(cache, 8)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.trials):
+        for name, (one, cache, steps) in runs.items():
+            times[name].append(one.decode(cache, steps))
+    first = next(iter(times.values()))
+    for name, seconds in times.items():
+        against = [a / b for a, b in zip(first, seconds, strict=True)]
+        speed = f"{1 / statistics.median(seconds):9.1f} tok/s"
+        turns = f"{100 * statistics.median(against):.0f} % of the first's speed, turn by turn"
+        yield f"{name:30} {spread(seconds)} {speed}; {turns}"
+    for name, (one, cache, _) in list(runs.items())[: len(caches)]:
+        seen = kernel_seconds(lambda one=one, cache=cache: one.decode(cache, 8))
+        if seen is not None:
+            yield f"{name:30} {1e3 * sum(seen.values()) / 8:9.3f} ms a token in kernels"
+
+
+def reading(side: Side, other: Side | None, args: Any, vocabulary: int) -> Iterator[str]:
+    for n in args.prompts:
+        side.read(prompt(n, vocabulary))
+        seconds = [side.read(prompt(n, vocabulary))[0] for _ in range(args.trials)]
+        line = f"prefill {n:<22} {spread(seconds)} {n / statistics.median(seconds):9.0f} tok/s"
+        if other is not None and n <= args.most_theirs:
+            other.read(prompt(n, vocabulary))
+            them = other.read(prompt(n, vocabulary))[0]
+            line += f"; mlx-lm {1e3 * them:.0f} ms, {them / statistics.median(seconds):.1f} times"
+        seen = kernel_seconds(lambda n=n: side.read(prompt(n, vocabulary)))
+        if seen is not None:
+            attention = sum(s for name, s in seen.items() if "attend" in name or "sdpa" in name)
+            total = sum(seen.values())
+            line += f"; kernels {1e3 * total:.1f} ms, {1e3 * (total - attention):.1f} not attention"
+        yield line
+
+
+def batches(model: Any, args: Any) -> Iterator[str]:
+    for size in args.batches:
+        rates = [
+            decode_rate(model, size=size, prompt=128, tokens=args.steps // 4, pool=None)
+            for _ in range(2)
+        ]
+        rate, step, _ = max(rates)
+        yield f"{size:3} sequences {step:26.2f} ms a step {rate:13.1f} tok/s (the better of two)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--like", default="qwen3.5-35b-a3b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's")
+    parser.add_argument("--compare", choices=["mlx-lm"])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 31000])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 8192, 16384])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--most-theirs", type=int, default=2048, help="longest prompt of mlx-lm")
+    args = parser.parse_args()
+    config = SHAPES[args.like]
+    config = replace(config, num_hidden_layers=args.layers or config.num_hidden_layers)
+    model, arrays = ours(config)
+    size = sum(array.nbytes for array in arrays.values()) / 1e9
+    device = mx.device_info().get("device_name", mx.default_device())
+    print(
+        f"{args.like}, {config.num_hidden_layers} layers, {size:.1f} GB; {device}, {mx.__version__}"
+    )
+    side = Side(lambda ids, cache: model(ids, cache, last_only=True), model.make_cache)
+    other = None
+    if args.compare:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        them = theirs(config, arrays)
+        other = Side(lambda ids, c: them(ids, cache=c)[:, -1:], lambda: make_prompt_cache(them))
+    del arrays
+    for lines in (
+        decoding(side, other, args, config.vocab_size),
+        reading(side, other, args, config.vocab_size),
+        batches(model, args),
+    ):
+        for line in lines:
+            print(line, flush=True)
+    ids, start = prompt(2048, config.vocab_size)[0], time.perf_counter()
+    next(iter(generate_step(ids, model, max_tokens=1)))
+    print(f"first token of 2048 {1e3 * (time.perf_counter() - start):20.1f} ms")
+    print(f"peak memory {mx.get_peak_memory() / 1e9:.1f} GB, both programs' arrays included")
+
+
+if __name__ == "__main__":
+    main()
