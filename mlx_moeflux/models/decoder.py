@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -22,6 +23,9 @@ from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.segments import SegmentedStep
 from mlx_moeflux.models.step import CompiledStep
+
+# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter.
+LAYERS_AHEAD = 4
 
 
 class DecoderLayer(nn.Module):
@@ -92,14 +96,28 @@ def _parts(cache: Any, T: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
-    """`function` of x ``[B, T, C]``, one part after the other; evaluates if there are several."""
-    results = []
+    """`function` of x ``[B, T, C]``, one part after the other. Several are evaluated: a GPU works
+    on one while the next is laid out, a CPU does both itself."""
+    results, ahead = [], int(_on_gpu())
     for start, stop in parts:
         results.append(function(x[:, start:stop]))
         if len(parts) > 1:
             metal.settle()
-            mx.eval(results[-1])
+            mx.async_eval(results[-1])
+            mx.eval(results[-1 - ahead : len(results) - ahead])
     return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+
+
+def _begin(h: mx.array) -> None:
+    """Let a GPU work on `h` while the host lays out what follows."""
+    if _on_gpu():
+        metal.settle()
+        with contextlib.suppress(ValueError):  # inside a graph transformation
+            mx.async_eval(h)
+
+
+def _on_gpu() -> bool:
+    return mx.default_device().type == mx.gpu
 
 
 class TextModel(nn.Module):
@@ -221,8 +239,10 @@ class DecoderModel(StreamingModel):
     ) -> mx.array:
         with metal.gathered():
             h = self.model.embed_tokens(tokens)
-            for layer, entry in zip(self.model.layers, cache, strict=True):
+            for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
                 h = layer(h, entry, chunk=self.prefill_chunk)
+                if last_only and h.shape[1] > 1 and i % LAYERS_AHEAD == 0:
+                    _begin(h)
             return self.logits(h[:, -1:] if last_only else h)
 
     def logits(self, h: mx.array) -> mx.array:

@@ -15,8 +15,10 @@ from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.kernels.attention import causal_sdpa
 from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.models import decoder
 from tests.kernels.harness import emulated
 from tests.models.twins import GOLDEN, LIMIT, relative_error
+from tests.models_at_hand import same_bits
 
 
 def test_mlx_lm_agrees_on_the_quantised_checkpoint():
@@ -35,6 +37,29 @@ def test_prefill_chunks_inside_a_layer_do_not_change_the_result():
         whole = model(tokens)
         model.prefill_chunk = 16
         assert relative_error(model(tokens), whole) <= LIMIT
+
+
+@pytest.mark.parametrize("chunk", [16, 100])
+@pytest.mark.parametrize("memory", ["100%", "30%"])
+def test_what_a_gpu_begins_early_is_the_same(monkeypatch, chunk, memory):
+    """Also inside a transformation, where nothing may be evaluated."""
+    tokens, begun = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70))), []
+    with load_model(BUNDLED_MODEL, expert_memory=memory) as model:
+        model.prefill_chunk = chunk
+        alike = model.make_cache(), model.make_cache()
+        expected = model(tokens, alike[0], last_only=True)
+        begin = mx.async_eval
+        monkeypatch.setattr(decoder, "_on_gpu", lambda: True)
+        monkeypatch.setattr(mx, "async_eval", lambda *a: begun.append(len(a)) or begin(*a))
+        assert mx.array_equal(model(tokens, alike[1], last_only=True), expected)
+        assert len(begun) >= len(model.layers) // decoder.LAYERS_AHEAD >= 1
+        for one, other in zip(*alike, strict=True):
+            assert all(
+                map(same_bits, *([a for a in e.state if a is not None] for e in (one, other)))
+            )
+        if memory == "100%" and chunk > 70:
+            traced = mx.compile(lambda ids: model(ids, last_only=True))
+            assert relative_error(traced(tokens), expected) <= LIMIT
 
 
 def test_record_returns_what_flows_between_the_parts():
