@@ -115,3 +115,23 @@ def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
     assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
     four = random_experts().bank(3)
     assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
+
+
+def test_no_kernel_knows_the_number_of_slots(experts, open_store):
+    """Each would be compiled anew for each: a second for some on an H100."""
+    seen, calls = [], [random_call(n, seed=n) for n in (1, 40)]
+
+    def texts(slots: int) -> set:
+        seen.clear()
+        store = open_store(slots, **FUSED)
+        for call in calls:
+            mx.eval(store.experts(5, *call))
+        return {(v.kernel.name, v.template, v.input_dtypes, v.generated) for v in seen}
+
+    with emulated(inspect=seen.append, partly_written=("h", "order", "out")):
+        first = texts(K)
+    for slots in (K + 1, E - 1):
+        with emulated(inspect=seen.append, partly_written=("h", "order", "out")):
+            assert texts(slots) <= first
+    packed = {name for name, *_, text in first if "packed" in text}
+    assert any("tiles_gated" in name for name in packed), "the banks' arrays lie by rows"
