@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
@@ -43,6 +43,11 @@ class ReadThreads:
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job`, which does not raise, on a thread."""
         self._jobs.put(job)
+
+    def let_begin(self) -> None:
+        """Let threads take what was submitted: until the caller gives up the interpreter, which one
+        that goes on to build a graph does not do soon, they cannot."""
+        sleep(0)
 
     def close(self) -> None:
         """Wait for the jobs and end the threads."""

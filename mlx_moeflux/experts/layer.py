@@ -199,6 +199,7 @@ class StreamedLayer:
         fetch = self._new_fetch(threads, targets)
         self._fetches.append(fetch)
         fetch.start(threads)
+        threads.let_begin()
 
     def _target(self, expert: int, slot: int) -> Target:
         if self._uploads is not None:
@@ -279,6 +280,7 @@ class StreamedLayer:
             fetch = self._new_fetch(threads, [target])
             self._ahead.append((target, fetch))
             fetch.start(threads)
+        threads.let_begin()
         self.unsettled = False
 
     def land(self, needed: Container[int], *, wait: bool, events: EventHook | None) -> float:
