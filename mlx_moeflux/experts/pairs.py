@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.experts.compute import ExpertMix, Form, block_bytes, indices, needs_cast
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts
 from mlx_moeflux.kernels.expert_mix import ABSENT, expert_inner, expert_mix_pairs, expert_outer
 
@@ -161,6 +162,7 @@ class ExpertSum:
     def evaluate(self) -> None:
         """Wait until nothing reads a bank any more."""
         if self._on_host is None:
+            metal.settle()
             mx.eval(self._total)
 
     def _add_on_host(
@@ -199,7 +201,7 @@ class ExpertSum:
     def _next_step(self) -> None:
         """Evaluate the steps before: only one step's scratch is allocated at a time."""
         if self._started:
-            mx.eval(self._total)
+            self.evaluate()
         self._started = True
 
     def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:

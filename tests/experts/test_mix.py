@@ -8,7 +8,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.experts.compute import Form
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.kernels import auto
+from mlx_moeflux.kernels import auto, metal
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.kernels.expert_mix import expert_mix_grouped, expert_mix_pairs
 from tests.experts.helpers import (
@@ -115,6 +115,26 @@ def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
     assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
     four = random_experts().bank(3)
     assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
+
+
+@pytest.mark.parametrize(("n", "slots"), [(40, K), (40, E - 1), (FEW_TOKENS + 2, K)])
+def test_kernels_are_there_before_sums_are_evaluated(open_store, monkeypatch, n, slots):
+    """While a forward pass gathers kernels, MLX would compile each by itself, one after another."""
+    store, call, seen = open_store(slots, **FUSED), random_call(n), ["settle"]
+    evaluate, shape = mx.eval, call[0].shape
+
+    def watched(*arrays):
+        for array in arrays:
+            if isinstance(array, mx.array) and array.shape == shape:
+                assert seen[-1] == "settle"
+                seen.append("eval")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(metal, "settle", lambda: seen.append("settle"))
+    monkeypatch.setattr(mx, "eval", watched)
+    seen.append("call")
+    store.experts(5, *call)
+    assert "eval" in seen
 
 
 def test_no_kernel_knows_the_number_of_slots(experts, open_store):

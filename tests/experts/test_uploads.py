@@ -54,7 +54,7 @@ class HostDriver:
 @pytest.fixture
 def host(monkeypatch):
     found = HostDriver()
-    monkeypatch.setattr(streamed, "uploads_for", lambda nbytes: Uploads(found, nbytes))
+    monkeypatch.setattr(streamed, "uploads_for", lambda *sizes: Uploads(found, *sizes))
     return found
 
 
