@@ -198,8 +198,7 @@ class StreamedLayer:
         # Known to the layer before the first read begins, so that settle() can find it.
         fetch = self._new_fetch(threads, targets)
         self._fetches.append(fetch)
-        fetch.start(threads)
-        threads.let_begin()
+        fetch.start(threads, urgent=True)
 
     def _target(self, expert: int, slot: int) -> Target:
         if self._uploads is not None:
@@ -280,7 +279,6 @@ class StreamedLayer:
             fetch = self._new_fetch(threads, [target])
             self._ahead.append((target, fetch))
             fetch.start(threads)
-        threads.let_begin()
         self.unsettled = False
 
     def land(self, needed: Container[int], *, wait: bool, events: EventHook | None) -> float:
