@@ -28,6 +28,9 @@ class HostDriver:
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
 
+    def prefetch(self, address, nbytes):
+        pass
+
     def event(self):
         return object()
 
