@@ -3,6 +3,7 @@
     mlx_moeflux synthesize --like qwen3.5-35b-a3b --layers 8 --out DIR
     mlx_moeflux convert --model DIR --out PACKED
     python benchmarks/streaming.py PACKED [--budgets 50% 25% 12.5%] [--repeats 5] [--tokens 32]
+        [--prompt 2048]
 
 Base: cached reads (pread), 8 threads, no prefetch, hits not computed before misses arrive. Before
 every run the banks are empty and the page cache has forgotten the experts; every run decodes the
@@ -10,14 +11,16 @@ same tokens. Printed: medians of the base and the change, the median of their ra
 the ratios, hit rate, milliseconds a token waited for reads, gigabytes from the disk a token.
 
 Each budget ends with what a token may take: the time of the same model when every slot is filled,
-1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer.
+1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer. And
+with a prompt's time, cold, against the longer of what its bytes take from the disk and what the
+filled model takes; a first one compiles what the process or the machine has not compiled yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt, 0 for none")
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.model)
     rules = model_class(checkpoint.config.get("model_type")).NAME_RULES
@@ -64,6 +68,7 @@ def main() -> None:
     print(f"the disk gives {disk / 1e9:.2f} GB/s in such blocks", flush=True)
     with load_model(args.model, expert_memory="100%") as model:
         full = median(decode(model, args.tokens)[0] for _ in range(args.repeats))
+        filled = min(prompt(model, args.prompt)[0] for _ in range(3)) if args.prompt else 0.0
     for budget in args.budgets:
         with load_model(args.model, expert_memory=budget) as model:
             slots = dict(model.plan.slots)
@@ -72,6 +77,8 @@ def main() -> None:
             bench = Bench(model, experts, slots, args.tokens)
             bench.compare(args.changes, args.repeats)
             bench.allowed(full, disk)
+            for reader in ("pread", "direct", "direct") if args.prompt else ():
+                bench.prompt(args.prompt, filled, reader=reader)
 
 
 class Bench:
@@ -93,6 +100,24 @@ class Bench:
 
     def run(self, change: dict) -> tuple[float, ...]:
         """See :func:`decode`; cold."""
+        return self._cold(change, lambda: decode(self.model, self.tokens))
+
+    def prompt(self, tokens: int, filled: float, **change: object) -> None:
+        """Print what a prompt takes, cold; `filled`: seconds with every slot filled."""
+        before = disk_speed(self.experts)
+        seconds, stall, needed, read = self._cold(change, lambda: prompt(self.model, tokens))
+        disk = (before + disk_speed(self.experts)) / 2
+        least = max(needed / disk, filled)
+        print(
+            f"{', '.join(map(str, change.values()))}: a prompt of {tokens} takes {seconds:.3f} s, "
+            f"{seconds / least:.2f} times the longer of {filled:.3f} s without reading and "
+            f"{needed / disk:.3f} s for {needed / 1e9:.2f} GB ({100 * read / needed:.0f} % of them "
+            f"from the disk, {disk / 1e9:.2f} GB/s); waited {stall:.3f} s",
+            flush=True,
+        )
+
+    def _cold(self, change: Mapping, measure: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """What `measure` gives with an empty bank and nothing in the page cache."""
         options, kernels = BASE | change, self.model.kernels
         reader = make_reader(options.pop("reader"), self.experts)
         options |= {"ffn": kernels.expert_ffn, "mix": kernels.expert_mix}
@@ -100,7 +125,7 @@ class Bench:
         forget(reader)
         self.model.set_store(store)
         try:
-            return decode(self.model, self.tokens)
+            return measure()
         finally:
             store.close()
 
@@ -147,6 +172,16 @@ def decode(model, tokens: int) -> tuple[float, float, float, float]:
     seconds, read = perf_counter() - start, disk_bytes() - before
     total = stats.total
     return tokens / seconds, total.hit_rate, total.stall_seconds / tokens, read / tokens
+
+
+def prompt(model, tokens: int) -> tuple[float, float, float, float]:
+    """Seconds that a prompt takes, those of them that waited for reads, bytes that were needed from
+    files, bytes from the disk."""
+    ids = np.random.default_rng(2).integers(0, model.config.vocab_size, (1, tokens))
+    cache, before, start = model.make_cache(), disk_bytes(), perf_counter()
+    mx.eval(model(mx.array(ids), cache, last_only=True))
+    seconds, total = perf_counter() - start, model.store.stats().total
+    return seconds, total.stall_seconds, total.bytes_read, disk_bytes() - before
 
 
 def disk_speed(experts: Mapping, blocks: int = 64) -> float:

@@ -10,6 +10,7 @@ from mlx_moeflux.experts.events import EventHook
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.pairs import Early, ExpertSum, Pairs, begin_few, few_pairs
+from mlx_moeflux.kernels import metal
 
 
 def begin_reads(
@@ -56,6 +57,7 @@ def at_once(
         y = total.total
     # A long output is evaluated now rather than kept.
     if weights.size > FEW_PAIRS:
+        metal.settle()
         mx.eval(y)
     else:
         state.remember(y)
@@ -69,5 +71,6 @@ def _hits_first(state: StreamedLayer, pairs: Pairs, total: ExpertSum) -> Early |
     early = begin_few(total.x, total.weights, pairs, hits, slot_of, bank, total.form)
     if early is not None:
         state.remember(early.rows)
+        metal.settle()
         mx.async_eval(early.rows)
     return early

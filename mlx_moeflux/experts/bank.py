@@ -32,14 +32,14 @@ class _Slots(NamedTuple):
 
 
 class LayerBank:
-    """The slots of one layer.
+    """The slots of one layer. experts: How many may take turns in them; None: nobody says.
 
     Evaluates: its new arrays.
     """
 
-    def __init__(self, layout: BlockLayout, slots: int):
+    def __init__(self, layout: BlockLayout, slots: int, experts: int | None = None):
         assert slots > 0, "a bank without slots"
-        self.layout = layout
+        self.layout, self._experts = layout, experts
         self._slots = self._allocate(slots)
 
     @property
@@ -100,7 +100,8 @@ class LayerBank:
         # Storage is viewed once and before any kernel reads it: on CUDA the first host access
         # moves an array to managed memory.
         if packing.fits(like):
-            buffer = mx.zeros((packing.packed_bytes(like) // packing.WORD,), mx.uint32)
+            shape = packing.by_rows(like) or (packing.packed_bytes(like) // packing.WORD,)
+            buffer = mx.zeros(shape, mx.uint32)
             mx.eval(buffer)
             whole = memoryview(buffer).cast("B")
             packed = packing.Packing(buffer, like)
@@ -119,15 +120,20 @@ class LayerBank:
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
         addresses = [(address_of(view), n) for view, n in sized]
-        experts = ExpertBank.of(named, self.layout.specs)
+        experts = ExpertBank.of(named, self.layout.specs, self._experts)
         return _Slots(slots, named, experts, sized, addresses, packed)
 
 
 class Bank:
     """The banks of all layers, by MoE layer id."""
 
-    def __init__(self, layouts: Mapping[int, BlockLayout], slots: Mapping[int, int]):
-        self.layers = {layer: LayerBank(layouts[layer], slots[layer]) for layer in layouts}
+    def __init__(
+        self,
+        layouts: Mapping[int, BlockLayout],
+        slots: Mapping[int, int],
+        experts: int | None = None,
+    ):
+        self.layers = {layer: LayerBank(layouts[layer], slots[layer], experts) for layer in layouts}
 
     def __getitem__(self, layer: int) -> LayerBank:
         return self.layers[layer]

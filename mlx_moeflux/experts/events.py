@@ -4,10 +4,11 @@ For each call of a layer the order is: one :class:`Chosen`; a :class:`PrefetchEn
 :class:`PrefetchDrop` for each block on its way to this layer; then for each bank-full (one, unless
 the tokens need more experts than there are slots), in ascending expert ids: a :class:`Hit` or
 :class:`Miss` for each expert, an :class:`Evict` for each victim, a :class:`ReadStart` for each
-missing expert, and a :class:`ReadEnd` for each block that arrived. A `ReadStart` without its
-`ReadEnd` is a read that failed or was interrupted. At the end, where there is a prefetcher, come
-one :class:`Guess` if it looks ahead, an :class:`Evict` for each victim in the next layer, and a
-:class:`PrefetchStart` for each block that is read ahead.
+missing expert, and a :class:`ReadEnd` for each block that arrived, which may come behind the
+:class:`ReadStart` of the next two bank-fulls. A `ReadStart` without its `ReadEnd` is a read that
+failed or was interrupted. At the end, where there is a prefetcher, come one :class:`Guess` if it
+looks ahead, an :class:`Evict` for each victim in the next layer, and a :class:`PrefetchStart` for
+each block that is read ahead.
 
 All events come from the thread that calls the store. A listener may raise; the call is then
 abandoned like any interrupted one. Without a listener nothing is built. With one, a layer that

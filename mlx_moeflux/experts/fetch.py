@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
@@ -22,6 +22,8 @@ from mlx_moeflux.experts.uploads import Uploads
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
 _LOOK_AGAIN_SECONDS = 0.05
+# How often the caller makes way for threads that may be busy with something else.
+_YIELDS = 50
 
 
 class ReadThreads:
@@ -43,6 +45,11 @@ class ReadThreads:
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job`, which does not raise, on a thread."""
         self._jobs.put(job)
+
+    @property
+    def free(self) -> bool:
+        """Nothing that was submitted waits for a thread."""
+        return self._jobs.empty()
 
     def close(self) -> None:
         """Wait for the jobs and end the threads."""
@@ -118,10 +125,19 @@ class Fetch:
         self._results: dict[int, tuple[int, float] | BaseException] = {}
         self._wake: SimpleQueue[None] = SimpleQueue()
 
-    def start(self, threads: ReadThreads) -> None:
-        """Hand every read to the threads."""
+    def start(self, threads: ReadThreads, *, urgent: bool = False) -> None:
+        """Hand every read to the threads.
+
+        urgent: Wait until those that are free have begun: they cannot before the caller gives up
+        the interpreter, which one that goes on to build a graph does not do soon.
+        """
+        free = urgent and threads.free
         for i in range(len(self._jobs)):
             threads.submit(lambda i=i: self._run(i))
+        for _ in range(_YIELDS if free else 0):
+            if len(self._begun) >= min(threads.count, len(self._jobs)):
+                break
+            sleep(0)
 
     def wait(self) -> BaseException | None:
         """Wait for all reads; the error of the first that failed, if any did."""

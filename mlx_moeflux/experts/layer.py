@@ -8,6 +8,7 @@ table before its slot is written, enters it after its block has arrived, and unt
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -61,7 +62,8 @@ class StreamedLayer:
         self.tokens = 0
         self.unsettled = False
         self._reader, self._policy, self._all_stats = reader, policy, stats
-        self._fetch: Fetch | None = None
+        # Batches on their way, the oldest first.
+        self._fetches: deque[Fetch] = deque()
         # Blocks on their way that nobody has asked for yet, and residents that came so.
         self._ahead: list[tuple[Target, Fetch]] = []
         self._fresh: set[int] = set()
@@ -92,7 +94,7 @@ class StreamedLayer:
     def remember(self, output: mx.array) -> None:
         """`output`, perhaps not evaluated, reads the bank: no slot changes before it is."""
         # While reads are under way the bank cannot be left; the end of the call remembers again.
-        if len(self._readers_of_bank) >= MAX_UNEVALUATED and self._fetch is None:
+        if len(self._readers_of_bank) >= MAX_UNEVALUATED and not self._fetches:
             self.fence()
         self._readers_of_bank.append(Reading(threading.current_thread(), output))
 
@@ -104,7 +106,9 @@ class StreamedLayer:
         stays right, whenever it is evaluated, and one whose thread has ended blocks nobody; until
         it is dropped it keeps one bank of this layer more in memory.
         """
-        assert self._fetch is None, "the bank changes while it is read into"
+        if not self._readers_of_bank:
+            return
+        assert not any(f.targets for f in self._fetches), "the bank changes while it is read into"
         assert not self._ahead, "the bank changes while it is read into"
         if not all(reading.ended() for reading in self._readers_of_bank):
             self.bank.resize(self.bank.slots)
@@ -186,15 +190,15 @@ class StreamedLayer:
         slots: Sequence[int],
         events: EventHook | None,
     ) -> None:
-        """Begin to read `experts` into `slots`, which were taken; one batch at a time."""
-        assert self._fetch is None, "two batches of reads in one layer"
+        """Begin to read `experts` into `slots`, which were taken: a batch for :meth:`finish`."""
         targets = [self._target(*pair) for pair in zip(experts, slots, strict=True)]
         if events is not None:
             for target in targets:
                 events(ReadStart(self.layer, target.expert, target.slot))
         # Known to the layer before the first read begins, so that settle() can find it.
-        self._fetch = self._new_fetch(threads, targets)
-        self._fetch.start(threads)
+        fetch = self._new_fetch(threads, targets)
+        self._fetches.append(fetch)
+        fetch.start(threads, urgent=True)
 
     def _target(self, expert: int, slot: int) -> Target:
         if self._uploads is not None:
@@ -226,32 +230,30 @@ class StreamedLayer:
                 self.settle()
 
     def finish(self, events: EventHook | None) -> None:
-        """Wait for the reads that :meth:`start` began and enter what arrived.
+        """Wait for the oldest batch that :meth:`start` began and enter what arrived.
 
         Raises:
             ExpertFileError: A read failed; the others are entered all the same.
         """
-        if self._fetch is None:
+        if not self._fetches:
             return
-        start = perf_counter()
-        error = self._fetch.wait()
+        start, fetch = perf_counter(), self._fetches[0]
+        error = fetch.wait()
         self.stats.stall_seconds += perf_counter() - start
-        arrivals = self._fetch.arrivals()
-        for arrival in arrivals:
+        for arrival in fetch.arrivals():
             self._enter(arrival)
             if events is not None:
                 events(ReadEnd(self.layer, *arrival))
         if error is not None:
             raise error
-        self._fetch = None
+        self._fetches.popleft()
 
     def slots_soon(self) -> np.ndarray:
         """Expert -> slot, ``[E]``, as it is once the reads that :meth:`start` began are entered."""
         known = self.table.slots_by_expert
-        if self._fetch is not None:
-            known = known.copy()
-            for target in self._fetch.targets:
-                known[target.expert] = target.slot
+        known = known.copy() if self._fetches else known
+        for target in (target for fetch in self._fetches for target in fetch.targets):
+            known[target.expert] = target.slot
         return known
 
     def _enter(self, arrival: Arrival) -> None:
@@ -326,7 +328,7 @@ class StreamedLayer:
     @property
     def reading(self) -> bool:
         """Blocks are on their way that a call waits for."""
-        return self._fetch is not None
+        return bool(self._fetches)
 
     @property
     def reading_ahead(self) -> bool:
@@ -342,11 +344,9 @@ class StreamedLayer:
 
         Blocks that :meth:`finish` has not entered are forgotten; the next call reads them again.
         """
-        if self._fetch is not None:
-            self._fetch.drain()
-            self._fetch = None
-        for _, fetch in self._ahead:
+        for fetch in (*reversed(self._fetches), *(fetch for _, fetch in self._ahead)):
             fetch.drain()
+        self._fetches.clear()
         self._ahead.clear()
         self._fresh.clear()
         self._device_table = None

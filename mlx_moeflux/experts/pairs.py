@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.experts.compute import ExpertMix, Form, block_bytes, indices, needs_cast
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts
 from mlx_moeflux.kernels.expert_mix import ABSENT, expert_inner, expert_mix_pairs, expert_outer
 
@@ -161,6 +162,7 @@ class ExpertSum:
     def evaluate(self) -> None:
         """Wait until nothing reads a bank any more."""
         if self._on_host is None:
+            metal.settle()
             mx.eval(self._total)
 
     def _add_on_host(
@@ -181,26 +183,25 @@ class ExpertSum:
         )
 
     def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
-        N = self.x.shape[0]
-        tokens = np.unique(pairs.token)
-        slots = pairs.grid(self.weights.shape, slot_of)
-        chunk = self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
-        for start in range(0, len(tokens), chunk):
+        # Tokens without a pair come along: where a slot is ABSENT nothing is read or added, and
+        # MLX compiles the kernels that pick rows for each process anew, 1 s each on an H100.
+        slots = mx.array(pairs.grid(self.weights.shape, slot_of))
+        N, chunk = len(slots), self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
+        if chunk >= N:
             self._next_step()
-            some = tokens[start : start + chunk]
-            rows = slice(None) if len(some) == N else indices(some)
-            self._total[rows] = mix(
-                self.x[rows],
-                mx.array(slots[some]),
-                self.weights[rows],
-                bank,
-                initial=self._total[rows],
+            self._total = mix(self.x, slots, self.weights, bank, initial=self._total)
+            return
+        for start in range(0, N, chunk):
+            self._next_step()
+            some = slice(start, start + chunk)
+            self._total[some] = mix(
+                self.x[some], slots[some], self.weights[some], bank, initial=self._total[some]
             )
 
     def _next_step(self) -> None:
         """Evaluate the steps before: only one step's scratch is allocated at a time."""
         if self._started:
-            mx.eval(self._total)
+            self.evaluate()
         self._started = True
 
     def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:

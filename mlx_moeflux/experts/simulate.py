@@ -6,6 +6,7 @@ order of a sweep and the rules of reading ahead. What they count is therefore eq
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -277,17 +278,18 @@ class _Replay:
 
     def _sweep(self, layer: int, bank: _Bank, needed: list[int]) -> int:
         before = self.counts[layer].misses
-        plan, reading = Plan(bank, needed), []
+        plan, reading = Plan(bank, needed), deque()
 
         def begin(full: BankFull) -> None:
             self.counts[layer].misses += len(full.missing)
             bank.missed += full.missing
             self._use(layer, bank, full.experts)
-            self._make_room(layer, bank, len(full.missing), plan.protected)
+            taken = sum(map(len, reading))
+            self._make_room(layer, bank, taken + len(full.missing), plan.protected)
             reading.append(full.missing)
 
         def finish() -> None:
-            self._read(layer, bank, reading.pop())
+            self._read(layer, bank, reading.popleft())
 
         take_turns(plan, begin, finish, lambda full: None)
         return self.counts[layer].misses - before

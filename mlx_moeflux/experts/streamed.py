@@ -93,8 +93,9 @@ class StreamedStore:
         self._open: Call | None = None
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
-        self._bank = Bank(layouts, counts)
-        self._uploads = uploads_for(max(layout.nbytes for layout in layouts.values()))
+        self._bank = Bank(layouts, counts, self.num_experts)
+        largest = max(layout.nbytes for layout in layouts.values())
+        self._uploads = uploads_for(largest, threads)
         around = {"policy": self.eviction, "stats": self._stats, "uploads": self._uploads}
         self._layers = {
             layer: StreamedLayer(layer, self._bank[layer], reader=reader, **around)

@@ -5,6 +5,7 @@ No MLX: the store and the simulator both follow this.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
@@ -83,18 +84,25 @@ def take_turns(
     compute: Callable[[BankFull], None],
 ) -> None:
     """Play a sweep: `begin` makes room for a bank-full and starts its reads, `finish` waits for
-    them, `compute` uses what arrived, while the next bank-full is being read."""
+    those of the oldest, `compute` uses what arrived.
 
-    def following(limit: int) -> BankFull | None:
+    While one bank-full computes, the next is being read, and the one after it waits for the disk,
+    which would rest between the two.
+    """
+    begun: deque[BankFull] = deque()
+
+    def more(limit: int) -> bool:
         full = plan.next(min(limit, READ_AHEAD))
         if full is not None:
+            begun.append(full)
             begin(full)
-        return full
+        return full is not None
 
-    current = following(max(1, plan.room() // 2))
-    while current is not None:
+    while begun or more(max(1, plan.room() // 3)):
+        if len(begun) == 1:
+            more(plan.room() // 2)
         finish()
-        ahead = following(plan.room())
+        current = begun.popleft()
+        more(plan.room())
         compute(current)
         plan.done(current)
-        current = ahead or following(max(1, plan.room() // 2))

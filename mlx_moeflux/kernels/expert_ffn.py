@@ -72,17 +72,22 @@ class ProjectionBank:
 class ExpertBank:
     """The three projections of one layer's experts; all have the same number of slots.
 
-    fixed: What is in a slot never changes.
+    fixed: What is in a slot never changes. experts: How many take turns in the slots; None: as many
+    as there are slots.
     """
 
     gate: ProjectionBank
     up: ProjectionBank
     down: ProjectionBank
     fixed: bool = False
+    experts: int | None = None
 
     @classmethod
     def of(
-        cls, arrays: Mapping[str, mx.array], specs: Mapping[str, QuantSpec | None]
+        cls,
+        arrays: Mapping[str, mx.array],
+        specs: Mapping[str, QuantSpec | None],
+        experts: int | None = None,
     ) -> ExpertBank:
         """From arrays named ``gate_proj.weight`` ... and a spec for each projection."""
 
@@ -94,7 +99,8 @@ class ExpertBank:
                 specs[p],
             )
 
-        return cls(gate=bank("gate_proj"), up=bank("up_proj"), down=bank("down_proj"))
+        parts = {part: bank(f"{part}_proj") for part in ("gate", "up", "down")}
+        return cls(**parts, experts=experts)
 
     @functools.cached_property
     def slots(self) -> int:

@@ -49,7 +49,7 @@ class Tile:
 
 
 SMALL, MIDDLE, LARGE = Tile(16, 64, 128, 1, 4), Tile(32, 64, 128, 1, 4), Tile(64, 64, 128, 2, 2)
-# By the mean number of pairs a slot up to which they suit: tiles of gate and up, and of down, of
+# By the mean number of pairs an expert up to which they suit: tiles of gate and up, and of down, of
 # the same number of pairs; of each the first that fits. All give the same bits.
 TILES = {
     12: ((SMALL,), (SMALL,)),
@@ -148,9 +148,9 @@ def _sizes(pairs: int, slots: int, tiles: int) -> mx.array:
     return sizes
 
 
-def tiles_for(pairs: int, slots: int, layout: ExpertLayout, dtype: mx.Dtype) -> tuple[Tile, Tile]:
-    """The tiles that suit so many pairs among so many slots: of gate and up, and of down."""
-    mean = pairs / min(pairs, slots)
+def tiles_for(pairs: int, experts: int, layout: ExpertLayout, dtype: mx.Dtype) -> tuple[Tile, Tile]:
+    """The tiles that suit so many pairs of so many experts: of gate and up, and of down."""
+    mean = pairs / min(pairs, experts)
     last = next(i for i, size in enumerate(TILES) if mean <= size)
     for gated, down in reversed(list(TILES.values())[: last + 1]):
         fitting = (
@@ -231,7 +231,10 @@ def grouped(
     layout, P = bank.layout, N * K
     C, F = layout.C, layout.F
     gate, up, down = bank.arrays
-    gated, narrow = tiles_for(P, bank.slots, layout, x.dtype) if tiles is None else tiles
+    # By the experts, not the slots, however many of them there are: a call's pairs are all here, if
+    # most of them as absent ones, and every bank takes the tiles of a whole one, compiled once.
+    experts = bank.experts or bank.slots
+    gated, narrow = tiles_for(P, experts, layout, x.dtype) if tiles is None else tiles
     order, offsets = list_pairs(slots, bank.slots)
     table = list_tiles(offsets, P, gated.BM)
     lists, entries = (order, offsets, table), table.shape[0]

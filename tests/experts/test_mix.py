@@ -8,7 +8,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.experts.compute import Form
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.kernels import auto
+from mlx_moeflux.kernels import auto, metal
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.kernels.expert_mix import expert_mix_grouped, expert_mix_pairs
 from tests.experts.helpers import (
@@ -115,3 +115,43 @@ def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
     assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
     four = random_experts().bank(3)
     assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
+
+
+@pytest.mark.parametrize(("n", "slots"), [(40, K), (40, E - 1), (FEW_TOKENS + 2, K)])
+def test_kernels_are_there_before_sums_are_evaluated(open_store, monkeypatch, n, slots):
+    """While a forward pass gathers kernels, MLX would compile each by itself, one after another."""
+    store, call, seen = open_store(slots, **FUSED), random_call(n), ["settle"]
+    evaluate, shape = mx.eval, call[0].shape
+
+    def watched(*arrays):
+        for array in arrays:
+            if isinstance(array, mx.array) and array.shape == shape:
+                assert seen[-1] == "settle"
+                seen.append("eval")
+        evaluate(*arrays)
+
+    monkeypatch.setattr(metal, "settle", lambda: seen.append("settle"))
+    monkeypatch.setattr(mx, "eval", watched)
+    seen.append("call")
+    store.experts(5, *call)
+    assert "eval" in seen
+
+
+def test_no_kernel_knows_the_number_of_slots(experts, open_store):
+    """Each would be compiled anew for each: a second for some on an H100."""
+    seen, calls = [], [random_call(n, seed=n) for n in (1, 40)]
+
+    def texts(slots: int) -> set:
+        seen.clear()
+        store = open_store(slots, **FUSED)
+        for call in calls:
+            mx.eval(store.experts(5, *call))
+        return {(v.kernel.name, v.template, v.input_dtypes, v.generated) for v in seen}
+
+    with emulated(inspect=seen.append, partly_written=("h", "order", "out")):
+        first = texts(K)
+    for slots in (K + 1, E - 1):
+        with emulated(inspect=seen.append, partly_written=("h", "order", "out")):
+            assert texts(slots) <= first
+    packed = {name for name, *_, text in first if "packed" in text}
+    assert any("tiles_gated" in name for name in packed), "the banks' arrays lie by rows"

@@ -9,7 +9,7 @@ from mlx_moeflux.experts import turns as turns_module
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.slots import SlotTable
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.turns import READ_AHEAD, Plan
+from mlx_moeflux.experts.turns import READ_AHEAD, Plan, take_turns
 from tests.experts.helpers import (
     FOUR_BIT,
     bank_is_right,
@@ -67,29 +67,30 @@ def test_a_plan_never_overfills_the_bank(slots, resident, needed):
     plan = Plan(table, sorted(needed))
     kept = set(plan.protected)
     assert plan.room() >= min(slots, 2 * READ_AHEAD, slots)
-    seen, read = [], []
+    seen, read, begun = [], [], []
 
-    def begin(limit):
-        full = plan.next(limit)
-        if full is None:
-            return None
+    def begin(full):
         assert full.experts
+        assert len(full.missing) <= READ_AHEAD
         assert len(plan.protected) <= slots
-        for expert in full.missing:
-            if not table.free:
-                table.remove(max(set(table.slot_of) - plan.protected))
-            table.put(expert, table.take())
+        while table.free < len(full.missing):
+            table.remove(max(set(table.slot_of) - plan.protected))
+        begun.append([(expert, table.take()) for expert in full.missing])
+        assert len(begun) <= 2
         read.extend(full.missing)
-        return full
 
-    current = begin(max(1, plan.room() // 2))
-    while current is not None:
-        assert all(e in table for e in current.experts)
-        following = begin(plan.room())
-        assert all(e in table for e in current.experts)
-        seen.extend(current.experts)
-        plan.done(current)
-        current = following or begin(max(1, plan.room() // 2))
+    def finish():
+        for expert, slot in begun.pop(0):
+            table.put(expert, slot)
+
+    def compute(full):
+        assert all(e in table for e in full.experts)
+        # The disk has something to do meanwhile, wherever there is something and room for it.
+        assert begun or sorted(needed)[-1] in full.experts or slots <= 2
+        seen.extend(full.experts)
+
+    take_turns(plan, begin, finish, compute)
+    assert not begun
     assert seen == sorted(needed)
     assert len(read) == len(set(read))
     assert not kept & set(read)

@@ -28,6 +28,9 @@ class HostDriver:
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
 
+    def prefetch(self, address, nbytes):
+        pass
+
     def event(self):
         return object()
 
@@ -54,7 +57,7 @@ class HostDriver:
 @pytest.fixture
 def host(monkeypatch):
     found = HostDriver()
-    monkeypatch.setattr(streamed, "uploads_for", lambda nbytes: Uploads(found, nbytes))
+    monkeypatch.setattr(streamed, "uploads_for", lambda *sizes: Uploads(found, *sizes))
     return found
 
 

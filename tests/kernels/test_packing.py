@@ -110,6 +110,42 @@ def test_a_launch_takes_the_buffer():
     assert arranger([x, *arrays[:2], x, x]) is None
 
 
+def by_rows(arrays: list[mx.array]) -> Packing:
+    """What a bank does: a buffer, filled through its storage."""
+    like = [(a.shape, a.dtype) for a in arrays]
+    buffer = mx.zeros(packing.by_rows(like), mx.uint32)
+    mx.eval(buffer)
+    packed = Packing(buffer, like)
+    whole = memoryview(buffer).cast("B")
+    for array, start in zip(arrays, packed.starts, strict=True):
+        whole[start : start + array.nbytes] = bits(array)
+    return packed
+
+
+@pytest.mark.usefixtures("device")
+def test_one_text_serves_any_number_of_rows():
+    """Arrays by rows, whose places depend on how many there are."""
+    gc.collect()
+    dtypes = mx.float32, mx.bfloat16, mx.float16, mx.float32
+    x, seen = mx.random.normal((32,)), set()
+    for rows in (4, 5, 9):
+        arrays = [
+            mx.random.normal((rows, n)).astype(d)
+            for n, d in zip((16, 8, 24, 12), dtypes, strict=True)
+        ]
+        packed = by_rows(arrays)
+        inputs = [x, *packed.arrays]
+        assert packed.starts == [0, rows * 64, rows * 80, rows * 128]
+        assert bits(call(*inputs)) == bits(call(x, *arrays))
+        arrangement, taken = Arranger(KERNEL.inputs, {"b": True})(inputs)
+        assert [a.shape for a in taken] == [(32,), (rows, 44)]
+        seen.add((arrangement.bindings, *arrangement.template.items()))
+    assert len(seen) == 1
+    # Rows that are no whole units, or not as many: they lie one after another as ever.
+    assert packing.by_rows([((3, 8), mx.float32), ((3, 4), mx.bfloat16)]) is None
+    assert packing.by_rows([((3, 8), mx.float32), ((2, 8), mx.float32)]) is None
+
+
 @pytest.mark.usefixtures("device")
 def test_what_was_found_is_forgotten_when_a_packing_goes():
     """Another may get its ids."""
