@@ -105,39 +105,45 @@ inline void write_attended(
   store_pack(y + at * DV + column, out);
 }
 
-// y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of
-// 8 simdgroups owns 32 columns of a row; each takes every eighth part.
-template <typename T, int DV, int HQ, int PACK, int GATE>
+// y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of 8
+// simdgroups owns 32 N columns of a row; each takes every eighth part.
+template <typename T, int DV, int HQ, int PACK, int GATE, int N>
 inline void attend_combine(
     const device float* partial, const device float* stats, const device T* gate, device T* y,
     threadgroup float* shared, int parts, int rows, uint3 position, uint index) {
   const int lane = int(index % 32), w = int(index / 32);
-  const int column = 32 * int(position.x) + lane, row = int(position.y), group = int(position.z);
+  const int first = 32 * N * int(position.x), row = int(position.y), group = int(position.z);
   const size_t base = size_t(group) * parts * rows + row;
   float highest = no_score();
   for (int s = lane; s < parts; s += 32) {
     highest = metal::max(highest, stats[2 * (base + size_t(s) * rows)]);
   }
   highest = simd_max(highest);
-  float value = 0.0f, total = 0.0f;
+  float value[N] = {}, total = 0.0f;
+  #pragma unroll 4
   for (int s = w; s < parts; s += 8) {
     const size_t at = base + size_t(s) * rows;
     const float weight = metal::exp2(stats[2 * at] - highest);
+    const pack<float, N> in = load_pack<N>(partial + at * DV + first + N * lane);
     total += weight * stats[2 * at + 1];
-    value += weight * partial[at * DV + column];
+    EACH(e, N) {
+      value[e] += weight * in.at[e];
+    }
   }
-  shared[index] = value;
-  shared[256 + index] = total;
+  EACH(e, N) {
+    shared[w * 32 * N + N * lane + e] = value[e];
+  }
+  shared[256 * N + index] = total;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (w == 0) {
-    value = 0.0f;
+  if (w < N) {
+    float sum = 0.0f;
     total = 0.0f;
-    for (int i = lane; i < 256; i += 32) {
-      value += shared[i];
-      total += shared[256 + i];
+    EACH(i, 8) {
+      sum += shared[i * 32 * N + int(index)];
+      total += shared[256 * N + 32 * i + lane];
     }
     const int tokens = rows / PACK, b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
     write_attended<T, DV, HQ, GATE, 1>(
-        y, gate, {total > 0.0f ? value / total : 0.0f}, b, head, row, column, tokens);
+        y, gate, {total > 0.0f ? sum / total : 0.0f}, b, head, row, first + int(index), tokens);
   }
 }
