@@ -105,6 +105,43 @@ inline void write_attended(
   store_pack(y + at * DV + column, out);
 }
 
+// The largest of the parts' maxima; `base`: of the first part's row.
+inline float highest_top(const device float* stats, size_t base, int parts, int rows, int lane) {
+  float highest = no_score();
+  for (int s = lane; s < parts; s += 32) {
+    highest = metal::max(highest, stats[2 * (base + size_t(s) * rows)]);
+  }
+  return simd_max(highest);
+}
+
+// value += 2^(top - highest) partial of N columns and total += of the totals, of every eighth part
+// from `first` on; eight of them come together.
+template <int DV, int N>
+inline float add_parts(
+    thread float* value, const device float* partial, const device float* stats, float highest,
+    size_t base, int parts, int rows, int first, int column) {
+  float total = 0.0f;
+  for (int from = first; from < parts; from += 64) {
+    pack<float, N> in[8];
+    pack<float, 2> own[8];
+    EACH(j, 8) {
+      const size_t at = base + size_t(metal::min(from + 8 * j, parts - 1)) * rows;
+      in[j] = load_pack<N>(partial + at * DV + column);
+      own[j] = load_pack<2>(stats + 2 * at);
+    }
+    EACH(j, 8) {
+      if (from + 8 * j < parts) {
+        const float weight = metal::exp2(own[j].at[0] - highest);
+        total += weight * own[j].at[1];
+        EACH(e, N) {
+          value[e] += weight * in[j].at[e];
+        }
+      }
+    }
+  }
+  return total;
+}
+
 // y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of 8
 // simdgroups owns 32 N columns of a row; each takes every eighth part.
 template <typename T, int DV, int HQ, int PACK, int GATE, int N>
@@ -114,22 +151,10 @@ inline void attend_combine(
   const int lane = int(index % 32), w = int(index / 32);
   const int first = 32 * N * int(position.x), row = int(position.y), group = int(position.z);
   const size_t base = size_t(group) * parts * rows + row;
-  float highest = no_score();
-  for (int s = lane; s < parts; s += 32) {
-    highest = metal::max(highest, stats[2 * (base + size_t(s) * rows)]);
-  }
-  highest = simd_max(highest);
-  float value[N] = {}, total = 0.0f;
-  #pragma unroll 4
-  for (int s = w; s < parts; s += 8) {
-    const size_t at = base + size_t(s) * rows;
-    const float weight = metal::exp2(stats[2 * at] - highest);
-    const pack<float, N> in = load_pack<N>(partial + at * DV + first + N * lane);
-    total += weight * stats[2 * at + 1];
-    EACH(e, N) {
-      value[e] += weight * in.at[e];
-    }
-  }
+  const float highest = highest_top(stats, base, parts, rows, lane);
+  float value[N] = {};
+  float total = add_parts<DV, N>(
+      value, partial, stats, highest, base, parts, rows, w, first + N * lane);
   EACH(e, N) {
     shared[w * 32 * N + N * lane + e] = value[e];
   }

@@ -22,24 +22,13 @@ inline void attend_values(
   slice<V, W, S> own[narrow_steps<ROWS, DV, N>()];
   fetch_narrow<ROWS, DV, BITS, GROUP>(own, w, scales, biases, lane);
 
-  float highest = no_score();
-  for (int s = int(lane); s < parts; s += 32) {
-    highest = metal::max(highest, stats[2 * (base + size_t(s) * HEADS)]);
-  }
-  highest = simd_max(highest);
+  const float highest = highest_top(stats, base, parts, HEADS, int(lane));
+  #pragma unroll
   for (int task = index; task < 2 * DV; task += THREADS) {
     const int first = task / (DV / 4), column = task % (DV / 4) * 4;
-    float value[4] = {}, total = 0.0f;
-    #pragma unroll 8
-    for (int s = first; s < parts; s += 8) {
-      const size_t at = base + size_t(s) * HEADS;
-      const float weight = metal::exp2(stats[2 * at] - highest);
-      const pack<float, 4> in = load_pack<4>(partial + at * DV + column);
-      total += weight * stats[2 * at + 1];
-      EACH(e, 4) {
-        value[e] += weight * in.at[e];
-      }
-    }
+    float value[4] = {};
+    const float total = add_parts<DV, 4>(
+        value, partial, stats, highest, base, parts, HEADS, first, column);
     store_pack(
         shared + first * DV + column, pack<float, 4>{value[0], value[1], value[2], value[3]});
     if (column == 0) {
