@@ -229,8 +229,8 @@ def joined_stride(end: int) -> int:
 STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 2), (2, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
 # Those of a MoE block: router, score, and two of the shared expert.
 ENTRIES = ((1,), (2,), (4,), (1, 1), (1, 2), (2, 2), (1, 1, 1, 1))
-# The same with the shared expert's products first.
-MORE_ENTRIES = ((2, 1), (1, 1, 1))
+# Without a norm: one matrix, and two of a shared expert.
+BARE = ((1,), (2,), (1, 1))
 
 
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
@@ -283,8 +283,7 @@ _KERNELS = {
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
         *((structure, True, ends) for structure in ENTRIES for ends in ("normed", "joined")),
-        *((structure, True, "normed") for structure in MORE_ENTRIES),
-        ((1,), False, ""),
+        *((structure, False, "") for structure in BARE),
         ((1,), False, "residual"),
     )
 }
