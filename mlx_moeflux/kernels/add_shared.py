@@ -22,8 +22,9 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.numbers import filled
-from mlx_moeflux.kernels.project import Weight, simdgroups_of, tiling
+from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
 
 
 def add_shared(
@@ -81,17 +82,46 @@ _KERNEL = MetalKernel(
     inputs=("residual", "experts", "gate", "up", "score", "w", "scales", "biases"),
     outputs=("y",),
     body="""
-        threadgroup float values[STAGED];
-        threadgroup float sums[SUMS];
+        threadgroup float memory[MEMORY];
         add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT, ROUTED, SCORED>(
-            residual, experts, gate, up, score, w, scales, biases, y, values, sums,
+            residual, experts, gate, up, score, w, scales, biases, y, memory,
             threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
     """,
 )
 
 
-@launches(_KERNEL)
+_PRODUCT = MetalKernel(
+    "shared_product",
+    file="matvec.metal",
+    inputs=("gate", "up", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float memory[MEMORY];
+        shared_product<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT>(
+            gate, up, w, scales, biases, y, memory, threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+_SUM = MetalKernel(
+    "add_products",
+    file="matvec.metal",
+    inputs=("residual", "experts", "score", "products"),
+    outputs=("y",),
+    body="""
+        uint at = thread_position_in_grid.x * N;
+        if (at < END) {
+            add_products<OUT, N, SCORED>(residual, experts, score, products, y, at);
+        }
+    """,
+)
+# From so many numbers on a matrix is worth a launch of its own beside routed experts: it then waits
+# for nobody, and what is left to do after them is little.
+APART, THREADS = 1 << 23, 128
+
+
+@launches(_KERNEL, _PRODUCT, _SUM)
 def add_shared_fused(
     residual: mx.array,
     experts: mx.array | None,
@@ -101,7 +131,8 @@ def add_shared_fused(
     *,
     score: mx.array | None = None,
 ) -> mx.array:
-    """The module's formula in one launch for a few rows, each on its own, with one rounding.
+    """The module's formula in one launch for a few rows, each on its own, with one rounding; or
+    with a large matrix in two, of which the first does not need `experts`, with the same bits.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -124,22 +155,40 @@ def add_shared_fused(
         )
     launch = _launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
     scores = gate if score is None else score
+    if isinstance(launch, tuple):
+        product, rest = launch
+        products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
+        # MLX starts what is as far from the result at the same time: so before the experts.
+        products = products.reshape(-1).reshape(N, C).reshape(-1)
+        return _SUM(residual, summed, scores, products, **rest)[0]
     return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _launch(
     shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
-) -> dict[str, Any]:
+) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+    """The launch, or the two."""
     *leading, C = shape
-    groups, tile, (staged, sums) = tiling(matrix, C, F)
+    groups, tile, memory = tiling(matrix, C, F, dtype)
     simdgroups = simdgroups_of(F)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
-    template |= {"ROUTED": routed, "SCORED": scored}
-    return {
-        "template": template | {"SIMDGROUPS": simdgroups, "STAGED": staged, "SUMS": sums},
-        "grid": (groups * simdgroups * 32, math.prod(leading), 1),
+    template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
+    rows = math.prod(leading)
+    product = {
+        "template": template,
+        "grid": (groups * simdgroups * 32, rows, 1),
         "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
+        "output_shapes": [(rows, C)],
+        "output_dtypes": [mx.float32],
     }
+    result = {"output_shapes": [shape], "output_dtypes": [dtype]}
+    if not routed or F * C < APART:
+        return product | result | {"template": template | {"ROUTED": routed, "SCORED": scored}}
+    together = math.gcd(C, 4)
+    rest = {
+        "template": {"OUT": C, "END": rows * C, "N": together, "SCORED": scored},
+        "grid": (-(-rows * C // (together * THREADS)) * THREADS, 1, 1),
+        "threadgroup": (THREADS, 1, 1),
+    }
+    return product, rest | result

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.numbers import on_the_device
 from mlx_moeflux.kernels.quantised import FLOATS
 
 Pair = tuple[mx.array, mx.array]
@@ -60,7 +61,7 @@ def append_row_fused(tail: Pair, k: mx.array, v: mx.array, *, position: mx.array
             f"append_row: tails are {keys.dtype} and {values.dtype}, rows {k.dtype} and "
             f"{v.dtype}, the position {position.dtype}; expected one dtype, and int32."
         )
-    return tuple(_KERNEL(keys, values, k, v, position, **options))
+    return tuple(_KERNEL(keys, values, k, v, on_the_device(position), **options))
 
 
 @functools.lru_cache(maxsize=256)

@@ -105,39 +105,70 @@ inline void write_attended(
   store_pack(y + at * DV + column, out);
 }
 
-// y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of
-// 8 simdgroups owns 32 columns of a row; each takes every eighth part.
-template <typename T, int DV, int HQ, int PACK, int GATE>
-inline void attend_combine(
-    const device float* partial, const device float* stats, const device T* gate, device T* y,
-    threadgroup float* shared, int parts, int rows, uint3 position, uint index) {
-  const int lane = int(index % 32), w = int(index / 32);
-  const int column = 32 * int(position.x) + lane, row = int(position.y), group = int(position.z);
-  const size_t base = size_t(group) * parts * rows + row;
+// The largest of the parts' maxima; `base`: of the first part's row.
+inline float highest_top(const device float* stats, size_t base, int parts, int rows, int lane) {
   float highest = no_score();
   for (int s = lane; s < parts; s += 32) {
     highest = metal::max(highest, stats[2 * (base + size_t(s) * rows)]);
   }
-  highest = simd_max(highest);
-  float value = 0.0f, total = 0.0f;
-  for (int s = w; s < parts; s += 8) {
-    const size_t at = base + size_t(s) * rows;
-    const float weight = metal::exp2(stats[2 * at] - highest);
-    total += weight * stats[2 * at + 1];
-    value += weight * partial[at * DV + column];
+  return simd_max(highest);
+}
+
+// value += 2^(top - highest) partial of N columns and total += of the totals, of every eighth part
+// from `first` on; eight of them come together.
+template <int DV, int N>
+inline float add_parts(
+    thread float* value, const device float* partial, const device float* stats, float highest,
+    size_t base, int parts, int rows, int first, int column) {
+  float total = 0.0f;
+  for (int from = first; from < parts; from += 64) {
+    pack<float, N> in[8];
+    pack<float, 2> own[8];
+    EACH(j, 8) {
+      const size_t at = base + size_t(metal::min(from + 8 * j, parts - 1)) * rows;
+      in[j] = load_pack<N>(partial + at * DV + column);
+      own[j] = load_pack<2>(stats + 2 * at);
+    }
+    EACH(j, 8) {
+      if (from + 8 * j < parts) {
+        const float weight = metal::exp2(own[j].at[0] - highest);
+        total += weight * own[j].at[1];
+        EACH(e, N) {
+          value[e] += weight * in[j].at[e];
+        }
+      }
+    }
   }
-  shared[index] = value;
-  shared[256 + index] = total;
+  return total;
+}
+
+// y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of 8
+// simdgroups owns 32 N columns of a row; each takes every eighth part.
+template <typename T, int DV, int HQ, int PACK, int GATE, int N>
+inline void attend_combine(
+    const device float* partial, const device float* stats, const device T* gate, device T* y,
+    threadgroup float* shared, int parts, int rows, uint3 position, uint index) {
+  const int lane = int(index % 32), w = int(index / 32);
+  const int first = 32 * N * int(position.x), row = int(position.y), group = int(position.z);
+  const size_t base = size_t(group) * parts * rows + row;
+  const float highest = highest_top(stats, base, parts, rows, lane);
+  float value[N] = {};
+  float total = add_parts<DV, N>(
+      value, partial, stats, highest, base, parts, rows, w, first + N * lane);
+  EACH(e, N) {
+    shared[w * 32 * N + N * lane + e] = value[e];
+  }
+  shared[256 * N + index] = total;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (w == 0) {
-    value = 0.0f;
+  if (w < N) {
+    float sum = 0.0f;
     total = 0.0f;
-    for (int i = lane; i < 256; i += 32) {
-      value += shared[i];
-      total += shared[256 + i];
+    EACH(i, 8) {
+      sum += shared[i * 32 * N + int(index)];
+      total += shared[256 * N + 32 * i + lane];
     }
     const int tokens = rows / PACK, b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
     write_attended<T, DV, HQ, GATE, 1>(
-        y, gate, {total > 0.0f ? value / total : 0.0f}, b, head, row, column, tokens);
+        y, gate, {total > 0.0f ? sum / total : 0.0f}, b, head, row, first + int(index), tokens);
   }
 }

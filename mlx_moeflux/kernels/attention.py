@@ -24,6 +24,7 @@ Forms of :func:`sdpa_fused`, picked by the call's shape alone, each in a file of
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,8 +115,8 @@ _SHARED = """
         values, weights, scores, factors, {indices});
 """
 _COMBINE = """
-    threadgroup float shared[512];
-    attend_combine<T, DV, HQ, PACK, GATE>(
+    threadgroup float shared[256 * (N + 1)];
+    attend_combine<T, DV, HQ, PACK, GATE, N>(
         partial, stats, {gate}, y, shared, partial_shape[1], partial_shape[2],
         threadgroup_position_in_grid, thread_index_in_threadgroup);
 """
@@ -244,23 +245,27 @@ def run(
     scale: float,
     length: int | mx.array | None,
     start: mx.array | None,
+    join: Callable[[mx.array, mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Launch an attention: ``[B, Hq, T, Dv]``, a view of ``[B, T, Hq, Dv]``."""
+    """Launch an attention: ``[B, Hq, T, Dv]``, a view of ``[B, T, Hq, Dv]``; or what `join` makes
+    of the results of parts and their statistics, if there are parts."""
     if scale <= 0.0:
         raise ShapeError(f"{call.name}: scale is {scale}; it must be positive.")
-    plan = _plan(backend().name, call)
+    plan = plan_of(backend().name, call)
     numbers = ranges(call.q[0], call.k[2], length, start), filled(scale)
     gates = () if gate is None else (gate,)
     if plan.join is None:
         (y,) = plan.kernel(*tensors, *gates, *numbers, **plan.options)
     else:
         partial, stats = plan.kernel(*tensors, *numbers, **plan.options)
+        if join is not None:
+            return join(partial, stats)
         (y,) = plan.join(partial, stats, *gates, **plan.join_options)
     return y.swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(backend_name: str, call: Call) -> Plan:
+def plan_of(backend_name: str, call: Call) -> Plan:
     """Checks shapes and lays a launch out, once for each."""
     _check_shapes(call)
     B, Hq, T, D1 = call.q
@@ -297,9 +302,10 @@ def _plan(backend_name: str, call: Call) -> Plan:
         return Plan(_KERNELS[form, False, gated], options | result)
     options["output_shapes"] = [(groups, parts, rows, Dv), (groups, parts, rows, 2)]
     options["output_dtypes"] = [mx.float32, mx.float32]
+    width = 4 if Dv % 128 == 0 else 1
     join = {
-        "template": {"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate},
-        "grid": (256 * (Dv // 32), rows, groups),
+        "template": {"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate, "N": width},
+        "grid": (256 * (Dv // (32 * width)), rows, groups),
         "threadgroup": (256, 1, 1),
     }
     return Plan(_KERNELS[form, True, False], options, _JOIN[gated], join | result)

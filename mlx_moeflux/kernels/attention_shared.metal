@@ -54,16 +54,20 @@ inline void attend_shared(
   const float to_base2 = scale[0] * 1.44269504f;
   float top = no_score(), total = 0.0f;
 
+  // Rows that are all there come at once, while the first keys are on their way.
   tile_a<T> queries[NK];
+  const bool whole = row0 + M <= rows;
   EACH(t, MT) {
-    stage<T, D1, D2, LK, 16, THREADS>(key_tile, q, q2, row0 + 16 * t, 0, rows, index);
-    arrive();
-    EACH(i, NK) {
-      if (t == tile && k0 + i < D / 16) {
-        load_a(queries[i], key_tile + 16 * (k0 + i), LK, lane);
+    if (!whole) {
+      stage<T, D1, D2, LK, 16, THREADS>(key_tile, q, q2, row0 + 16 * t, 0, rows, index);
+      arrive();
+      EACH(i, NK) {
+        if (t == tile && k0 + i < D / 16) {
+          load_a(queries[i], key_tile + 16 * (k0 + i), LK, lane);
+        }
       }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   tile_c sums[MT][NV];
   EACH(t, MT) {
@@ -74,6 +78,16 @@ inline void attend_shared(
 
   stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
       key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v, table, origin);
+  if (whole) {
+    EACH(i, NK) {
+      const int at = 16 * (k0 + i), own = row0 + 16 * tile;
+      if (at < D1) {
+        load_a(queries[i], q + own * D1 + at, D1, lane);
+      } else if (at < D) {
+        load_a(queries[i], q2 + own * D2 + at - D1, D2, lane);
+      }
+    }
+  }
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {

@@ -40,6 +40,7 @@ from mlx_moeflux.kernels import (
     latent,
     latent_attention,
     latent_prepare,
+    latent_step,
     metal,
     moe_combine,
     moe_step,
@@ -113,6 +114,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "latent_prepare": {
         "reference": latent_prepare.latent_prepare,
         "fused": latent_prepare.latent_prepare_fused,
+    },
+    "latent_step": {
+        "reference": latent_step.latent_step,
+        "fused": latent_step.latent_step_fused,
     },
     "head_product": {
         "reference": heads.head_product,

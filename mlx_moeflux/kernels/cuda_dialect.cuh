@@ -63,6 +63,8 @@ template <typename T> inline T simd_min(T x) {
   for (int mask = 1; mask < 32; mask <<= 1) x = metal::min(x, simd_shuffle_xor(x, mask));
   return x;
 }
+inline uint simd_max(uint x) { return __reduce_max_sync(MOEFLUX_ALL, x); }
+inline uint simd_min(uint x) { return __reduce_min_sync(MOEFLUX_ALL, x); }
 inline uint lane_id() {
   uint lane;
   asm("mov.u32 %0, %%laneid;" : "=r"(lane));

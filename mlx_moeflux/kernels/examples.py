@@ -91,6 +91,16 @@ def _latent_prepare(x: Normal) -> Arguments:
     return arrays, options | {"factor": 1.2, "interleaved": True}
 
 
+def _latent_step(x: Normal) -> Arguments:
+    frequencies = 1e4 ** (-mx.arange(0, DR, 2) / DR)
+    options = {"norm": x(LATENT), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
+    options |= {"position": mx.array([19], dtype=mx.int32), "factor": 1.2, "interleaved": True}
+    parts = mx.quantize(0.2 * x(HQ, LATENT, 2 * LATENT), group_size=32, bits=4)
+    tail = (x(B, 1, 16, LATENT), x(B, 1, 16, DR))
+    arrays = (x(B, 1, HQ, 2 * LATENT + DR), x(B, 1, LATENT + DR), tail)
+    return (*arrays, HeadMatrices(*parts, QuantSpec(4, 32), 0, LATENT)), options
+
+
 def _head_product(x: Normal) -> Arguments:
     parts = mx.quantize(0.2 * x(HQ, DN + DV, LATENT), group_size=32, bits=4)
     return (x(B, HQ, 1, LATENT), HeadMatrices(*parts, QuantSpec(4, 32), DN, DV)), {}
@@ -191,6 +201,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "delta_mixer": _delta_mixer,
     "norm_rope": _norm_rope,
     "latent_prepare": _latent_prepare,
+    "latent_step": _latent_step,
     "head_product": _head_product,
     "append_row": _append_row,
     "sdpa": _sdpa,

@@ -27,6 +27,10 @@ from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.quantised import FLOATS, ExpertLayout
+from mlx_moeflux.kernels.tiling import WIDE_COLUMNS, rows_at_once, simdgroups_of, words_at_once
+
+# A kernel and how it is launched.
+Launch = tuple[MetalKernel, dict[str, Any]]
 
 ABSENT = 0xFFFFFFFF
 MOST_EXPERTS_A_TOKEN = 16
@@ -65,8 +69,9 @@ def expert_mix_pairs(
     """
     inner, outer = _pair_launches(x, slots, weights, bank, initial)
     gate, up, down = bank.arrays
-    h = _INNER(x, slots, *gate, *up, **inner)[0]
-    return _OUTER(h, slots, weights, *down, weights if initial is None else initial, **outer)[0]
+    h = inner[0](x, slots, *gate, *up, **inner[1])[0]
+    start = weights if initial is None else initial
+    return outer[0](h, slots, weights, *down, start, **outer[1])[0]
 
 
 def expert_mix_grouped(
@@ -101,9 +106,9 @@ def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
     """x ``[N, C]``, slots ``[N, K]`` -> ``[N * K, F]`` float32, silu(gate x) * (up x) of each
     pair: the first half of :func:`expert_mix_pairs`. Rows of absent experts hold anything."""
     checked(x, slots, None, bank, None)
-    launch = _inner_launch(bank.layout, *slots.shape, x.dtype)
+    kernel, launch = _inner_launch(bank.layout, *slots.shape, x.dtype)
     gate, up, _ = bank.arrays
-    return _INNER(x, slots, *gate, *up, **launch)[0]
+    return kernel(x, slots, *gate, *up, **launch)[0]
 
 
 def expert_outer(
@@ -116,9 +121,9 @@ def expert_outer(
     initial: mx.array | None = None,
 ) -> mx.array:
     """What :func:`expert_inner` gave for x of `dtype` -> ``[N, C]`` float32: the second half."""
-    launch = _outer_launch(bank.layout, *slots.shape, dtype, initial is not None)
+    kernel, launch = _outer_launch(bank.layout, *slots.shape, dtype, initial is not None)
     start = weights if initial is None else initial
-    return _OUTER(h, slots, weights, *bank.arrays[2], start, **launch)[0]
+    return kernel(h, slots, weights, *bank.arrays[2], start, **launch)[0]
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
@@ -191,21 +196,60 @@ _OUTER = MetalKernel(
     """,
 )
 
+_INNER_WIDE = MetalKernel(
+    "expert_inner_wide",
+    file="expert_pairs.metal",
+    inputs=_INNER.inputs,
+    outputs=("h",),
+    body="""
+        threadgroup float partial[2 * ROWS * SIMDGROUPS];
+        const uint pair = threadgroup_position_in_grid.y;
+        inner_parts<ROWS, TOGETHER, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT>(
+            x + pair / K * IN, gate, gate_scales, gate_biases, up, up_scales, up_biases,
+            h + ulong(pair) * OUT, partial, gate_shape[0], slots[pair],
+            threadgroup_position_in_grid.x * TOGETHER, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_OUTER_WIDE = MetalKernel(
+    "expert_outer_wide",
+    file="expert_pairs.metal",
+    inputs=_OUTER.inputs,
+    outputs=("y",),
+    body="""
+        threadgroup float partial[K * PARTS * ROWS];
+        outer_parts<ROWS, TOGETHER, PARTS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
+            h, slots, weights, down, scales, biases, initial, y, partial,
+            down_shape[0], threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x * TOGETHER, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 
 
+# From this C on simdgroups share the columns (H100, 7168 and 2048: 49 and 29 us, else 64 and 44).
+WIDE_EXPERTS, MOST_SIMDGROUPS = 6144, 16
+
+
 @functools.lru_cache(maxsize=256)
-def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> dict[str, Any]:
+def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> Launch:
     C, F, matrix = layout.C, layout.F, layout.inner
-    rows, groups = INNER_ROWS, INNER_SIMDGROUPS
-    return {
-        "template": {
-            **{"ROWS": rows, "SIMDGROUPS": groups, "K": K, "IN": C, "OUT": F},
-            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)},
-            "EXACT": dtype == mx.float32,
-        },
-        "grid": (32 * (F // rows), N * K, 1),
+    rows, groups, kernel = INNER_ROWS, INNER_SIMDGROUPS, _INNER
+    template = {"K": K, "IN": C, "OUT": F, "BITS": matrix.bits, "GROUP": matrix.group}
+    template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
+    blocks = F // (rows * groups)
+    if is_wide(layout):
+        kernel, groups = _INNER_WIDE, simdgroups_of(C)
+        rows, template["TOGETHER"] = rows_at_once(matrix, F, dtype, K * F, groups)
+        template["V"] = words_at_once(matrix, C)
+        blocks = F // rows
+    return kernel, {
+        "template": template | {"ROWS": rows, "SIMDGROUPS": groups},
+        "grid": (32 * groups * blocks, N * K, 1),
         "threadgroup": (32 * groups, 1, 1),
         "output_shapes": [(N * K, F)],
         "output_dtypes": [mx.float32],
@@ -213,21 +257,28 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> dict
 
 
 @functools.lru_cache(maxsize=256)
-def _outer_launch(
-    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool
-) -> dict[str, Any]:
-    C, F, rows, matrix = layout.C, layout.F, OUTER_ROWS, layout.down
-    return {
-        "template": {
-            **{"ROWS": rows, "K": K, "IN": F, "OUT": C, "CONTINUES": continues},
-            **{"BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(F, 16)},
-            "EXACT": dtype == mx.float32,
-        },
-        "grid": (32 * K * (C // rows), N, 1),
-        "threadgroup": (32 * K, 1, 1),
+def _outer_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool) -> Launch:
+    C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER
+    template = {"K": K, "IN": F, "OUT": C, "BITS": matrix.bits, "GROUP": matrix.group}
+    template |= {"V": matrix.access(F, 16), "EXACT": dtype == mx.float32, "CONTINUES": continues}
+    groups, parts = K, -(-F // WIDE_COLUMNS)
+    if is_wide(layout) and K * parts <= MOST_SIMDGROUPS:
+        kernel, groups = _OUTER_WIDE, K * parts
+        rows, template["TOGETHER"] = rows_at_once(matrix, C, dtype, C, groups)
+        template["V"] = words_at_once(matrix, F)
+        template["PARTS"] = parts
+    return kernel, {
+        "template": template | {"ROWS": rows},
+        "grid": (32 * groups * (C // rows), N, 1),
+        "threadgroup": (32 * groups, 1, 1),
         "output_shapes": [(N, C)],
         "output_dtypes": [mx.float32],
     }
+
+
+def is_wide(layout: ExpertLayout) -> bool:
+    """Whether simdgroups share the columns of an expert's rows."""
+    return layout.C >= WIDE_EXPERTS
 
 
 def _pair_launches(
@@ -236,7 +287,7 @@ def _pair_launches(
     weights: mx.array,
     bank: ExpertBank,
     initial: mx.array | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
     key = (x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
         () if initial is None else (initial.shape, initial.dtype)
@@ -254,5 +305,5 @@ def _pair_launches(
 
 for _form in (expert_mix_pairs, expert_mix_grouped):
     _form.takes, _form.pair_bytes = readable, pair_bytes
-launches(_INNER, _OUTER)(expert_mix_pairs)
+launches(_INNER, _OUTER, _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)
 launches(*expert_tiles.KERNELS)(expert_mix_grouped)

@@ -156,3 +156,94 @@ inline void expert_outer(
         products, slots + token * K, CONTINUES ? initial[at] : -0.0f, num_slots, lane);
   }
 }
+
+// As inner_rows, with rows of an expert that are all simdgroups' work.
+template <int ROWS, int M, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
+          typename T, typename W, typename S>
+inline void inner_parts(
+    const device T* x,
+    const device W* gate,
+    const device S* gate_scales,
+    const device S* gate_biases,
+    const device W* up,
+    const device S* up_scales,
+    const device S* up_biases,
+    device float* h,
+    threadgroup float* partial,
+    uint num_slots,
+    uint slot,
+    uint row,
+    uint simdgroup,
+    uint lane) {
+  const int per = per_word<BITS>(), N = V * per, SHARE = share<IN, N, SIMDGROUPS>();
+  columns<SHARE, N> own;
+  take_columns<SIMDGROUPS, IN, BITS, EXACT, PLAIN>(own, x, x, simdgroup, lane);
+  if (slot >= num_slots) {
+    return;
+  }
+  const ulong base = ulong(slot) * OUT + row;
+  const ulong words = base * (IN / per), groups = base * (IN / GROUP);
+  part_of_rows<ROWS, M, OUT / ROWS * M, SIMDGROUPS, SIMDGROUPS, IN, BITS, GROUP, V, EXACT>(
+      partial + simdgroup, own, gate + words, gate_scales + groups, gate_biases + groups, lane);
+  part_of_rows<ROWS, M, OUT / ROWS * M, SIMDGROUPS, SIMDGROUPS, IN, BITS, GROUP, V, EXACT>(
+      partial + ROWS * SIMDGROUPS + simdgroup, own, up + words, up_scales + groups,
+      up_biases + groups, lane);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint index = simdgroup * 32 + lane;
+  if (index < ROWS) {
+    float first = 0.0f, second = 0.0f;
+    for (int i = 0; i < SIMDGROUPS; ++i) {
+      first += partial[index * SIMDGROUPS + i];
+      second += partial[(ROWS + index) * SIMDGROUPS + i];
+    }
+    h[row + index / M * (OUT / ROWS * M) + index % M] = silu(first) * second;
+  }
+}
+
+// As expert_outer, with PARTS simdgroups for each expert, which share its rows' columns.
+template <int ROWS, int M, int PARTS, int K, int IN, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, bool CONTINUES, typename W, typename S>
+inline void outer_parts(
+    const device float* h,
+    const device uint* slots,
+    const device float* weights,
+    const device W* down,
+    const device S* scales,
+    const device S* biases,
+    const device float* initial,
+    device float* y,
+    threadgroup float* partial,
+    uint num_slots,
+    uint token,
+    uint row,
+    uint simdgroup,
+    uint lane) {
+  const int per = per_word<BITS>(), N = V * per, SHARE = share<IN, N, PARTS>();
+  const uint pair = token * K + simdgroup / PARTS, slot = slots[pair];
+  if (slot < num_slots) {
+    const ulong base = ulong(slot) * OUT + row;
+    columns<SHARE, N> own;
+    take_columns<PARTS, IN, BITS, EXACT, PLAIN>(
+        own, h + ulong(pair) * IN, h, simdgroup % PARTS, lane);
+    part_of_rows<ROWS, M, OUT / ROWS * M, PARTS, K * PARTS, IN, BITS, GROUP, V, EXACT>(
+        partial + simdgroup, own, down + base * (IN / per), scales + base * (IN / GROUP),
+        biases + base * (IN / GROUP), lane);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint index = simdgroup * 32 + lane;
+  if (index < ROWS) {
+    const ulong at =
+        ulong(token) * OUT + row + index / M * (OUT / ROWS * M) + index % M;
+    float total = CONTINUES ? initial[at] : -0.0f;
+    for (int k = 0; k < K; ++k) {
+      if (slots[token * K + k] < num_slots) {
+        float sum = 0.0f;
+        for (int i = 0; i < PARTS; ++i) {
+          sum += partial[index * (K * PARTS) + k * PARTS + i];
+        }
+        total += weights[token * K + k] * sum;
+      }
+    }
+    y[at] = total;
+  }
+}

@@ -1,5 +1,6 @@
 // Latent attention around its two sums: what comes of the projections, and products of rows with
 // one matrix for each head.
+#include "quantised.metal"
 
 // Row [D] turned: pair i by position * frequencies[i], and scaled by `factor`.
 template <typename T, int D, bool INTERLEAVED>
@@ -17,6 +18,44 @@ inline void turned_row(
   }
 }
 
+// Row own [R] -> latent [R], normed.
+template <typename T, int R, typename W>
+inline void latent_row(
+    const device T* own, const device W* weight, float eps, device T* latent, uint lane) {
+  const int N = R % 4 ? 1 : 4, PACKS = (R + 32 * N - 1) / (32 * N);
+  pack<T, N> in[PACKS];
+  pack<W, N> weights[PACKS];
+  float squares = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int at = N * (int(lane) + 32 * i);
+    if (at < R) {
+      in[i] = load_pack<N>(own + at);
+      weights[i] = load_pack<N>(weight + at);
+    }
+  }
+  #pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    if (N * (int(lane) + 32 * i) < R) {
+      for (int c = 0; c < N; ++c) {
+        squares = metal::fma(float(in[i].at[c]), float(in[i].at[c]), squares);
+      }
+    }
+  }
+  const float inverse = metal::precise::rsqrt(simd_sum(squares) / float(R) + eps);
+  #pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const int at = N * (int(lane) + 32 * i);
+    if (at < R) {
+      pack<T, N> out;
+      for (int c = 0; c < N; ++c) {
+        out.at[c] = T(float(in[i].at[c]) * inverse * float(weights[i].at[c]));
+      }
+      store_pack(latent + at, out);
+    }
+  }
+}
+
 // q [B, T, H, DN + DR] -> nope [B, H, T, DN] and rotary [B, H, T, DR], turned; kv [B, T, R + DR]
 // -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for each head of each
 // token, and one for kv.
@@ -30,28 +69,19 @@ inline void latent_prepare(
     return;
   }
   const int position = offset[b] + t;
-  const float eps = numbers[0], factor = numbers[1];
+  const size_t to = (size_t(b) * H + h) * tokens + t;
+  const device T* heads = q + (size_t(n) * H + h) * (DN + DR);
+  const device T* latent = kv + size_t(n) * (R + DR);
   if (h < H) {
-    const device T* own = q + (size_t(n) * H + h) * (DN + DR);
-    const size_t to = (size_t(b) * H + h) * tokens + t;
     for (int column = 4 * int(lane); column < DN; column += 128) {
-      store_pack(nope + to * DN + column, load_pack<4>(own + column));
+      store_pack(nope + to * DN + column, load_pack<4>(heads + column));
     }
-    turned_row<T, DR, INTERLEAVED>(
-        own + DN, frequencies, factor, position, rotary + to * DR, lane);
-    return;
-  }
-  const device T* own = kv + size_t(n) * (R + DR);
-  float squares = 0.0f;
-  for (int i = int(lane); i < R; i += 32) {
-    squares = metal::fma(float(own[i]), float(own[i]), squares);
-  }
-  const float inverse = metal::precise::rsqrt(simd_sum(squares) / float(R) + eps);
-  for (int i = int(lane); i < R; i += 32) {
-    latents[size_t(n) * R + i] = T(float(own[i]) * inverse * float(weight[i]));
+  } else {
+    latent_row<T, R>(latent, weight, numbers[0], latents + size_t(n) * R, lane);
   }
   turned_row<T, DR, INTERLEAVED>(
-      own + R, frequencies, factor, position, keys + size_t(n) * DR, lane);
+      h < H ? heads + DN : latent + R, frequencies, numbers[1], position,
+      h < H ? rotary + to * DR : keys + size_t(n) * DR, lane);
 }
 
 // y [rows, OUT] = x [rows, IN] w of the row's head: rows FIRST .. FIRST + IN - 1 of the head's
@@ -97,4 +127,22 @@ inline void head_vecmat(
       y[row * OUT + at + i] = T(total);
     }
   }
+}
+
+// y [OUT] = w x, narrow rows: ROWS of them for each simdgroup.
+template <int ROWS, int SIMDGROUPS, int IN, int FIRST, int OUT, int BITS, int GROUP, int V,
+          bool EXACT, typename T, typename W, typename S>
+inline void narrow_matvec(
+    const device T* x, const device W* w, const device S* scales, const device S* biases,
+    device T* y, uint group, uint simdgroup, uint lane) {
+  const int per = per_word<BITS>();
+  const uint row = (group * SIMDGROUPS + simdgroup) * ROWS;
+  if (row >= OUT) {
+    return;
+  }
+  slice<V, W, S> parts[narrow_steps<ROWS, IN, V * per>()];
+  fetch_narrow<ROWS, IN, BITS, GROUP>(
+      parts, w + ulong(FIRST + row) * (IN / per), scales + ulong(FIRST + row) * (IN / GROUP),
+      biases + ulong(FIRST + row) * (IN / GROUP), lane);
+  multiply_narrow<ROWS, IN, BITS, EXACT>(parts, x, y + row, lane);
 }

@@ -11,6 +11,7 @@ Shapes:
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel, launches, on_nvidia
-from mlx_moeflux.kernels.project import simdgroups_of, tiling
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,27 @@ _MATVEC = MetalKernel(
     inputs=("x", "w", "scales", "biases"),
     outputs=("y",),
     body="""
-        threadgroup float values[STAGED];
-        threadgroup float sums[SUMS];
+        threadgroup float memory[MEMORY];
         const uint row = threadgroup_position_in_grid.y;
         const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
         norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, SPLIT, EXACT, PLAIN, false>(
             x, x, 0.0f, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
-            biases + ulong(block) * (IN / GROUP), y, values, sums, values, OUT, row,
+            biases + ulong(block) * (IN / GROUP), y, memory, OUT, row,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+_NARROW = MetalKernel(
+    "head_narrow",
+    file="heads.metal",
+    inputs=("x", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        const uint row = threadgroup_position_in_grid.y;
+        const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
+        narrow_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, EXACT>(
+            x + ulong(row) * IN, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
+            biases + ulong(block) * (IN / GROUP), y + ulong(row) * OUT,
             threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
             thread_index_in_simdgroup);
     """,
@@ -138,9 +153,11 @@ _VECMAT = MetalKernel(
 # CUDA allows 65535 threadgroups in the second direction.
 _MOST_ROWS = 32768
 _WIDE = 8  # simdgroups of a threadgroup of head_vecmat
+# Of one for narrow rows, and how often each takes rows.
+NARROW_SIMDGROUPS, MOST_NARROW = 4, 4
 
 
-@launches(_MATVEC, _VECMAT)
+@launches(_MATVEC, _NARROW, _VECMAT)
 def head_product_fused(
     x: mx.array, matrices: HeadMatrices, *, transposed: bool = False
 ) -> mx.array:
@@ -163,7 +180,8 @@ def head_product_fused(
     launch = _launch(
         x.shape, matrices.weight.shape, layout, matrices.first, matrices.count, x.dtype, transposed
     )
-    return (_VECMAT if transposed else _MATVEC)(x, *arrays_of(matrices), **launch)[0]
+    kernel, launch = launch
+    return kernel(x, *arrays_of(matrices), **launch)[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,28 +193,48 @@ def _launch(
     count: int,
     dtype: mx.Dtype,
     transposed: bool,
-) -> dict[str, Any]:
+) -> tuple[MetalKernel, dict[str, Any]]:
     B, H, T, width = x
+    kernel, narrow = _MATVEC, narrow_rows(layout, count, width)
     template = {"HEADS": H, "IN": width, "FIRST": first, "BLOCK": weight[1]}
     if transposed:
+        kernel = _VECMAT
         columns = weight[2] * 32 // layout.bits if layout.bits else weight[2]
         words = 1 if layout.bits else 4
         numbers = words * (32 // layout.bits) if layout.bits else words
         groups, simdgroups = -(-columns // (32 * numbers)), _WIDE
         template |= {"OUT": columns, "BITS": layout.bits, "GROUP": layout.group, "V": words}
         template |= {"SUMS": simdgroups * numbers * 32}
+    elif narrow:
+        kernel, columns, simdgroups = _NARROW, count, NARROW_SIMDGROUPS
+        groups = -(-count // (simdgroups * narrow["ROWS"]))
+        template |= {"OUT": count, "PACKS": weight[2], "BITS": layout.bits, "GROUP": layout.group}
+        template |= {"EXACT": dtype == mx.float32, **narrow}
     else:
-        groups, tile, (staged, sums) = tiling(layout, count, width)
+        groups, tile, memory = tiling(layout, count, width, dtype)
         columns, simdgroups = count, simdgroups_of(width)
-        template |= {"OUT": count, "PACKS": weight[2], "STAGED": staged, "SUMS": sums, **tile}
+        template |= {"OUT": count, "PACKS": weight[2], "MEMORY": memory, **tile}
         template |= {"EXACT": dtype == mx.float32}
-    return {
+    return kernel, {
         "template": template | {"SIMDGROUPS": simdgroups},
         "grid": (groups * simdgroups * 32, B * H * T, 1),
         "threadgroup": (32 * simdgroups, 1, 1),
         "output_shapes": [(B, H, T, columns)],
         "output_dtypes": [dtype],
     }
+
+
+def narrow_rows(layout: Matrix, count: int, width: int) -> dict[str, int] | None:
+    """How the rows of a matrix ``[count, width]`` lie that a simdgroup takes several of at once:
+    words of a lane and rows of a simdgroup; None: they are wider, or do not come out even."""
+    words = min(4, layout.group * layout.bits // 32) if layout.bits else 8
+    while words > (0 if layout.bits else 2):
+        lanes, rest = divmod(width, words * (32 // layout.bits if layout.bits else 1))
+        rows = math.gcd(count, MOST_NARROW * 32 // max(lanes, 1))
+        if not rest and 0 < lanes <= 16 and not lanes & (lanes - 1) and rows * lanes % 32 == 0:
+            return {"V": words, "ROWS": rows}
+        words //= 2
+    return None
 
 
 def _checked(x: mx.array, matrices: HeadMatrices, transposed: bool) -> None:

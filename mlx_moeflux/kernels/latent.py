@@ -21,6 +21,8 @@ Shapes:
     alone, and its result means nothing.
     tail: None, or (one query only) the newest rows of both buffers, as in
     :mod:`mlx_moeflux.kernels.attention`.
+    values: None, or of the absorbed form each head's matrix ``[Dv, R]``, which the weighted latents
+    go through.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from mlx_moeflux.kernels.attention import joined
+from mlx_moeflux.kernels.heads import HeadMatrices, head_product
 
 # Scores computed at once: 16 MiB in float32, and as much again for each step to the weights.
 SCORES_AT_ONCE = 4 << 20
@@ -51,12 +54,17 @@ def latent_attention(
     mask: Mask,
     start: mx.array | None = None,
     tail: tuple[mx.array, mx.array] | None = None,
+    values: HeadMatrices | None = None,
 ) -> mx.array:
     """The absorbed form.
 
     q_latent ``[B, H, T, R]`` (W_K^T q_nope), q_rotary ``[B, H, T, Dr]`` -> ``[B, H, T, R]``, the
-    weighted latents, in the dtype of q_latent.
+    weighted latents, in the dtype of q_latent; with `values` ``[B, H, T, Dv]``.
     """
+    if values is not None:
+        options = {"length": length, "scale": scale, "mask": mask, "start": start, "tail": tail}
+        y = latent_attention(q_latent, q_rotary, latents, rotary_keys, **options)
+        return head_product(y, values)
     B, H, T, R = q_latent.shape
     if tail is not None:
         whole = (latents, rotary_keys)

@@ -11,29 +11,33 @@ of the keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import latent_values
 from mlx_moeflux.kernels.attention import (
     LATENT,
     SDPA,
     Call,
     check_dtypes,
     check_tail,
+    plan_of,
     run,
     sdpa_fused,
 )
+from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent import Mask, latent_attention, latent_prefill
-from mlx_moeflux.kernels.metal import launches
+from mlx_moeflux.kernels.metal import backend, launches
 
 # Numbers of keys and values that are held at once, as they come and as attention takes them:
 # 128 heads of 2048 positions, a few heads of very long prompts.
 VALUES_AT_ONCE = 128 << 20
 
 
-@launches(*LATENT)
+@launches(*LATENT, *head_product_fused.kernels, latent_values.KERNEL)
 def latent_attention_fused(
     q_latent: mx.array,
     q_rotary: mx.array,
@@ -45,9 +49,10 @@ def latent_attention_fused(
     mask: Mask,
     start: mx.array | None = None,
     tail: tuple[mx.array, mx.array] | None = None,
+    values: HeadMatrices | None = None,
 ) -> mx.array:
-    """The absorbed form in one launch and, over parts of the keys, one that joins them. A mask
-    that is an array goes to the reference.
+    """The absorbed form in one launch and, over parts of the keys, one that joins them, and goes
+    on with `values`. A mask that is an array goes to the reference.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, R is no multiple of 64 or P of 16, or
@@ -57,7 +62,7 @@ def latent_attention_fused(
     if isinstance(mask, mx.array):
         return latent_attention(
             q_latent, q_rotary, latents, rotary_keys,
-            length=length, scale=scale, mask=mask, start=start, tail=tail,
+            length=length, scale=scale, mask=mask, start=start, tail=tail, values=values,
         )  # fmt: skip
     R, P = latents.shape[-1], rotary_keys.shape[-1]
     if q_rotary.shape != (*q_latent.shape[:3], P) or (*latents.shape[:3], P) != rotary_keys.shape:
@@ -78,7 +83,14 @@ def latent_attention_fused(
     tensors = (q_latent, q_rotary, latents, rotary_keys, *(tail or ()))
     if tail is not None:
         check_tail(call, *tail)
-    return run(call, tensors, None, scale=scale, length=length, start=start)
+    options = {"scale": scale, "length": length, "start": start}
+    if values is None:
+        return run(call, tensors, None, **options)
+    parts = plan_of(backend().name, call).join is not None
+    if parts and q_latent.shape[2] == 1 and latent_values.takes(values, R):
+        join = functools.partial(latent_values.attend_values, matrices=values, dtype=q_latent.dtype)
+        return run(call, tensors, None, **options, join=join)
+    return head_product_fused(run(call, tensors, None, **options), values)
 
 
 @launches(*SDPA)

@@ -96,7 +96,7 @@ def latent_prepare_fused(
     if q.dtype not in FLOATS or kv.dtype != q.dtype or norm.dtype not in FLOATS:
         raise ShapeError(f"latent_prepare: q is {q.dtype}, kv {kv.dtype} and norm {norm.dtype}.")
     template = {"T": q.dtype, "W": norm.dtype, **launch["template"]}
-    numbers = _numbers(eps, factor)
+    numbers = numbers_of(eps, factor)
     places = offsets(offset, q.shape[0])
     outputs = _KERNEL(
         q, kv, norm, frequencies.astype(mx.float32), numbers, places,
@@ -125,5 +125,6 @@ def _launch(q, kv, norm, pairs, interleaved) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _numbers(eps: float, factor: float) -> mx.array:
+def numbers_of(eps: float, factor: float) -> mx.array:
+    """Both as the kernels take them."""
     return mx.array([eps, factor] * (LEAST_INPUT // 2), dtype=mx.float32)

@@ -28,11 +28,10 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import add_shared, expert_mix, moe_combine, project, router
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
-from mlx_moeflux.kernels.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS
+from mlx_moeflux.kernels.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.project import (
     ENTRIES,
-    WIDE,
     Weight,
     joined_places,
     joined_stride,
@@ -45,6 +44,7 @@ from mlx_moeflux.kernels.quantised import (
     matrix_of,
     staged_floats,
 )
+from mlx_moeflux.kernels.tiling import shares_columns
 
 
 class References:
@@ -219,6 +219,8 @@ def _launch(
     stride = joined_stride(end)
     _check(C, E, widths, layout, num_slots, shared, table, k)
     matrix, outer = layout.inner, layout.down
+    if is_wide(layout):
+        raise UnsupportedError(f"expert_mix takes experts of {C} in another order.")
     inner = {
         "template": {
             **{"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C},
@@ -242,7 +244,7 @@ def _launch(
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        if width >= WIDE:
+        if shares_columns(width):
             raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
         staged, sums = staged_floats(stored, words, width)
         options |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}

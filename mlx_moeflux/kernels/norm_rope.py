@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
-from mlx_moeflux.kernels.numbers import filled
+from mlx_moeflux.kernels.numbers import filled, on_the_device
 
 
 def norm_rope(
@@ -196,4 +196,4 @@ def offsets(offset: int | mx.array, batch: int) -> mx.array:
         return mx.array([offset] * max(batch, LEAST_INPUT), dtype=mx.int32)
     if offset.size not in (1, batch):
         raise ShapeError(f"norm_rope: {offset.size} offsets for {batch} sequences.")
-    return mx.broadcast_to(offset.reshape(-1).astype(mx.int32), (batch,))
+    return on_the_device(offset, batch)

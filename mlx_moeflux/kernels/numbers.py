@@ -1,4 +1,8 @@
-"""Numbers that change from call to call, as kernels take them: arrays of eight at least."""
+"""Numbers that change from call to call, as kernels take them: arrays of eight at least.
+
+On CUDA MLX keeps arrays of up to 8 bytes in the host's memory, where a kernel's first look takes
+some 4 us (H100).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,21 @@ def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None
     if start is None and isinstance(length, int):
         return _plain_ranges(B, length)
     both = (mx.array(0 if n is None else n).reshape(-1).astype(mx.int32) for n in (start, length))
-    return mx.stack([mx.broadcast_to(n, (B,)) for n in both], axis=1)
+    rows = LEAST_INPUT // 2 if B == 1 else B
+    return mx.stack([mx.broadcast_to(n, (rows,)) for n in both], axis=1)
+
+
+def on_the_device(number: mx.array, count: int = 1) -> mx.array:
+    """int32 ``[count]``, longer where that is less than eight, of one number or of `count`."""
+    number = number.reshape(-1).astype(mx.int32)
+    if number.size == 1:
+        return number + _zeros(max(count, LEAST_INPUT))
+    return mx.broadcast_to(number, (count,))
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(count: int) -> mx.array:
+    return mx.zeros((count,), dtype=mx.int32)
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,17 +24,9 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, on_nvidia
-from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
+from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
-
-# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
-# on the chip (H100: 6 to 40 % faster than the others tried).
-ROWS, SIMDGROUPS = 4, 4
-# From this width on simdgroups share the columns instead, about so many each, of which there are so
-# many at most (H100, 16384 -> 7168: 34 us, rows on the chip 66; 7168 -> 36864: 68 against 82).
-WIDE, WIDE_COLUMNS, MOST_SIMDGROUPS = 4096, 1024, 32
-# Rows of a matrix for each threadgroup then: of matrices of fewer rows than MANY, and of others.
-WIDE_ROWS, MANY_ROWS, MANY = 8, 16, 16384
+from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
 
 # Bytes of a matrix that are dense at a time.
 MOST_DENSE = 256 * 2**20
@@ -244,8 +236,8 @@ def joined_stride(end: int) -> int:
 STRUCTURES = ((1,), (2,), (3,), (4,), (1, 1), (1, 2), (2, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
 # Those of a MoE block: router, score, and two of the shared expert.
 ENTRIES = ((1,), (2,), (4,), (1, 1), (1, 2), (2, 2), (1, 1, 1, 1))
-# The same with the shared expert's products first.
-MORE_ENTRIES = ((2, 1), (1, 1, 1))
+# Without a norm: one matrix, and two of a shared expert.
+BARE = ((1,), (2,), (1, 1))
 
 
 def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
@@ -258,33 +250,38 @@ def _kernel(structure: tuple[int, ...], norm: bool, ends: str) -> MetalKernel:
     matrices = [m for m, count in enumerate(structure) for _ in range(count)]
     own = before_and_after(norm, ends)
     body = """
-        threadgroup float values[STAGED];
-        threadgroup float sums[SUMS];
-        threadgroup float squares[SIMDGROUPS];
+        threadgroup float memory[MEMORY];
         uint group = threadgroup_position_in_grid.x, token = threadgroup_position_in_grid.y;
         uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
     """
+    if normed:
+        # First: it must not be the last to end.
+        place = "normed, memory, IN" if ends == "normed" else "y + AT, memory, STRIDE"
+        last = ""
+        if ends == "joined":
+            last = "clear_rest<END, STRIDE>(y + token * STRIDE, simdgroup * 32 + lane);"
+        body += f"""
+            if (group == 0) {{
+                norm_row<SIMDGROUPS, IN>(
+                    x, norm, as_type<float>(EPSILON), {place}, token, simdgroup, lane);
+                {last}
+                return;
+            }}
+            --group;
+        """
     for i, m in enumerate(matrices):
-        place = f"y + AT{i}, values, sums, squares, STRIDE"
+        place = f"y + AT{i}, memory, STRIDE"
         if ends != "joined":
-            place = f"y{i}, values, sums, squares, OUT{i}"
+            place = f"y{i}, memory, OUT{i}"
         call = f"""
             norm_matvec<ROWS{i}, SIMDGROUPS, IN, BASE{i}, OUT{i}, BITS{m}, GROUP{m}, V{m}, SPLIT{m},
                         EXACT, FORM, RESIDUAL>(
                 x, {own}, w{m}, scales{m}, biases{m}, {place}, token,
                 group, simdgroup, lane);
         """
-        if normed or i + 1 < len(matrices):
+        if i + 1 < len(matrices):
             call = f"if (group < GROUPS{i}) {{ {call} return; }} group -= GROUPS{i};"
         body += call
-    if normed:
-        place = "normed, squares, IN" if ends == "normed" else "y + AT, squares, STRIDE"
-        body += f"""
-            norm_row<SIMDGROUPS, IN>(
-                x, norm, as_type<float>(EPSILON), {place}, token, simdgroup, lane);
-        """
-    if ends == "joined":
-        body += "clear_rest<END, STRIDE>(y + token * STRIDE, simdgroup * 32 + lane);"
     return MetalKernel(**declared("project", structure, norm, ends), file="matvec.metal", body=body)
 
 
@@ -293,8 +290,7 @@ _KERNELS = {
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
         *((structure, True, ends) for structure in ENTRIES for ends in ("normed", "joined")),
-        *((structure, True, "normed") for structure in MORE_ENTRIES),
-        ((1,), False, ""),
+        *((structure, False, "") for structure in BARE),
         ((1,), False, "residual"),
     )
 }
@@ -320,12 +316,12 @@ def _launch(
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
     template |= {"EXACT": dtype == mx.float32, "SIMDGROUPS": simdgroups}
-    groups, staged, sums, shapes, dtypes = 0, 0, 0, [], []
+    groups, most, shapes, dtypes = 0, 0, [], []
     for m, (matrix, outs, precise) in enumerate(parts):
         for out, end in zip(outs, accumulate(outs), strict=True):
-            own, tile, memory = tiling(matrix, out, C)
+            own, tile, memory = tiling(matrix, out, C, dtype, sum(outs))
             groups += own
-            staged, sums = map(max, (staged, sums), memory)
+            most = max(most, memory)
             i = len(shapes)
             template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": end - out, f"OUT{i}": out}
             template |= {f"GROUPS{i}": own}
@@ -340,34 +336,9 @@ def _launch(
         template |= {"AT": last, "END": end, "STRIDE": joined_stride(end)}
         shapes, dtypes = [(*leading, joined_stride(end))], []
     return {
-        "template": template | {"STAGED": staged, "SUMS": sums},
+        "template": template | {"MEMORY": most},
         "grid": ((groups + normed) * simdgroups * 32, math.prod(leading), 1),
         "threadgroup": (32 * simdgroups, 1, 1),
         "output_shapes": shapes,
         "output_dtypes": dtypes + [dtype] * normed,
     }
-
-
-def tiling(matrix: Matrix, out: int, width: int) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """How ``rows_of`` in matvec.metal is laid out for a matrix ``[out, width]``: threadgroups,
-    template arguments, floats of threadgroup memory for values and for sums."""
-    simdgroups, words = simdgroups_of(width), matrix.access(width, 16)
-    if width >= WIDE:
-        rows = math.gcd(MANY_ROWS if out >= MANY else WIDE_ROWS, out)
-        memory = rows * simdgroups, 1
-        groups = out // rows
-    else:
-        rows = math.gcd(ROWS, out)
-        memory = staged_floats(matrix, words, width)
-        groups = -(-out // (rows * simdgroups))
-    tile = {"ROWS": rows, "BITS": matrix.bits, "GROUP": matrix.group, "V": words}
-    return groups, tile | {"SPLIT": width >= WIDE}, memory
-
-
-def simdgroups_of(width: int) -> int:
-    """Simdgroups for each threadgroup; what is summed in which order depends on them, and so on
-    `width` alone."""
-    if width < WIDE:
-        return SIMDGROUPS
-    shares = -(-width // WIDE_COLUMNS)
-    return -(-shares // -(-shares // MOST_SIMDGROUPS))

@@ -169,3 +169,152 @@ inline float load_x(thread float* x, const device T* p) {
   }
   return sum;
 }
+
+// ---- Simdgroups that share a row's columns: PARTS of them have SHARE times 32 N each
+
+template <int IN, int N, int PARTS>
+inline constexpr int share() {
+  return (steps<IN, N>() + PARTS - 1) / PARTS;
+}
+
+// A lane's columns of form(x), from `first` on, as add_rows wants them, and their sums.
+template <int SHARE, int N>
+struct columns {
+  float values[SHARE][N];
+  float sums[SHARE];
+  uint first;
+};
+
+// Returns this lane's part of the sum of squares.
+template <int PARTS, int IN, int BITS, bool EXACT, int FORM, int SHARE, int N, typename T,
+          typename U>
+inline float take_columns(
+    thread columns<SHARE, N>& own, const device T* x, const device U* other, uint part, uint lane) {
+  float square = 0.0f;
+  own.first = (part * SHARE * 32 + lane) * N;
+  #pragma unroll
+  for (int i = 0; i < SHARE; ++i) {
+    const uint at = own.first + i * 32 * N;
+    own.sums[i] = 0.0f;
+    for (int j = 0; j < N; j += 4) {
+      if (PARTS * SHARE * 32 * N == IN || at < IN) {
+        const pack<T, 4> in = load_pack<4>(x + at + j);
+        const pack<U, 4> beside = load_pack<4>(other + at + j);
+        for (int c = 0; c < 4; ++c) {
+          const float value = formed<FORM>(float(in.at[c]), float(beside.at[c]), square);
+          own.sums[i] += value;
+          own.values[i][j + c] = value * factor<BITS, EXACT>(j + c);
+        }
+      }
+    }
+  }
+  return square;
+}
+
+// partial[r * STRIDE] = this simdgroup's part of row r times x, for ROWS rows: M neighbours at a
+// time, while those APART rows on are on their way.
+template <int ROWS, int M, int APART, int PARTS, int STRIDE, int IN, int BITS, int GROUP, int V,
+          bool EXACT, int SHARE, int N, typename W, typename S>
+inline void part_of_rows(
+    threadgroup float* partial,
+    const thread columns<SHARE, N>& own,
+    const device W* w,
+    const device S* scales,
+    const device S* biases,
+    uint lane) {
+  const bool FULL = PARTS * SHARE * 32 * N == IN;
+  slice<V, W, S> rows[M], next[M];
+  if (FULL || own.first < IN) {
+    fetch_rows<M, IN, BITS, GROUP>(next, w, scales, biases, own.first);
+  }
+  #pragma unroll 1
+  for (int r = 0; r < ROWS; r += M) {
+    float acc[M] = {};
+    #pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      for (int j = 0; j < M; ++j) {
+        rows[j] = next[j];
+      }
+      const uint at = own.first + i * 32 * N;
+      uint after = at + 32 * N;
+      if (i + 1 == SHARE) {
+        after = own.first;
+        w += ulong(APART) * (IN / per_word<BITS>());
+        scales += APART * (IN / GROUP);
+        biases += APART * (IN / GROUP);
+      }
+      if ((i + 1 < SHARE || r + M < ROWS) && (FULL || after < IN)) {
+        fetch_rows<M, IN, BITS, GROUP>(next, w, scales, biases, after);
+      }
+      if (FULL || at < IN) {
+        add_rows<M, BITS, EXACT>(acc, rows, own.values[i], own.sums[i]);
+      }
+    }
+    for (int j = 0; j < M; ++j) {
+      const float total = simd_sum(acc[j]);
+      if (lane == 0) {
+        partial[(r + j) * STRIDE] = total;
+      }
+    }
+  }
+}
+
+// ---- Narrow rows: IN / N lanes have one, a simdgroup 32 N / IN at a time
+
+// The same from threadgroup memory.
+template <int BITS, bool EXACT, int N>
+inline float load_x(thread float* x, const threadgroup float* p) {
+  float sum = 0.0f;
+  for (int i = 0; i < N; i += 4) {
+    pack<float, 4> part = load_pack<4>(p + i);
+    for (int c = 0; c < 4; ++c) {
+      sum += part.at[c];
+      x[i + c] = part.at[c] * factor<BITS, EXACT>(i + c);
+    }
+  }
+  return sum;
+}
+
+// How many times a simdgroup takes rows until it has ROWS.
+template <int ROWS, int IN, int N>
+inline constexpr int narrow_steps() {
+  return ROWS * IN / (32 * N);
+}
+
+// A lane's parts of ROWS rows.
+template <int ROWS, int IN, int BITS, int GROUP, int V, typename W, typename S>
+inline void fetch_narrow(
+    thread slice<V, W, S>* parts,
+    const device W* w,
+    const device S* scales,
+    const device S* biases,
+    uint lane) {
+  const int per = per_word<BITS>(), N = V * per, LANES = IN / N;
+  #pragma unroll
+  for (int i = 0; i < narrow_steps<ROWS, IN, N>(); ++i) {
+    const uint row = i * (32 / LANES) + lane / LANES;
+    fetch_rows<1, IN, BITS, GROUP>(
+        parts + i, w + row * (IN / per), scales + row * (IN / GROUP), biases + row * (IN / GROUP),
+        lane % LANES * N);
+  }
+}
+
+// y[row] = w x
+template <int ROWS, int IN, int BITS, bool EXACT, int V, typename W, typename S, typename P,
+          typename Y>
+inline void multiply_narrow(const thread slice<V, W, S>* parts, P x, device Y* y, uint lane) {
+  const int N = V * per_word<BITS>(), LANES = IN / N;
+  float values[N];
+  const float sum = load_x<BITS, EXACT, N>(values, x + lane % LANES * N);
+  #pragma unroll
+  for (int i = 0; i < narrow_steps<ROWS, IN, N>(); ++i) {
+    float acc[1] = {0.0f};
+    add_rows<1, BITS, EXACT>(acc, parts + i, values, sum);
+    for (int mask = 1; mask < LANES; mask *= 2) {
+      acc[0] += simd_shuffle_xor(acc[0], ushort(mask));
+    }
+    if (lane % LANES == 0) {
+      y[i * (32 / LANES) + lane / LANES] = Y(acc[0]);
+    }
+  }
+}

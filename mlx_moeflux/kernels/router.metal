@@ -63,8 +63,10 @@ inline void softmax_choice(const device T* logits, I ids, F weights, uint lane) 
     const uint e = lane + 32 * i;
     keys.at[i] = e < E ? ordered_bits(float(logits[e])) : 0;
   }
-  uint id = 0xffffffffu;
-  float highest = 0.0f, weight = 0.0f, total = 0.0f;
+  uint id = 0xffffffffu, own = 0;
+  float highest = 0.0f, total = 0.0f;
+  // Short: most of the time goes into fetching instructions that run once.
+  #pragma unroll 1
   for (uint k = 0; k < K; ++k) {
     uint key;
     const uint best = take_largest(keys, lane, key);
@@ -73,9 +75,11 @@ inline void softmax_choice(const device T* logits, I ids, F weights, uint lane) 
     }
     if (lane == k) {
       id = best;
-      weight = metal::precise::exp(from_ordered_bits(key) - highest);
+      own = key;
     }
   }
+  const float weight =
+      lane < K ? metal::precise::exp(from_ordered_bits(own) - highest) : 0.0f;
   if (!NORMALISE) {
     // Those that were not chosen count too.
     for (int i = 0; i < EACH; ++i) {
@@ -96,17 +100,38 @@ inline void softmax_top_k(
   }
 }
 
-// Sum of the two largest keys among the experts of a group.
-template <int EACH, int SIZE>
-inline float group_score(const thread lane_keys<EACH>& keys, uint group, uint lane) {
-  lane_keys<EACH> own;
-  for (int i = 0; i < EACH; ++i) {
-    own.at[i] = (lane + 32 * i) / SIZE == group ? keys.at[i] : 0;
+// The sums of the two largest keys of each group: lane g gets that of group g. Step by step for all
+// groups, so that they wait for each other's lanes together.
+template <int EACH, int GROUPS, int SIZE>
+inline float group_scores(const thread lane_keys<EACH>& keys, uint lane) {
+  uint first[GROUPS], second[GROUPS], best[GROUPS];
+  #pragma unroll
+  for (uint g = 0; g < GROUPS; ++g) {
+    first[g] = second[g] = 0;
+    for (int i = 0; i < EACH; ++i) {
+      const bool member = SIZE % 32 == 0 ? uint(32 * i / SIZE) == g : (lane + 32 * i) / SIZE == g;
+      const uint key = member ? keys.at[i] : 0;
+      second[g] = metal::max(second[g], metal::min(first[g], key));
+      first[g] = metal::max(first[g], key);
+    }
   }
-  uint first, second;
-  take_largest(own, lane, first);
-  take_largest(own, lane, second);
-  return from_ordered_bits(first) + from_ordered_bits(second);
+  #pragma unroll
+  for (uint g = 0; g < GROUPS; ++g) {
+    best[g] = simd_max(first[g]);
+  }
+  #pragma unroll
+  for (uint g = 0; g < GROUPS; ++g) {
+    // The lane that has the largest offers its next one.
+    const uint holder = simd_min(first[g] == best[g] ? lane : 32u);
+    second[g] = lane == holder ? second[g] : first[g];
+  }
+  float score = 0.0f;
+  #pragma unroll
+  for (uint g = 0; g < GROUPS; ++g) {
+    const uint next = simd_max(second[g]);
+    score = lane == g ? from_ordered_bits(best[g]) + from_ordered_bits(next) : score;
+  }
+  return score;
 }
 
 // Of one token. SCALE: the bits of a float.
@@ -123,12 +148,10 @@ inline void sigmoid_choice(
   if (KEPT < GROUPS) {
     constexpr int SIZE = E / GROUPS;
     lane_keys<1> group;
-    group.at[0] = 0;
-    for (uint g = 0; g < GROUPS; ++g) {
-      const float score = group_score<EACH, SIZE>(keys, g, lane);
-      group.at[0] = lane == g ? ordered_bits(score) : group.at[0];
-    }
+    const float score = group_scores<EACH, GROUPS, SIZE>(keys, lane);
+    group.at[0] = lane < GROUPS ? ordered_bits(score) : 0;
     uint kept = 0, key;
+    #pragma unroll 1
     for (int k = 0; k < KEPT; ++k) {
       kept |= 1u << take_largest(group, lane, key);
     }
@@ -137,15 +160,13 @@ inline void sigmoid_choice(
     }
   }
   uint id = 0xffffffffu;
-  float weight = 0.0f;
+  #pragma unroll 1
   for (uint k = 0; k < K; ++k) {
     uint key;
     const uint best = take_largest(keys, lane, key);
-    if (lane == k) {
-      id = best;
-      weight = sigmoid(float(logits[best]));
-    }
+    id = lane == k ? best : id;
   }
+  float weight = lane < K ? sigmoid(float(logits[id])) : 0.0f;
   const float total = simd_sum(weight);
   weight = (NORMALISE ? weight / (total + 1e-20f) : weight) * as_type<float>(SCALE);
   write_choice<K>(ids, weights, lane, id, weight);

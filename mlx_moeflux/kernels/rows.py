@@ -21,7 +21,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.add_shared import add_shared
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.numbers import filled
-from mlx_moeflux.kernels.project import ENTRIES, STRUCTURES, Weight, project
+from mlx_moeflux.kernels.project import BARE, ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 
@@ -190,7 +190,7 @@ _KERNELS = {
     for key in (
         *((structure, True, "") for structure in STRUCTURES),
         *((structure, True, "normed") for structure in ENTRIES),
-        ((1,), False, ""),
+        *((structure, False, "") for structure in BARE),
         ((1,), False, "residual"),
     )
 }

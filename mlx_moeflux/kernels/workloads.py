@@ -147,6 +147,14 @@ def _latent_prepare(s: Sizes, n: int, x: Normal) -> Arguments:
     return arrays, options | {"factor": 1.0, "interleaved": True}
 
 
+def _latent_step(s: Sizes, n: int, x: Normal) -> Arguments:
+    (q, kv), options = _latent_prepare(s, 1, x)
+    tail = x(1, 1, 64, s.latent), x(1, 1, 64, 64)
+    matrices = HeadMatrices(*_weight(x, s.heads, s.latent, 128), SPEC, 0, s.latent)
+    options |= {"position": mx.array([3], dtype=mx.int32)}
+    return (q, kv, tail, matrices), options
+
+
 def _head_product(s: Sizes, n: int, x: Normal) -> Arguments:
     matrices = HeadMatrices(*_weight(x, s.heads, 256, s.latent), SPEC, 128, 128)
     return (x(1, s.heads, n, s.latent), matrices), {}
@@ -221,6 +229,7 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "latent_attention": _latent_attention,
     "latent_prefill": _latent_prefill,
     "latent_prepare": _latent_prepare,
+    "latent_step": _latent_step,
     "head_product": _head_product,
     "softmax_top_k": _softmax_top_k,
     "sigmoid_top_k": _sigmoid_top_k,

@@ -200,11 +200,14 @@ class MoeBlock(SparseMoeBlock):
             self.shared_experts = SwiGLU(C, width)
 
     def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """See :meth:`SparseMoeBlock.enter`; the shared experts' two products."""
-        linears = [linear for stack in self.stacks() for linear in stack]
-        *shared, logits, post = project(
-            self._kernels, x, *linears, self.gate, norm=norm, normed=True, flat=True
-        )
+        """See :meth:`SparseMoeBlock.enter`; the shared experts' two products, of the normed row: a
+        GPU computes them while experts are chosen."""
+        logits, post = project(self._kernels, x, self.gate, norm=norm, normed=True, flat=True)
+        shared = [
+            product
+            for linears in self.stacks()
+            for product in project(self._kernels, post, *linears, flat=True)
+        ]
         return post, logits, shared
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

@@ -16,6 +16,8 @@ from mlx_moeflux.models.layers import project
 
 # transformers gives the two inner norms this one, whatever rms_norm_eps is.
 INNER_EPS = 1e-6
+# Operations that a step of one token is composed of where it is not one.
+STEPS = ("latent_prepare", "append_row", "head_product")
 
 
 class HeadLinear(nn.Module):
@@ -91,24 +93,38 @@ class LatentAttention(nn.Module):
         B, T, _ = x.shape
         H, Dv = config.num_attention_heads, config.v_head_dim
         q, kv = self._queries(x, norm)
-        q_nope, q_rope, latent, key_rope = kernels.latent_prepare(
-            q.reshape(B, T, H, -1),
-            kv,
-            norm=self.kv_a_layernorm.weight,
-            eps=INNER_EPS,
-            frequencies=self._frequencies,
-            offset=cache.positions(T),
-            factor=config.rope.attention_factor,
-            interleaved=config.rope_interleave,
-        )
-        options = cache.append(kernels, latent, key_rope)
+        q = q.reshape(B, T, H, -1)
+        turning = {
+            "norm": self.kv_a_layernorm.weight,
+            "eps": INNER_EPS,
+            "frequencies": self._frequencies,
+            "offset": cache.positions(T),
+            "factor": config.rope.attention_factor,
+            "interleaved": config.rope_interleave,
+        }
+        keys, values = self._matrices()
+        transposed, q_latent = "embed_q" not in self, None
+        newest = getattr(cache, "newest", None)
+        if newest is not None and T == 1:
+            turning |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
+            form = None if kernels.are_auto(*STEPS) else "reference"
+            q_latent, q_rope, newest = kernels.latent_step(
+                q, kv, newest, keys, **turning, use_kernel=form
+            )
+            options = cache.appended(newest)
+        else:
+            q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **turning)
+            options = cache.append(kernels, latent, key_rope)
         buffers = options.pop("k"), options.pop("v")
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
-        keys, values = self._matrices()
         if self.absorbs(T):
-            q_latent = kernels.head_product(q_nope, keys, transposed="embed_q" not in self)
+            if q_latent is None:
+                q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
+            if T == 1 and kernels.are_auto("latent_attention", "head_product"):
+                options["values"] = values
             y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)
-            y = kernels.head_product(y, values)
+            if "values" not in options:
+                y = kernels.head_product(y, values)
         else:
             y = kernels.latent_prefill(q_nope, q_rope, *buffers, expand=self._expand, **options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)

@@ -47,8 +47,22 @@ class _Attention:
         padding = 0 if self.left_padding is None else self.left_padding
         return {"start": mx.maximum(first, padding)}
 
+    @property
+    def newest(self) -> tuple[mx.array, mx.array] | None:
+        """The tail, for who writes the next row himself; see :meth:`appended`."""
+        return self._tail
+
+    @property
+    def columns(self) -> mx.array:
+        """Where the next row stands, int32 ``[1]``."""
+        return self._columns
+
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        self._tail = kernels.append_row(self._tail, keys, values, position=self._columns)
+        return self.appended(kernels.append_row(self._tail, keys, values, position=self._columns))
+
+    def appended(self, tail: tuple[mx.array, mx.array]) -> dict[str, Any]:
+        """:meth:`append` with a tail that has the row already."""
+        self._tail = tail
         return {
             "k": self._keys,
             "v": self._values,
@@ -72,6 +86,8 @@ class _PagedAttention(_Attention):
 
 class _PackedAttention(_Attention):
     """The same with rows in 4 or 8 bits: all of the buffer is unpacked at each step."""
+
+    newest = None
 
     def __init__(
         self,

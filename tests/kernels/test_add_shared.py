@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import add_shared as add_shared_module
 from mlx_moeflux.kernels.add_shared import add_shared, add_shared_dequantised, add_shared_fused
 from mlx_moeflux.kernels.project import Weight
 from tests.kernels.experts import dense, random_array, random_matrix
@@ -67,6 +68,19 @@ def test_without_experts(device, form, scored):
         assert error(form(*args, **options), truth) <= limit
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_apart_is_the_same_bits(device, monkeypatch, scored):
+    for sizes in SIZES:
+        args, options, _ = arguments(sizes, scored=scored)
+        results = []
+        for least in (1, 1 << 62):
+            monkeypatch.setattr(add_shared_module, "APART", least)
+            add_shared_module._launch.cache_clear()
+            results.append(add_shared_fused(*args, **options))
+        assert mx.array_equal(*results).item()
+    add_shared_module._launch.cache_clear()
+
+
 def test_wrong_arguments():
     (residual, experts, gate, up, down), options, _ = arguments(SIZES[1], scored=True)
     for wrong in (
@@ -87,10 +101,29 @@ def case(sizes, scored: bool, routed: bool = True) -> Case:
     return Case(name, lambda: [add_shared_fused(*args, **options)], lambda: [truth], limit)
 
 
+def apart(sizes, scored: bool) -> Case:
+    """In two launches."""
+    plain = case(sizes, scored)
+
+    def call():
+        before, add_shared_module.APART = add_shared_module.APART, 1
+        add_shared_module._launch.cache_clear()
+        try:
+            return plain.call()
+        finally:
+            add_shared_module.APART = before
+            add_shared_module._launch.cache_clear()
+
+    return Case(f"{plain.name}, apart", call, plain.expected, plain.limit)
+
+
+APART = [apart(SIZES[1], True), apart(SIZES[0], False), apart(SIZES[6], False)]
 CASES = {
+    "shared_product": APART,
+    "add_products": APART,
     "add_shared": [
         *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
         case(SIZES[1], False, routed=False),
         case(SIZES[6], True),
-    ]
+    ],
 }

@@ -250,12 +250,12 @@ SHAPES = {
 def test_sdpa(shape, tiles, monkeypatch):
     # The emulator has Metal's memory; CUDA's forms are the same at smaller tiles.
     monkeypatch.setitem(attention.MEMORY, "cuda", attention.MEMORY_ELSEWHERE)
-    attention._plan.cache_clear()
+    attention.plan_of.cache_clear()
     *sizes, options = SHAPES[shape]
     call = Attended(*sizes, **options)
     with emulated(name=tiles, schedules=(("reverse", 0),)):
         off = error(sdpa_fused(*call.arrays, **call.options), call.truth)
-    attention._plan.cache_clear()
+    attention.plan_of.cache_clear()
     assert off <= call.limit
 
 

@@ -39,6 +39,7 @@ SIZES = [
     (33, 2, 9, 128, 128, 2, 64, mx.float16, None),
     (18, 3, 4, 32, 32, 0, 32, mx.bfloat16, 8),
     (70, 3, 3, 64, 96, 0, 32, mx.float32, None),
+    (2, 2, 3, 6176, 64, 4, 32, mx.bfloat16, None),
 ]
 
 
@@ -98,7 +99,7 @@ def test_slots_change_no_bit(whole_device, sizes):
     assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
 
 
-@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9]])
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9], SIZES[12]])
 def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
@@ -111,7 +112,7 @@ def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     assert mx.array_equal(y, mx.concatenate(parts)).item()
 
 
-@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[8]])
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[8], SIZES[12]])
 def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     y = form_of(sizes)(x, slots, weights, bank)
@@ -321,7 +322,14 @@ EQUIVALENT = {
         "form_x: off by one i < N -> + 1 <": STEP,
     },
 }
+# Experts whose columns simdgroups share, the last share smaller or more than there are columns.
+WIDE = [
+    mixed((2, 3, 4, 6176, 96, 4, 32, mx.float32, None), absent=0.3),
+    mixed((1, 2, 3, 6144, 1056, 8, 32, mx.float32, 4)),
+]
 CASES = {
+    "expert_inner_wide": WIDE,
+    "expert_outer_wide": WIDE,
     "expert_inner": FEW,
     "expert_outer": FEW,
     "expert_lists": [listed()],

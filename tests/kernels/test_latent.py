@@ -286,6 +286,19 @@ CASES = {
         )
         for args, options, wanted in [product(*sizes)]
     ],
+    "head_narrow": [
+        Case(
+            str(sizes),
+            lambda args=args, options=options: [head_product_fused(*args, **options)],
+            lambda wanted=wanted: [wanted],
+            max(2 * error(head_product(*args, **options), wanted), half(sizes[-2], wanted)),
+        )
+        for sizes in (
+            (2, 3, 2, 29, 5, 24, 128, 4, 32, F32, False),
+            (1, 2, 1, 139, 2, 136, 64, 0, 32, F32, False),
+        )
+        for args, options, wanted in [product(*sizes)]
+    ],
     "head_vecmat": [
         Case(
             str(sizes),

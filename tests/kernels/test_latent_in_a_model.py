@@ -6,10 +6,14 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.kernels.choice import choose_kernels
+from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.models.deepseek_v3 import Config, Model
 from mlx_moeflux.models.mla import LatentAttention
+from mlx_moeflux.models.step import _Attention
 from mlx_moeflux.synthesize import synthesize
-from tests.kernels.harness import error
+from tests.kernels.harness import emulated, error
 from tests.models.twins import GOLDEN
 
 FUSED = "reference," + ",".join(
@@ -66,3 +70,47 @@ def test_a_model_says_the_same_with_fused_forms(device, quantised, monkeypatch, 
     # bfloat16 on a GPU, float32 elsewhere.
     limit = scale * (0.05 if device == "gpu" else 1e-4)
     assert max(map(error, fused, reference)) <= limit
+
+
+STEP = {
+    "model_type": "deepseek_v3", "vocab_size": 32, "hidden_size": 96, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 6,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "q_lora_rank": None,
+    "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64,
+    "max_position_embeddings": 512, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", [None, [0, 3]])
+@pytest.mark.parametrize("split", [True, False])
+def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(monkeypatch, padding, split):
+    """What is traced, untraced; against the operations one by one."""
+    mx.random.seed(3)
+    model = Model(Config.from_dict(STEP, file="config.json"), kernels=choose_kernels("auto"))
+    attention, norm = model.layers[0].self_attn, model.layers[0].input_layernorm
+    if split:
+        attention.use_split_heads()
+    x, arrays = mx.random.normal((2, 1, 96)), [mx.random.normal((2, 1, 256, n)) for n in (128, 16)]
+    tails = [array[:, :, 128:192] for array in arrays]
+    counts = [mx.array([n], dtype=mx.int32) for n in (150, 151)]
+    start = None if padding is None else mx.array(padding, dtype=mx.int32)
+    launched, call = [], MetalKernel.__call__
+
+    def watched(kernel, *args, **kwargs):
+        launched.append(kernel.name)
+        return call(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(MetalKernel, "__call__", watched)
+    results = []
+    for forms in ("auto", "auto,append_row=fused,latent_attention=fused"):
+        entry = _Attention((*arrays, *tails), *counts, start)
+        with emulated(name="cuda"):
+            attention._kernels = choose_kernels(forms)
+            results.append([attention(x, entry, norm), *entry.ends])
+            mx.eval(results[-1])
+    # Matrices of kv_b_proj are read transposed, which the one launch does not do.
+    assert launched.count("latent_step") == split
+    assert launched.count("latent_prepare") == launched.count("append_row") == 2 - split
+    assert launched.count("attend_values") == launched.count("attend_combine") == 1
+    for once, composed in zip(*results, strict=True):
+        assert mx.array_equal(once, composed).item()

@@ -184,9 +184,9 @@ def test_precise_results(device, form):
     rng = np.random.default_rng(6)
     stored = random_matrix(rng, (12, 96), bits=4, group=32, dtype=mx.bfloat16)
     router = random_array(rng, (7, 96), mx.float32)
-    weights = [Weight(*stored, (5, 7)), Weight(router, precise=True)]
+    weights = [Weight(router, precise=True), Weight(*stored, (5, 7))]
     x, norm = random_array(rng, (3, 96), mx.bfloat16), random_array(rng, (96,), mx.bfloat16)
-    *rest, logits, normed = form(x, weights, norm=norm, normed=True)
+    logits, *rest, normed = form(x, weights, norm=norm, normed=True)
     assert [y.dtype for y in rest] == [mx.bfloat16, mx.bfloat16]
     assert logits.dtype == mx.float32
     # The fused form does not round norm(x) first.

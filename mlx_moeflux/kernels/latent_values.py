@@ -1,0 +1,100 @@
+"""The parts of a latent attention over the keys, joined, and each head's result through its matrix.
+
+    x[b, h] = sum over parts of 2^(top - highest top) partial / the same sum of totals
+    y[b, h] = w_h x[b, h]
+
+Shapes:
+    partial: ``[B, parts, H, R]`` float32; stats: ``[B, parts, H, 2]`` float32, as
+    ``attend_combine`` takes them; matrices: ``[out, R]`` of each head.
+    returns: ``[B, H, 1, out]``, with the bits of the two launches that it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.heads import HeadMatrices, narrow_rows
+from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
+
+# MOST_STEPS: a lane holds so many parts of rows. MOST_COLUMNS: threadgroup memory holds nine floats
+# for each.
+SIMDGROUPS, MOST_STEPS, MOST_COLUMNS = 16, 8, 512
+
+KERNEL = MetalKernel(
+    "attend_values",
+    file="latent_values.metal",
+    inputs=("partial", "stats", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float shared[8 * (DV + 1)];
+        threadgroup float values[DV];
+        attend_values<ROWS, SIMDGROUPS, HEADS, DV, OUT, FIRST, BLOCK, PACKS, BITS, GROUP, V, EXACT>(
+            partial, stats, w, scales, biases, y, shared, values, partial_shape[1],
+            threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+
+def takes(matrices: HeadMatrices, R: int) -> bool:
+    """Whether the kernel reads these matrices of rows of R numbers."""
+    try:
+        layout = matrix_of(matrices, matrices.width)
+    except UnsupportedError:
+        return False
+    known = matrices.heads is None and matrices.width == R <= MOST_COLUMNS
+    return known and _rows(layout, matrices.count, R) is not None
+
+
+def _rows(layout: Matrix, out: int, R: int) -> dict[str, int] | None:
+    """Template arguments for rows of the matrices: each simdgroup has equally many."""
+    narrow, rows = narrow_rows(layout, out, R), out // SIMDGROUPS
+    if R % 32 or out % SIMDGROUPS or narrow is None:
+        return None
+    numbers = narrow["V"] * (32 // layout.bits if layout.bits else 1)
+    even = rows * R % (32 * numbers) == 0 and rows * R // (32 * numbers) <= MOST_STEPS
+    return {"ROWS": rows, "V": narrow["V"]} if even else None
+
+
+def attend_values(
+    partial: mx.array, stats: mx.array, matrices: HeadMatrices, dtype: mx.Dtype
+) -> mx.array:
+    """The module's formula in `dtype`, for matrices that it :func:`takes`.
+
+    Raises:
+        UnsupportedError: MLX drives no GPU.
+    """
+    layout = matrix_of(matrices, matrices.width)
+    launch = _launch(
+        partial.shape, matrices.weight.shape, layout, matrices.first, matrices.count, dtype
+    )
+    return KERNEL(partial, stats, *arrays_of(matrices), **launch)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(
+    partial: tuple[int, ...],
+    weight: tuple[int, ...],
+    layout: Matrix,
+    first: int,
+    out: int,
+    dtype: mx.Dtype,
+) -> dict[str, Any]:
+    B, _, H, R = partial
+    return {
+        "template": {
+            **{"T": dtype, **_rows(layout, out, R), "SIMDGROUPS": SIMDGROUPS, "HEADS": H},
+            **{"DV": R, "OUT": out, "FIRST": first, "BLOCK": weight[1], "PACKS": weight[2]},
+            **{"BITS": layout.bits, "GROUP": layout.group},
+            "EXACT": dtype == mx.float32,
+        },
+        "grid": (32 * SIMDGROUPS * H, B, 1),
+        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "output_shapes": [(B, H, 1, out)],
+        "output_dtypes": [dtype],
+    }
