@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.experts.events import Chosen, Event, Hit, Miss, PrefetchEnd, ReadEnd
+from mlx_moeflux.experts.events import (
+    Chosen,
+    Event,
+    Hit,
+    Miss,
+    PrefetchEnd,
+    ReadEnd,
+    Steps,
+    looked_up,
+)
 from mlx_moeflux.experts.stats import ExpertStats
 
 
@@ -42,10 +51,11 @@ class CallCost:
 
 
 class Attribution:
-    """A listener that appends to ``stats.calls`` what each call cost."""
+    """A listener that appends to ``stats.calls`` what each call cost. late: It may hear of calls
+    late, because none of them waits for reads."""
 
-    def __init__(self, stats: ExpertStats):
-        self._stats = stats
+    def __init__(self, stats: ExpertStats, *, late: bool = False):
+        self._stats, self.late, self.catch_up = stats, late, lambda: None
         self._stalled = 0.0
 
     def __call__(self, event: Event) -> None:
@@ -65,6 +75,16 @@ class Attribution:
             calls[-1].bytes_demanded += event.nbytes
         elif kind is PrefetchEnd:
             calls[-1].bytes_hidden += event.nbytes
+
+    def steps(self, block: Steps) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+        for event in block.events():
+            self(event)
+
+    def looked_up(self, *found: Any) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+        for event in looked_up(*found):
+            self(event)
 
     def end_of_call(self) -> None:
         """The last call is over."""

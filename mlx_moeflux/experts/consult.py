@@ -19,7 +19,7 @@ def asked(store: StreamedStore, state: StreamedLayer, asked: Asked) -> None:
     prefetch = store.prefetch
     if prefetch is not None:
         needed = frozenset(asked.needed)
-        waited = state.land(needed, wait=store.keep_all_ahead, events=store.events)
+        waited = state.land(needed, wait=store.keep_all_ahead, events=store.tell)
         if hasattr(prefetch, "waited"):
             prefetch.waited(state.layer, waited)
         state.stats.proposed += len(state.proposal)
@@ -41,7 +41,7 @@ def shift(store: StreamedStore, state: StreamedLayer, least: int, *, short: bool
     limits = {"least": least, "most": store.num_experts, "bytes_of": store.block_bytes}
     for layer, slots in changes_in_order(store.balance, state.tokens, store.slots, **limits):
         store.generation += 1
-        store._state(layer).resize(slots, store.events)
+        store._state(layer).resize(slots, store.tell)
 
 
 def read_ahead(store: StreamedStore, layer: int, guess: tuple[int, ...]) -> None:
@@ -49,8 +49,8 @@ def read_ahead(store: StreamedStore, layer: int, guess: tuple[int, ...]) -> None
     following = next_layer(store.layers, layer)
     if store.prefetch is None or following is None:
         return
-    if guess and store.events is not None:
-        store.events(Guess(following, guess))
+    if guess and store.tell is not None:
+        store.tell(Guess(following, guess))
     state = store._state(following)
     if state.reading_ahead:
         return
@@ -58,4 +58,4 @@ def read_ahead(store: StreamedStore, layer: int, guess: tuple[int, ...]) -> None
     state.proposal = frozenset(proposal)
     blocks = blocks_ahead(store.prefetch, proposal, state.table, state.table.slots)
     if blocks:
-        state.read_ahead(store._threads, blocks, state.proposal, store.events)
+        state.read_ahead(store._threads, blocks, state.proposal, store.tell)

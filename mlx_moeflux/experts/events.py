@@ -11,14 +11,19 @@ looks ahead, an :class:`Evict` for each victim in the next layer, and a :class:`
 each block that is read ahead.
 
 All events come from the thread that calls the store. A listener may raise; the call is then
-abandoned like any interrupted one. Without a listener nothing is built. With one, a layer that
-holds every expert synchronises too, because ids and weights must be known.
+abandoned like any interrupted one. Without a listener nothing is built.
+
+A plain function is told of everything at its moment: a layer that holds every expert synchronises
+too, because ids and weights must be known, and steps of one token are not traced as a whole. A
+:class:`Recorder` hears of the same events in the same order, but of traced steps some steps later,
+see :mod:`mlx_moeflux.experts.later`: decoding then goes on as without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,13 +31,15 @@ import numpy as np
 class Chosen(NamedTuple):
     """What the router chose. ids ``[N, K]`` uint32, E marks padding; weights ``[N, K]`` float32.
 
-    token: How many tokens this layer had seen before.
+    token: How many tokens this layer had seen before. nanoseconds: When that was, by
+    ``time.perf_counter_ns``, if it is told late; else 0.
     """
 
     layer: int
     token: int
-    ids: np.ndarray
-    weights: np.ndarray
+    ids: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    nanoseconds: int = 0
 
 
 class Hit(NamedTuple):
@@ -48,6 +55,15 @@ class Miss(NamedTuple):
 
     layer: int
     expert: int
+
+
+def looked_up(
+    layer: int, needed: Collection[int], missing: Collection[int], first: Collection[int]
+) -> Iterator[Hit | Miss]:
+    """What a call tells of the experts that it needs, ascending. first: Read ahead, and used for
+    the first time."""
+    for expert in needed:
+        yield Miss(layer, expert) if expert in missing else Hit(layer, expert, expert in first)
 
 
 class Evict(NamedTuple):
@@ -122,13 +138,94 @@ Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
 EventHook = Callable[[Event], None]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """S traced steps of N tokens, none of them padding, that passed L layers holding every expert.
+
+    layers: Their ids. counts ``[S, L]``: tokens that each had seen before. ids ``[S, L, N, K]``
+    uint32, weights alike float32, as in :class:`Chosen`. nanoseconds ``[S]``: when each step was
+    begun. found: Whether each expert is told of as a :class:`Hit`, as streamed stores do.
+    """
+
+    layers: tuple[int, ...]
+    counts: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+    nanoseconds: np.ndarray
+    found: bool
+
+    def events(self) -> Iterator[Event]:
+        """The same one by one."""
+        for step in range(len(self.ids)):
+            yield from self.calls(step)
+
+    def calls(self, step: int) -> Iterator[Event]:
+        """Those of one step."""
+        for i, layer in enumerate(self.layers):
+            ids = self.ids[step, i]
+            count, at = int(self.counts[step, i]), int(self.nanoseconds[step])
+            yield Chosen(layer, count, ids, self.weights[step, i], at)
+            if self.found:
+                for expert in np.unique(ids).tolist():
+                    yield Hit(layer, expert)
+
+
+class Recorder(Protocol):
+    """A listener that may hear of events late.
+
+    late: True; an attribute, so that an instance can decide. catch_up: Set by the store that it
+    listens to: has everything told that was not yet. To be called before something is made of what
+    was told; taking the listener away does so too.
+    """
+
+    late: bool
+    catch_up: Callable[[], None]
+
+    def __call__(self, event: Event) -> None:
+        """As every listener."""
+        ...
+
+    def steps(self, block: Steps) -> None:
+        """What ``block.events()`` has, at once."""
+        ...
+
+    def looked_up(self, *found: Any) -> None:
+        """What :func:`looked_up` gives, at once."""
+        ...
+
+
+class Both:
+    """A listener that passes everything to two, late if both may hear of it late."""
+
+    def __init__(self, first: EventHook, second: EventHook):
+        self._parts = first, second
+        self.late = all(getattr(part, "late", False) for part in self._parts)
+
+    @property
+    def catch_up(self) -> Callable[[], None]:
+        """See :class:`Recorder`."""
+        return self._parts[0].catch_up
+
+    @catch_up.setter
+    def catch_up(self, function: Callable[[], None]) -> None:
+        for part in self._parts:
+            part.catch_up = function
+
+    def __call__(self, event: Event) -> None:
+        for part in self._parts:
+            part(event)
+
+    def steps(self, block: Steps) -> None:
+        """See :class:`Recorder`."""
+        for part in self._parts:
+            part.steps(block)
+
+    def looked_up(self, *found: Any) -> None:
+        """See :class:`Recorder`."""
+        for part in self._parts:
+            part.looked_up(*found)
+
+
 def both(first: EventHook | None, second: EventHook) -> EventHook:
     """A listener that passes every event to two; the first may be absent."""
-    if first is None:
-        return second
-
-    def listen(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return listen
+    return second if first is None else Both(first, second)

@@ -22,8 +22,6 @@ from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import (
     EventHook,
     Evict,
-    Hit,
-    Miss,
     PrefetchDrop,
     PrefetchEnd,
     PrefetchStart,
@@ -31,6 +29,7 @@ from mlx_moeflux.experts.events import (
     ReadStart,
 )
 from mlx_moeflux.experts.fetch import Arrival, Fetch, ReadThreads, Target
+from mlx_moeflux.experts.later import tell_looked_up
 from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.readings import Reading
@@ -144,9 +143,7 @@ class StreamedLayer:
         used = self._fresh.intersection(needed) if self._fresh else frozenset()
         stats.prefetched_hits += len(used)
         self._fresh -= used
-        for expert in needed if events is not None else ():
-            absent = expert in missing
-            events(Miss(self.layer, expert) if absent else Hit(self.layer, expert, expert in used))
+        tell_looked_up(events, self.layer, needed, missing, used)
 
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None

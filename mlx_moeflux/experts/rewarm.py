@@ -52,14 +52,14 @@ def bring(
         state = store._state(layer)
         if state.read_elsewhere():
             return False
-        state.land((), wait=True, events=store.events)
+        state.land((), wait=True, events=store.tell)
         room = state.table.slots - sum(expert in state.table for expert in protected)
         absent = missing_of(state.table, (e for e in experts if 0 <= e < store.num_experts))
         if absent[:room]:
             try:
-                slots = state.make_room(len(absent[:room]), protected, store.events)
-                state.start(store._threads, absent[:room], slots, store.events)
-                state.finish(store.events)
+                slots = state.make_room(len(absent[:room]), protected, store.tell)
+                state.start(store._threads, absent[:room], slots, store.tell)
+                state.finish(store.tell)
                 state.settled()
             finally:
                 if state.unsettled:

@@ -18,10 +18,11 @@ from mlx_moeflux.experts.at_once import at_once, begin_reads
 from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.bank import Bank
 from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
-from mlx_moeflux.experts.events import Chosen, EventHook, Resize
+from mlx_moeflux.experts.events import EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
 from mlx_moeflux.experts.layer import Call, StreamedLayer
+from mlx_moeflux.experts.listening import Listened
 from mlx_moeflux.experts.pairs import ExpertSum, Pairs
 from mlx_moeflux.experts.policy import Eviction, make_eviction
 from mlx_moeflux.experts.prefetch import MOST_PAIRS, Prefetch, make_prefetch, merged
@@ -37,7 +38,7 @@ from mlx_moeflux.kernels.expert_mix import expert_mix
 DEFAULT_THREADS = 8
 
 
-class StreamedStore:
+class StreamedStore(Listened):
     """Resident slots, a reader for what is missing, a policy for who must go.
     See :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
@@ -78,9 +79,10 @@ class StreamedStore:
         mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
     ):
+        super().__init__(streamed=True)
         if threads < 1:
             raise InputError(f"{threads} threads cannot read experts; give at least 1.")
-        self.reader, self.threads, self.events, self.overlap = reader, threads, events, overlap
+        self.reader, self.threads, self.overlap = reader, threads, overlap
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.keep_all_ahead, self.balance = keep_all_ahead, make_balance(balance)
@@ -101,7 +103,7 @@ class StreamedStore:
             layer: StreamedLayer(layer, self._bank[layer], reader=reader, **around)
             for layer in self.layers
         }
-        self._threads = ReadThreads(threads)
+        self._threads, self.events = ReadThreads(threads), events
 
     @property
     def nbytes(self) -> int:
@@ -158,6 +160,7 @@ class StreamedStore:
         check_call(layer, x, ids, weights)
         with self._lock:
             state = self._state(layer)
+            self.called(ids, weights)
             call = Call(state, ids, ahead)
             with self._timed(call):
                 y = self._compute(call, x, weights)
@@ -181,7 +184,7 @@ class StreamedStore:
         self._open = call = Call(state, ids, ahead)
         with self._timed(call, ends=False):
             host = self._asked(call, weights)
-            call.missing = begin_reads(state, call.asked.needed, self._threads, self.events)
+            call.missing = begin_reads(state, call.asked.needed, self._threads, self.tell)
         return state.slots_soon(), host
 
     def arrive(self) -> None:
@@ -189,7 +192,7 @@ class StreamedStore:
         call = self._open
         with self._timed(call):
             assert bool(call.missing) == call.state.reading, "reads were given up in between"
-            call.state.finish(self.events)
+            call.state.finish(self.tell)
 
     def read_by(self, layer: int, output: mx.array) -> None:
         """End what :meth:`bring` began: `output`, not evaluated yet, reads slots of `layer`."""
@@ -211,7 +214,8 @@ class StreamedStore:
 
     def partial(self) -> tuple[int, ...]:
         """The layers whose calls the host must look at."""
-        return tuple(layer for layer, s in self._layers.items() if not self._whole(s))
+        quiet = self.prefetch is None and not self.told_at_once
+        return tuple(i for i, s in self._layers.items() if not (quiet and s.table.complete))
 
     def bank(self, layer: int) -> ExpertBank:
         """The slots of a layer as they are now."""
@@ -219,9 +223,8 @@ class StreamedStore:
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether calls are lazy and nobody is told of them: every layer holds every expert."""
-        states = self._layers.values()
-        return self.events is None and all(state.table.complete for state in states)
+        """Whether calls are lazy and nobody is told of them at once."""
+        return not self.partial()
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
         """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: expert e is in
@@ -237,6 +240,10 @@ class StreamedStore:
             state.stats.tokens += tokens
             state.tokens += tokens
 
+    def seen(self) -> tuple[int, ...]:
+        """Tokens that each layer has seen."""
+        return tuple(state.tokens for state in self._layers.values())
+
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
         return self._stats
@@ -248,7 +255,7 @@ class StreamedStore:
         """
         with self._lock:
             for layer in self.layers if layers is None else layers:
-                self._state(layer).fill(self._threads, self.events)
+                self._state(layer).fill(self._threads, self.tell)
 
     def hand_over(self) -> None:
         """Begin to evaluate what this thread built, so that the others need not keep away from it.
@@ -261,14 +268,15 @@ class StreamedStore:
             mx.async_eval([output for state in states for output in state.own_outputs()])
             for state in states:
                 state.hand_over()
+            super().hand_over()
 
     def resize(self, layer: int, slots: int) -> None:
         """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
         with self._lock:
             self.generation += 1
-            self._state(layer).resize(self._checked(layer, slots), self.events)
-            if self.events is not None:
-                self.events(Resize(layer, self.slots[layer]))
+            self._state(layer).resize(self._checked(layer, slots), self.tell)
+            if self.tell is not None:
+                self.tell(Resize(layer, self.slots[layer]))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots: those that shrink first, so that no more memory is
@@ -293,6 +301,7 @@ class StreamedStore:
             self.reader.close()
             self._layers.clear()
             self._bank.close()
+            self.catch_up()
 
     def __enter__(self) -> StreamedStore:
         return self
@@ -324,7 +333,7 @@ class StreamedStore:
 
     def _whole(self, state: StreamedLayer) -> bool:
         """Whether nobody need look at what a call of this layer asks for."""
-        return state.table.complete and self.events is None and self.prefetch is None
+        return state.table.complete and self.quiet and self.prefetch is None
 
     @contextmanager
     def _timed(self, call: Call, *, ends: bool = True) -> Iterator[None]:
@@ -371,7 +380,7 @@ class StreamedStore:
             return from_whole_bank(x, call.ids, weights, bank, self._form, table=table)
         pairs = Pairs.of(self._asked(call, weights), self.num_experts)
         needed, total = call.asked.needed, ExpertSum(x, weights, self._form)
-        around = {"threads": self._threads, "events": self.events}
+        around = {"threads": self._threads, "events": self.tell}
         if len(needed) > state.table.slots:
             return sweep(state, pairs, needed, total, **around)
         return at_once(state, pairs, needed, total, overlap=self.overlap, **around)
@@ -380,13 +389,13 @@ class StreamedStore:
         """Wait for the ids ``[N, K]`` of a call and tell everybody of them."""
         state, ids = call.state, call.ids
         metal.settle()
-        if call.ahead is not None or self.events is not None:
+        weights = weights if self.wants_weights else None
+        if call.ahead is not None or weights is not None:
             # All that anybody wants to see, in one evaluation.
-            mx.eval(ids, call.ahead, None if self.events is None else weights)
+            mx.eval(ids, call.ahead, weights)
         host = np.array(ids)
         check_ids(state.layer, host, self.num_experts)
-        if self.events is not None:
-            self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
+        self.tell_chosen(state.layer, state.tokens, host, weights)
         call.asked = Asked.of(host, self.num_experts, state.tokens)
         consult.asked(self, state, call.asked)
         return host

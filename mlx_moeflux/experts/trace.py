@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts import trace_records as records
 from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.events import (
     Chosen,
@@ -29,17 +30,11 @@ from mlx_moeflux.experts.events import (
     PrefetchStart,
     ReadEnd,
     Resize,
+    Steps,
 )
 
 FORMAT, VERSION = "mlx_moeflux.trace", 1
 MAX_HEADER_BYTES = 1 << 20
-
-_CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
-_RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
-_GUESS = struct.Struct("<cBH")  # kind, count, layer
-_PREFETCH = struct.Struct("<cxHH")  # kind, layer, expert
-_RESIZE = struct.Struct("<cxHI")  # kind, layer, slots
-_KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ def asked_by(trace: Trace) -> list[Asked]:
 
 
 class TraceWriter:
-    """A listener that writes a trace; a context manager.
+    """A :class:`~mlx_moeflux.experts.events.Recorder` that writes a trace; a context manager.
 
     Each call costs a few microseconds and ``24 + 4 N K`` bytes, about 3 kB a token for 40 layers.
 
@@ -202,17 +197,17 @@ class TraceWriter:
         InputError: The file cannot be written.
     """
 
+    late = True
+
     def __init__(self, path: str | os.PathLike[str], info: TraceInfo):
-        self.path = Path(path)
+        self.path, self.catch_up = Path(path), lambda: None
         try:
             self._file = open(self.path, "wb", buffering=1 << 20)  # noqa: SIM115
         except OSError as cause:
             raise InputError(f"{path} cannot be written ({cause.strerror or cause}).") from cause
         header = json.dumps(info.to_json(), separators=(",", ":"))
         self._file.write(header.encode() + b"\n")
-        self._began = perf_counter_ns()
-        self._layer = -1
-        self._result = Result()
+        self._began, self._layer, self._result = perf_counter_ns(), -1, Result()
         self._listeners = {
             Hit: self._hit,
             Miss: self._miss,
@@ -220,7 +215,7 @@ class TraceWriter:
             Chosen: self._chosen,
             Guess: self._guess,
             Resize: self._resize,
-            **dict.fromkeys(_KINDS, self._prefetch),
+            **dict.fromkeys(records.KINDS, self._prefetch),
         }
 
     def __call__(self, event: Event) -> None:
@@ -244,29 +239,43 @@ class TraceWriter:
         self._end_of_call()
         self._layer = event.layer
         N, K = event.ids.shape
-        now = perf_counter_ns() - self._began
-        self._file.write(_CALL.pack(b"C", K, event.layer, N, event.token, now))
+        now = (event.nanoseconds or perf_counter_ns()) - self._began
+        self._file.write(records.CALL.pack(b"C", K, event.layer, N, event.token, now))
         self._file.write(event.ids.astype("<u2").tobytes())
         self._file.write(event.weights.astype("<f2").tobytes())
 
     def _guess(self, event: Guess) -> None:
         self._end_of_call()
-        self._file.write(_GUESS.pack(b"G", len(event.experts), event.layer))
+        self._file.write(records.GUESS.pack(b"G", len(event.experts), event.layer))
         self._file.write(np.array(event.experts, "<u2").tobytes())
 
     def _prefetch(self, event: PrefetchStart | PrefetchEnd | PrefetchDrop) -> None:
         if type(event) is PrefetchStart:
             self._end_of_call()
-        self._file.write(_PREFETCH.pack(_KINDS[type(event)], event.layer, event.expert))
+        self._file.write(
+            records.PREFETCH.pack(records.KINDS[type(event)], event.layer, event.expert)
+        )
 
     def _resize(self, event: Resize) -> None:
         self._end_of_call()
-        self._file.write(_RESIZE.pack(b"S", event.layer, event.slots))
+        self._file.write(records.RESIZE.pack(b"S", event.layer, event.slots))
+
+    def steps(self, block: Steps) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+        self._end_of_call()
+        self._file.write(records.records_of(block, self._began))
+
+    def looked_up(self, layer: int, needed: Sized, missing: Sized, first: Sized) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+        self._result.hits += len(needed) - len(missing)
+        self._result.prefetched += len(first)
+        self._result.misses += len(missing)
 
     def close(self) -> None:
         """Write what is left; a second call does nothing."""
         if self._file.closed:
             return
+        self.catch_up()
         self._end_of_call()
         self._file.write(b"E")
         self._file.close()
@@ -281,7 +290,9 @@ class TraceWriter:
         r = self._result
         if r.hits or r.misses:
             self._file.write(
-                _RESULT.pack(b"R", self._layer, r.hits, r.prefetched, r.misses, r.nbytes, r.seconds)
+                records.RESULT.pack(
+                    b"R", self._layer, r.hits, r.prefetched, r.misses, r.nbytes, r.seconds
+                )
             )
             self._result = Result()
 
@@ -314,7 +325,7 @@ class _Records:
                 return
 
     def _call(self) -> None:
-        _, K, layer, N, token, nanoseconds = self._fields(_CALL)
+        _, K, layer, N, token, nanoseconds = self._fields(records.CALL)
         info = self._trace.info
         if layer not in info.block_bytes or not K or not N:
             self._damaged(f"a call of layer {layer} with {N} tokens of {K} experts")
@@ -327,22 +338,22 @@ class _Records:
         )
 
     def _result(self) -> None:
-        result = Result(*self._fields(_RESULT)[2:])
+        result = Result(*self._fields(records.RESULT)[2:])
         self._last().result = result
 
     def _guess(self) -> None:
-        _, count, _ = self._fields(_GUESS)
+        _, count, _ = self._fields(records.GUESS)
         self._last().guess = tuple(self._array("<u2", count).tolist())
 
     def _prefetch(self) -> None:
-        kind, _, expert = self._fields(_PREFETCH)
+        kind, _, expert = self._fields(records.PREFETCH)
         if kind == b"P":
             self._last().prefetches += (expert,)
         elif kind == b"D":
             self._last().dropped += (expert,)
 
     def _resize(self) -> None:
-        _, layer, slots = self._fields(_RESIZE)
+        _, layer, slots = self._fields(records.RESIZE)
         trace = self._trace
         if trace.calls:
             trace.calls[-1].resized += ((layer, slots),)

@@ -30,6 +30,7 @@ _AXES |= {"latent_attention": 2, "latent_prefill": 2, "latent_prepare": 1}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
     "latent_step": lambda *_, **__: 1,
+    "collect": lambda *_, **__: 1,
     "head_product": lambda x, *_, **__: x.shape[0] * x.shape[2],
     "project": lambda x, *_, **__: x.size // x.shape[-1],
     "add_shared": lambda x, *_, **__: x.size // x.shape[-1],

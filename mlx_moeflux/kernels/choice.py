@@ -28,6 +28,7 @@ from mlx_moeflux.kernels import (
     blas_delta,
     blas_forms,
     causal_conv,
+    collect,
     delta_gates,
     delta_mixer,
     delta_mixer_fused,
@@ -150,6 +151,7 @@ FORMS: dict[str, dict[str, Form]] = {
         "blas": blas_forms.add_shared_blas,
     },
     "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
+    "collect": {"reference": collect.collect, "fused": collect.collect_fused},
 }
 
 

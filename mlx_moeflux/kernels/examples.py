@@ -191,6 +191,10 @@ def _moe_combine(x: Normal) -> Arguments:
     return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
 
 
+def _collect(x: Normal) -> Arguments:
+    return ([x(K, F + 2, dtype=mx.float32) for _ in range(3)],), {"count": 2 * K}
+
+
 EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "project": _project,
     "causal_conv": _causal_conv,
@@ -215,6 +219,7 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
     "moe_combine": _moe_combine,
     "add_shared": _add_shared,
     "moe_step": _moe_step,
+    "collect": _collect,
 }
 
 # "operation=form" -> a case that the form takes, where it refuses the operation's own.

@@ -274,14 +274,19 @@ class MetalKernel:
     def _of(self, bindings: tuple[packing.Binding, ...]) -> MetalKernel:
         """The same kernel for inputs that are passed in other arrays; MLX keeps one text for each
         name."""
-        kernel = copy.copy(self)
         digest = hashlib.blake2b(repr(bindings).encode(), digest_size=3).hexdigest()
-        kernel.name = f"{self.name}_{digest}"
-        kernel.inputs = packing.source_names(self.inputs, bindings)
-        kernel.body = packing.opening(self.inputs, bindings) + self.body
+        names = packing.source_names(self.inputs, bindings)
+        body = packing.opening(self.inputs, bindings) + self.body
+        kernel = self._arranged[bindings] = self.variant(f"{self.name}_{digest}", names, body)
+        return kernel
+
+    def variant(self, name: str, inputs: Sequence[str], body: str) -> MetalKernel:
+        """The same with another body, that knows only some of the inputs; not registered."""
+        kernel = copy.copy(self)
+        kernel.name, kernel.inputs, kernel.body = name, tuple(inputs), body
         kernel._shaped = {n: whole for n, whole in self._shaped.items() if n in kernel.inputs}
+        kernel._arranger = packing.Arranger(kernel.inputs, kernel._shaped)
         kernel._bound, kernel._arranged = MetalKernel, {}
-        self._arranged[bindings] = kernel
         return kernel
 
     def _bind(self) -> None:

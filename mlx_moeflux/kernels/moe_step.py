@@ -9,7 +9,8 @@ Shapes:
     ``[1]`` unless its factor is 1, and its first two products ``[F]``; norm: ``[C]``; bank: the
     experts by slot; table: expert -> slot, ``[E]`` or more uint32, or None (expert e is in slot
     e); down: the shared expert's last matrix ``[C, F]``, or None.
-    returns: like x.
+    returns: like x; if it `tells`, also a float32 array that ends with the bits of the slots
+    ``[N, K]`` and the weights ``[N, K]``.
 
 Composed it is eight launches, fused it is three, with the same bits: projections and norm into one
 array; choice of experts (by each threadgroup for itself) and their inner values; everything that
@@ -68,16 +69,22 @@ def moe_step(
     normalise: bool = True,
     table: mx.array | None = None,
     down: Weight | None = None,
+    tells: bool = False,
     steps: Any = References,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """Operation by operation, each as `steps` computes it."""
     logits, *shared, post = steps.project(x, weights, norm=norm, eps=eps, normed=True, flat=True)
     ids, share = steps.softmax_top_k(logits, k=k, normalise=normalise)
-    y = steps.expert_mix(post, ids if table is None else table[ids], share, bank)
+    slots = ids if table is None else table[ids]
+    y = steps.expert_mix(post, slots, share, bank)
     if down is None:
-        return steps.moe_combine(x.reshape(y.shape), y).reshape(x.shape)
-    *score, gate, up = shared
-    return steps.add_shared(x, y, gate, up, down, score=score[0] if score else None)
+        y = steps.moe_combine(x.reshape(y.shape), y).reshape(x.shape)
+    else:
+        *score, gate, up = shared
+        y = steps.add_shared(x, y, gate, up, down, score=score[0] if score else None)
+    if not tells:
+        return y
+    return y, mx.concatenate([slots.reshape(-1).view(mx.float32), share.reshape(-1)])
 
 
 _INNER = MetalKernel(
@@ -149,8 +156,9 @@ def moe_step_fused(
     normalise: bool = True,
     table: mx.array | None = None,
     down: Weight | None = None,
+    tells: bool = False,
     steps: Any = None,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """The module's formula in three launches for a few rows. `steps` plays no part.
 
     Raises:
@@ -169,7 +177,8 @@ def moe_step_fused(
     slots = row if table is None else table
     h = _INNER(row, slots, *gate, *up, **launch[0])[0]
     shared = own if down is None else arrays_of(down)
-    return _FINISH(h, *own, x, row, *shared, **launch[1])[0]
+    y = _FINISH(h, *own, x, row, *shared, **launch[1])[0]
+    return (y, h) if tells else y
 
 
 def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any) -> bool:

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.workloads import LARGE, SMALL, WORKLOADS, workload
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
-OF_ONE_SIZE = frozenset(("append_row", "latent_step"))
+OF_ONE_SIZE = frozenset(("append_row", "latent_step", "collect"))
 # Of one measurement, and of one call that is still repeated.
 SECONDS, LONGEST = 0.02, 0.2
 ROUNDS = 3

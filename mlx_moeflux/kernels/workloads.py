@@ -214,6 +214,11 @@ def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
     return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
 
 
+def _collect(s: Sizes, n: int, x: Normal) -> Arguments:
+    layers = [x(n * s.K, s.F + 2, dtype=mx.float32) for _ in range(40)]
+    return (layers,), {"count": 2 * n * s.K}
+
+
 WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "project": _project,
     "gated_delta": _gated_delta,
@@ -237,6 +242,7 @@ WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
     "expert_mix": _expert_mix,
     "moe_combine": _moe_combine,
     "moe_step": _moe_step,
+    "collect": _collect,
     "add_shared": _add_shared,
 }
 

@@ -52,6 +52,7 @@ class StreamingModel(nn.Module):
         self.identity = ""
         self.compile_steps: bool | None = None
         self._step: CompiledStep | None = None
+        self._noted_step: CompiledStep | None = None
         self._segments: SegmentedStep | None = None
         self._recordings = self._generation = 0
         self._step_lock = threading.RLock()
@@ -99,7 +100,7 @@ class StreamingModel(nn.Module):
 
     def forget_steps(self) -> None:
         """Trace decode steps again: a trace keeps the parameters and banks that it met."""
-        for step in (self._step, self._segments):
+        for step in (self._step, self._noted_step, self._segments):
             if step is not None:
                 step.forget()
 
@@ -252,7 +253,8 @@ class StreamingModel(nn.Module):
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
         """Record which experts every token chooses into a file, see
-        :mod:`mlx_moeflux.experts.trace`. While this lasts every layer synchronises.
+        :mod:`mlx_moeflux.experts.trace`. Traced steps are written some steps later, and all of
+        them at the end.
 
         Raises:
             InputError: The file cannot be written, or the store has no events.
@@ -272,8 +274,8 @@ class StreamingModel(nn.Module):
     @contextmanager
     def attribute(self) -> Iterator[None]:
         """While this lasts, ``store.stats().calls`` and the ``experts.calls`` of a response tell
-        what each call of each layer cost, see :mod:`mlx_moeflux.experts.attribution`. Every layer
-        synchronises.
+        what each call of each layer cost, see :mod:`mlx_moeflux.experts.attribution`. If experts
+        are streamed, every layer synchronises.
 
         Raises:
             InputError: The store has no events.
@@ -281,13 +283,15 @@ class StreamingModel(nn.Module):
         store, stats = self._store, self._store.stats()
         if not hasattr(store, "events"):
             raise InputError(f"{type(store).__name__} has no events to attribute costs from.")
-        before, listener = store.events, Attribution(stats)
+        reads = hasattr(store, "reader")
+        before, listener = store.events, Attribution(stats, late=not reads)
         stats.calls, store.events = [], both(before, listener)
         try:
             yield
         finally:
+            store.events = before
             listener.end_of_call()
-            stats.calls, store.events = None, before
+            stats.calls = None
 
     def set_expert_memory(self, budget: str | float) -> None:
         """Give the streamed experts another budget, as ``load(expert_memory=...)`` takes it, now:

@@ -15,6 +15,8 @@ from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.later import Step
+from mlx_moeflux.experts.listening import collected
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.base import StreamingModel
@@ -153,6 +155,7 @@ class DecoderModel(StreamingModel):
         self._kernels.references_only(self.training)
         self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
+        self._noted_step = CompiledStep(self._forward_noted)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = TextModel(config, layers)
         if not config.tie_word_embeddings:
@@ -208,11 +211,7 @@ class DecoderModel(StreamingModel):
             if self._can_cut(tokens.shape[0]):
                 return self._segments(tokens, cache)
         elif one:
-            traces = self._step.traces
-            logits = self._step(tokens, cache)
-            if self._step.traces == traces:
-                self.store.count(tokens.shape[0])  # the store itself was not asked
-            return logits
+            return self._whole_step(tokens, cache)
         with transaction(cache):
             return self._forward(tokens, cache, last_only=last_only)
 
@@ -244,6 +243,31 @@ class DecoderModel(StreamingModel):
                 if last_only and h.shape[1] > 1 and i % LAYERS_AHEAD == 0:
                     _begin(h)
             return self.logits(h[:, -1:] if last_only else h)
+
+    def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        """A step as one trace; a recorder is told later what it chose."""
+        store, later = self.store, getattr(self.store, "later", None)
+        step = self._step if later is None else self._noted_step
+        traces = step.traces
+        if later is None:
+            logits = step(tokens, cache)
+        else:
+            later.land()
+            told = Step(tokens.shape[0], layers=store.layers, counts=store.seen())
+            logits, told.notes = step(tokens, cache)
+            later.add(told, self._kernels.collect)
+        if step.traces == traces:
+            store.count(tokens.shape[0])  # the store itself was not asked
+        return logits
+
+    def _forward_noted(self, tokens: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        """The logits, and what every layer chose as :meth:`Later.step` takes it, evaluated with
+        them."""
+        with self.store.notes() as parts:
+            logits = self._forward(tokens, cache)
+            pairs = tokens.size * self._router.num_experts_per_tok
+            notes = collected(self._kernels, parts, pairs)
+        return mx.depends([logits], notes)[0], notes
 
     def logits(self, h: mx.array) -> mx.array:
         """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""

@@ -238,7 +238,9 @@ class SparseMoeBlock(nn.Module):
         linears, down = self.matrices()
         weights = weights_of(*linears)
         whole = self._store.whole(self.layer)
-        if whole is None:
+        told = getattr(self._store, "noting", None) is not None
+        # A function of the user's need not know how to tell what it chose.
+        if whole is None or (told and callable(operation.choice)):
             return None
         bank, table = whole
         options = {
@@ -254,7 +256,12 @@ class SparseMoeBlock(nn.Module):
         if form is moe_step:
             return None
         self._store.count(x.size // x.shape[-1], self.layer)
-        return form(x, weights, bank, **options)
+        if not told:
+            return form(x, weights, bank, **options)
+        y, chosen = form(x, weights, bank, **options, tells=True)
+        pairs = x.size // x.shape[-1] * self._router.num_experts_per_tok
+        self._store.note(chosen, pairs, table)
+        return y
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
         """What reads norm(x), the router's first; and the shared expert's last matrix."""

@@ -9,7 +9,8 @@ wanted, has the missing ones read and says which slots they are in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache import transaction
+from mlx_moeflux.experts.later import Step
+from mlx_moeflux.experts.listening import collected
 from mlx_moeflux.experts.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
 @dataclass
 class _Segment:
     """From behind the router of layer `last` (None: from the tokens) to behind that of layer
-    `stop - 1`, or to the logits. Entries of layers [start, stop) belong to it."""
+    `stop - 1`, or to the logits. Entries of layers [start, stop) belong to it. wholes: Layers in it
+    that hold every expert."""
 
     last: int | None
     start: int
     stop: int
+    wholes: tuple[int, ...]
     ends: bool
     looks_ahead: bool
     run: Callable[..., Any]
@@ -47,7 +52,7 @@ class SegmentedStep:
         # No reference to the model as an attribute: nn.Module would see a parameter tree in it.
         self._model = lambda: model
         self._plans: dict[Any, list[_Segment]] = {}
-        self.traces = 0
+        self.traces = self._built = 0
 
     def fits(self, pairs: int) -> bool:
         """Whether so many (token, expert) pairs need no more slots than a layer has."""
@@ -62,17 +67,23 @@ class SegmentedStep:
         """Every entry is one column longer afterwards; after an error all are as before."""
         model = self._model()
         store = model.store
-        with store.exclusive(), transaction(cache):
-            partial = store.partial()
-            plan = self._plan(tuple(type(entry) for entry in cache), partial)
+        with (
+            store.exclusive(),
+            transaction(cache),
+            self._told(partial := store.partial(), tokens.shape[0]) as told,
+        ):
+            plan = self._plan(tuple(type(entry) for entry in cache), partial, told is not None)
             columns, padding = cache[0].columns, cache[0].left_padding
             counts = [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)]
-            carry, slots, bank, traces = [tokens], None, [], self.traces
+            carry, slots, bank = [tokens], None, []
             for segment in plan:
-                entries = cache[segment.start : segment.stop]
-                carry, ends = segment.run(
+                entries, built = cache[segment.start : segment.stop], self._built
+                carry, ends, noted = segment.run(
                     carry, slots, bank, *counts, padding, [entry.begin_step() for entry in entries]
                 )
+                # A graph that was built now asked the store itself.
+                for layer in segment.wholes if self._built == built else ():
+                    store.count(tokens.shape[0], layer)
                 if segment.last is not None:
                     # The graph was built while blocks were on their way.
                     store.arrive()
@@ -81,6 +92,8 @@ class SegmentedStep:
                     entry.end_step(*end)
                 if segment.last is not None:
                     store.read_by(segment.last, carry[0])
+                if told is not None:
+                    told.add(noted, None if segment.ends else carry[1])
                 if segment.ends:
                     break
                 layer = segment.stop - 1
@@ -89,24 +102,43 @@ class SegmentedStep:
                 slot_of, host = store.bring(layer, ids, weights, ahead=ahead)
                 slots, bank = mx.array(slot_of[host].astype(np.uint32)), _arrays(store.bank(layer))
                 carry = [weights, *carry]
-            if self.traces == traces:
-                for layer in set(store.layers) - set(partial):
-                    store.count(tokens.shape[0], layer)
             return carry[0]
 
-    def _plan(self, kinds: tuple[type, ...], partial: tuple[int, ...]) -> list[_Segment]:
-        plan = self._plans.get((kinds, partial))
+    @contextmanager
+    def _told(self, partial: Sequence[int], tokens: int) -> Iterator[_Told | None]:
+        """Around a step: None if no recorder listens."""
+        model = self._model()
+        later = getattr(model.store, "later", None)
+        if later is None:
+            yield None
+            return
+        later.land()
+        told = _Told(model, partial, tokens)
+        try:
+            with later.listening(told.step):
+                yield told
+        finally:
+            told.close()
+
+    def _plan(
+        self, kinds: tuple[type, ...], partial: tuple[int, ...], notes: bool
+    ) -> list[_Segment]:
+        key = kinds, partial, notes
+        plan = self._plans.get(key)
         if plan is None:
-            self._plans.clear()
+            # With and without a recorder, of one kind.
+            self._plans = {
+                other: kept for other, kept in self._plans.items() if other[:2] == key[:2]
+            }
             starts = [None, *partial]
-            plan = self._plans[kinds, partial] = [
-                self._segment(last, following, kinds)
+            plan = self._plans[key] = [
+                self._segment(last, following, kinds, notes)
                 for last, following in zip(starts, [*partial, None], strict=True)
             ]
         return plan
 
     def _segment(
-        self, last: int | None, following: int | None, kinds: tuple[type, ...]
+        self, last: int | None, following: int | None, kinds: tuple[type, ...], notes: bool
     ) -> _Segment:
         model = self._model()
         start = 0 if last is None else last + 1
@@ -140,11 +172,46 @@ class SegmentedStep:
             return out, [entry.ends for entry in entries]
 
         def traced(*inputs):
-            with metal.gathered():
-                return run(*inputs)
+            self._built += 1
+            with metal.gathered(), model.store.notes() if notes else nullcontext([]) as noted:
+                return *run(*inputs), list(noted)
 
         looks_ahead = following is not None and model.layers[following].mlp._following is not None
-        return _Segment(last, start, stop, following is None, looks_ahead, mx.compile(traced))
+        layers = (i for i in model.store.layers if start <= i < stop and i != following)
+        ends = following is None
+        return _Segment(last, start, stop, tuple(layers), ends, looks_ahead, mx.compile(traced))
+
+
+class _Told:
+    """What a step chose, for a recorder: of layers that hold every expert all, of the others the
+    weights, since the host knows their ids. pairs: N K."""
+
+    def __init__(self, model: DecoderModel, partial: Sequence[int], tokens: int):
+        self._model, self.step = model, Step(tokens)
+        self._pairs = tokens * model._router.num_experts_per_tok
+        seen = zip(model.store.layers, model.store.seen(), strict=True)
+        self._wholes = [pair for pair in seen if pair[0] not in partial]
+        self._notes: list[mx.array] = []
+        self._weights: list[mx.array] = []
+
+    def add(self, notes: Sequence[mx.array], weights: mx.array | None) -> None:
+        """Of a segment, while the device is at work."""
+        self._notes += notes
+        if weights is not None:
+            self._weights.append(weights)
+        self._model.store.later.some()
+
+    def close(self) -> None:
+        """The step is over, or went no further."""
+        step, kernels = self.step, self._model.kernels
+        if self._notes:
+            step.notes = collected(kernels, self._notes, self._pairs)
+            count = sum(note.size for note in step.notes) // (2 * self._pairs)
+            step.layers, step.counts = zip(*self._wholes[:count], strict=True)
+        step.weights = self._weights
+        if step.size:
+            mx.async_eval(step.notes, step.weights)
+            self._model.store.later.add(step, kernels.collect)
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:

@@ -17,11 +17,11 @@ KEYS = {"sdpa": 1, "latent_attention": 2, "latent_prefill": 2}
 
 def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
     """What is wrong with what a form returned for a call; nothing: an empty list."""
-    shapes = describe(FORMS[operation][REFERENCE](*args, **kwargs))
-    if describe(actual) != shapes:
-        return [f"gives {describe(actual)}, not {shapes}"]
-    expected = arrays_of(truth(operation, args, kwargs))
-    pairs = list(zip(arrays_of(actual), expected, strict=True))
+    shapes = describe(apart(FORMS[operation][REFERENCE](*args, **kwargs), kwargs))
+    if describe(apart(actual, kwargs)) != shapes:
+        return [f"gives {describe(apart(actual, kwargs))}, not {shapes}"]
+    expected = apart(truth(operation, args, kwargs), kwargs)
+    pairs = list(zip(apart(actual, kwargs), expected, strict=True))
     if operation in KEYS and kwargs.get("start") is not None:
         length = kwargs.get("length")
         length = args[KEYS[operation]].shape[2] if length is None else length
@@ -36,6 +36,16 @@ def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
     if not all(mx.array_equal(a, b).item() for a, b in pairs if a.dtype == mx.uint32):
         found.append(f"chooses others: {shapes}")
     return found
+
+
+def apart(result, kwargs: dict) -> list[mx.array]:
+    """Its arrays; what a block tells ends with the bits of slots and with weights."""
+    arrays = list(arrays_of(result))
+    if kwargs.get("tells"):
+        pairs = arrays[0].size // arrays[0].shape[-1] * kwargs["k"]
+        slots, weights = mx.split(arrays.pop().reshape(-1)[-2 * pairs :], 2)
+        arrays += [slots.view(mx.uint32), weights]
+    return arrays
 
 
 def in_float32(value):

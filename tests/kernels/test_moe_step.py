@@ -76,6 +76,19 @@ def test_the_bits_of_the_launches_that_it_replaces(device, sizes):
 
 
 @pytest.mark.usefixtures("device")
+def test_it_tells_what_it_chose():
+    args, options = arguments(sizes := SIZES[1])
+    y, chosen = moe_step_fused(*args, **options, tells=True)
+    expected, wanted = moe_step(*args, **options, steps=Apart, tells=True)
+    assert mx.array_equal(y, expected).item()
+    N, K = sizes[:2]
+    slots, weights = np.split(np.array(chosen).reshape(-1)[-2 * N * K :], 2)
+    assert np.array_equal(np.concatenate([slots, weights]), np.array(wanted))
+    assert np.isin(slots.view(np.uint32), np.array(options["table"])).all()
+    assert weights.reshape(N, K).sum(axis=1) == pytest.approx(np.ones(N), abs=1e-6)
+
+
+@pytest.mark.usefixtures("device")
 def test_tokens_together_or_apart_give_the_same_bits():
     (x, weights, bank), options = arguments(SIZES[1])
     apart = [moe_step_fused(x[i : i + 1], weights, bank, **options) for i in range(3)]
