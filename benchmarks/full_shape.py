@@ -4,7 +4,7 @@
     python -m benchmarks.full_shape --like qwen3.5-tiny --contexts 64 256 --prompts 64 --batches 1 4
 
 Random 4-bit weights of a published shape are made in the GPU's memory, and mlx-lm runs on the same
-arrays. Decoding goes one token ahead of the device, the contexts and mlx-lm in turns. A prompt's
+arrays; routing is as uneven as ``synthesize`` makes it (--skew 0: even). Decoding goes one token ahead of the device, the contexts and mlx-lm in turns. A prompt's
 time is to the last position's logits with every state evaluated. With PyTorch installed a table
 of the kernels that ran says how much of a time is the host's.
 """
@@ -38,11 +38,11 @@ from mlx_moeflux.synthesize import RandomWeight, random_weights
 SPEC = QuantSpec(4, 64)
 
 
-def made(weight: RandomWeight, random: np.random.Generator) -> mx.array:
+def made(weight: RandomWeight, random: np.random.Generator, skew: float) -> mx.array:
     """A tensor whose values are as wide as those that ``synthesize`` writes."""
     shape = weight.tensor.shape
     if weight.bits is None:
-        data = np.frombuffer(b"".join(weight.chunks(random, 1.0)), np.uint8)
+        data = np.frombuffer(b"".join(weight.chunks(random, skew)), np.uint8)
         dtype = mx.float32 if weight.tensor.dtype == "F32" else mx.bfloat16
         return mx.array(data).view(dtype).reshape(shape)
     if weight.part == "weight":
@@ -50,23 +50,27 @@ def made(weight: RandomWeight, random: np.random.Generator) -> mx.array:
         return high << 16 | low
     levels, embeds = (1 << weight.bits) - 1, "embed_tokens" in weight.name
     scale = (1.0 if embeds else weight.width**-0.5) * math.sqrt(12) / levels
-    value = scale if weight.part == "scales" else -scale * levels / 2 + float(embeds)
+    value = scale if weight.part == "scales" else -scale * levels / 2 + skew * embeds
     return mx.full(shape, value, mx.bfloat16)
 
 
-def ours(config: Any) -> tuple[Any, dict[str, mx.array]]:
+def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
     """A model, and its arrays under the names of mlx-lm's checkpoints."""
     kind, random = model_class(config.published()["model_type"]), np.random.default_rng(0)
     arrays, bits = {}, {}
     for weight in random_weights(kind(config), SPEC):
-        arrays[weight.name] = made(weight, random)
+        arrays[weight.name] = made(weight, random, skew)
         mx.eval(arrays[weight.name])
         if weight.bits is not None:
             bits[weight.name.rpartition(".")[0]] = weight.bits
     kernels = choose_kernels(None)
     model = kind(config, router=kind.make_router(config, kernels), kernels=kernels)
     quantise(model, bits)
-    trunk = {name: array for name, array in arrays.items() if "switch_mlp" not in name}
+    trunk = {
+        name: array.astype(mx.float32) if kind.keeps_float32(name) else array
+        for name, array in arrays.items()
+        if "switch_mlp" not in name
+    }
     model.update(tree_unflatten(list(trunk.items())))
     blocks, sizes = model.moe_blocks(), (config.hidden_size, config.moe_intermediate_size)
     for layer, block in blocks.items():
@@ -219,13 +223,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 31000])
     parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 8192, 16384])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--skew", type=float, default=1.0, help="of the routing")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--most-theirs", type=int, default=2048, help="longest prompt of mlx-lm")
     args = parser.parse_args()
     config = SHAPES[args.like]
     config = replace(config, num_hidden_layers=args.layers or config.num_hidden_layers)
-    model, arrays = ours(config)
+    model, arrays = ours(config, args.skew)
     size = sum(array.nbytes for array in arrays.values()) / 1e9
     device = mx.device_info().get("device_name", mx.default_device())
     print(
