@@ -4,9 +4,10 @@
     python -m benchmarks.full_shape --like qwen3.5-tiny --contexts 64 256 --prompts 64 --batches 1 4
 
 Random 4-bit weights of a published shape are made in the GPU's memory, and mlx-lm runs on the same
-arrays; routing is as uneven as ``synthesize`` makes it (--skew 0: even). Decoding goes one token ahead of the device, the contexts and mlx-lm in turns. A prompt's
-time is to the last position's logits with every state evaluated. With PyTorch installed a table
-of the kernels that ran says how much of a time is the host's.
+arrays; routing is as uneven as ``synthesize`` makes it (--skew 0: even). Decoding goes one token
+ahead of the device, the contexts and mlx-lm in turns. A prompt's time is to the last position's
+logits with every state evaluated. With PyTorch installed a table of the kernels that ran says how
+much of a time is the host's.
 """
 
 from __future__ import annotations
