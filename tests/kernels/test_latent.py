@@ -323,6 +323,8 @@ CASES = {
             *PREPARED[:2],
             (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]),
             (BF16, 1, 1, 2, 8, 8, 32, True, 3, F32),
+            # A latent that is no multiple of four.
+            (F32, 1, 2, 1, 4, 4, 38, False, 5),
         )
         for args, options, wanted in [prepared(*sizes)]
     ],
@@ -340,6 +342,10 @@ PRODUCT = "a product"
 EQUIVALENT = {
     "heads.metal": {
         "latent_prepare: off by one column < DN -> + 1 <": STEP,
+        "latent_row: off by one i < PACKS -> <=": "no column is that far right",
+        "latent_row: off by one i < PACKS -> <= (2)": "no column is that far right",
+        "latent_row: off by one i < PACKS -> <= (3)": "no column is that far right",
+        "narrow_matvec: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
         "head_vecmat: off by one if (at < OUT) -> + 1 <": STEP,
         "head_vecmat: off by one if (at < OUT) -> + 1 < (2)": STEP,
         "head_vecmat: swapped arguments 1 and 2 of metal::fma: value, metal::fma(middle, scale, "

@@ -160,8 +160,14 @@ def softmax_case(name, logits, **options):
     return case(name, router.softmax_top_k_fused, softmax_oracle, logits, **options)
 
 
-def sigmoid_case(name, logits, **options):
-    bias = mx.array(RNG.permutation(logits.shape[1]) * 0.37 / logits.shape[1]).astype(mx.float32)
+def best_of(E, best):
+    """Logits of one token: those of `best`, -16 for all others."""
+    return mx.array([[float(best.get(e, -16.0)) for e in range(E)]])
+
+
+def sigmoid_case(name, logits, *, spread=0.37, shift=0.0, **options):
+    bias = RNG.permutation(logits.shape[1]) * spread / logits.shape[1] + shift
+    bias = mx.array(bias).astype(mx.float32)
     return case(name, router.sigmoid_top_k_fused, sigmoid_oracle, logits * 0.5, bias, **options)
 
 
@@ -180,11 +186,18 @@ CASES = {
         sigmoid_case("last is best", mx.arange(66.0).reshape(1, 66) / 8, k=2),
         sigmoid_case("all but one", distinct(3, 36, mx.float32), k=16, groups=3, kept_groups=2),
         sigmoid_case("small groups", distinct(3, 70, mx.float32), k=3, groups=14, kept_groups=2),
+        # The two best of the better group belong to one lane.
+        sigmoid_case(
+            "one lane", best_of(128, {3: 5, 35: 4.9, 70: 4, 75: 4.5}), k=2, groups=2, spread=0.0
+        ),
+        sigmoid_case("negative", distinct(2, 64, mx.float32), k=3, groups=4, shift=-3.0),
     ],
 }
 EQUIVALENT = {
     "router.metal": {
         "rank_of: off by one k < K -> <=": "lane K holds no id: its 2^32 - 1 is not smaller",
+        "group_scores: off by one i < EACH -> <=": "no group has an index that large",
+        "sigmoid_choice: off by one k < K -> <=": "lane K writes nothing",
         "sigmoid_choice: off by one if (KEPT < GROUPS) -> <=": "keeping all groups cuts nothing",
         "take_largest: off by one i < EACH -> <= (2)": "no index is so large: nothing is written",
     }
