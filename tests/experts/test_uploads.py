@@ -28,9 +28,6 @@ class HostDriver:
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
 
-    def prefetch(self, address, nbytes):
-        pass
-
     def event(self):
         return object()
 
