@@ -108,6 +108,11 @@ class Later:
         return self.in_step
 
     @property
+    def used(self) -> bool:
+        """Whether any step came from a trace; until then everything can be told at once."""
+        return self._last is not None or self._open is not None
+
+    @property
     def in_step(self) -> bool:
         """Inside this thread's :meth:`listening`."""
         return self._open is not None and self._open.thread == threading.get_ident()
@@ -223,6 +228,9 @@ class Later:
 def tell_looked_up(listener: EventHook | None, *found: Collection[int]) -> None:
     """Tell all that :func:`~mlx_moeflux.experts.events.looked_up` gives, now or later."""
     if listener is None or (isinstance(listener, Later) and listener.looked_up(*found)):
+        return
+    if getattr(listener, "late", False):
+        listener.looked_up(*found)
         return
     for event in looked_up(*found):
         listener(event)

@@ -42,7 +42,8 @@ class Listened:
     @property
     def tell(self) -> EventHook | None:
         """Whom to tell of an event."""
-        return self._events if self._later is None else self._later
+        later = self._later
+        return later if later is not None and later.used else self._events
 
     @property
     def later(self) -> Later | None:
@@ -82,7 +83,7 @@ class Listened:
 
     def catch_up(self) -> None:
         """Tell a recorder what it has not been told yet."""
-        if self._later is not None:
+        if self._later is not None and self._later.used:
             self._later.catch_up()
 
     def hand_over(self) -> None:
