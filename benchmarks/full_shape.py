@@ -216,6 +216,13 @@ def batches(model: Any, args: Any) -> Iterator[str]:
         yield f"{size:3} sequences {step:26.2f} ms a step {rate:13.1f} tok/s (the better of two)"
 
 
+def first_token(model: Any, ids: mx.array) -> float:
+    """Seconds from ids to the first token that generation gives."""
+    start = time.perf_counter()
+    next(iter(generate_step(ids, model, max_tokens=1)))
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--like", default="qwen3.5-35b-a3b")
@@ -226,7 +233,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--skew", type=float, default=1.0, help="of the routing")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--trials", type=int, default=5, help="2 or more")
     parser.add_argument("--most-theirs", type=int, default=2048, help="longest prompt of mlx-lm")
     args = parser.parse_args()
     config = SHAPES[args.like]
@@ -252,9 +259,9 @@ def main() -> None:
     ):
         for line in lines:
             print(line, flush=True)
-    ids, start = prompt(2048, config.vocab_size)[0], time.perf_counter()
-    next(iter(generate_step(ids, model, max_tokens=1)))
-    print(f"first token of 2048 {1e3 * (time.perf_counter() - start):20.1f} ms")
+    n = min(2048, max(args.prompts))
+    seconds = [first_token(model, prompt(n, config.vocab_size)[0]) for _ in range(args.trials)]
+    print(f"first token of {n:<6} {spread(seconds[1:])}, {1e3 * seconds[0]:.0f} the first time")
     print(f"peak memory {mx.get_peak_memory() / 1e9:.1f} GB, both programs' arrays included")
 
 
