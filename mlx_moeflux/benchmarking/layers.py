@@ -92,8 +92,9 @@ def compare_layers(
         scale = mx.abs(found - h), OF_INPUT * mx.abs(h)
         apart[f"layer {index}"] = _apart(decode, found, other, *scale)
         h = found
-    logits = ours.head(h)
-    apart["the head"] = _apart(decode, theirs.head(h), logits, logits)
+    last = h[:, -decode:]
+    logits = ours.head(last)
+    apart["the head"] = _apart(decode, theirs.head(last), logits, logits)
     worst = max(apart, key=lambda name: apart[name] if apart[name] == apart[name] else np.inf)
     what = f"{what}, layer by layer in {dtype}: {worst} differs most, by {apart[worst]:.1e}"
     if not apart[worst] <= LIMITS[dtype]:
@@ -113,7 +114,8 @@ def _apart(decode: int, found: mx.array, other: mx.array, *scale: mx.array) -> f
         return float("nan")
     relative = difference / size
     prompt, decoded = relative[:, :-decode], relative[:, -decode:]
-    return float(max(np.median(prompt), np.quantile(decoded, 0.25)))
+    typical = float(np.median(prompt)) if prompt.size else 0.0
+    return max(typical, float(np.quantile(decoded, 0.25)))
 
 
 def _size(array: mx.array) -> np.ndarray:
@@ -123,10 +125,11 @@ def _size(array: mx.array) -> np.ndarray:
 
 
 def _head(model: Any, hidden: mx.array) -> mx.array:
+    """``[B, n, C]`` -> logits, position by position as decoding has them: MLX on NVIDIA compiles
+    a product of this matrix with more rows for half a minute."""
+    head = model.lm_head if "lm_head" in model else model.model.embed_tokens.as_linear
     hidden = model.model.norm(hidden)
-    if "lm_head" in model:
-        return model.lm_head(hidden)
-    return model.model.embed_tokens.as_linear(hidden)
+    return mx.concatenate([head(one) for one in mx.split(hidden, hidden.shape[1], axis=1)], axis=1)
 
 
 def _evaluated(array: mx.array) -> mx.array:
