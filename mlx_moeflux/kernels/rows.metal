@@ -152,10 +152,20 @@ inline void inverse_roots(
     uint lane) {
   for (int n = simdgroup; n < 8 * NT && first + n < tokens; n += W) {
     float square = 0.0f;
-    for (int k = 8 * lane; k < IN; k += 256) {
-      pack<T, 8> part = load_pack<8>(x + ulong(first + n) * IN + k);
-      for (int i = 0; i < 8; ++i) {
-        square = metal::fma(float(part.at[i]), float(part.at[i]), square);
+    for (int from = 8 * lane; from < IN; from += 8 * 256) {
+      // Loads first: each takes longer than all that is done with them.
+      pack<T, 8> parts[8];
+      #pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (from + 256 * j < IN) {
+          parts[j] = load_pack<8>(x + ulong(first + n) * IN + from + 256 * j);
+        }
+      }
+      #pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        for (int i = 0; from + 256 * j < IN && i < 8; ++i) {
+          square = metal::fma(float(parts[j].at[i]), float(parts[j].at[i]), square);
+        }
       }
     }
     square = simd_sum(square);
@@ -195,7 +205,8 @@ inline void multiply_tile(
     fetch_tile<MT, IN, BITS, GROUP, N>(
         rows[0], w, scales, biases, row, last_row, 4 * N * simdgroup, lane);
   }
-  #pragma unroll
+  // More copies of the loop take longer to fetch than they save: weights push them out of caches.
+  #pragma unroll 2
   for (int i = 0; i < (STEPS + W - 1) / W; ++i) {
     const int step = i * W + simdgroup;
     if (step < STEPS) {

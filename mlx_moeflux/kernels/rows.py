@@ -28,8 +28,10 @@ from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, o
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have (an H100 has 132 processors) before one takes more rows.
 ENOUGH_GROUPS, MOST_TILES = 264, 2
-# Tokens of a threadgroup are 8, 16 or 32.
-MOST_TOKEN_TILES = 4
+# Tokens of a threadgroup are 8, 16 or 32: as many as leave so many simdgroups (32 tokens, us on an
+# H100 within a model, with 8, 16 and 32: 2048 -> 1281 11.9, 14.3, 20.0; 512 -> 2048 6.6, 9.6, 16;
+# 4096 -> 2048 12.5, 10.7, 11.5; 2048 -> 12352 33, 28, 22).
+MOST_TOKEN_TILES, ENOUGH_SIMDGROUPS = 4, 8 * 132
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,12 @@ def tiling(matrix: Matrix, outs: Sequence[int], width: int) -> Tiling:
     return Tiling(tiles, fitting[-1], matrix)
 
 
-def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens that a threadgroup takes."""
-    return min(1 << (-(-tokens // 8) - 1).bit_length(), MOST_TOKEN_TILES)
+def token_tiles(tokens: int, simdgroups: int) -> int:
+    """Tiles of 8 tokens that a threadgroup takes; simdgroups: of all that take the same ones."""
+    tiles = min(1 << (-(-tokens // 8) - 1).bit_length(), MOST_TOKEN_TILES)
+    while tiles > 1 and simdgroups * -(-tokens // (8 * tiles)) < ENOUGH_SIMDGROUPS:
+        tiles //= 2
+    return tiles
 
 
 def simdgroups(width: int) -> int:
@@ -206,25 +211,25 @@ def _launch(
     parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
 ) -> dict[str, Any]:
     *leading, C = shape
-    tokens = math.prod(leading)
-    NT, W, normed = token_tiles(tokens), simdgroups(C), ends == "normed"
-    template = {"T": dtype, "NT": NT, "W": W, "IN": C, "FORM": int(eps is not None)}
+    tokens, W, normed = math.prod(leading), simdgroups(C), ends == "normed"
+    template = {"T": dtype, "W": W, "IN": C, "FORM": int(eps is not None)}
     template["RESIDUAL"] = ends == "residual"
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
-    groups, partial, shapes = 0, 0, []
+    groups, most, shapes = 0, 0, []
     for m, (matrix, outs, _) in enumerate(parts):
         tile = tiling(matrix, outs, C)
         template |= tile.arguments(str(m))
-        partial = max(partial, partial_floats(tile.MT, NT, W))
+        most = max(most, tile.MT)
         for out, end in zip(outs, accumulate(outs), strict=True):
             i, own = len(shapes), tile.groups(out)
             template |= {f"OUT{i}": out, f"BASE{i}": end - out, f"GROUPS{i}": own}
             groups += own
             shapes.append((*leading, out))
+    NT = token_tiles(tokens, W * groups)
     shapes += [shape] * normed
     return {
-        "template": template | {"PARTIAL": partial},
+        "template": template | {"NT": NT, "PARTIAL": partial_floats(most, NT, W)},
         "grid": ((groups + normed) * W * 32, -(-tokens // (8 * NT)), 1),
         "threadgroup": (32 * W, 1, 1),
         "output_shapes": shapes,
@@ -292,7 +297,8 @@ def _shared_launch(
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
-    tile, NT, W = tiling(matrix, (C,), F), token_tiles(tokens), simdgroups(F)
+    tile, W = tiling(matrix, (C,), F), simdgroups(F)
+    NT = token_tiles(tokens, W * tile.groups(C))
     template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
     template |= {"ROUTED": routed, "SCORED": scored}
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}

@@ -68,6 +68,6 @@ def variants(name: str) -> tuple[Variant, ...]:
     seen: list[Variant] = []
     for case in all_cases()[name]:
         options = {"schedules": Emulator.FIRST, "partly_written": case.partly_written}
-        with emulated(inspect=seen.append, **options):
+        with emulated(inspect=seen.append, **options), case.within():
             case.call()
     return tuple(v for v in seen if v.kernel.name == name)

@@ -108,12 +108,27 @@ def one_rounding(truth: np.ndarray, dtype: mx.Dtype) -> float:
     return 0.0 if largest == 0.0 else 2.0 ** (np.floor(np.log2(largest)) - bits)
 
 
+@contextlib.contextmanager
+def patched(module: Any, *caches: Any, **values: Any) -> Iterator[None]:
+    """Other values of a module's constants; caches: Functions that remember what came of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(module, name, value)
+        for cached in caches:
+            cached.cache_clear()
+        try:
+            yield
+        finally:
+            for cached in caches:
+                cached.cache_clear()
+
+
 @dataclass(frozen=True)
 class Case:
     """A small call of a kernel for the mutation test: what it must return.
 
     call: Launches and returns arrays; expected: the arrays wanted; limit: for their error.
-    partly_written: Names of outputs that need not be filled.
+    partly_written: Names of outputs that need not be filled. within: Entered around the call.
     """
 
     name: str
@@ -121,10 +136,13 @@ class Case:
     expected: Callable[[], Sequence[mx.array | np.ndarray]]
     limit: float
     partly_written: tuple[str, ...] = ()
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def check(self) -> None:
         """Raise AssertionError unless the call returns what is expected."""
-        actual, expected = list(self.call()), list(self.expected())
+        with self.within():
+            actual = list(self.call())
+        expected = list(self.expected())
         assert len(actual) == len(expected), f"{self.name}: {len(actual)} arrays"
         for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             off = error(a, b)

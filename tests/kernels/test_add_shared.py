@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from mlx_moeflux.kernels import add_shared as add_shared_module
 from mlx_moeflux.kernels.add_shared import add_shared, add_shared_dequantised, add_shared_fused
 from mlx_moeflux.kernels.project import Weight
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64
+from tests.kernels.harness import Case, error, float64, patched
 
 # tokens, C, F, bits, group, dtype
 SIZES = [
@@ -103,18 +106,9 @@ def case(sizes, scored: bool, routed: bool = True) -> Case:
 
 def apart(sizes, scored: bool) -> Case:
     """In two launches."""
-    plain = case(sizes, scored)
-
-    def call():
-        before, add_shared_module.APART = add_shared_module.APART, 1
-        add_shared_module._launch.cache_clear()
-        try:
-            return plain.call()
-        finally:
-            add_shared_module.APART = before
-            add_shared_module._launch.cache_clear()
-
-    return Case(f"{plain.name}, apart", call, plain.expected, plain.limit)
+    plain, module = case(sizes, scored), add_shared_module
+    within = functools.partial(patched, module, module._launch, APART=1)
+    return replace(plain, name=f"{plain.name}, apart", within=within)
 
 
 APART = [apart(SIZES[1], True), apart(SIZES[0], False), apart(SIZES[6], False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import project as project_module
+from mlx_moeflux.kernels import tiling
 from mlx_moeflux.kernels.project import (
     _KERNELS,
     Weight,
@@ -24,6 +26,7 @@ from mlx_moeflux.kernels.project import (
 from mlx_moeflux.kernels.quantised import matrix_of
 from mlx_moeflux.kernels.rows import project_rows
 from mlx_moeflux.models.layers import Applied
+from tests.kernels import harness
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import DTYPES, Case, error, float64
 
@@ -285,6 +288,13 @@ def test_joined_results_are_the_same_bits(device, dtype):
         assert mx.array_equal(part, other).item()
 
 
+def in_rounds(case: Case) -> Case:
+    """As on a GPU for which two threadgroups are enough: they take their rows in several goes."""
+    caches = tiling.rows_at_once, project_module._launch
+    within = functools.partial(harness.patched, tiling, *caches, PROCESSORS=1, AT_ONCE=8)
+    return replace(case, name=f"{case.name}-rounds", within=within)
+
+
 CASES = {kernel.name: [case(*key, C=C) for C in (96, 1056)] for key, kernel in _KERNELS.items()}
 # Whole steps.
 CASES["project_1"].append(case((1,), True, "", C=1024))
@@ -295,3 +305,7 @@ for key, kernel in _KERNELS.items():
 # Columns that simdgroups share: some have none, and all have some.
 CASES["project_1"].append(case((1,), True, "", C=16416))
 CASES["project_1_1"].append(case((1, 1), True, "", C=4096))
+# Rows by fours (numbers of 16 bits one by one), several times a threadgroup; then there is a lane
+# whose next columns would begin where a row of 8 bits ends.
+CASES["project_1"].append(in_rounds(case((1,), True, "", C=4096)))
+CASES["project_1_1_1_1"].append(in_rounds(case((1, 1, 1, 1), True, "", C=4608)))

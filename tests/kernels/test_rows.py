@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import rows
 from mlx_moeflux.kernels.project import Weight, project
 from mlx_moeflux.kernels.quantised import Matrix
 from mlx_moeflux.kernels.rows import _KERNELS, add_shared_rows, project_rows, tiling, token_tiles
 from tests.kernels import test_add_shared, test_project
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64
+from tests.kernels.harness import Case, error, float64, patched
 
 EPS = test_project.EPS
 # tokens, C, (rows, bits, group) of each matrix, dtype
@@ -26,11 +30,23 @@ SIZES = [
 ]
 
 
+def many_at_once():
+    """Meanwhile small launches take as many tokens at once as large ones."""
+    return patched(rows, rows._launch, rows._shared_launch, ENOUGH_SIMDGROUPS=1)
+
+
+@pytest.fixture(params=["eight at once", "many at once"])
+def at_once(request):
+    """Tokens of a threadgroup."""
+    with many_at_once() if request.param.startswith("many") else contextlib.nullcontext():
+        yield
+
+
 CALLS = [(sizes, True) for sizes in SIZES] + [(sizes, False) for sizes in SIZES[::3]]
 
 
 @pytest.mark.parametrize(("sizes", "with_norm"), CALLS, ids=lambda x: str(x)[:40])
-def test_agrees_with_float64(device, sizes, with_norm):
+def test_agrees_with_float64(device, at_once, sizes, with_norm):
     """With a norm, or with a residual."""
     args, options, truths = test_project.arguments(
         sizes, with_norm=with_norm, residual=not with_norm
@@ -50,6 +66,8 @@ def test_tokens_together_or_apart_give_the_same_bits(device):
     whole = project_rows(x, [weight], norm=norm)[0]
     apart = [project_rows(x[a:b], [weight], norm=norm)[0] for a, b in ((0, 1), (1, 14), (14, 35))]
     assert mx.array_equal(whole, mx.concatenate(apart)).item()
+    with many_at_once():
+        assert mx.array_equal(whole, project_rows(x, [weight], norm=norm)[0]).item()
 
 
 @pytest.mark.parametrize("structure", [(4,), (2, 2)])
@@ -73,8 +91,8 @@ def test_matrices_one_behind_another_are_as_if_apart(device, structure):
 def test_gives_the_normalised_rows_too(device):
     args, options, _ = test_project.arguments(SIZES[1], with_norm=True, residual=False)
     *outputs, normed = project_rows(*args, **options, normed=True)
-    rows = float64(args[0])
-    truth = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
+    x = float64(args[0])
+    truth = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
     (naive,) = project(args[0], [], **options, normed=True)
     assert error(normed, truth) <= 2 * error(naive, truth)
     for y, expected in zip(outputs, project_rows(*args, **options), strict=True):
@@ -137,7 +155,7 @@ shared_arguments = test_add_shared.arguments
     [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
     ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
 )
-def test_shared_expert_agrees_with_float64(device, sizes, scored, routed):
+def test_shared_expert_agrees_with_float64(device, at_once, sizes, scored, routed):
     args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     y = add_shared_rows(*args, **options)
     assert y.dtype == args[0].dtype
@@ -146,7 +164,10 @@ def test_shared_expert_agrees_with_float64(device, sizes, scored, routed):
 
 def test_tilings():
     tokens = {1: 1, 8: 1, 9: 2, 16: 2, 17: 4, 25: 4, 32: 4, 200: 4}
-    assert {n: token_tiles(n) for n in tokens} == tokens
+    assert {n: token_tiles(n, 10**6) for n in tokens} == tokens
+    # 2048 -> 1281, 512 -> 2048, 4096 -> 2048 and 2048 -> 12352.
+    assert [token_tiles(32, n) for n in (320, 512, 1024, 1544)] == [1, 1, 2, 4]
+    assert token_tiles(200, 320) == 4
     wide, narrow = (tiling(Matrix(4, 64), (out,), 2048) for out in (12352, 2048))
     assert (wide.MT, wide.V, narrow.MT) == (2, 4, 1)
 
@@ -162,31 +183,33 @@ def case(structure, norm, ends, *, tokens=10, width=128, bits=(4, 8, 2, 8)) -> C
     rng = np.random.default_rng(len(structure))
     weights, truths, x = [], [], random_array(rng, (tokens, width), mx.bfloat16)
     scale = random_array(rng, (width,), mx.bfloat16)
-    rows = float64(x)
+    wide = float64(x)
     if norm:
-        rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(scale)
+        wide = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * float64(scale)
     for m, count in enumerate(structure):
         outs = tuple(18 + 3 * i + m for i in range(count))
         matrix = random_matrix(rng, (sum(outs), width), bits=bits[m], group=64, dtype=mx.bfloat16)
         weights.append(Weight(*matrix, outs))
-        product = rows @ dense(weights[-1]).T
+        product = wide @ dense(weights[-1]).T
         truths += np.split(product, np.cumsum(outs)[:-1], axis=-1)
     options = {"norm": scale if norm else None, "eps": EPS, "normed": ends == "normed"}
     if ends == "residual":
         options["residual"] = random_array(rng, (tokens, 18), mx.bfloat16)
         truths = [truths[0] + float64(options["residual"])]
     if ends == "normed":
-        truths.append(rows)
+        truths.append(wide)
     limit = max(test_project.limits((x, weights), options, truths))
     name = "-".join([*map(str, structure), str(norm), ends, f"{tokens}x{width}"])
-    return Case(name, lambda: project_rows(x, weights, **options), lambda: truths, limit)
+    call = functools.partial(project_rows, x, weights, **options)
+    return Case(name, call, lambda: truths, limit, within=many_at_once)
 
 
 def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
     args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
     limit = test_add_shared.limit_of(args, options, truth)
     name = f"{sizes[0]} {'scored' if scored else 'plain'}{', dense' * (not routed)}"
-    return Case(name, lambda: [add_shared_rows(*args, **options)], lambda: [truth], limit)
+    call = functools.partial(add_shared_rows, *args, **options)
+    return Case(name, lambda: [call()], lambda: [truth], limit, within=many_at_once)
 
 
 EIGHTS = "both sides are multiples of eight"
