@@ -174,12 +174,16 @@ CASES = {
         Attended(BF16, 2, 6, 2, 1, 64, 64, 96, 50, gate=1).with_tail(16).case("64/96, causal"),
     ],
     "attend_latent": [latent("a tile of one key", BF16, 2, 4, 9, 50, 64, 32, 33)],
-    "attend_latent_parts": [latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75)],
+    "attend_latent_parts": [
+        latent("R 128", F16, 1, 40, 1, 80, 128, 64, 75),
+        latent("whole tiles, a simdgroup with less", F16, 1, 32, 1, 80, 128, 32, 75),
+    ],
     "attend_combine": [
         Attended(BF16, 1, 2, 2, 1, 300, 32, 32, 280).case("parts without keys"),
         Attended(F32, 2, 2, 2, 2, 600, 32, 32, 600, start=[0, 599], growing=True).case(
             "more parts than simdgroups, queries without keys"
         ),
+        Attended(BF16, 1, 2, 1, 2, 192, 32, 128, 190).case("four columns a lane"),
     ],
     "attend_combine_gated": [
         Attended(F16, 2, 6, 2, 2, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
@@ -195,6 +199,7 @@ EQUIVALENT = {
         "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": PACKS,
         "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
+        "add_parts: off by one from < parts -> <=": "a round of parts that do not count",
     },
     "attention_rows.metal": {
         "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
@@ -218,6 +223,10 @@ EQUIVALENT = {
         "past the end are not written",
         "attend_shared: off by one if (t == tile && k0 + i < D / 16) -> <=": "queries are loaded "
         "that no product takes",
+        "attend_shared: off by one else if (at < D) -> + 1 <": PACKS,
+        "attend_shared: off by one if (at < D1) -> + 1 <": PACKS,
+        "attend_shared: off by one st bool whole = row0 + M <= rows -> <": "queries are staged "
+        "that could be read where they are",
         "attend_shared: off by one first < high -> <=": "a tile without keys adds nothing",
         "attend_shared: off by one AYOUT == 0 && first + BN < high) -> <=": STAGED,
         "attend_shared: off by one AYOUT != 0 && first + BN < high) -> <=": STAGED,

@@ -280,13 +280,14 @@ MANY = [
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
 PAST = "past the end of a thread's array, never read"
+PRODUCT, ZEROS, COUNT = "a product", "both are 0", "the count is no larger"
 EQUIVALENT = {
     "expert_tiles.metal": {
         "list_pairs: off by one start < last -> <=": "one more step finds nobody",
         "list_tiles: off by one start < slots -> <=": "one more step finds no slot",
         "fetch: off by one if (col < IN) -> + 1 <": STEP,
         "fetch: off by one if (BITS != 0 && col < IN) -> + 1 <": STEP,
-        "spread: swapped arguments 1 and 2 of metal::fma: float(scale), q": "a product",
+        "spread: swapped arguments 1 and 2 of metal::fma: float(scale), q": PRODUCT,
         "place: off by one / sizeof(T), STEP = per > M ? per : M -> >=": "the larger of equals",
         "place: off by one i < WORDS * per -> + 1 <": STEP,
         "place: off by one j < STEP -> + 1 < (2)": STEP,
@@ -300,14 +301,23 @@ EQUIVALENT = {
     },
     "quantised.metal": {
         "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
-        "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": "a product",
-        "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": "a product",
+        "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": PRODUCT,
+        "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": PRODUCT,
         "stage: off by one IN % (32 * N) == 0 || at < IN -> + 1 <": STEP,
         "stage: transposed 4 * part + c -> c * part + 4": "Metal's factors are 1",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
         "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
         "load_x: off by one i < N -> + 1 <": STEP,
-        "add_rows: swapped arguments 1 and 2 of metal::fma: scale * unit, dot": "a product",
+        "add_rows: swapped arguments 1 and 2 of metal::fma: scale * unit, dot": PRODUCT,
+        "fetch_narrow: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
+        "multiply_narrow: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
+        "load_x: off by one i < N -> + 1 < (2)": STEP,
+        "take_columns: off by one j < N -> + 1 <": STEP,
+        "take_columns: off by one ARE * 32 * N == IN || at < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one if (FULL || own.first < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one if (FULL || own.first < IN) -> <=": "fetch_rows looks again",
+        "part_of_rows: off by one if (FULL || at < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one ROWS) && (FULL || after < IN)) -> + 1 <": STEP,
     },
     "expert_pairs.metal": {
         "inner_rows: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
@@ -316,13 +326,22 @@ EQUIVALENT = {
         "outer_parts: swapped arguments 2 and 3 of share: N, PARTS": SHARE,
     },
     "matvec.metal": {
-        "project_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": "both are 0",
-        "rows_of: off by one r < ROWS -> <=": PAST,
-        "rows_of: off by one r < ROWS -> <= (2)": PAST,
+        "project_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": ZEROS,
+        "project_1_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": ZEROS,
+        "project_1_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL (2)": ZEROS,
+        "project_2_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": ZEROS,
+        "project_2_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL (2)": ZEROS,
+        "rows_of: off by one r < OWN -> <=": PAST,
+        "rows_of: off by one r < OWN -> <= (2)": PAST,
         "rows_of: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
-        "rows_of: off by one if (at < IN) -> + 1 <": STEP,
-        "rows_of: off by one if (at < IN) -> + 1 < (2)": STEP,
-        "form_x: off by one i < N -> + 1 <": STEP,
+        "rows_of: swapped arguments 2 and 3 of share: N, SIMDGROUPS": PRODUCT,
+        "norm_matvec: off by one r < MOST -> <=": COUNT,
+        "add_shared: off by one r < MOST -> <=": COUNT,
+        "shared_product: off by one r < MOST -> <=": COUNT,
+        "norm_row: off by one c < N && at < IN -> + 1 < (2)": STEP,
+        "norm_row: swapped arguments 2 and 3 of share: N, SIMDGROUPS": PRODUCT,
+        "norm_row: swapped arguments 3 and 4 of take_columns: 0, true": "Metal's factors are 1",
+        "norm_row: swapped arguments 4 and 5 of take_columns: true, NORM": "both are 1",
     },
 }
 # Experts whose columns simdgroups share, the last share smaller or more than there are columns.
