@@ -182,6 +182,8 @@ def case(structure, norm, ends, *, tokens=10, width=128, bits=(4, 8, 2, 8)) -> C
     """Matrices of different sizes and bits, of more rows than a tile has."""
     rng = np.random.default_rng(len(structure))
     weights, truths, x = [], [], random_array(rng, (tokens, width), mx.bfloat16)
+    # Every 256 columns are louder than those before: a sum of squares without them is far off.
+    x = x * (1 + mx.arange(width) // 256).astype(mx.bfloat16)
     scale = random_array(rng, (width,), mx.bfloat16)
     wide = float64(x)
     if norm:
@@ -222,19 +224,31 @@ EQUIVALENT = {
         "load_tokens: transposed 2 * n + s -> s * n + 2 (2)": WHICH,
         "spread_tile: swapped arguments 1 and 2 of metal::fma: float(rows[h].scale), value": "a "
         "product",
-        "inverse_roots: off by one k < IN -> + 1 <": EIGHTS,
+        "inverse_roots: off by one from < IN -> + 1 <": EIGHTS,
+        "inverse_roots: off by one from < IN -> <=": "one more round loads nothing",
+        "inverse_roots: off by one if (from + 256 * j < IN) -> + 1 <": EIGHTS,
+        "inverse_roots: off by one from + 256 * j < IN && i < 8 -> + 1 <": EIGHTS,
         "multiply_tile: off by one n < NT -> <=": "fills accumulators that are filled next",
         "multiply_tile: off by one i < (STEPS + W - 1) / W -> <=": "one more step is past the last",
         "norm_rows: off by one p < rows * IN -> + 1 <": EIGHTS,
         "norm_rows: off by one i < 8 -> <=": PAST,
-        "project_rows_1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL": "both "
-        "are 0",
+        **{
+            f"project_rows_{name}": "both are 0"
+            for name in (
+                "1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL",
+                "1_1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL",
+                "1_1_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL (2)",
+                "2_bare: swapped arguments 8 and 9 of project_rows: FORM, RESIDUAL",
+            )
+        },
     },
 }
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}
 # More tokens than a threadgroup takes, and rows in which each simdgroup has several steps.
 for key in (((1, 1), True, ""), ((1,), True, "normed")):
     CASES[_KERNELS[key].name].append(case(*key, tokens=34, width=1024))
+# A norm of more columns than a simdgroup loads at once.
+CASES["project_rows_1"].append(case((1,), True, "", tokens=2, width=2304))
 CASES["project_rows_1_bare"].append(case((1,), False, "", bits=(0,)))
 CASES["add_shared_rows"] = [
     *(shared_case(scored) for scored in (True, False)),
