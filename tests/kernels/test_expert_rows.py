@@ -3,14 +3,18 @@ otherwise."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.kernels import expert_rows
 from mlx_moeflux.kernels.expert_mix import ABSENT, expert_mix_pairs
 from mlx_moeflux.kernels.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array
-from tests.kernels.harness import Case, error
+from tests.kernels.harness import Case, error, patched
 from tests.kernels.test_expert_mix import case
 
 # tokens, K, slots, C, F, bits, group, dtype, bits of down
@@ -94,3 +98,6 @@ CASES = {
     name: [small_case(sizes) for sizes in (SIZES[1], SIZES[3], WIDE)]
     for name in ("expert_rows_inner", "expert_rows_outer")
 }
+# Fewer tiles than simdgroups.
+two_tiles = functools.partial(patched, expert_rows, expert_rows._launch, OUTER_TILES=2)
+CASES["expert_rows_outer"].append(replace(small_case(SIZES[3]), within=two_tiles))
