@@ -39,8 +39,8 @@ class Step:
     """One step of N tokens that was handed to the device.
 
     layers: Those that hold every expert, as far as the step went; counts: tokens that each had seen
-    before. notes: float32 arrays, one after the other the bits of these layers' ids ``[N, K]`` and
-    weights ``[N, K]``. weights: ``[N, K]`` of each of the layers that the host looked at. events:
+    before. notes: float32 arrays, one after the other these layers' weights ``[N, K]`` and the bits
+    of their ids ``[N, K]``. weights: ``[N, K]`` of each of the layers that the host looked at. events:
     What those told, each after a :class:`Chosen` without weights. after: What happened between this
     step and the next.
     """
@@ -198,8 +198,8 @@ class Later:
         return Steps(
             layers=first.layers,
             counts=np.array([step.counts for step in steps]),
-            ids=numbers[:, :, 0],
-            weights=numbers[:, :, 1].view(np.float32),
+            ids=numbers[:, :, 1],
+            weights=numbers[:, :, 0].view(np.float32),
             nanoseconds=np.array([step.nanoseconds for step in steps]),
             found=self._streamed,
         )

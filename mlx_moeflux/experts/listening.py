@@ -12,8 +12,8 @@ import numpy as np
 
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.later import Later
+from mlx_moeflux.kernels import collect
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.collect import MOST_ARRAYS
 
 
 class Listened:
@@ -94,8 +94,8 @@ class Listened:
     @property
     def noting(self) -> list[mx.array] | None:
         """While this thread traces a step for a recorder, a list: for each layer that the store is
-        asked for, an array that ends with the bits of its ids and weights, or two that are these;
-        all are float32."""
+        asked for, an array that ends with its weights and the bits of its ids, or two that are
+        these; all are float32."""
         return self._noting.get(threading.get_ident()) if self._noting else None
 
     @contextmanager
@@ -108,22 +108,10 @@ class Listened:
         finally:
             del self._noting[thread]
 
-    def note(self, chosen: mx.array, pairs: int, table: mx.array | None) -> None:
-        """While a step is traced: somebody else computes `pairs` experts of a layer. chosen: Ends
-        with the bits of their slots and weights; table: what :meth:`whole` said."""
-        if table is None:
-            self.noting.append(chosen)
-            return
-        slot_of = np.array(table)[: self.num_experts]
-        experts = np.zeros(slot_of.max() + 1, np.uint32)
-        experts[slot_of] = np.arange(self.num_experts)
-        slots, weights = mx.split(chosen.reshape(-1)[-2 * pairs :], 2)
-        self.noting.extend(flat(mx.array(experts)[slots.view(mx.uint32)], weights))
-
 
 def flat(ids: mx.array, weights: mx.array) -> list[mx.array]:
     """ids and weights as they are noted."""
-    return [ids.reshape(-1).view(mx.float32), weights.reshape(-1)]
+    return [weights.reshape(-1), ids.reshape(-1).view(mx.float32)]
 
 
 def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> list[mx.array]:
@@ -134,5 +122,6 @@ def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> list[m
         for note in notes:
             parts += [note] if note.size == pairs else mx.split(note.reshape(-1)[-2 * pairs :], 2)
         notes = parts
-    some = (notes[i : i + MOST_ARRAYS] for i in range(0, len(notes), MOST_ARRAYS))
+    most = collect.most_arrays()
+    some = (notes[i : i + most] for i in range(0, len(notes), most))
     return [kernels.collect(part, count=count) for part in some]

@@ -16,11 +16,17 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 
-# Metal binds 31 arrays; 40 layers are two launches.
-MOST_ARRAYS = 20
+# Of a launch. Metal binds 31; NVIDIA's kernels take addresses up to 4 kB.
+MOST_ARRAYS = {"metal": 20, "cuda": 128}
 _THREADS = 64
+
+
+def most_arrays() -> int:
+    """How many arrays one launch takes here."""
+    return MOST_ARRAYS.get(metal.backend().name, 20)
 
 
 def collect(arrays: Sequence[mx.array], *, count: int) -> mx.array:
@@ -38,23 +44,26 @@ def _body(arrays: int) -> str:
     """
 
 
-_NAMES = tuple(f"a{i}" for i in range(MOST_ARRAYS))
+def _names(arrays: int) -> tuple[str, ...]:
+    return tuple(f"a{i}" for i in range(arrays))
+
+
 _KERNEL = MetalKernel(
-    "collect", file="collect.metal", inputs=_NAMES, outputs=("y",), body=_body(MOST_ARRAYS)
+    "collect", file="collect.metal", inputs=_names(20), outputs=("y",), body=_body(20)
 )
 
 
 @functools.cache
 def _kernel(arrays: int) -> MetalKernel:
     """The kernel for so many: an input costs the host time at each launch."""
-    if arrays == MOST_ARRAYS:
+    if arrays == len(_KERNEL.inputs):
         return _KERNEL
-    return _KERNEL.variant(f"collect_{arrays}", _NAMES[:arrays], _body(arrays))
+    return _KERNEL.variant(f"collect_{arrays}", _names(arrays), _body(arrays))
 
 
 @launches(_KERNEL)
 def collect_fused(arrays: Sequence[mx.array], *, count: int) -> mx.array:
-    """The module's formula, 20 arrays in a launch.
+    """The module's formula, :func:`most_arrays` in a launch.
 
     Raises:
         ShapeError: The arrays differ, are too small or not float32.
@@ -65,9 +74,9 @@ def collect_fused(arrays: Sequence[mx.array], *, count: int) -> mx.array:
         raise ShapeError(f"collect: arrays are {[(a.dtype, a.shape) for a in arrays]}.")
     if not 1 <= count <= first.size:
         raise ShapeError(f"collect: arrays {list(first.shape)} have no last {count} numbers.")
-    parts = []
-    for start in range(0, len(arrays), MOST_ARRAYS):
-        some = arrays[start : start + MOST_ARRAYS]
+    parts, most = [], most_arrays()
+    for start in range(0, len(arrays), most):
+        some = arrays[start : start + most]
         size = len(some) * count
         parts += _kernel(len(some))(
             *some,

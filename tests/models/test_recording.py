@@ -328,19 +328,17 @@ def test_threads_take_turns(kind):
     assert seen == dict.fromkeys(range(6), 60)
 
 
-def test_slots_are_told_as_experts():
+def test_layers_noted_in_either_form_are_collected():
     def bits(*numbers):
         return mx.array(numbers, mx.uint32).view(mx.float32)
 
     store = Listened(streamed=True)
-    store.num_experts = 5
-    table = mx.array([3, 1, 4, 0, 2, 99], mx.uint32)
     with store.notes() as parts:
-        store.note(bits(9, 9, 4, 3, 0, 2, 7, 8, 9, 10), 4, table)
-        store.note(bits(6, 9, 1, 1, 1, 1, 2, 2, 2, 2), 4, None)
+        store.noting.append(bits(9, 9, 4, 3, 0, 2, 7, 8, 9, 10))
+        store.called(mx.array([[5, 6, 7, 8]], mx.uint32), bits(1, 1, 1, 1)[None])
     (ours,) = collected(Kernels(), parts, 4)
     ours = ours.view(mx.uint32).reshape(4, 4)
-    assert ours.tolist() == [[2, 0, 3, 4], [7, 8, 9, 10], [1] * 4, [2] * 4]
+    assert ours.tolist() == [[4, 3, 0, 2], [7, 8, 9, 10], [1] * 4, [5, 6, 7, 8]]
     assert store.noting is None
 
 
