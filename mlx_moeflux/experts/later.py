@@ -20,6 +20,8 @@ import numpy as np
 from mlx_moeflux.experts.events import Chosen, Event, EventHook, Recorder, Steps, looked_up
 
 Collect = Callable[..., mx.array]
+# Arrays of many steps, by how many numbers a step has in them.
+Joined = dict[int, mx.array]
 
 # Steps that are fetched together: on a GPU each fetch costs as much as several launches.
 STEPS_AT_ONCE = 32
@@ -39,9 +41,9 @@ class Step:
     """One step of N tokens that was handed to the device.
 
     layers: Those that hold every expert, as far as the step went; counts: tokens that each had seen
-    before. notes: float32 arrays, one after the other these layers' weights ``[N, K]`` and the bits
-    of their ids ``[N, K]``. weights: ``[N, K]`` of each of the layers that the host looked at. events:
-    What those told, each after a :class:`Chosen` without weights. after: What happened between this
+    before. notes: float32 ``[L 2 N K]``, layer by layer the weights ``[N, K]`` and the bits of the
+    ids ``[N, K]``. weights: ``[M N K]`` of the M layers that the host looked at. events: What those
+    told, each after a :class:`Chosen` without weights; from `after` on what happened between this
     step and the next.
     """
 
@@ -49,27 +51,21 @@ class Step:
     nanoseconds: int = field(default_factory=perf_counter_ns)
     layers: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
-    notes: Sequence[mx.array] = ()
-    weights: Sequence[mx.array] = ()
+    notes: mx.array | None = None
+    weights: mx.array | None = None
     events: list[Event | _LookedUp] = field(default_factory=list)
-    after: list[Event] = field(default_factory=list)
-    told: bool = False
+    after: int = 0
     thread: int = field(default_factory=threading.get_ident)
-
-    @property
-    def size(self) -> int:
-        """How many numbers it has."""
-        return sum(array.size for array in (*self.notes, *self.weights))
 
     @property
     def plain(self) -> bool:
         """Whether the host looked at no layer."""
-        return not self.events and not self.weights
+        return not self.after and self.weights is None
 
     def alike(self, other: Step) -> bool:
         """Whether both can be told as one block."""
         same = (self.tokens, self.layers) == (other.tokens, other.layers)
-        return same and self.plain and other.plain and not self.after
+        return same and self.plain and other.plain and not self.events
 
 
 class Later:
@@ -83,9 +79,8 @@ class Later:
         recorder.catch_up = self.catch_up
         self._lock = threading.RLock()
         self._open: Step | None = None
-        self._last: Step | None = None
-        self._waiting: list[Step] = []
-        self._fetching: tuple[list[Step], mx.array] | None = None
+        self._steps: list[Step] = []
+        self._fetching: tuple[list[Step], Joined] | None = None
         self._telling: Iterator[None] = iter(())
         self._collect: Collect | None = None
 
@@ -94,8 +89,8 @@ class Later:
         with self._lock:
             if self.in_step:
                 self._open.events.append(event)
-            elif self._last is not None and not self._last.told:
-                self._last.after.append(event)
+            elif self._steps:
+                self._steps[-1].events.append(event)
             else:
                 self._finish()
                 self.recorder(event)
@@ -110,7 +105,7 @@ class Later:
     @property
     def used(self) -> bool:
         """Whether any step came from a trace; until then everything can be told at once."""
-        return self._last is not None or self._open is not None
+        return self._collect is not None or self._open is not None
 
     @property
     def in_step(self) -> bool:
@@ -129,14 +124,13 @@ class Later:
     def add(self, step: Step, collect: Collect) -> None:
         """It was handed to the device; collect: The model's operation of that name."""
         with self._lock:
-            if len(self._waiting) >= STEPS_AT_ONCE and self._fetching is None:
+            if len(self._steps) >= STEPS_AT_ONCE and self._fetching is None:
                 # Without this step, which is under way: whoever asks for it must not wait.
-                steps, self._waiting = self._waiting, []
-                joined = _joined(steps, collect)
-                mx.async_eval(joined)
-                self._fetching = steps, joined
-            self._last, self._collect = step, collect
-            self._waiting.append(step)
+                steps, self._steps = self._steps, []
+                self._fetching = steps, _joined(steps, collect)
+                mx.async_eval(self._fetching[1])
+            self._collect, step.after = collect, len(step.events)
+            self._steps.append(step)
 
     def land(self) -> None:
         """A step is about to begin: tell what was fetched, unless that can be done within it."""
@@ -152,7 +146,7 @@ class Later:
     def hand_over(self) -> None:
         """Begin to evaluate the notes: other threads may then tell them."""
         with self._lock:
-            mx.async_eval([step.notes for step in self._waiting[-1:]])
+            mx.async_eval([_numbers(step) for step in self._steps[-1:]])
 
     def some(self) -> None:
         """The device is at work: tell about a layer's worth of what is known."""
@@ -164,36 +158,33 @@ class Later:
         with self._lock:
             self.land()
             self._finish()
-            steps, self._waiting = self._waiting, []
-            if steps:
-                self._telling = self._told(steps, _joined(steps, self._collect))
+            steps, self._steps = self._steps, []
+            self._telling = self._told(steps, _joined(steps, self._collect))
             self._finish()
 
     def _finish(self) -> None:
         for _ in self._telling:
             pass
 
-    def _told(self, steps: list[Step], joined: mx.array) -> Iterator[None]:
-        numbers, at, i = np.array(joined).view(np.uint32), 0, 0
-        for step in steps:
-            # Whatever becomes of the telling, what happens from now on is not told after them.
-            step.told = True
+    def _told(self, steps: list[Step], joined: Joined) -> Iterator[None]:
+        _take(steps, joined)
+        i = 0
         while i < len(steps):
             first, j = steps[i], i + 1
             while j < len(steps) and steps[j - 1].alike(steps[j]):
                 j += 1
-            size = (j - i) * first.size
             if first.plain:
-                self.recorder.steps(self._block(steps[i:j], numbers[at : at + size]))
+                self.recorder.steps(self._block(steps[i:j]))
             else:
-                yield from self._one_by_one(first, numbers[at : at + size])
-            at, i = at + size, j
-            for event in steps[i - 1].after:
+                yield from self._one_by_one(first)
+            i, last = j, steps[j - 1]
+            for event in last.events[last.after :]:
                 self.recorder(event)
             yield
 
-    def _block(self, steps: list[Step], numbers: np.ndarray) -> Steps:
+    def _block(self, steps: list[Step]) -> Steps:
         first = steps[0]
+        numbers = np.stack([step.notes for step in steps])
         numbers = numbers.reshape(len(steps), len(first.layers), 2, first.tokens, -1)
         return Steps(
             layers=first.layers,
@@ -204,19 +195,17 @@ class Later:
             found=self._streamed,
         )
 
-    def _one_by_one(self, step: Step, numbers: np.ndarray) -> Iterator[None]:
+    def _one_by_one(self, step: Step) -> Iterator[None]:
         """A step of which some layers told events."""
-        whole = sum(note.size for note in step.notes)
-        weights, at = numbers[whole:].view(np.float32), 0
-        known = [*self._block([step], numbers[:whole]).calls(0)] if whole else []
-        known.reverse()
-        for event in step.events:
+        known = [*self._block([step]).calls(0)][::-1] if step.layers else []
+        at = 0
+        for event in step.events[: step.after]:
             if type(event) is Chosen:
                 yield
                 while known and known[-1].layer < event.layer:
                     self.recorder(known.pop())
-                own, at = weights[at : at + event.ids.size], at + event.ids.size
-                event = event._replace(weights=own.reshape(event.ids.shape))
+                own, at = step.weights[at : at + event.ids.size], at + event.ids.size
+                event = event._replace(weights=own.view(np.float32).reshape(event.ids.shape))
             if type(event) is _LookedUp:
                 self.recorder.looked_up(*event)
             else:
@@ -236,8 +225,22 @@ def tell_looked_up(listener: EventHook | None, *found: Collection[int]) -> None:
         listener(event)
 
 
-def _joined(steps: Sequence[Step], collect: Collect) -> mx.array:
-    arrays = [array for step in steps for array in (*step.notes, *step.weights)]
-    if all(array.shape == arrays[0].shape for array in arrays):
-        return collect(arrays, count=arrays[0].size)
-    return mx.concatenate([array.reshape(-1) for array in arrays])
+def _numbers(step: Step) -> list[mx.array]:
+    return [array for array in (step.notes, step.weights) if array is not None]
+
+
+def _joined(steps: Sequence[Step], collect: Collect) -> Joined:
+    """What only the device knows of `steps`."""
+    sizes: dict[int, list[mx.array]] = {}
+    for array in (array for step in steps for array in _numbers(step)):
+        sizes.setdefault(array.size, []).append(array)
+    return {size: collect(arrays, count=size) for size, arrays in sizes.items()}
+
+
+def _take(steps: Sequence[Step], joined: Joined) -> None:
+    """Inverse of :func:`_joined`: from now on the steps have the bits of their numbers here."""
+    rows = {n: iter(np.array(a).view(np.uint32).reshape(-1, n)) for n, a in joined.items()}
+    for step in steps:
+        for name in ("notes", "weights"):
+            if (array := getattr(step, name)) is not None:
+                setattr(step, name, next(rows[array.size]))

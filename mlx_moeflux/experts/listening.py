@@ -12,7 +12,6 @@ import numpy as np
 
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.later import Later
-from mlx_moeflux.kernels import collect
 from mlx_moeflux.kernels.choice import Kernels
 
 
@@ -114,14 +113,12 @@ def flat(ids: mx.array, weights: mx.array) -> list[mx.array]:
     return [weights.reshape(-1), ids.reshape(-1).view(mx.float32)]
 
 
-def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> list[mx.array]:
-    """What was noted of L layers in few arrays, one after the other ``[L 2 pairs]``."""
+def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> mx.array:
+    """What was noted of L layers as ``Step.notes`` of :mod:`mlx_moeflux.experts.later` has it."""
     count = 2 * pairs
     if any(note.size < count for note in notes):
         count, parts = pairs, []
         for note in notes:
             parts += [note] if note.size == pairs else mx.split(note.reshape(-1)[-2 * pairs :], 2)
         notes = parts
-    most = collect.most_arrays()
-    some = (notes[i : i + most] for i in range(0, len(notes), most))
-    return [kernels.collect(part, count=count) for part in some]
+    return kernels.collect(notes, count=count)

@@ -9,8 +9,8 @@ Shapes:
     ``[1]`` unless its factor is 1, and its first two products ``[F]``; norm: ``[C]``; bank: the
     experts by slot; table: expert -> slot, ``[E]`` or more uint32, or None (expert e is in slot
     e); down: the shared expert's last matrix ``[C, F]``, or None.
-    returns: like x; if it `tells`, also a float32 array that ends with the weights ``[N, K]`` and the
-    bits of the experts' ids ``[N, K]``.
+    returns: like x; if it `tells`, also a float32 array that ends with the weights ``[N, K]`` and
+    the bits of the experts' ids ``[N, K]``.
 
 Composed it is eight launches, fused it is three, with the same bits: projections and norm into one
 array; choice of experts (by each threadgroup for itself) and their inner values; everything that

@@ -260,16 +260,14 @@ class DecoderModel(StreamingModel):
             store.count(tokens.shape[0])  # the store itself was not asked
         return logits
 
-    def _forward_noted(
-        self, tokens: mx.array, cache: Sequence[Any]
-    ) -> tuple[mx.array, list[mx.array]]:
+    def _forward_noted(self, tokens: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
         """The logits, and what every layer chose as ``Step.notes`` of
         :mod:`mlx_moeflux.experts.later` has it, evaluated with them."""
         with self.store.notes() as parts:
             logits = self._forward(tokens, cache)
             pairs = tokens.size * self._router.num_experts_per_tok
             notes = collected(self._kernels, parts, pairs)
-        return mx.depends([logits], notes)[0], notes
+        return mx.depends([logits], [notes])[0], notes
 
     def logits(self, h: mx.array) -> mx.array:
         """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""

@@ -206,12 +206,13 @@ class _Told:
         step, kernels = self.step, self._model.kernels
         if self._notes:
             step.notes = collected(kernels, self._notes, self._pairs)
-            count = sum(note.size for note in step.notes) // (2 * self._pairs)
+            count = step.notes.size // (2 * self._pairs)
             step.layers, step.counts = zip(*self._wholes[:count], strict=True)
-        step.weights = self._weights
-        if step.size:
-            mx.async_eval(step.notes, step.weights)
+        if self._weights:
+            step.weights = kernels.collect(self._weights, count=self._pairs)
+        if self._notes or self._weights:
             self._model.store.later.add(step, kernels.collect)
+            self._model.store.later.hand_over()
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:
