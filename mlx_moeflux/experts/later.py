@@ -8,32 +8,23 @@ happened meanwhile is told after them, in the order in which it happened.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.experts.events import Chosen, Event, EventHook, Recorder, Steps, looked_up
+from mlx_moeflux.experts.events import Chosen, Event, LookedUp, Recorder, Steps
 
 Collect = Callable[..., mx.array]
 # Arrays of many steps, by how many numbers a step has in them.
 Joined = dict[int, mx.array]
 
-# Steps that are fetched together: on a GPU each fetch costs as much as several launches.
-STEPS_AT_ONCE = 32
-
-
-class _LookedUp(NamedTuple):
-    """Arguments of :func:`~mlx_moeflux.experts.events.looked_up`."""
-
-    layer: int
-    needed: Collection[int]
-    missing: Collection[int]
-    first: Collection[int]
+# Steps that are fetched together. On an H100 fetching those of 40 layers takes 0.33 ms for 32 steps,
+# 0.84 ms for 128.
+STEPS_AT_ONCE = 64
 
 
 @dataclass
@@ -53,7 +44,7 @@ class Step:
     counts: tuple[int, ...] = ()
     notes: mx.array | None = None
     weights: mx.array | None = None
-    events: list[Event | _LookedUp] = field(default_factory=list)
+    events: list[Event | LookedUp] = field(default_factory=list)
     after: int = 0
     thread: int = field(default_factory=threading.get_ident)
 
@@ -74,6 +65,8 @@ class Later:
     Evaluates: the steps' notes, when they are told.
     """
 
+    late = True
+
     def __init__(self, recorder: Recorder, *, streamed: bool):
         self.recorder, self._streamed = recorder, streamed
         recorder.catch_up = self.catch_up
@@ -84,7 +77,7 @@ class Later:
         self._telling: Iterator[None] = iter(())
         self._collect: Collect | None = None
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event | LookedUp) -> None:
         """An event that is known now."""
         with self._lock:
             if self.in_step:
@@ -94,13 +87,6 @@ class Later:
             else:
                 self._finish()
                 self.recorder(event)
-
-    def looked_up(self, *found: Collection[int]) -> bool:
-        """Keep what :func:`~mlx_moeflux.experts.events.looked_up` is to be asked for, unless there
-        is time for that now."""
-        if self.in_step:
-            self._open.events.append(_LookedUp(*found))
-        return self.in_step
 
     @property
     def used(self) -> bool:
@@ -174,7 +160,7 @@ class Later:
             while j < len(steps) and steps[j - 1].alike(steps[j]):
                 j += 1
             if first.plain:
-                self.recorder.steps(self._block(steps[i:j]))
+                self.recorder(self._block(steps[i:j]))
             else:
                 yield from self._one_by_one(first)
             i, last = j, steps[j - 1]
@@ -206,23 +192,9 @@ class Later:
                     self.recorder(known.pop())
                 own, at = step.weights[at : at + event.ids.size], at + event.ids.size
                 event = event._replace(weights=own.view(np.float32).reshape(event.ids.shape))
-            if type(event) is _LookedUp:
-                self.recorder.looked_up(*event)
-            else:
-                self.recorder(event)
+            self.recorder(event)
         while known:
             self.recorder(known.pop())
-
-
-def tell_looked_up(listener: EventHook | None, *found: Collection[int]) -> None:
-    """Tell all that :func:`~mlx_moeflux.experts.events.looked_up` gives, now or later."""
-    if listener is None or (isinstance(listener, Later) and listener.looked_up(*found)):
-        return
-    if getattr(listener, "late", False):
-        listener.looked_up(*found)
-        return
-    for event in looked_up(*found):
-        listener(event)
 
 
 def _numbers(step: Step) -> list[mx.array]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.events import Chosen, Resize, both, looked_up
-from mlx_moeflux.experts.later import STEPS_AT_ONCE
+from mlx_moeflux.experts import later
+from mlx_moeflux.experts.events import Chosen, LookedUp, Resize, Steps, both
 from mlx_moeflux.experts.listening import Listened, collected
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.experts.trace import Trace, TraceInfo, TraceWriter
@@ -18,7 +18,12 @@ from mlx_moeflux.generation import generate
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model
 
-V = 4096
+V, STEPS_AT_ONCE = 4096, 32
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(later, "STEPS_AT_ONCE", STEPS_AT_ONCE)
 
 
 class Late:
@@ -30,14 +35,9 @@ class Late:
         self.seen, self.blocks = [], 0
 
     def __call__(self, event):
-        self.seen.append(event)
-
-    def steps(self, block):
-        self.blocks += len(block.ids)
-        self.seen += block.events()
-
-    def looked_up(self, *found):
-        self.seen += looked_up(*found)
+        if isinstance(event, Steps):
+            self.blocks += len(event.ids)
+        self.seen += event.events() if isinstance(event, Steps | LookedUp) else [event]
 
 
 def plain(event) -> tuple:
@@ -228,7 +228,7 @@ def test_a_step_that_is_interrupted_while_ids_are_awaited(kind, monkeypatch):
 
 def test_a_recorder_that_raises_stops_the_step_and_leaves_the_cache():
     class Full(Late):
-        def steps(self, block):
+        def __call__(self, event):
             raise OSError(28, "No space left on device")
 
     with opened() as model:
