@@ -22,8 +22,7 @@ Collect = Callable[..., mx.array]
 # Arrays of many steps, by how many numbers a step has in them.
 Joined = dict[int, mx.array]
 
-# Steps that are fetched together. On an H100 fetching those of 40 layers takes 0.33 ms for 32 steps,
-# 0.84 ms for 128.
+# Steps that are fetched together.
 STEPS_AT_ONCE = 64
 
 

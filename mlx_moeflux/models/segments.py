@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.experts.later import Step
@@ -99,8 +98,8 @@ class SegmentedStep:
                 layer = segment.stop - 1
                 ids, weights, *carry = carry
                 ahead = carry.pop(0) if segment.looks_ahead else None
-                slot_of, host = store.bring(layer, ids, weights, ahead=ahead)
-                slots, bank = mx.array(slot_of[host].astype(np.uint32)), _arrays(store.bank(layer))
+                slots = store.bring(layer, ids, weights, ahead=ahead)
+                bank = _arrays(store.bank(layer))
                 carry = [weights, *carry]
             return carry[0]
 
