@@ -1,14 +1,15 @@
 """Telling a recorder late what the router chose, so that a decode step need not wait for it.
 
 A step from a trace (see :mod:`mlx_moeflux.models.step`) returns its ids and weights beside the
-logits. Those of some steps are laid together on the device, fetched at once and told then; what
-happened meanwhile is told after them, in the order in which it happened.
+logits. Those of some steps are fetched at once and told then; what happened meanwhile is told after
+them, in the order in which it happened.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -18,9 +19,9 @@ import numpy as np
 
 from mlx_moeflux.experts.events import Chosen, Event, LookedUp, Recorder, Steps
 
-Collect = Callable[..., mx.array]
-# Arrays of many steps, by how many numbers a step has in them.
-Joined = dict[int, mx.array]
+# By a name and how many numbers a step has of that name.
+Logs = dict[tuple[str, int], mx.array]
+Numbers = dict[tuple[str, int], np.ndarray]
 
 # Steps that are fetched together.
 STEPS_AT_ONCE = 64
@@ -31,18 +32,17 @@ class Step:
     """One step of N tokens that was handed to the device.
 
     layers: Those that hold every expert, as far as the step went; counts: tokens that each had seen
-    before. notes: float32 ``[L 2 N K]``, layer by layer the weights ``[N, K]`` and the bits of the
-    ids ``[N, K]``. weights: ``[M N K]`` of the M layers that the host looked at. events: What those
-    told, each after a :class:`Chosen` without weights; from `after` on what happened between this
-    step and the next.
+    before. numbers: How many only the device knows, by name. "notes": ``[L 2 N K]``, layer by layer
+    weights ``[N, K]`` and the bits of ids ``[N, K]``; "weights": ``[M N K]`` of the M layers that
+    the host looked at. events: What those told, each after a :class:`Chosen` without weights; from
+    `after` on what happened before the next step.
     """
 
     tokens: int
     nanoseconds: int = field(default_factory=perf_counter_ns)
     layers: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
-    notes: mx.array | None = None
-    weights: mx.array | None = None
+    numbers: dict[str, int] = field(default_factory=dict)
     events: list[Event | LookedUp] = field(default_factory=list)
     after: int = 0
     thread: int = field(default_factory=threading.get_ident)
@@ -50,18 +50,23 @@ class Step:
     @property
     def plain(self) -> bool:
         """Whether the host looked at no layer."""
-        return not self.after and self.weights is None
+        return not self.after and "weights" not in self.numbers
 
     def alike(self, other: Step) -> bool:
         """Whether both can be told as one block."""
         same = (self.tokens, self.layers) == (other.tokens, other.layers)
-        return same and self.plain and other.plain and not self.events
+        follows = [n + self.tokens for n in self.counts[:1]] == [*other.counts[:1]]
+        return same and follows and self.plain and other.plain and not self.events
 
 
 class Later:
     """Stands between a store and its recorder. streamed: Whether the store tells of hits.
 
-    Evaluates: the steps' notes, when they are told.
+    Numbers of steps that have equally many are in one array, a log, the last step's at its end.
+    Each step writes it on (:mod:`mlx_moeflux.kernels.collect`): nothing is left to do when it is
+    asked for.
+
+    Evaluates: logs, when steps are told.
     """
 
     late = True
@@ -72,9 +77,11 @@ class Later:
         self._lock = threading.RLock()
         self._open: Step | None = None
         self._steps: list[Step] = []
-        self._fetching: tuple[list[Step], Joined] | None = None
+        # As they are, and as they were a step before.
+        self._logs: Logs = {}
+        self._logs_before: Logs = {}
+        self._most = STEPS_AT_ONCE
         self._telling: Iterator[None] = iter(())
-        self._collect: Collect | None = None
 
     def __call__(self, event: Event | LookedUp) -> None:
         """An event that is known now."""
@@ -90,7 +97,7 @@ class Later:
     @property
     def used(self) -> bool:
         """Whether any step came from a trace; until then everything can be told at once."""
-        return self._collect is not None or self._open is not None
+        return bool(self._logs) or self._open is not None
 
     @property
     def in_step(self) -> bool:
@@ -106,32 +113,40 @@ class Later:
         finally:
             self._open = None
 
-    def add(self, step: Step, collect: Collect) -> None:
-        """It was handed to the device; collect: The model's operation of that name."""
+    def log(self, name: str, numbers: int) -> mx.array:
+        """What a step with so many numbers writes on."""
         with self._lock:
-            if len(self._steps) >= STEPS_AT_ONCE and self._fetching is None:
-                # Without this step, which is under way: whoever asks for it must not wait.
-                steps, self._steps = self._steps, []
-                self._fetching = steps, _joined(steps, collect)
-                mx.async_eval(self._fetching[1])
-            self._collect, step.after = collect, len(step.events)
+            if (name, numbers) not in self._logs:
+                self._logs[name, numbers] = mx.zeros((self._most * numbers,))
+                mx.eval(self._logs[name, numbers])
+            return self._logs[name, numbers]
+
+    def add(self, step: Step, **logs: mx.array) -> None:
+        """It was handed to the device, and these logs were written on."""
+        with self._lock:
+            self._logs_before = dict(self._logs)
+            for name, log in logs.items():
+                step.numbers[name] = log.size // self._most
+                self._logs[name, step.numbers[name]] = log
+            step.after = len(step.events)
             self._steps.append(step)
 
     def land(self) -> None:
-        """A step is about to begin: tell what was fetched, unless that can be done within it."""
+        """A step is about to begin: tell of those before, unless that can be done within it, once
+        logs are full. The last one may be under way: whoever asks for it must not wait."""
+        if len(self._steps) < self._most:
+            return
         with self._lock:
-            if self._fetching is None:
-                return
             self._finish()
-            fetching, self._fetching = self._fetching, None
-            self._telling = self._told(*fetching)
-            if all(step.plain for step in fetching[0]):
+            steps, self._steps = self._steps[:-1], self._steps[-1:]
+            self._telling = self._told(steps, self._logs_before)
+            if all(step.plain for step in steps):
                 self._finish()
 
     def hand_over(self) -> None:
-        """Begin to evaluate the notes: other threads may then tell them."""
+        """Begin to evaluate the logs: other threads may then write them on."""
         with self._lock:
-            mx.async_eval([_numbers(step) for step in self._steps[-1:]])
+            mx.async_eval([*self._logs.values()])
 
     def some(self) -> None:
         """The device is at work: tell about a layer's worth of what is known."""
@@ -141,77 +156,73 @@ class Later:
     def catch_up(self) -> None:
         """Tell everything."""
         with self._lock:
-            self.land()
             self._finish()
             steps, self._steps = self._steps, []
-            self._telling = self._told(steps, _joined(steps, self._collect))
+            self._telling = self._told(steps, self._logs)
             self._finish()
 
     def _finish(self) -> None:
         for _ in self._telling:
             pass
 
-    def _told(self, steps: list[Step], joined: Joined) -> Iterator[None]:
-        _take(steps, joined)
-        i = 0
+    def _told(self, steps: list[Step], logs: Logs) -> Iterator[None]:
+        numbers, i = _fetched(steps, logs), 0
         while i < len(steps):
             first, j = steps[i], i + 1
             while j < len(steps) and steps[j - 1].alike(steps[j]):
                 j += 1
             if first.plain:
-                self.recorder(self._block(steps[i:j]))
+                self.recorder(self._block(steps[i:j], numbers))
             else:
-                yield from self._one_by_one(first)
+                yield from self._one_by_one(first, numbers)
             i, last = j, steps[j - 1]
             for event in last.events[last.after :]:
                 self.recorder(event)
             yield
 
-    def _block(self, steps: list[Step]) -> Steps:
-        first = steps[0]
-        numbers = np.stack([step.notes for step in steps])
-        numbers = numbers.reshape(len(steps), len(first.layers), 2, first.tokens, -1)
+    def _block(self, steps: list[Step], numbers: Numbers) -> Steps:
+        first, S = steps[0], len(steps)
+        notes = _taken(first, "notes", numbers, S).reshape(
+            S, len(first.layers), 2, first.tokens, -1
+        )
         return Steps(
             layers=first.layers,
-            counts=np.array([step.counts for step in steps]),
-            ids=numbers[:, :, 1],
-            weights=numbers[:, :, 0].view(np.float32),
+            counts=np.array(first.counts) + first.tokens * np.arange(S)[:, None],
+            ids=notes[:, :, 1],
+            weights=notes[:, :, 0].view(np.float32),
             nanoseconds=np.array([step.nanoseconds for step in steps]),
             found=self._streamed,
         )
 
-    def _one_by_one(self, step: Step) -> Iterator[None]:
+    def _one_by_one(self, step: Step, numbers: Numbers) -> Iterator[None]:
         """A step of which some layers told events."""
-        known = [*self._block([step]).calls(0)][::-1] if step.layers else []
-        at = 0
+        known = [*self._block([step], numbers).calls(0)][::-1] if step.layers else []
+        weights, at = None, 0
+        if "weights" in step.numbers:
+            (weights,) = _taken(step, "weights", numbers, 1)
         for event in step.events[: step.after]:
             if type(event) is Chosen:
                 yield
                 while known and known[-1].layer < event.layer:
                     self.recorder(known.pop())
-                own, at = step.weights[at : at + event.ids.size], at + event.ids.size
+                own, at = weights[at : at + event.ids.size], at + event.ids.size
                 event = event._replace(weights=own.view(np.float32).reshape(event.ids.shape))
             self.recorder(event)
         while known:
             self.recorder(known.pop())
 
 
-def _numbers(step: Step) -> list[mx.array]:
-    return [array for array in (step.notes, step.weights) if array is not None]
+def _fetched(steps: Sequence[Step], logs: Logs) -> Numbers:
+    """The bits of the steps' numbers, a row for each step."""
+    counts = Counter(key for step in steps for key in step.numbers.items())
+    return {
+        key: np.array(logs[key]).view(np.uint32).reshape(-1, key[1])[-count:]
+        for key, count in counts.items()
+    }
 
 
-def _joined(steps: Sequence[Step], collect: Collect) -> Joined:
-    """What only the device knows of `steps`."""
-    sizes: dict[int, list[mx.array]] = {}
-    for array in (array for step in steps for array in _numbers(step)):
-        sizes.setdefault(array.size, []).append(array)
-    return {size: collect(arrays, count=size) for size, arrays in sizes.items()}
-
-
-def _take(steps: Sequence[Step], joined: Joined) -> None:
-    """Inverse of :func:`_joined`: from now on the steps have the bits of their numbers here."""
-    rows = {n: iter(np.array(a).view(np.uint32).reshape(-1, n)) for n, a in joined.items()}
-    for step in steps:
-        for name in ("notes", "weights"):
-            if (array := getattr(step, name)) is not None:
-                setattr(step, name, next(rows[array.size]))
+def _taken(step: Step, name: str, numbers: Numbers, rows: int) -> np.ndarray:
+    """The next rows, from `step` on."""
+    key = name, step.numbers[name]
+    taken, numbers[key] = numbers[key][:rows], numbers[key][rows:]
+    return taken

@@ -113,12 +113,12 @@ def flat(ids: mx.array, weights: mx.array) -> list[mx.array]:
     return [weights.reshape(-1), ids.reshape(-1).view(mx.float32)]
 
 
-def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> mx.array:
-    """What was noted of L layers as ``Step.notes`` of :mod:`mlx_moeflux.experts.later` has it."""
+def collected(kernels: Kernels, log: mx.array, notes: Sequence[mx.array], pairs: int) -> mx.array:
+    """`log` with what was noted of L layers, as "notes" of :mod:`mlx_moeflux.experts.later`."""
     count = 2 * pairs
     if any(note.size < count for note in notes):
         count, parts = pairs, []
         for note in notes:
             parts += [note] if note.size == pairs else mx.split(note.reshape(-1)[-2 * pairs :], 2)
         notes = parts
-    return kernels.collect(notes, count=count)
+    return kernels.collect(log, notes, count=count)

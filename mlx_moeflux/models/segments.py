@@ -202,16 +202,19 @@ class _Told:
 
     def close(self) -> None:
         """The step is over, or went no further."""
-        step, kernels = self.step, self._model.kernels
+        later, kernels, logs = self._model.store.later, self._model.kernels, {}
         if self._notes:
-            step.notes = collected(kernels, self._notes, self._pairs)
-            count = step.notes.size // (2 * self._pairs)
-            step.layers, step.counts = zip(*self._wholes[:count], strict=True)
+            each = 2 * self._pairs
+            count = sum(min(note.size, each) for note in self._notes) // each
+            self.step.layers, self.step.counts = zip(*self._wholes[:count], strict=True)
+            log = later.log("notes", each * count)
+            logs["notes"] = collected(kernels, log, self._notes, self._pairs)
         if self._weights:
-            step.weights = kernels.collect(self._weights, count=self._pairs)
-        if self._notes or self._weights:
-            self._model.store.later.add(step, kernels.collect)
-            self._model.store.later.hand_over()
+            log = later.log("weights", self._pairs * len(self._weights))
+            logs["weights"] = kernels.collect(log, self._weights, count=self._pairs)
+        if logs:
+            later.add(self.step, **logs)
+            later.hand_over()
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:
