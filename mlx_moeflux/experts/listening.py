@@ -16,14 +16,15 @@ from mlx_moeflux.kernels.choice import Kernels
 
 
 class Listened:
-    """Base of stores that have a listener. streamed: Whether a store tells of hits."""
+    """Base of stores that have a listener. streamed: Whether a store tells of hits.
 
-    num_experts: int
+    later: Whom to tell what traced steps chose; None if nobody, or nobody who can wait, listens.
+    """
 
     def __init__(self, *, streamed: bool):
         self._streamed = streamed
         self._events: EventHook | None = None
-        self._later: Later | None = None
+        self.later: Later | None = None
         self._noting: dict[int, list[mx.array]] = {}
 
     @property
@@ -34,25 +35,19 @@ class Listened:
     @events.setter
     def events(self, listener: EventHook | None) -> None:
         self.catch_up()
-        self._events, self._later = listener, None
+        self._events, self.later = listener, None
         if getattr(listener, "late", False):
-            self._later = Later(listener, streamed=self._streamed)
+            self.later = Later(listener, streamed=self._streamed)
 
     @property
     def tell(self) -> EventHook | None:
         """Whom to tell of an event."""
-        later = self._later
-        return later if later is not None and later.used else self._events
-
-    @property
-    def later(self) -> Later | None:
-        """Whom to tell what traced steps chose; None if nobody, or nobody who can wait, listens."""
-        return self._later
+        return self.later if self.later is not None and self.later.used else self._events
 
     @property
     def told_at_once(self) -> bool:
         """Whether a listener wants to hear of each event at its moment."""
-        return self._events is not None and self._later is None
+        return self._events is not None and self.later is None
 
     @property
     def quiet(self) -> bool:
@@ -62,12 +57,12 @@ class Listened:
     @property
     def wants_weights(self) -> bool:
         """Whether somebody is to be told now, and not later with all that a traced step chose."""
-        return self._events is not None and (self._later is None or not self._later.in_step)
+        return self._events is not None and (self.later is None or not self.later.in_step)
 
     def called(self, ids: mx.array, weights: mx.array) -> None:
         """A call begins: if it is being traced it is noted, else told of after those before it."""
         if self.noting is not None:
-            self.noting.extend(flat(ids, weights))
+            self.noting.extend([weights.reshape(-1), ids.reshape(-1).view(mx.float32)])
         else:
             self.catch_up()
 
@@ -82,13 +77,13 @@ class Listened:
 
     def catch_up(self) -> None:
         """Tell a recorder what it has not been told yet."""
-        if self._later is not None and self._later.used:
-            self._later.catch_up()
+        if self.later is not None and self.later.used:
+            self.later.catch_up()
 
     def hand_over(self) -> None:
         """Begin to evaluate what a recorder is still to be told."""
-        if self._later is not None:
-            self._later.hand_over()
+        if self.later is not None:
+            self.later.hand_over()
 
     @property
     def noting(self) -> list[mx.array] | None:
@@ -106,11 +101,6 @@ class Listened:
             yield notes
         finally:
             del self._noting[thread]
-
-
-def flat(ids: mx.array, weights: mx.array) -> list[mx.array]:
-    """ids and weights as they are noted."""
-    return [weights.reshape(-1), ids.reshape(-1).view(mx.float32)]
 
 
 def collected(kernels: Kernels, log: mx.array, notes: Sequence[mx.array], pairs: int) -> mx.array:

@@ -223,8 +223,7 @@ class TraceWriter:
 
     def __call__(self, event: Event | LookedUp | Steps) -> None:
         """See :class:`~mlx_moeflux.experts.events.Recorder`."""
-        listen = self._listeners.get(type(event))
-        if listen is not None:
+        if (listen := self._listeners.get(type(event))) is not None:
             listen(event)
 
     def _hit(self, event: Hit) -> None:
