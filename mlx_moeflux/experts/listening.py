@@ -111,4 +111,5 @@ def collected(kernels: Kernels, log: mx.array, notes: Sequence[mx.array], pairs:
         for note in notes:
             parts += [note] if note.size == pairs else mx.split(note.reshape(-1)[-2 * pairs :], 2)
         notes = parts
+    assert log.size % (count * len(notes)) == 0, "a log is made of whole steps"
     return kernels.collect(log, notes, count=count)

@@ -336,10 +336,10 @@ def test_layers_noted_in_either_form_are_collected():
     with store.notes() as parts:
         store.noting.append(bits(9, 9, 4, 3, 0, 2, 7, 8, 9, 10))
         store.called(mx.array([[5, 6, 7, 8]], mx.uint32), bits(1, 1, 1, 1)[None])
-    ours = collected(Kernels(), bits(*range(20)), parts, 4)
-    ours = ours.view(mx.uint32).reshape(5, 4)
-    assert ours[0].tolist() == [16, 17, 18, 19]
-    assert ours[1:].tolist() == [[4, 3, 0, 2], [7, 8, 9, 10], [1] * 4, [5, 6, 7, 8]]
+    ours = collected(Kernels(), bits(*range(32)), parts, 4)
+    ours = ours.view(mx.uint32).reshape(2, 4, 4)
+    assert ours[0].reshape(-1).tolist() == [*range(16, 32)]
+    assert ours[1].tolist() == [[4, 3, 0, 2], [7, 8, 9, 10], [1] * 4, [5, 6, 7, 8]]
     assert store.noting is None
 
 
