@@ -12,11 +12,11 @@ from mlx_moeflux.experts.events import (
     Chosen,
     Event,
     Hit,
+    LookedUp,
     Miss,
     PrefetchEnd,
     ReadEnd,
     Steps,
-    looked_up,
 )
 from mlx_moeflux.experts.stats import ExpertStats
 
@@ -58,10 +58,13 @@ class Attribution:
         self._stats, self.late, self.catch_up = stats, late, lambda: None
         self._stalled = 0.0
 
-    def __call__(self, event: Event) -> None:
-        """See :mod:`mlx_moeflux.experts.events`."""
+    def __call__(self, event: Event | LookedUp | Steps) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
         kind, calls = type(event), self._stats.calls
-        if kind is Chosen:
+        if kind is Steps or kind is LookedUp:
+            for each in event.events():
+                self(each)
+        elif kind is Chosen:
             self.end_of_call()
             self._stalled = self._stats.layers[event.layer].stall_seconds
             calls.append(CallCost(event.layer, event.token, event.ids))
@@ -75,16 +78,6 @@ class Attribution:
             calls[-1].bytes_demanded += event.nbytes
         elif kind is PrefetchEnd:
             calls[-1].bytes_hidden += event.nbytes
-
-    def steps(self, block: Steps) -> None:
-        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
-        for event in block.events():
-            self(event)
-
-    def looked_up(self, *found: Any) -> None:
-        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
-        for event in looked_up(*found):
-            self(event)
 
     def end_of_call(self) -> None:
         """The last call is over."""

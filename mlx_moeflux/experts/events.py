@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -55,15 +55,6 @@ class Miss(NamedTuple):
 
     layer: int
     expert: int
-
-
-def looked_up(
-    layer: int, needed: Collection[int], missing: Collection[int], first: Collection[int]
-) -> Iterator[Hit | Miss]:
-    """What a call tells of the experts that it needs, ascending. first: Read ahead, and used for
-    the first time."""
-    for expert in needed:
-        yield Miss(layer, expert) if expert in missing else Hit(layer, expert, expert in first)
 
 
 class Evict(NamedTuple):
@@ -138,6 +129,24 @@ Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
 EventHook = Callable[[Event], None]
 
 
+class LookedUp(NamedTuple):
+    """What a call tells of the experts that it needs, ascending. first: Read ahead, and used for
+    the first time."""
+
+    layer: int
+    needed: Collection[int]
+    missing: Collection[int]
+    first: Collection[int]
+
+    def events(self) -> Iterator[Hit | Miss]:
+        """The same one by one."""
+        for expert in self.needed:
+            if expert in self.missing:
+                yield Miss(self.layer, expert)
+            else:
+                yield Hit(self.layer, expert, expert in self.first)
+
+
 @dataclass(frozen=True)
 class Steps:
     """S traced steps of N tokens, none of them padding, that passed L layers holding every expert.
@@ -171,7 +180,8 @@ class Steps:
 
 
 class Recorder(Protocol):
-    """A listener that may hear of events late.
+    """A listener that may hear of events late, and of several as one :class:`LookedUp` or
+    :class:`Steps`.
 
     late: True; an attribute, so that an instance can decide. catch_up: Set by the store that it
     listens to: has everything told that was not yet. To be called before something is made of what
@@ -181,17 +191,18 @@ class Recorder(Protocol):
     late: bool
     catch_up: Callable[[], None]
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event | LookedUp | Steps) -> None:
         """As every listener."""
         ...
 
-    def steps(self, block: Steps) -> None:
-        """What ``block.events()`` has, at once."""
-        ...
 
-    def looked_up(self, *found: Any) -> None:
-        """What :func:`looked_up` gives, at once."""
-        ...
+def tell_looked_up(listener: EventHook, found: LookedUp) -> None:
+    """Tell as `listener` wants to hear of it."""
+    if getattr(listener, "late", False):
+        listener(found)
+        return
+    for event in found.events():
+        listener(event)
 
 
 class Both:
@@ -211,19 +222,9 @@ class Both:
         for part in self._parts:
             part.catch_up = function
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event | LookedUp | Steps) -> None:
         for part in self._parts:
             part(event)
-
-    def steps(self, block: Steps) -> None:
-        """See :class:`Recorder`."""
-        for part in self._parts:
-            part.steps(block)
-
-    def looked_up(self, *found: Any) -> None:
-        """See :class:`Recorder`."""
-        for part in self._parts:
-            part.looked_up(*found)
 
 
 def both(first: EventHook | None, second: EventHook) -> EventHook:

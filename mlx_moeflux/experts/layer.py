@@ -22,14 +22,15 @@ from mlx_moeflux.experts.bank import LayerBank
 from mlx_moeflux.experts.events import (
     EventHook,
     Evict,
+    LookedUp,
     PrefetchDrop,
     PrefetchEnd,
     PrefetchStart,
     ReadEnd,
     ReadStart,
+    tell_looked_up,
 )
 from mlx_moeflux.experts.fetch import Arrival, Fetch, ReadThreads, Target
-from mlx_moeflux.experts.later import tell_looked_up
 from mlx_moeflux.experts.policy import Eviction, choose_victims
 from mlx_moeflux.experts.readers import Reader
 from mlx_moeflux.experts.readings import Reading
@@ -143,7 +144,8 @@ class StreamedLayer:
         used = self._fresh.intersection(needed) if self._fresh else frozenset()
         stats.prefetched_hits += len(used)
         self._fresh -= used
-        tell_looked_up(events, self.layer, needed, missing, used)
+        if events is not None:
+            tell_looked_up(events, LookedUp(self.layer, needed, missing, used))
 
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None

@@ -13,18 +13,18 @@ import numpy as np
 from mlx_moeflux.experts.events import Chosen, EventHook
 from mlx_moeflux.experts.later import Later
 from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.collect import MOST_ARRAYS
 
 
 class Listened:
-    """Base of stores that have a listener. streamed: Whether a store tells of hits."""
+    """Base of stores that have a listener. streamed: Whether a store tells of hits.
 
-    num_experts: int
+    later: Whom to tell what traced steps chose; None if nobody, or nobody who can wait, listens.
+    """
 
     def __init__(self, *, streamed: bool):
         self._streamed = streamed
         self._events: EventHook | None = None
-        self._later: Later | None = None
+        self.later: Later | None = None
         self._noting: dict[int, list[mx.array]] = {}
 
     @property
@@ -35,25 +35,19 @@ class Listened:
     @events.setter
     def events(self, listener: EventHook | None) -> None:
         self.catch_up()
-        self._events, self._later = listener, None
+        self._events, self.later = listener, None
         if getattr(listener, "late", False):
-            self._later = Later(listener, streamed=self._streamed)
+            self.later = Later(listener, streamed=self._streamed)
 
     @property
     def tell(self) -> EventHook | None:
         """Whom to tell of an event."""
-        later = self._later
-        return later if later is not None and later.used else self._events
-
-    @property
-    def later(self) -> Later | None:
-        """Whom to tell what traced steps chose; None if nobody, or nobody who can wait, listens."""
-        return self._later
+        return self.later if self.later is not None and self.later.used else self._events
 
     @property
     def told_at_once(self) -> bool:
         """Whether a listener wants to hear of each event at its moment."""
-        return self._events is not None and self._later is None
+        return self._events is not None and self.later is None
 
     @property
     def quiet(self) -> bool:
@@ -63,12 +57,12 @@ class Listened:
     @property
     def wants_weights(self) -> bool:
         """Whether somebody is to be told now, and not later with all that a traced step chose."""
-        return self._events is not None and (self._later is None or not self._later.in_step)
+        return self._events is not None and (self.later is None or not self.later.in_step)
 
     def called(self, ids: mx.array, weights: mx.array) -> None:
         """A call begins: if it is being traced it is noted, else told of after those before it."""
         if self.noting is not None:
-            self.noting.extend(flat(ids, weights))
+            self.noting.extend([weights.reshape(-1), ids.reshape(-1).view(mx.float32)])
         else:
             self.catch_up()
 
@@ -83,19 +77,19 @@ class Listened:
 
     def catch_up(self) -> None:
         """Tell a recorder what it has not been told yet."""
-        if self._later is not None and self._later.used:
-            self._later.catch_up()
+        if self.later is not None and self.later.used:
+            self.later.catch_up()
 
     def hand_over(self) -> None:
         """Begin to evaluate what a recorder is still to be told."""
-        if self._later is not None:
-            self._later.hand_over()
+        if self.later is not None:
+            self.later.hand_over()
 
     @property
     def noting(self) -> list[mx.array] | None:
         """While this thread traces a step for a recorder, a list: for each layer that the store is
-        asked for, an array that ends with the bits of its ids and weights, or two that are these;
-        all are float32."""
+        asked for, an array that ends with its weights and the bits of its ids, or two that are
+        these; all are float32."""
         return self._noting.get(threading.get_ident()) if self._noting else None
 
     @contextmanager
@@ -108,31 +102,14 @@ class Listened:
         finally:
             del self._noting[thread]
 
-    def note(self, chosen: mx.array, pairs: int, table: mx.array | None) -> None:
-        """While a step is traced: somebody else computes `pairs` experts of a layer. chosen: Ends
-        with the bits of their slots and weights; table: what :meth:`whole` said."""
-        if table is None:
-            self.noting.append(chosen)
-            return
-        slot_of = np.array(table)[: self.num_experts]
-        experts = np.zeros(slot_of.max() + 1, np.uint32)
-        experts[slot_of] = np.arange(self.num_experts)
-        slots, weights = mx.split(chosen.reshape(-1)[-2 * pairs :], 2)
-        self.noting.extend(flat(mx.array(experts)[slots.view(mx.uint32)], weights))
 
-
-def flat(ids: mx.array, weights: mx.array) -> list[mx.array]:
-    """ids and weights as they are noted."""
-    return [ids.reshape(-1).view(mx.float32), weights.reshape(-1)]
-
-
-def collected(kernels: Kernels, notes: Sequence[mx.array], pairs: int) -> list[mx.array]:
-    """What was noted of L layers in few arrays, one after the other ``[L 2 pairs]``."""
+def collected(kernels: Kernels, log: mx.array, notes: Sequence[mx.array], pairs: int) -> mx.array:
+    """`log` with what was noted of L layers, as "notes" of :mod:`mlx_moeflux.experts.later`."""
     count = 2 * pairs
     if any(note.size < count for note in notes):
         count, parts = pairs, []
         for note in notes:
             parts += [note] if note.size == pairs else mx.split(note.reshape(-1)[-2 * pairs :], 2)
         notes = parts
-    some = (notes[i : i + MOST_ARRAYS] for i in range(0, len(notes), MOST_ARRAYS))
-    return [kernels.collect(part, count=count) for part in some]
+    assert log.size % (count * len(notes)) == 0, "a log is made of whole steps"
+    return kernels.collect(log, notes, count=count)

@@ -17,7 +17,7 @@ from mlx_moeflux.experts.asked import Asked
 from mlx_moeflux.experts.at_once import at_once, begin_reads
 from mlx_moeflux.experts.balance import Balance, make_balance
 from mlx_moeflux.experts.bank import Bank
-from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank
+from mlx_moeflux.experts.compute import ExpertFFN, ExpertMix, Form, from_whole_bank, indices
 from mlx_moeflux.experts.events import EventHook, Resize
 from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
 from mlx_moeflux.experts.fetch import ReadThreads
@@ -168,24 +168,25 @@ class StreamedStore(Listened):
             return y
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """Hold the store for a whole step: what :meth:`bring` put into slots stays there until its
-        readers are known by :meth:`read_by`."""
+        """Hold the store for a whole step: slots stay as they are until :meth:`read_by`."""
         return self._lock
 
     def bring(
         self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The first half of :meth:`experts`, for callers that compute themselves: every expert of
-        `ids` ``[N, K]`` has a slot afterwards and is in it after :meth:`arrive`. Returns expert ->
-        slot, an int64 array ``[E]`` of which only theirs mean anything, and the ids. To be called
-        inside :meth:`exclusive`, for no more experts than the layer has slots, without padding;
+    ) -> mx.array:
+        """The first half of :meth:`experts`, for callers that compute themselves -> the slots of
+        `ids` ``[N, K]``, in which they are after :meth:`arrive`. To be called inside
+        :meth:`exclusive`, for no more experts than the layer has slots, without padding;
         :meth:`arrive` and :meth:`read_by` must follow. Raises what :meth:`experts` does."""
         state = self._state(layer)
         self._open = call = Call(state, ids, ahead)
         with self._timed(call, ends=False):
             host = self._asked(call, weights)
             call.missing = begin_reads(state, call.asked.needed, self._threads, self.tell)
-        return state.slots_soon(), host
+        slots = indices(state.slots_soon()[host])
+        if self._uploads is not None:
+            self._uploads.reach(slots)
+        return slots
 
     def arrive(self) -> None:
         """Wait for what :meth:`bring` began to read; only then may anything read the slots."""
@@ -227,9 +228,9 @@ class StreamedStore(Listened):
         return not self.partial()
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
-        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: expert e is in
-        slot e), if every expert is in it and nobody wants to be told of calls: who computes with
-        them says so to :meth:`count`."""
+        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: e is in slot e),
+        if all experts are in it and nobody is to be told of calls: who computes with them says so
+        to :meth:`count`."""
         with self._lock:
             state = self._state(layer)
             return (state.bank.experts, state.device_table()) if self._whole(state) else None
@@ -249,10 +250,8 @@ class StreamedStore(Listened):
         return self._stats
 
     def preload(self, layers: Iterable[int] | None = None) -> None:
-        """Fill free slots with the experts of lowest ids, so that complete layers need no look.
-
-        Counted as reads, not as misses.
-        """
+        """Fill free slots with the experts of lowest ids, so that complete layers need no look;
+        counted as reads, not as misses."""
         with self._lock:
             for layer in self.layers if layers is None else layers:
                 self._state(layer).fill(self._threads, self.tell)
@@ -279,11 +278,11 @@ class StreamedStore(Listened):
                 self.tell(Resize(layer, self.slots[layer]))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
-        """Give every layer its number of slots: those that shrink first, so that no more memory is
-        held than before or after, but for one layer's bank."""
+        """Give every layer its number of slots; but for one layer's bank no more memory is held
+        than before or after."""
         with self._lock:
             changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
-            for layer in sorted(changes, key=changes.get):
+            for layer in sorted(changes, key=changes.get):  # those that shrink first
                 if changes[layer]:
                     self.resize(layer, slots[layer])
                     # What MLX keeps of the old bank would count twice.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -24,6 +24,7 @@ from mlx_moeflux.experts.events import (
     Event,
     Guess,
     Hit,
+    LookedUp,
     Miss,
     PrefetchDrop,
     PrefetchEnd,
@@ -215,13 +216,14 @@ class TraceWriter:
             Chosen: self._chosen,
             Guess: self._guess,
             Resize: self._resize,
+            Steps: self._steps,
+            LookedUp: self._looked_up,
             **dict.fromkeys(records.KINDS, self._prefetch),
         }
 
-    def __call__(self, event: Event) -> None:
-        """See :mod:`mlx_moeflux.experts.events`."""
-        listen = self._listeners.get(type(event))
-        if listen is not None:
+    def __call__(self, event: Event | LookedUp | Steps) -> None:
+        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+        if (listen := self._listeners.get(type(event))) is not None:
             listen(event)
 
     def _hit(self, event: Hit) -> None:
@@ -260,16 +262,14 @@ class TraceWriter:
         self._end_of_call()
         self._file.write(records.RESIZE.pack(b"S", event.layer, event.slots))
 
-    def steps(self, block: Steps) -> None:
-        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
+    def _steps(self, block: Steps) -> None:
         self._end_of_call()
         self._file.write(records.records_of(block, self._began))
 
-    def looked_up(self, layer: int, needed: Sized, missing: Sized, first: Sized) -> None:
-        """See :class:`~mlx_moeflux.experts.events.Recorder`."""
-        self._result.hits += len(needed) - len(missing)
-        self._result.prefetched += len(first)
-        self._result.misses += len(missing)
+    def _looked_up(self, found: LookedUp) -> None:
+        self._result.hits += len(found.needed) - len(found.missing)
+        self._result.prefetched += len(found.first)
+        self._result.misses += len(found.missing)
 
     def close(self) -> None:
         """Write what is left; a second call does nothing."""

@@ -1,11 +1,12 @@
-"""The ends of several arrays in one: a host that fetches them waits once.
+"""The ends of several arrays, written behind what is there already: what many steps leave can be
+fetched at once, and no step is held up.
 
-    y[i count + j] = flat(array_i)[size - count + j]
+    y = (log, ends)[-n:];   ends[i count + j] = flat(array_i)[size - count + j]
 
 Shapes:
-    arrays: float32, of one shape, `count` numbers or more each.
-    returns: float32 ``[len(arrays) count]``. Nothing is computed with the numbers: they may be the
-    bits of others.
+    log: float32 ``[n]``; arrays: float32, of one shape, `count` numbers or more each, and together
+    n or fewer that count.
+    returns: float32 ``[n]``. Nothing is computed with the numbers: they may be the bits of others.
 """
 
 from __future__ import annotations
@@ -16,48 +17,61 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.metal import MetalKernel, launches
 
-# Metal binds 31 arrays; 40 layers are two launches.
-MOST_ARRAYS = 20
-_THREADS = 64
+# Of a launch. Metal binds 31; NVIDIA's kernels take addresses up to 4 kB.
+MOST_ARRAYS = {"metal": 20, "cuda": 128}
+_THREADS = 256
 
 
-def collect(arrays: Sequence[mx.array], *, count: int) -> mx.array:
+def most_arrays() -> int:
+    """How many arrays one launch takes here."""
+    return MOST_ARRAYS.get(metal.backend().name, 20)
+
+
+def collect(log: mx.array, arrays: Sequence[mx.array], *, count: int) -> mx.array:
     """The module's formula in stock MLX: a launch for each array."""
-    return mx.concatenate([array.reshape(-1)[array.size - count :] for array in arrays])
+    ends = [array.reshape(-1)[array.size - count :] for array in arrays]
+    return mx.concatenate([log[len(arrays) * count :], *ends])
 
 
 def _body(arrays: int) -> str:
     parts = "".join(f"which == {i} ? a{i} : " for i in range(arrays - 1)) + f"a{arrays - 1}"
     return f"""
-        const uint index = thread_position_in_grid.x, which = index / COUNT;
-        if (index < {arrays} * COUNT) {{
-            y[index] = number_at<COUNT, START>({parts}, index);
+        const uint index = thread_position_in_grid.x, kept = LOG - {arrays} * COUNT;
+        if (index < kept) {{
+            y[index] = log[index + {arrays} * COUNT];
+        }} else if (index < LOG) {{
+            const uint which = (index - kept) / COUNT;
+            y[index] = number_at<COUNT, START>({parts}, index - kept);
         }}
     """
 
 
-_NAMES = tuple(f"a{i}" for i in range(MOST_ARRAYS))
+def _names(arrays: int) -> tuple[str, ...]:
+    return ("log", *(f"a{i}" for i in range(arrays)))
+
+
 _KERNEL = MetalKernel(
-    "collect", file="collect.metal", inputs=_NAMES, outputs=("y",), body=_body(MOST_ARRAYS)
+    "collect", file="collect.metal", inputs=_names(20), outputs=("y",), body=_body(20)
 )
 
 
 @functools.cache
 def _kernel(arrays: int) -> MetalKernel:
     """The kernel for so many: an input costs the host time at each launch."""
-    if arrays == MOST_ARRAYS:
+    if _names(arrays) == _KERNEL.inputs:
         return _KERNEL
-    return _KERNEL.variant(f"collect_{arrays}", _NAMES[:arrays], _body(arrays))
+    return _KERNEL.variant(f"collect_{arrays}", _names(arrays), _body(arrays))
 
 
 @launches(_KERNEL)
-def collect_fused(arrays: Sequence[mx.array], *, count: int) -> mx.array:
-    """The module's formula, 20 arrays in a launch.
+def collect_fused(log: mx.array, arrays: Sequence[mx.array], *, count: int) -> mx.array:
+    """The module's formula, :func:`most_arrays` in a launch.
 
     Raises:
-        ShapeError: The arrays differ, are too small or not float32.
+        ShapeError: The arrays differ, are too small, too many or not float32.
         UnsupportedError: There is no GPU.
     """
     first = arrays[0]
@@ -65,16 +79,21 @@ def collect_fused(arrays: Sequence[mx.array], *, count: int) -> mx.array:
         raise ShapeError(f"collect: arrays are {[(a.dtype, a.shape) for a in arrays]}.")
     if not 1 <= count <= first.size:
         raise ShapeError(f"collect: arrays {list(first.shape)} have no last {count} numbers.")
-    parts = []
-    for start in range(0, len(arrays), MOST_ARRAYS):
-        some = arrays[start : start + MOST_ARRAYS]
-        size = len(some) * count
-        parts += _kernel(len(some))(
+    if log.ndim != 1 or log.dtype != mx.float32 or log.size < len(arrays) * count:
+        raise ShapeError(
+            f"collect: log is {log.dtype} {list(log.shape)}; expected float32 and room for "
+            f"{len(arrays)} times {count} numbers."
+        )
+    most = most_arrays()
+    for start in range(0, len(arrays), most):
+        some = arrays[start : start + most]
+        (log,) = _kernel(len(some))(
+            log,
             *some,
-            template={"COUNT": count, "START": first.size - count},
-            grid=(-(-size // _THREADS) * _THREADS, 1, 1),
+            template={"COUNT": count, "START": first.size - count, "LOG": log.size},
+            grid=(-(-log.size // _THREADS) * _THREADS, 1, 1),
             threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(size,)],
+            output_shapes=[log.shape],
             output_dtypes=[mx.float32],
         )
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return log

@@ -192,7 +192,8 @@ def _moe_combine(x: Normal) -> Arguments:
 
 
 def _collect(x: Normal) -> Arguments:
-    return ([x(K, F + 2, dtype=mx.float32) for _ in range(3)],), {"count": 2 * K}
+    log = x(20 * K, dtype=mx.float32)
+    return (log, [x(K, F + 2, dtype=mx.float32) for _ in range(3)]), {"count": 2 * K}
 
 
 EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {

@@ -5,14 +5,15 @@
 #include "router.metal"
 
 // Simdgroup 0 chooses the token's experts; everybody then knows the slots and weights. Threadgroups
-// that `write` leave them in device memory too. table: expert -> slot; without TABLED slot e
-// holds expert e, and anything stands there.
+// that `write` leave them in device memory too, and the experts' ids. table: expert -> slot; without
+// TABLED slot e holds expert e, and anything stands there.
 template <int E, int K, bool NORMALISE, bool TABLED, typename T, typename I>
 inline void choose_slots(
     const device T* logits,
     const device I* table,
     device uint* slots,
     device float* weights,
+    device uint* ids,
     threadgroup uint* chosen,
     threadgroup float* share,
     bool write,
@@ -22,11 +23,12 @@ inline void choose_slots(
     softmax_choice<E, K, NORMALISE>(logits, chosen, share, lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (lane < K) {
-      const uint slot = TABLED ? uint(table[chosen[lane]]) : chosen[lane];
+      const uint id = chosen[lane], slot = TABLED ? uint(table[id]) : id;
       chosen[lane] = slot;
       if (write) {
         slots[lane] = slot;
         weights[lane] = share[lane];
+        ids[lane] = id;
       }
     }
   }

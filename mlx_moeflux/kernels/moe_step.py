@@ -9,8 +9,8 @@ Shapes:
     ``[1]`` unless its factor is 1, and its first two products ``[F]``; norm: ``[C]``; bank: the
     experts by slot; table: expert -> slot, ``[E]`` or more uint32, or None (expert e is in slot
     e); down: the shared expert's last matrix ``[C, F]``, or None.
-    returns: like x; if it `tells`, also a float32 array that ends with the bits of the slots
-    ``[N, K]`` and the weights ``[N, K]``.
+    returns: like x; if it `tells`, also a float32 array that ends with the weights ``[N, K]`` and
+    the bits of the experts' ids ``[N, K]``.
 
 Composed it is eight launches, fused it is three, with the same bits: projections and norm into one
 array; choice of experts (by each threadgroup for itself) and their inner values; everything that
@@ -84,7 +84,7 @@ def moe_step(
         y = steps.add_shared(x, y, gate, up, down, score=score[0] if score else None)
     if not tells:
         return y
-    return y, mx.concatenate([slots.reshape(-1).view(mx.float32), share.reshape(-1)])
+    return y, mx.concatenate([share.reshape(-1), ids.reshape(-1).view(mx.float32)])
 
 
 _INNER = MetalKernel(
@@ -94,8 +94,8 @@ _INNER = MetalKernel(
         *("row", "table", "gate", "gate_scales", "gate_biases"),
         *("up", "up_scales", "up_biases"),
     ),
-    # Behind the inner values of all pairs their slots, and then their weights: MLX takes several
-    # microseconds for every output.
+    # Behind the inner values of all pairs their slots, their weights, and then their experts: MLX
+    # takes several microseconds for every output.
     outputs=("h",),
     body="""
         threadgroup uint chosen[32];
@@ -104,10 +104,11 @@ _INNER = MetalKernel(
         const uint rank = threadgroup_position_in_grid.y % K;
         device float* weights = h + ulong(threadgroups_per_grid.y) * (OUT + 1);
         device uint* slots = (device uint*)(h + ulong(threadgroups_per_grid.y) * OUT);
+        device uint* ids = (device uint*)(weights + threadgroups_per_grid.y);
         choose_slots<E, K, NORMALISE, TABLED>(
-            row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K, chosen,
-            share, threadgroup_position_in_grid.x == 0 && rank == 0, simdgroup_index_in_threadgroup,
-            thread_index_in_simdgroup);
+            row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K,
+            ids + token * K, chosen, share, threadgroup_position_in_grid.x == 0 && rank == 0,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
         inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT>(
             row + token * STRIDE + NORMED, gate, gate_scales, gate_biases, up, up_scales,
             up_biases, h + ulong(threadgroup_position_in_grid.y) * OUT, gate_shape[0],
@@ -244,7 +245,7 @@ def _launch(
         },
         "grid": (32 * (layout.F // INNER_ROWS), N * k, 1),
         "threadgroup": (32 * INNER_SIMDGROUPS, 1, 1),
-        "output_shapes": [(N * k, layout.F + 2)],
+        "output_shapes": [(N * k, layout.F + 3)],
         "output_dtypes": [mx.float32],
     }
     options = {"SHARED": shared is not None, "SCORED": len(widths) == 4}

@@ -215,8 +215,8 @@ def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
 
 
 def _collect(s: Sizes, n: int, x: Normal) -> Arguments:
-    layers = [x(n * s.K, s.F + 2, dtype=mx.float32) for _ in range(40)]
-    return (layers,), {"count": 2 * n * s.K}
+    layers = [x(n * s.K, s.F + 3, dtype=mx.float32) for _ in range(40)]
+    return (x(64 * 40 * 2 * n * s.K, dtype=mx.float32), layers), {"count": 2 * n * s.K}
 
 
 WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {

@@ -254,22 +254,24 @@ class DecoderModel(StreamingModel):
         else:
             later.land()
             told = Step(tokens.shape[0], layers=store.layers, counts=store.seen())
-            logits, told.notes = step(tokens, cache)
-            later.add(told, self._kernels.collect)
+            log = later.log("notes", 2 * self._pairs(tokens) * len(store.layers))
+            logits, log = step(tokens, cache, log)
+            later.add(told, notes=log)
         if step.traces == traces:
             store.count(tokens.shape[0])  # the store itself was not asked
         return logits
 
     def _forward_noted(
-        self, tokens: mx.array, cache: Sequence[Any]
-    ) -> tuple[mx.array, list[mx.array]]:
-        """The logits, and what every layer chose as ``Step.notes`` of
-        :mod:`mlx_moeflux.experts.later` has it, evaluated with them."""
+        self, tokens: mx.array, cache: Sequence[Any], log: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The logits, and `log` with what every layer chose, evaluated with them."""
         with self.store.notes() as parts:
             logits = self._forward(tokens, cache)
-            pairs = tokens.size * self._router.num_experts_per_tok
-            notes = collected(self._kernels, parts, pairs)
-        return mx.depends([logits], notes)[0], notes
+            log = collected(self._kernels, log, parts, self._pairs(tokens))
+        return mx.depends([logits], [log])[0], log
+
+    def _pairs(self, tokens: mx.array) -> int:
+        return tokens.size * self._router.num_experts_per_tok
 
     def logits(self, h: mx.array) -> mx.array:
         """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""

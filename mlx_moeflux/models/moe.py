@@ -259,8 +259,7 @@ class SparseMoeBlock(nn.Module):
         if not told:
             return form(x, weights, bank, **options)
         y, chosen = form(x, weights, bank, **options, tells=True)
-        pairs = x.size // x.shape[-1] * self._router.num_experts_per_tok
-        self._store.note(chosen, pairs, table)
+        self._store.noting.append(chosen)
         return y
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:

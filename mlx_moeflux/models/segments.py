@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.experts.later import Step
@@ -99,8 +98,8 @@ class SegmentedStep:
                 layer = segment.stop - 1
                 ids, weights, *carry = carry
                 ahead = carry.pop(0) if segment.looks_ahead else None
-                slot_of, host = store.bring(layer, ids, weights, ahead=ahead)
-                slots, bank = mx.array(slot_of[host].astype(np.uint32)), _arrays(store.bank(layer))
+                slots = store.bring(layer, ids, weights, ahead=ahead)
+                bank = _arrays(store.bank(layer))
                 carry = [weights, *carry]
             return carry[0]
 
@@ -203,15 +202,19 @@ class _Told:
 
     def close(self) -> None:
         """The step is over, or went no further."""
-        step, kernels = self.step, self._model.kernels
+        later, kernels, logs = self._model.store.later, self._model.kernels, {}
         if self._notes:
-            step.notes = collected(kernels, self._notes, self._pairs)
-            count = sum(note.size for note in step.notes) // (2 * self._pairs)
-            step.layers, step.counts = zip(*self._wholes[:count], strict=True)
-        step.weights = self._weights
-        if step.size:
-            mx.async_eval(step.notes, step.weights)
-            self._model.store.later.add(step, kernels.collect)
+            each = 2 * self._pairs
+            count = sum(min(note.size, each) for note in self._notes) // each
+            self.step.layers, self.step.counts = zip(*self._wholes[:count], strict=True)
+            log = later.log("notes", each * count)
+            logs["notes"] = collected(kernels, log, self._notes, self._pairs)
+        if self._weights:
+            log = later.log("weights", self._pairs * len(self._weights))
+            logs["weights"] = kernels.collect(log, self._weights, count=self._pairs)
+        if logs:
+            later.add(self.step, **logs)
+            later.hand_over()
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:

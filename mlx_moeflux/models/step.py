@@ -147,13 +147,14 @@ def _known(kind: type) -> bool:
 
 
 class CompiledStep:
-    """Runs ``forward(tokens [B, 1], entries) -> logits [B, 1, V]`` as one traced graph.
+    """Runs ``forward(tokens [B, 1], entries, ...) -> logits [B, 1, V]`` as one traced graph.
 
-    forward: Must be free of side effects other than on the entries that it is given.
+    forward: Must be free of side effects other than on the entries that it is given. It may take
+        arrays besides, and may return some with the logits.
     traces: How often it was traced: at the first step, and when shapes change.
     """
 
-    def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
+    def __init__(self, forward: Callable[..., Any]):
         self._forward = forward
         self._compiled: dict[tuple[type, ...], Callable[..., Any]] = {}
         self.traces = 0
@@ -173,8 +174,8 @@ class CompiledStep:
         """Trace again: parameters, kernels or banks were replaced."""
         self._compiled.clear()
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """tokens ``[B, 1]`` -> logits ``[B, 1, V]``; every entry is one column longer then."""
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], *more: mx.array) -> Any:
+        """tokens ``[B, 1]`` -> what `forward` gives; every entry is one column longer then."""
         kinds = tuple(type(entry) for entry in cache)
         run = self._compiled.get(kinds)
         if run is None:
@@ -182,19 +183,19 @@ class CompiledStep:
         columns = cache[0].columns
         counts = [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)]
         padding = cache[0].left_padding
-        logits, states = run(tokens, *counts, padding, [entry.begin_step() for entry in cache])
+        states = [entry.begin_step() for entry in cache]
+        result, states = run(tokens, *counts, padding, states, *more)
         for entry, ends in zip(cache, states, strict=True):
             entry.end_step(*ends)
-        return logits
+        return result
 
     def _traced(self, kinds: tuple[type, ...]) -> Callable[..., Any]:
-        def run(tokens, columns, length, padding, states):
+        def run(tokens, columns, length, padding, states, *more):
             self.traces += 1
             entries = [
                 KINDS[kind](arrays, columns, length, padding)
                 for kind, arrays in zip(kinds, states, strict=True)
             ]
-            logits = self._forward(tokens, entries)
-            return logits, [entry.ends for entry in entries]
+            return self._forward(tokens, entries, *more), [entry.ends for entry in entries]
 
         return run

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts import file_readers, streamed
+from mlx_moeflux.experts import file_readers, streamed, uploads
 from mlx_moeflux.experts.readers import READERS, make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.uploads import Uploads
+from mlx_moeflux.experts.uploads import Uploads, address_of
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 
@@ -23,13 +23,16 @@ class HostDriver:
     uploaded = 0
 
     def __init__(self):
-        self._lock, self._begun = threading.RLock(), []
+        self._lock, self._begun, self.reached = threading.RLock(), [], []
 
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
 
     def event(self):
         return object()
+
+    def reach(self, address, nbytes):
+        self.reached.append((address, nbytes))
 
     def upload(self, pieces, event):
         with self._lock:
@@ -73,6 +76,23 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, na
         total = store.stats().total
         assert total.reads == total.misses > 0
         assert host.uploaded == total.bytes_read
+
+
+def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):
+    monkeypatch.setattr(uploads, "REACHED_FOR", 8)
+    with StreamedStore(make_reader("pread", experts.refs), E, threads=2) as store:
+        slots = []
+        for seed in range(7):
+            with store.exclusive():
+                slots.append(store.bring(3, *random_call(1, seed=seed)[1:]))
+                store.arrive()
+                store.read_by(3, slots[-1])
+        places = [(address_of(memoryview(array).cast("B")), 4 * K) for array in slots]
+        assert len(set(places)) == 7, "all are kept, so none is where another was"
+        assert host.reached == places
+        for array in slots + slots:
+            store._uploads.reach(array)
+    assert host.reached[7:] == [*places, *places[1:]], "told again from the 8th and the 16th on"
 
 
 def test_a_part_that_fails_is_an_expert_that_did_not_arrive(experts, host, monkeypatch):

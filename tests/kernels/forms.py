@@ -39,12 +39,12 @@ def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
 
 
 def apart(result, kwargs: dict) -> list[mx.array]:
-    """Its arrays; what a block tells ends with the bits of slots and with weights."""
+    """Its arrays; what a block tells ends with weights and the bits of ids."""
     arrays = list(arrays_of(result))
     if kwargs.get("tells"):
         pairs = arrays[0].size // arrays[0].shape[-1] * kwargs["k"]
-        slots, weights = mx.split(arrays.pop().reshape(-1)[-2 * pairs :], 2)
-        arrays += [slots.view(mx.uint32), weights]
+        weights, ids = mx.split(arrays.pop().reshape(-1)[-2 * pairs :], 2)
+        arrays += [weights, ids.view(mx.uint32)]
     return arrays
 
 

@@ -82,9 +82,9 @@ def test_it_tells_what_it_chose():
     expected, wanted = moe_step(*args, **options, steps=Apart, tells=True)
     assert mx.array_equal(y, expected).item()
     N, K = sizes[:2]
-    slots, weights = np.split(np.array(chosen).reshape(-1)[-2 * N * K :], 2)
-    assert np.array_equal(np.concatenate([slots, weights]), np.array(wanted))
-    assert np.isin(slots.view(np.uint32), np.array(options["table"])).all()
+    weights, ids = np.split(np.array(chosen).reshape(-1)[-2 * N * K :], 2)
+    assert np.array_equal(np.concatenate([weights, ids]), np.array(wanted))
+    assert np.array_equal(ids.view(np.uint32).reshape(N, K), truth(sizes)[4])
     assert weights.reshape(N, K).sum(axis=1) == pytest.approx(np.ones(N), abs=1e-6)
 
 
@@ -148,7 +148,7 @@ def launched(sizes, which):
 
 
 def truth(sizes):
-    """h ``[N * K, F]``, slots and weights, and y ``[N, 1, C]``, in float64."""
+    """h ``[N * K, F]``, slots and weights, y ``[N, 1, C]``, and ids, in float64."""
     (x, weights, bank), options = arguments(sizes)
     rows = float64(x)[:, 0]
     post = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
@@ -173,7 +173,7 @@ def truth(sizes):
         g, u = rest[:, -2 * inner : -inner], rest[:, -inner:]
         shared = (g / (1 + np.exp(-g)) * u) @ dense(options["down"]).T
         y += shared / (1 + np.exp(-rest[:, :1])) if sizes[6] else shared
-    return np.stack(h), slots, share, y[:, None]
+    return np.stack(h), slots, share, y[:, None], ids
 
 
 def case(sizes, which, pick) -> Case:
@@ -185,12 +185,12 @@ def case(sizes, which, pick) -> Case:
             return [moe_step_fused(*args, **options)]
         N, K, F = sizes[0], sizes[1], sizes[4]
         (found,) = launched(sizes, which)[2][1]
-        ends = [N * K * F, N * K * (F + 1)]
-        h, slots, weights = mx.split(found.reshape(-1), ends)
-        parts = h.reshape(N * K, F), slots.view(mx.uint32).reshape(N, K), weights.reshape(N, K)
+        h, *rest = mx.split(found.reshape(-1), [N * K * (F + i) for i in range(3)])
+        slots, weights, ids = (part.reshape(N, K) for part in rest)
+        parts = h.reshape(N * K, F), slots.view(mx.uint32), weights, None, ids.view(mx.uint32)
         return [parts[pick]]
 
-    name = "-".join(map(str, (*sizes[:6], ("h", "slots", "weights", "y")[pick])))
+    name = "-".join(map(str, (*sizes[:6], ("h", "slots", "weights", "y", "ids")[pick])))
     return Case(name, call, lambda: [truth(sizes)[pick]], 1e-5 * float(scale))
 
 
@@ -205,7 +205,7 @@ WIDE = {
 }
 CASES = {
     "moe_step_inner": [
-        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2)),
+        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2, 4)),
         *(case(WIDE["moe_step_inner"], "moe_step_inner", pick) for pick in (0, 1, 2)),
     ],
     "moe_step_finish": [

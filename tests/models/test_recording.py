@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.events import Chosen, Resize, both, looked_up
-from mlx_moeflux.experts.later import STEPS_AT_ONCE
+from mlx_moeflux.experts import later
+from mlx_moeflux.experts.events import Chosen, LookedUp, Resize, Steps, both
 from mlx_moeflux.experts.listening import Listened, collected
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.experts.trace import Trace, TraceInfo, TraceWriter
@@ -18,7 +18,12 @@ from mlx_moeflux.generation import generate
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model
 
-V = 4096
+V, STEPS_AT_ONCE = 4096, 32
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(later, "STEPS_AT_ONCE", STEPS_AT_ONCE)
 
 
 class Late:
@@ -30,14 +35,9 @@ class Late:
         self.seen, self.blocks = [], 0
 
     def __call__(self, event):
-        self.seen.append(event)
-
-    def steps(self, block):
-        self.blocks += len(block.ids)
-        self.seen += block.events()
-
-    def looked_up(self, *found):
-        self.seen += looked_up(*found)
+        if isinstance(event, Steps):
+            self.blocks += len(event.ids)
+        self.seen += event.events() if isinstance(event, Steps | LookedUp) else [event]
 
 
 def plain(event) -> tuple:
@@ -228,7 +228,7 @@ def test_a_step_that_is_interrupted_while_ids_are_awaited(kind, monkeypatch):
 
 def test_a_recorder_that_raises_stops_the_step_and_leaves_the_cache():
     class Full(Late):
-        def steps(self, block):
+        def __call__(self, event):
             raise OSError(28, "No space left on device")
 
     with opened() as model:
@@ -328,19 +328,18 @@ def test_threads_take_turns(kind):
     assert seen == dict.fromkeys(range(6), 60)
 
 
-def test_slots_are_told_as_experts():
+def test_layers_noted_in_either_form_are_collected():
     def bits(*numbers):
         return mx.array(numbers, mx.uint32).view(mx.float32)
 
     store = Listened(streamed=True)
-    store.num_experts = 5
-    table = mx.array([3, 1, 4, 0, 2, 99], mx.uint32)
     with store.notes() as parts:
-        store.note(bits(9, 9, 4, 3, 0, 2, 7, 8, 9, 10), 4, table)
-        store.note(bits(6, 9, 1, 1, 1, 1, 2, 2, 2, 2), 4, None)
-    (ours,) = collected(Kernels(), parts, 4)
-    ours = ours.view(mx.uint32).reshape(4, 4)
-    assert ours.tolist() == [[2, 0, 3, 4], [7, 8, 9, 10], [1] * 4, [2] * 4]
+        store.noting.append(bits(9, 9, 4, 3, 0, 2, 7, 8, 9, 10))
+        store.called(mx.array([[5, 6, 7, 8]], mx.uint32), bits(1, 1, 1, 1)[None])
+    ours = collected(Kernels(), bits(*range(32)), parts, 4)
+    ours = ours.view(mx.uint32).reshape(2, 4, 4)
+    assert ours[0].reshape(-1).tolist() == [*range(16, 32)]
+    assert ours[1].tolist() == [[4, 3, 0, 2], [7, 8, 9, 10], [1] * 4, [5, 6, 7, 8]]
     assert store.noting is None
 
 
