@@ -125,6 +125,8 @@ namespace metal::fast { inline float sin(float x) { return __sinf(x); } }
 namespace metal::fast { inline float cos(float x) { return __cosf(x); } }
 namespace metal::fast { inline float rsqrt(float x) { return ::rsqrtf(x); } }
 
+inline float reciprocal(float x) { return __fdividef(1.0f, x); }
+
 // ---- Tiles: mma.sync m16n8k16. Shared memory is read with ldmatrix, other memory in pairs.
 
 template <typename A, typename B> struct same { enum { value = 0 }; };
