@@ -4,6 +4,7 @@ NaN."""
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_moeflux.kernels import latent_attention as fused
@@ -27,7 +28,8 @@ def test_agrees_with_float64(device, sizes):
     call = Latents(*sizes)
     for length in (sizes[6], mx.array([sizes[6]], dtype=mx.int32)):
         y = fused.latent_attention_fused(*call.arrays, **call.options | {"length": length})
-        assert error(y, call.wanted) <= call.limit
+        # Of one position the naive way has no error; tiles of float32 lose 2^-20 of a product.
+        assert error(y, call.wanted) <= max(call.limit, 2**-20 * np.abs(call.wanted).max())
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
