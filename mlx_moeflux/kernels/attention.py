@@ -26,11 +26,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import latent_token
+from mlx_moeflux.kernels.attention_call import Call, check_dtypes, check_shapes, check_tail
 from mlx_moeflux.kernels.metal import MetalKernel, backend, launches
 from mlx_moeflux.kernels.numbers import filled, ranges
 
@@ -167,7 +169,7 @@ _JOIN = {
 
 _OF_LATENTS = {key: kernel for key, kernel in _KERNELS.items() if key[0].startswith("latent")}
 _OF_POOLS = {key: kernel for key, kernel in _KERNELS.items() if key[0] == "paged"}
-LATENT = (*_OF_LATENTS.values(), _JOIN[False])
+LATENT = (*_OF_LATENTS.values(), latent_token.KERNEL, _JOIN[False])
 PAGED = (*_OF_POOLS.values(), *_JOIN.values())
 SDPA = (
     *(k for key, k in _KERNELS.items() if key not in _OF_LATENTS and key not in _OF_POOLS),
@@ -212,21 +214,6 @@ def sdpa_fused(
     return run(call, tensors, gate, scale=scale, length=length, start=start)
 
 
-class Call(NamedTuple):
-    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts."""
-
-    name: str
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    gate: int | None
-    dtype: mx.Dtype
-    causal: bool
-    rotary: int = 0
-    tail: int = 0
-    page: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A launch, ready but for its arrays; join: the launch after it, if there are parts."""
@@ -267,10 +254,13 @@ def run(
 @functools.lru_cache(maxsize=4096)
 def plan_of(backend_name: str, call: Call) -> Plan:
     """Checks shapes and lays a launch out, once for each."""
-    _check_shapes(call)
+    check_shapes(call)
     B, Hq, T, D1 = call.q
     Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
+    token = latent_token.launch_of(limit, call.q, call.k, call.rotary, call.tail, call.dtype)
+    if token is not None:
+        return Plan(latent_token.KERNEL, token, _JOIN[False], _join_options(call, Hq, 0))
     form, tile = _tile(backend_name, call, limit)
     if tile is None:
         raise ShapeError(
@@ -297,18 +287,25 @@ def plan_of(backend_name: str, call: Call) -> Plan:
         "grid": (threads * parts, groups, blocks),
         "threadgroup": (threads, 1, 1),
     }
-    result = {"output_shapes": [(B, T, Hq, Dv)], "output_dtypes": [call.dtype]}
     if not split:
+        result = {"output_shapes": [(B, T, Hq, Dv)], "output_dtypes": [call.dtype]}
         return Plan(_KERNELS[form, False, gated], options | result)
     options["output_shapes"] = [(groups, parts, rows, Dv), (groups, parts, rows, 2)]
     options["output_dtypes"] = [mx.float32, mx.float32]
+    join = _join_options(call, pack, gate)
+    return Plan(_KERNELS[form, True, False], options, _JOIN[gated], join)
+
+
+def _join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
+    B, Hq, T, Dv = *call.q[:3], call.v[3]
     width = 4 if Dv % 128 == 0 else 1
-    join = {
+    return {
         "template": {"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate, "N": width},
-        "grid": (256 * (Dv // (32 * width)), rows, groups),
+        "grid": (256 * (Dv // (32 * width)), pack * T, B * Hq // pack),
         "threadgroup": (256, 1, 1),
+        "output_shapes": [(B, T, Hq, Dv)],
+        "output_dtypes": [call.dtype],
     }
-    return Plan(_KERNELS[form, True, False], options, _JOIN[gated], join | result)
 
 
 def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int] | None]:
@@ -360,39 +357,3 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
             needed = (keys * (D + 8) + values + M * (keys + 8)) * size
             needed += 16 * W * (keys + 1) * 4 + M * 4
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
-
-
-def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
-    """Shapes and dtypes of a tail; v: of the rotary keys where there are such."""
-    check_dtypes(call.name, call.dtype, {"tail of k": k, "tail of v": v})
-    width = call.rotary or call.v[3]
-    for name, x, last in (("k", k, call.k[3]), ("v", v, width)):
-        if x.shape != (*call.k[:2], call.tail, last) or call.k[2] % call.tail:
-            raise ShapeError(
-                f"{call.name}: the tail of {name} is {x.shape}, that of {call.k} cannot be."
-            )
-    if call.q[2] != 1:
-        raise ShapeError(f"{call.name}: with a tail one token is asked at a time, not {call.q[2]}.")
-
-
-def _check_shapes(call: Call) -> None:
-    (B, Hq, _, D), (_, Hkv, S, _), (_, _, _, Dv) = call.q, call.k, call.v
-    if call.k != (B, Hkv, S, D) or call.v[:3] != (B, Hkv, S) or Hq % Hkv:
-        raise ShapeError(
-            f"{call.name}: q {call.q}, k {call.k} and v {call.v} do not fit together; expected "
-            "[B, Hq, T, Dh], [B, Hkv, S, Dh] and [B, Hkv, S, Dv]."
-        )
-    if D % 16 or Dv % 32 or call.rotary % 16:
-        raise ShapeError(
-            f"{call.name}: head sizes {D + call.rotary} and {Dv} must be multiples of 16 and 32; "
-            "take the reference."
-        )
-    if call.gate not in (None, Dv, 2 * Dv):
-        raise ShapeError(f"{call.name}: the gate is {call.gate} wide, not {Dv} or {2 * Dv}.")
-
-
-def check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None]) -> None:
-    """All as q."""
-    for other, array in others.items():
-        if array is not None and array.dtype != dtype:
-            raise ShapeError(f"{name}: {other} is {array.dtype} and q {dtype}; cast one.")

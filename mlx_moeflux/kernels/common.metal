@@ -66,8 +66,15 @@ inline float bare_number(W word, int i) {
 
 // ---- Elementwise
 
+// 1 / x, two units in the last place off at most. On CUDA it is in the dialect: there a division has
+// branches, which keep the loads behind it from starting.
+#ifndef MOEFLUX_CUDA
+inline float reciprocal(float x) {
+  return 1.0f / x;
+}
+#endif
 inline float sigmoid(float x) {
-  return 1.0f / (1.0f + metal::precise::exp(-x));
+  return reciprocal(1.0f + metal::precise::exp(-x));
 }
 inline float silu(float x) {
   return x * sigmoid(x);

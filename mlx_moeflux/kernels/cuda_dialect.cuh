@@ -125,6 +125,20 @@ namespace metal::fast { inline float sin(float x) { return __sinf(x); } }
 namespace metal::fast { inline float cos(float x) { return __cosf(x); } }
 namespace metal::fast { inline float rsqrt(float x) { return ::rsqrtf(x); } }
 
+// Hints: what is read once does not displace what was there; the line at p comes closer.
+template <int N, typename T> inline pack<T, N> load_once(const T* p) {
+  if constexpr (N * sizeof(T) == 16) {
+    pack<T, N> x;
+    uint* e = (uint*)x.at;
+    asm("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(e[0]), "=r"(e[1]), "=r"(e[2]), "=r"(e[3]) : "l"(p));
+    return x;
+  } else {
+    return load_pack<N>(p);
+  }
+}
+inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+inline float reciprocal(float x) { return __fdividef(1.0f, x); }
+
 // ---- Tiles: mma.sync m16n8k16. Shared memory is read with ldmatrix, other memory in pairs.
 
 template <typename A, typename B> struct same { enum { value = 0 }; };

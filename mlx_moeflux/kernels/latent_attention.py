@@ -18,16 +18,8 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import latent_values
-from mlx_moeflux.kernels.attention import (
-    LATENT,
-    SDPA,
-    Call,
-    check_dtypes,
-    check_tail,
-    plan_of,
-    run,
-    sdpa_fused,
-)
+from mlx_moeflux.kernels.attention import LATENT, SDPA, plan_of, run, sdpa_fused
+from mlx_moeflux.kernels.attention_call import Call, check_dtypes, check_tail
 from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent import Mask, latent_attention, latent_prefill
 from mlx_moeflux.kernels.metal import backend, launches

@@ -15,7 +15,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.attention import PAGED, Call, causal_sdpa, check_dtypes, check_tail, run
+from mlx_moeflux.kernels.attention import PAGED, causal_sdpa, run
+from mlx_moeflux.kernels.attention_call import Call, check_dtypes, check_tail
 from mlx_moeflux.kernels.metal import launches
 
 

@@ -154,12 +154,13 @@ def test_projections_that_do_not_fit():
 
 
 class Latents:
-    """One random call of one query, the newest rows apart, and its truth."""
+    """One random call of one query, the newest rows apart, and its truth. loud: times its scores,
+    so that the largest rises from tile to tile."""
 
-    def __init__(self, dtype, B, H, capacity, R, P, length, rows, start=None, mask=None):
+    def __init__(self, dtype, B, H, capacity, R, P, length, rows, start=None, mask=None, loud=1):
         mx.random.seed(capacity)
         draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
-        q, q2 = draw(B, H, 1, R), draw(B, H, 1, P)
+        q, q2 = loud * draw(B, H, 1, R), loud * draw(B, H, 1, P)
         k, k2 = draw(B, 1, capacity, R), draw(B, 1, capacity, P)
         both = mx.concatenate([q, q2], -1), mx.concatenate([k, k2], -1), k
         given = {"scale": (R + P) ** -0.5, "causal": False, "length": [length] * B}

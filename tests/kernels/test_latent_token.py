@@ -1,0 +1,101 @@
+"""Oracles: numpy in float64, as in test_latent.py; rows of buffer and tail that do not count are
+NaN."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.kernels import latent_attention as fused
+from mlx_moeflux.kernels import latent_token
+from mlx_moeflux.kernels.attention import MEMORY, MEMORY_ELSEWHERE
+from tests.kernels.harness import emulated, error
+from tests.kernels.test_latent import BF16, F16, F32, Latents
+
+# dtype, B, H, capacity, R, P, length, rows of the tail, start
+CALLS = [
+    (BF16, 1, 16, 128, 64, 16, 75, 64),
+    (F32, 2, 32, 192, 128, 32, 130, 64, [0, 40]),
+    (F16, 2, 16, 128, 64, 32, 65, 32, [3, 50]),
+    (BF16, 1, 32, 320, 128, 64, 320, 64),
+    (F32, 1, 16, 64, 64, 48, 1, 16),
+]
+
+
+@pytest.mark.parametrize("sizes", CALLS, ids=str)
+def test_agrees_with_float64(device, sizes):
+    call = Latents(*sizes)
+    for length in (sizes[6], mx.array([sizes[6]], dtype=mx.int32)):
+        y = fused.latent_attention_fused(*call.arrays, **call.options | {"length": length})
+        # Of one position the naive way has no error; tiles of float32 lose 2^-20 of a product.
+        assert error(y, call.wanted) <= max(call.limit, 2**-20 * np.abs(call.wanted).max())
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_with_less_memory(monkeypatch, buffers):
+    sizes = CALLS[1]
+    call = Latents(*sizes)
+    dtype, B, H, capacity, R, P, _, rows, _ = sizes
+    shape = (B, H, 1, R), (B, 1, capacity, R), P, rows, dtype
+    limit = next(
+        limit
+        for limit in range(1024, 1 << 17, 1024)
+        if (launch := latent_token.launch_of(limit, *shape))
+        and launch["template"]["BUFFERS"] == buffers
+    )
+    monkeypatch.setitem(MEMORY, "cuda", limit)
+    with emulated(name="cuda"):
+        y = fused.latent_attention_fused(*call.arrays, **call.options)
+    assert error(y, call.wanted) <= call.limit
+
+
+def test_which_calls_it_takes():
+    """DeepSeek-V3's on both GPUs; no others than of one token with a tail of whole tiles."""
+    shape = {"q": (1, 128, 1, 512), "latents": (1, 1, 2304, 512), "rotary": 64, "tail": 64}
+    for limit, buffers in ((MEMORY["cuda"], 2), (MEMORY_ELSEWHERE, 1)):
+        launch = latent_token.launch_of(limit, **shape, dtype=BF16)
+        assert launch["template"]["BUFFERS"] == buffers
+        assert launch["grid"] == (256 * 33, 1, 8)
+    for changed in (
+        {"q": (1, 128, 2, 512)},
+        {"q": (1, 120, 1, 512)},
+        {"q": (1, 128, 1, 480)},
+        {"tail": 0},
+        {"tail": 8},
+        {"rotary": 0},
+        {"rotary": 8},
+        {"dtype": F32},
+    ):
+        options = shape | {"dtype": BF16} | changed
+        assert latent_token.launch_of(MEMORY_ELSEWHERE, **options) is None
+
+
+CASES = {
+    "attend_latents": [
+        Latents(F32, 2, 32, 192, 128, 32, 130, 64, [0, 40]).case("padded left"),
+        Latents(F16, 2, 16, 128, 64, 48, 65, 32, [3, 50], loud=9).case("a tail of one row"),
+        Latents(F32, 1, 16, 64, 256, 32, 49, 16, loud=9).case("one buffer"),
+    ],
+}
+EVEN = "both sides are multiples of the step"
+MASKED = "rows that do not count have a score of -inf"
+EQUIVALENT = {
+    "attention_latent.metal": {
+        "attend_latents: off by one * W * (i + 1) <= D || at < D) -> + 1 <": EVEN,
+        "attend_latents: off by one + own * DR + at - R, at < R ? R : DR, lane) -> + 1 <": EVEN,
+        "attend_latents: off by one load_a(queries[i], at < R ? q + own * R + at : q -> "
+        "+ 1 <": EVEN,
+        "attend_latents: off by one if (16 * W * (i + 1) <= D || at < D) -> <": "at < D says so",
+        "attend_latents: off by one first < range.high -> <=": MASKED,
+        "attend_latents: off by one if (BUFFERS == 2 && next < range.high) -> <=": MASKED,
+        "attend_latents: off by one if (next < range.high) -> <=": MASKED,
+        "attend_latents: off by one i < LANES -> + 1 <": "powers of two",
+        "attend_latents: off by one i < LANES -> + 1 < (2)": "powers of two",
+        "attend_latents: off by one i < LANES -> <=": "a top may be that of the row beside it",
+        "stage_latents: off by one BN * R % STEP == 0 || at < BN * R) -> + 1 <": EVEN,
+        "stage_latents: off by one N * DR % STEP == 0 || at < BN * DR) -> + 1 <": EVEN,
+        "stage_latents: off by one ow >= low && first + row < high) -> <= (2)": MASKED,
+        "stage_latents: transposed BN * DR + STEP -> STEP * DR + BN": "rounds for no row",
+    }
+}
