@@ -297,6 +297,7 @@ CASES = {
         for sizes in (
             (2, 3, 2, 29, 5, 24, 128, 4, 32, F32, False),
             (1, 2, 1, 139, 2, 136, 64, 0, 32, F32, False),
+            (1, 2, 1, 37, 5, 32, 64, 4, 32, F32, False),
         )
         for args, options, wanted in [product(*sizes)]
     ],
