@@ -87,8 +87,13 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
     return command_module(name).run(args) or 0
 
 
+def say(kind: str, message: object) -> None:
+    """One line on stderr, at once: another thread's must not begin within it."""
+    sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
+
+
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    say("warning", message)
 
 
 def _guarded(action) -> int:
@@ -100,7 +105,7 @@ def _guarded(action) -> int:
         sys.stdout.flush()
         return status
     except MoefluxError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say("error", error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_moeflux.cli import say
 from mlx_moeflux.cli.generate import (
     Refuse,
     add_cache_arguments,
@@ -107,7 +108,7 @@ class Conversation:
             self._answer()
         except MoefluxError as error:
             del self.messages[-1]
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            say("error", error)
 
     def _answer(self) -> None:
         said, last = "", None
