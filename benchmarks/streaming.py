@@ -64,8 +64,6 @@ def main() -> None:
     checkpoint = open_checkpoint(args.model)
     rules = model_class(checkpoint.config.get("model_type")).NAME_RULES
     experts = checkpoint.mapped(rules).experts
-    disk = disk_speed(experts)
-    print(f"the disk gives {disk / 1e9:.2f} GB/s in such blocks", flush=True)
     with load_model(args.model, expert_memory="100%") as model:
         full = median(decode(model, args.tokens)[0] for _ in range(args.repeats))
         filled = min(prompt(model, args.prompt)[0] for _ in range(3)) if args.prompt else 0.0
@@ -76,7 +74,7 @@ def main() -> None:
             model.store.close()
             bench = Bench(model, experts, slots, args.tokens)
             bench.compare(args.changes, args.repeats)
-            bench.allowed(full, disk)
+            bench.allowed(full)
             for reader in ("pread", "direct", "direct") if args.prompt else ():
                 bench.prompt(args.prompt, filled, reader=reader)
 
@@ -129,11 +127,14 @@ class Bench:
         finally:
             store.close()
 
-    def allowed(self, full: float, disk: float, repeats: int = 3, **change: object) -> None:
-        """Print what a token takes and may take; `full`: tokens per second of a filled bank."""
-        speed, hits, stall, read = map(
-            median, zip(*(self.run(change) for _ in range(repeats)), strict=True)
-        )
+    def allowed(self, full: float, repeats: int = 3, **change: object) -> None:
+        """Print what a token takes and may take; `full`: tokens per second of a filled bank. The
+        disk is measured before and behind every run: it changes within a minute."""
+        speeds, runs = [disk_speed(self.experts)], []
+        for _ in range(repeats):
+            runs.append(self.run(change))
+            speeds.append(disk_speed(self.experts))
+        disk, (speed, hits, stall, read) = median(speeds), map(median, zip(*runs, strict=True))
         block = block_bytes(self.experts)
         lookups = self.model._router.num_experts_per_tok * len(self.slots)
         missed = (1 - hits) * lookups * block
@@ -143,7 +144,7 @@ class Bench:
             f"{', '.join(map(str, change.values())) or 'base'}: {1e3 / speed:.2f} ms a token, may "
             f"take {1e3 * most:.2f}: {1e3 / full:.2f} + {missed / 1e6:.1f} MB missed "
             f"({100 * read / missed if missed else 0:.0f} % of them from the disk) + "
-            f"{1e3 * PER_LAYER * layers:.1f}; waited {1e3 * stall:.2f}",
+            f"{1e3 * PER_LAYER * layers:.1f}, {disk / 1e9:.2f} GB/s; waited {1e3 * stall:.2f}",
             flush=True,
         )
 
