@@ -30,7 +30,7 @@ FLOATS = (mx.float16, mx.bfloat16)
 ENOUGH_GROUPS, MOST_TILES = 264, 2
 # Tokens of a threadgroup are 8, 16 or 32: as many as leave so many simdgroups (32 tokens, us on an
 # H100 within a model, with 8, 16 and 32: 2048 -> 1281 11.9, 14.3, 20.0; 512 -> 2048 6.6, 9.6, 16;
-# 4096 -> 2048 12.5, 10.7, 11.5; 2048 -> 12352 33, 28, 22).
+# 4096 -> 2048 12.5, 10.7, 11.5; 2048 -> 12352 32, 28, 22).
 MOST_TOKEN_TILES, ENOUGH_SIMDGROUPS = 4, 8 * 132
 
 
