@@ -11,9 +11,10 @@ same tokens. Printed: medians of the base and the change, the median of their ra
 the ratios, hit rate, milliseconds a token waited for reads, gigabytes from the disk a token.
 
 Each budget ends with what a token may take: the time of the same model when every slot is filled,
-1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer. And
-with a prompt's time, cold, against the longer of what its bytes take from the disk and what the
-filled model takes; a first one compiles what the process or the machine has not compiled yet.
+1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer.
+Reads may be cached, where what is missed again may lie in the page cache, or direct. And with a
+prompt's time, cold, against the longer of what its bytes take from the disk and what the filled
+model takes; a first one compiles what the process or the machine has not compiled yet.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def main() -> None:
             model.store.close()
             bench = Bench(model, experts, slots, args.tokens)
             bench.compare(args.changes, args.repeats)
-            bench.allowed(full)
+            for reader in ("pread", "direct"):
+                bench.allowed(full, reader=reader)
             for reader in ("pread", "direct", "direct") if args.prompt else ():
                 bench.prompt(args.prompt, filled, reader=reader)
 
@@ -141,7 +143,7 @@ class Bench:
         layers = sum(n < self.model.config.num_experts for n in self.slots.values())
         most = 1 / full + 1.15 * missed * (1 / disk + 1 / INTO_GPU) + PER_LAYER * layers
         print(
-            f"{', '.join(map(str, change.values())) or 'base'}: {1e3 / speed:.2f} ms a token, may "
+            f"{', '.join(map(str, change.values()))}: {1e3 / speed:.2f} ms a token, may "
             f"take {1e3 * most:.2f}: {1e3 / full:.2f} + {missed / 1e6:.1f} MB missed "
             f"({100 * read / missed if missed else 0:.0f} % of them from the disk) + "
             f"{1e3 * PER_LAYER * layers:.1f}, {disk / 1e9:.2f} GB/s; waited {1e3 * stall:.2f}",
