@@ -12,7 +12,7 @@ the ratios, hit rate, milliseconds a token waited for reads, gigabytes from the 
 
 Each budget ends with what a token may take: the time of the same model when every slot is filled,
 1.15 times what its missed bytes take from the disk and into a GPU's memory, and 0.1 ms a layer.
-Reads may be cached, where what is missed again may lie in the page cache, or direct. And with a
+Before each of these tokens the page cache forgets: what is missed again is read again. And with a
 prompt's time, cold, against the longer of what its bytes take from the disk and what the filled
 model takes; a first one compiles what the process or the machine has not compiled yet.
 """
@@ -98,14 +98,18 @@ class Bench:
             except MoefluxError as error:
                 print(f"{name:12} {error}", flush=True)
 
-    def run(self, change: dict) -> tuple[float, ...]:
-        """See :func:`decode`; cold."""
-        return self._cold(change, lambda: decode(self.model, self.tokens))
+    def run(self, change: dict, forgets: bool = False) -> tuple[float, ...]:
+        """See :func:`decode`; cold. forgets: Before each token."""
+
+        def measure(reader) -> tuple[float, ...]:
+            return decode(self.model, self.tokens, lambda: forgets and forget(reader))
+
+        return self._cold(change, measure)
 
     def prompt(self, tokens: int, filled: float, **change: object) -> None:
         """Print what a prompt takes, cold; `filled`: seconds with every slot filled."""
         before = disk_speed(self.experts)
-        seconds, stall, needed, read = self._cold(change, lambda: prompt(self.model, tokens))
+        seconds, stall, needed, read = self._cold(change, lambda _: prompt(self.model, tokens))
         disk = (before + disk_speed(self.experts)) / 2
         least = max(needed / disk, filled)
         print(
@@ -116,8 +120,10 @@ class Bench:
             flush=True,
         )
 
-    def _cold(self, change: Mapping, measure: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """What `measure` gives with an empty bank and nothing in the page cache."""
+    def _cold(
+        self, change: Mapping, measure: Callable[..., tuple[float, ...]]
+    ) -> tuple[float, ...]:
+        """What `measure` gives of a reader, with an empty bank and nothing in the page cache."""
         options, kernels = BASE | change, self.model.kernels
         reader = make_reader(options.pop("reader"), self.experts)
         options |= {"ffn": kernels.expert_ffn, "mix": kernels.expert_mix}
@@ -125,7 +131,7 @@ class Bench:
         forget(reader)
         self.model.set_store(store)
         try:
-            return measure()
+            return measure(reader)
         finally:
             store.close()
 
@@ -134,7 +140,7 @@ class Bench:
         disk is measured before and behind every run: it changes within a minute."""
         speeds, runs = [disk_speed(self.experts)], []
         for _ in range(repeats):
-            runs.append(self.run(change))
+            runs.append(self.run(change, forgets=True))
             speeds.append(disk_speed(self.experts))
         disk, (speed, hits, stall, read) = median(speeds), map(median, zip(*runs, strict=True))
         block = block_bytes(self.experts)
@@ -163,17 +169,22 @@ def line(name: str, pairs: list[tuple[tuple[float, ...], tuple[float, ...]]]) ->
     )
 
 
-def decode(model, tokens: int) -> tuple[float, float, float, float]:
-    """Tokens per second, hit rate, seconds of stall a token, bytes from the disk a token."""
+def decode(
+    model, tokens: int, between: Callable[[], object] = lambda: None
+) -> tuple[float, float, float, float]:
+    """Tokens per second, hit rate, seconds of stall a token, bytes from the disk a token. `between`
+    is called before each, outside the time."""
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, WARM + tokens)
-    cache, stats, start, before = model.make_cache(), model.store.stats(), 0.0, 0
+    cache, stats, seconds, before = model.make_cache(), model.store.stats(), 0.0, 0
     for i, token in enumerate(ids.tolist()):
         if i == WARM:
             stats.reset()
-            start, before = perf_counter(), disk_bytes()
+            seconds, before = 0.0, disk_bytes()
+        between()
+        start = perf_counter()
         mx.eval(model(mx.array([[token]]), cache, last_only=True))
-    seconds, read = perf_counter() - start, disk_bytes() - before
-    total = stats.total
+        seconds += perf_counter() - start
+    read, total = disk_bytes() - before, stats.total
     return tokens / seconds, total.hit_rate, total.stall_seconds / tokens, read / tokens
 
 
