@@ -34,7 +34,9 @@ def on_the_device(number: mx.array, count: int = 1) -> mx.array:
 
 @functools.lru_cache(maxsize=64)
 def _zeros(count: int) -> mx.array:
-    return mx.zeros((count,), dtype=mx.int32)
+    array = mx.zeros((count,), dtype=mx.int32)
+    mx.eval(array)  # no two threads may evaluate one array
+    return array
 
 
 @functools.lru_cache(maxsize=256)

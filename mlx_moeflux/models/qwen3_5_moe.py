@@ -38,8 +38,10 @@ class Convolution(nn.Module):
         if self.training:
             return self.weight[..., 0]
         if self._taps is None or self._taps[0] is not self.weight:
-            self._taps = self.weight, self.weight[..., 0]
-            mx.eval(self._taps)
+            taps = self.weight, self.weight[..., 0]
+            # Before another thread sees them: no two may evaluate one array.
+            mx.eval(taps)
+            self._taps = taps
         return self._taps[1]
 
 

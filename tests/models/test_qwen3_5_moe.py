@@ -4,6 +4,7 @@ outside oracle. Logits of transformers: test_twins.py."""
 from __future__ import annotations
 
 import contextlib
+import io
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +13,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.kernels import numbers
 from mlx_moeflux.kernels.attention import causal_sdpa
 from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from mlx_moeflux.models import decoder
+from mlx_moeflux.models import decoder, qwen3_5_moe
 from tests.kernels.harness import emulated
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
@@ -195,6 +197,19 @@ class Fixed:
         N = logits.shape[0]
         ids = mx.broadcast_to(mx.array([1, 3], mx.uint32), (N, 2))
         return ids, mx.full((N, 2), 0.5, mx.float32)
+
+
+def test_what_several_threads_see_is_evaluated(monkeypatch):
+    """Two threads that evaluate one array end the process: it loses its inputs in one of them."""
+    taps, seen, evaluate = qwen3_5_moe.Convolution(8, 4).eval(), [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: seen.append(taps._taps) or evaluate(*arrays))
+    kept = taps.taps()
+    assert seen == [None]
+    assert kept is taps.taps()
+    numbers._zeros.cache_clear()
+    for array in (kept, numbers._zeros(8)):
+        mx.export_to_dot(graph := io.StringIO(), array)
+        assert "rectangle" not in graph.getvalue(), "it has inputs"
 
 
 def test_components_can_be_swapped():
