@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.experts.events import Chosen, Event, LookedUp, Recorder, Steps
+from mlx_moeflux.experts.uploads import host_copy
 
 # By a name and how many numbers a step has of that name.
 Logs = dict[tuple[str, int], mx.array]
@@ -27,25 +28,25 @@ Numbers = dict[tuple[str, int], np.ndarray]
 STEPS_AT_ONCE = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """One step of N tokens that was handed to the device.
 
     layers: Those that hold every expert, as far as the step went; counts: tokens that each had seen
-    before. numbers: How many only the device knows, by name. "notes": ``[L 2 N K]``, layer by layer
-    weights ``[N, K]`` and the bits of ids ``[N, K]``; "weights": ``[M N K]`` of the M layers that
-    the host looked at. events: What those told, each after a :class:`Chosen` without weights; from
-    `after` on what happened before the next step.
+    before, and `more` of them since. numbers: How many only the device knows, by name. "notes":
+    ``[L 2 N K]``, layer by layer weights ``[N, K]`` and the bits of ids ``[N, K]``; "weights":
+    ``[M N K]`` of the M layers that the host looked at. events: What those told, each after a
+    :class:`Chosen` without weights; from `after` on what happened before the next step.
     """
 
     tokens: int
     nanoseconds: int = field(default_factory=perf_counter_ns)
     layers: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    more: int = 0
     numbers: dict[str, int] = field(default_factory=dict)
     events: list[Event | LookedUp] = field(default_factory=list)
     after: int = 0
-    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def plain(self) -> bool:
@@ -55,8 +56,13 @@ class Step:
     def alike(self, other: Step) -> bool:
         """Whether both can be told as one block."""
         same = (self.tokens, self.layers) == (other.tokens, other.layers)
-        follows = [n + self.tokens for n in self.counts[:1]] == [*other.counts[:1]]
+        follows = self._first + self.tokens == other._first
         return same and follows and self.plain and other.plain and not self.events
+
+    @property
+    def _first(self) -> int:
+        """Tokens that the first of its layers had seen."""
+        return sum(self.counts[:1]) + self.more
 
 
 class Later:
@@ -75,7 +81,7 @@ class Later:
         self.recorder, self._streamed = recorder, streamed
         recorder.catch_up = self.catch_up
         self._lock = threading.RLock()
-        self._open: Step | None = None
+        self._open: tuple[Step, int] | None = None
         self._steps: list[Step] = []
         # As they are, and as they were a step before.
         self._logs: Logs = {}
@@ -87,7 +93,7 @@ class Later:
         """An event that is known now."""
         with self._lock:
             if self.in_step:
-                self._open.events.append(event)
+                self._open[0].events.append(event)
             elif self._steps:
                 self._steps[-1].events.append(event)
             else:
@@ -102,16 +108,24 @@ class Later:
     @property
     def in_step(self) -> bool:
         """Inside this thread's :meth:`listening`."""
-        return self._open is not None and self._open.thread == threading.get_ident()
+        return self._open is not None and self._open[1] == threading.get_ident()
 
     @contextmanager
     def listening(self, step: Step) -> Iterator[None]:
         """While this lasts this thread's events belong to `step`."""
-        self._open = step
+        self._open = step, threading.get_ident()
         try:
             yield
         finally:
             self._open = None
+
+    def step(self, tokens: int, layers: tuple[int, ...], seen: Callable[[], tuple]) -> Step:
+        """One of which the host will look at no layer. `seen` is asked only where it does not
+        follow another: in between all layers see the same, or everything is told."""
+        last = self._steps[-1] if self._steps else None
+        if last is None or last.layers is not layers:
+            return Step(tokens, layers=layers, counts=seen())
+        return Step(tokens, layers=layers, counts=last.counts, more=last.more + last.tokens)
 
     def log(self, name: str, numbers: int) -> mx.array:
         """What a step with so many numbers writes on."""
@@ -187,7 +201,7 @@ class Later:
         )
         return Steps(
             layers=first.layers,
-            counts=np.array(first.counts) + first.tokens * np.arange(S)[:, None],
+            counts=np.array(first.counts) + first.more + first.tokens * np.arange(S)[:, None],
             ids=notes[:, :, 1],
             weights=notes[:, :, 0].view(np.float32),
             nanoseconds=np.array([step.nanoseconds for step in steps]),
@@ -216,7 +230,7 @@ def _fetched(steps: Sequence[Step], logs: Logs) -> Numbers:
     """The bits of the steps' numbers, a row for each step."""
     counts = Counter(key for step in steps for key in step.numbers.items())
     return {
-        key: np.array(logs[key]).view(np.uint32).reshape(-1, key[1])[-count:]
+        key: host_copy(logs[key]).view(np.uint32).reshape(-1, key[1])[-count:]
         for key, count in counts.items()
     }
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_moeflux.errors import MoefluxError
 
@@ -49,6 +50,7 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         self._local = threading.local()
+        self._landing, self._lock = memoryview(b""), threading.Lock()
         # What returns at once is called without giving up the interpreter: eight threads that take
         # it from one another nine times a block leave the disk without a request for 0.5 ms.
         quick = ctypes.PyDLL("libcuda.so.1")
@@ -111,6 +113,18 @@ class Driver:
         where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self._library.cuMemAdvise(*where, _ACCESSED_BY, _DEVICE)
 
+    def download(self, address: int, nbytes: int) -> bytes:
+        """Managed memory that is complete, wherever its pages are: they stay there."""
+        self._enter()
+        with self._lock:
+            if self._landing.nbytes < nbytes:
+                self._landing = self.locked(nbytes)
+            landing = ctypes.c_void_p(address_of(self._landing))
+            sizes = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+            self.call("cuMemcpyDtoHAsync_v2", landing, *sizes, self._stream)
+            self.call("cuStreamSynchronize", self._stream)
+            return bytes(self._landing[:nbytes])
+
     def locked(self, nbytes: int) -> memoryview:
         """Page-locked memory, freed with the last view of it."""
         self._enter()
@@ -153,6 +167,20 @@ def _driver() -> Driver | None:
 def address_of(view: memoryview) -> int:
     """Where a writable view begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def host_copy(array: mx.array) -> np.ndarray:
+    """What ``np.array(array)`` gives. There the pages of an array that a GPU has written come over
+    one fault after the other, and go back so when it writes them again.
+
+    Evaluates: `array`.
+    """
+    found = driver()
+    if found is None:
+        return np.array(array)
+    view = memoryview(array)
+    content = found.download(address_of(view.cast("B")), view.nbytes)
+    return np.frombuffer(content, view.format).reshape(array.shape)
 
 
 class Uploads:

@@ -15,7 +15,6 @@ from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import NameRules, Transform
 from mlx_moeflux.checkpoint.refs import TensorRef
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.later import Step
 from mlx_moeflux.experts.listening import collected
 from mlx_moeflux.kernels import metal
 from mlx_moeflux.kernels.choice import Kernels
@@ -253,7 +252,7 @@ class DecoderModel(StreamingModel):
             logits = step(tokens, cache)
         else:
             later.land()
-            told = Step(tokens.shape[0], layers=store.layers, counts=store.seen())
+            told = later.step(tokens.shape[0], store.layers, store.seen)
             log = later.log("notes", 2 * self._pairs(tokens) * len(store.layers))
             logits, log = step(tokens, cache, log)
             later.add(told, notes=log)

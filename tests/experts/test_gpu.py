@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.experts import file_readers
+from mlx_moeflux.experts import file_readers, uploads
 from mlx_moeflux.experts.budget import measure_memory
 from mlx_moeflux.experts.readers import make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
@@ -83,6 +83,18 @@ def test_blocks_come_through_the_driver(experts, name, monkeypatch):
                 assert close(y, experts, layer, call, mx.float32)
         assert store.stats().total.evictions > 40
         assert bank_is_right(store, experts)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="the driver is NVIDIA's")
+def test_numbers_come_back_through_the_driver():
+    assert uploads.driver() is not None
+    for count in (16, 3, 70_000, 40_960, 70_000):
+        for again in range(3):
+            expected = np.random.default_rng(count + again).normal(size=count).astype(np.float32)
+            array = mx.array(expected) * 2
+            assert np.array_equal(uploads.host_copy(array), expected * 2)
+            # Once more: the array now lies in managed memory.
+            assert np.array_equal(uploads.host_copy(array), expected * 2)
 
 
 def test_memory_is_measured():

@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import threading
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts import file_readers, streamed, uploads
 from mlx_moeflux.experts.readers import READERS, make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.uploads import Uploads, address_of
+from mlx_moeflux.experts.uploads import Uploads, address_of, host_copy
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 
@@ -33,6 +34,9 @@ class HostDriver:
 
     def reach(self, address, nbytes):
         self.reached.append((address, nbytes))
+
+    def download(self, address, nbytes):
+        return ctypes.string_at(address, nbytes)
 
     def upload(self, pieces, event):
         with self._lock:
@@ -76,6 +80,17 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, na
         total = store.stats().total
         assert total.reads == total.misses > 0
         assert host.uploaded == total.bytes_read
+
+
+@pytest.mark.parametrize("found", [None, HostDriver()], ids=["none", "driver"])
+def test_numbers_come_back_as_they_are(found, monkeypatch):
+    monkeypatch.setattr(uploads, "driver", lambda: found)
+    bits = np.random.default_rng(0).integers(0, 2**32, (3, 5, 7), dtype=np.uint32)
+    for array in (mx.array(bits), mx.array(bits).view(mx.float32), mx.array(bits)[1:, 2] + 0):
+        copy = host_copy(array)
+        assert copy.dtype.name == str(array.dtype).removeprefix("mlx.core.")
+        assert np.array_equal(copy.view(np.uint32), np.array(array).view(np.uint32))
+        assert not np.shares_memory(copy, np.array(array, copy=False))
 
 
 def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):

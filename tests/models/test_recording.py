@@ -150,6 +150,24 @@ def test_it_comes_and_goes_between_steps(kind):
     assert mx.abs(a - b).max().item() <= 2e-5 * mx.abs(b).max().item()
 
 
+def test_layers_that_are_called_alone_in_between():
+    found = []
+    for traced in (True, False):
+        with opened() as model:
+            late, hidden = Late(), mx.ones((1, 3, model.config.hidden_size))
+            model.compile_steps, tokens, cache = traced, tokens_of(30), model.make_cache()
+            mx.eval(model(tokens[:, :10], cache))
+            model.store.events = late if traced else late.seen.append
+            for i in range(10, 30):
+                steps(model, tokens, cache, i, i + 1)
+                if i % 6 == 5:
+                    mx.eval(model.run_layer(i % 5, hidden))
+            model.store.events = None
+            found.append([(e.layer, e.token, e.ids.tolist()) for e in late.seen])
+    assert found[0] == found[1]
+    assert [e[1] for e in found[0] if e[0] == 2][-12:] == [*range(21, 33)]
+
+
 def test_what_happens_between_steps_keeps_its_place():
     with opened("streamed") as model:
         model.compile_steps, tokens, cache = True, tokens_of(30), model.make_cache()
