@@ -11,8 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter_ns
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -29,21 +28,22 @@ STEPS_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class Step:
-    """One step of N tokens that was handed to the device.
+class Run:
+    """Steps of N tokens each that were handed to the device one behind another, to be told as one
+    block; or a single one, of which the host looked at a layer.
 
     layers: Those that hold every expert, as far as the step went; counts: tokens that each had seen
-    before, and `more` of them since. numbers: How many only the device knows, by name. "notes":
-    ``[L 2 N K]``, layer by layer weights ``[N, K]`` and the bits of ids ``[N, K]``; "weights":
-    ``[M N K]`` of the M layers that the host looked at. events: What those told, each after a
-    :class:`Chosen` without weights; from `after` on what happened before the next step.
+    before the first step. times: When each was begun, ``perf_counter_ns``. numbers: How many of a
+    step only the device knows, by name. "notes": ``[L 2 N K]``, layer by layer weights ``[N, K]``
+    and the bits of ids ``[N, K]``; "weights": ``[M N K]`` of the M layers that the host looked at.
+    events: What those told, each after a :class:`Chosen` without weights; from `after` on what
+    happened before the next step.
     """
 
     tokens: int
-    nanoseconds: int = field(default_factory=perf_counter_ns)
     layers: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
-    more: int = 0
+    times: list[int] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     events: list[Event | LookedUp] = field(default_factory=list)
     after: int = 0
@@ -53,16 +53,21 @@ class Step:
         """Whether the host looked at no layer."""
         return not self.after and "weights" not in self.numbers
 
-    def alike(self, other: Step) -> bool:
-        """Whether both can be told as one block."""
-        same = (self.tokens, self.layers) == (other.tokens, other.layers)
-        follows = self._first + self.tokens == other._first
-        return same and follows and self.plain and other.plain and not self.events
+    def following(self) -> Run:
+        """An empty one behind it."""
+        seen = self.tokens * len(self.times)
+        return replace(
+            self, counts=tuple(n + seen for n in self.counts), times=[], numbers={}, events=[]
+        )
 
-    @property
-    def _first(self) -> int:
-        """Tokens that the first of its layers had seen."""
-        return sum(self.counts[:1]) + self.more
+    def split(self) -> tuple[list[Run], Run]:
+        """All steps but the last, if there are any, and that one with the events behind it."""
+        if len(self.times) == 1:
+            return [], self
+        first = replace(self, times=self.times[:-1], events=[])
+        return [first], replace(
+            first.following(), times=self.times[-1:], numbers=self.numbers, events=self.events
+        )
 
 
 class Later:
@@ -81,8 +86,9 @@ class Later:
         self.recorder, self._streamed = recorder, streamed
         recorder.catch_up = self.catch_up
         self._lock = threading.RLock()
-        self._open: tuple[Step, int] | None = None
-        self._steps: list[Step] = []
+        self._open: tuple[Run, int] | None = None
+        self._runs: list[Run] = []
+        self._steps = 0
         # As they are, and as they were a step before.
         self._logs: Logs = {}
         self._logs_before: Logs = {}
@@ -94,8 +100,8 @@ class Later:
         with self._lock:
             if self.in_step:
                 self._open[0].events.append(event)
-            elif self._steps:
-                self._steps[-1].events.append(event)
+            elif self._runs:
+                self._runs[-1].events.append(event)
             else:
                 self._finish()
                 self.recorder(event)
@@ -111,21 +117,21 @@ class Later:
         return self._open is not None and self._open[1] == threading.get_ident()
 
     @contextmanager
-    def listening(self, step: Step) -> Iterator[None]:
-        """While this lasts this thread's events belong to `step`."""
-        self._open = step, threading.get_ident()
+    def listening(self, run: Run) -> Iterator[None]:
+        """While this lasts this thread's events belong to `run`."""
+        self._open = run, threading.get_ident()
         try:
             yield
         finally:
             self._open = None
 
-    def step(self, tokens: int, layers: tuple[int, ...], seen: Callable[[], tuple]) -> Step:
-        """One of which the host will look at no layer. `seen` is asked only where it does not
-        follow another: in between all layers see the same, or everything is told."""
-        last = self._steps[-1] if self._steps else None
-        if last is None or last.layers is not layers:
-            return Step(tokens, layers=layers, counts=seen())
-        return Step(tokens, layers=layers, counts=last.counts, more=last.more + last.tokens)
+    def run(self, tokens: int, layers: tuple[int, ...], seen: Callable[[], tuple]) -> Run:
+        """What a step belongs to of which the host will look at no layer. `seen` is asked only
+        where it does not follow one alike: in between layers see nothing that is not told."""
+        last = self._runs[-1] if self._runs else None
+        if last is None or last.layers is not layers or last.tokens != tokens:
+            return Run(tokens, layers, seen())
+        return last if last.plain and not last.events else Run(tokens, layers, seen())
 
     def log(self, name: str, numbers: int) -> mx.array:
         """What a step with so many numbers writes on."""
@@ -135,26 +141,34 @@ class Later:
                 mx.eval(self._logs[name, numbers])
             return self._logs[name, numbers]
 
-    def add(self, step: Step, **logs: mx.array) -> None:
-        """It was handed to the device, and these logs were written on."""
+    def add(self, run: Run, began: int, **logs: mx.array) -> None:
+        """A step was handed to the device, and these logs were written on."""
         with self._lock:
+            last = self._runs[-1] if self._runs else None
+            if run.times and (run is not last or run.events):
+                run = run.following()  # something was told meanwhile
             self._logs_before = dict(self._logs)
             for name, log in logs.items():
-                step.numbers[name] = log.size // self._most
-                self._logs[name, step.numbers[name]] = log
-            step.after = len(step.events)
-            self._steps.append(step)
+                run.numbers[name] = log.size // self._most
+                self._logs[name, run.numbers[name]] = log
+            run.times.append(began)
+            self._steps += 1
+            if run is not last:
+                run.after = len(run.events)
+                self._runs.append(run)
 
     def land(self) -> None:
         """A step is about to begin: tell of those before, unless that can be done within it, once
         logs are full. The last one may be under way: whoever asks for it must not wait."""
-        if len(self._steps) < self._most:
+        if self._steps < self._most:
             return
         with self._lock:
             self._finish()
-            steps, self._steps = self._steps[:-1], self._steps[-1:]
-            self._telling = self._told(steps, self._logs_before)
-            if all(step.plain for step in steps):
+            first, last = self._runs.pop().split()
+            runs = self._runs + first
+            self._runs, self._steps = [last], 1
+            self._telling = self._told(runs, self._logs_before)
+            if all(run.plain for run in runs):
                 self._finish()
 
     def hand_over(self) -> None:
@@ -171,50 +185,44 @@ class Later:
         """Tell everything."""
         with self._lock:
             self._finish()
-            steps, self._steps = self._steps, []
-            self._telling = self._told(steps, self._logs)
+            runs, self._runs, self._steps = self._runs, [], 0
+            self._telling = self._told(runs, self._logs)
             self._finish()
 
     def _finish(self) -> None:
         for _ in self._telling:
             pass
 
-    def _told(self, steps: list[Step], logs: Logs) -> Iterator[None]:
-        numbers, i = _fetched(steps, logs), 0
-        while i < len(steps):
-            first, j = steps[i], i + 1
-            while j < len(steps) and steps[j - 1].alike(steps[j]):
-                j += 1
-            if first.plain:
-                self.recorder(self._block(steps[i:j], numbers))
+    def _told(self, runs: list[Run], logs: Logs) -> Iterator[None]:
+        numbers = _fetched(runs, logs)
+        for run in runs:
+            if run.plain:
+                self.recorder(self._block(run, numbers))
             else:
-                yield from self._one_by_one(first, numbers)
-            i, last = j, steps[j - 1]
-            for event in last.events[last.after :]:
+                yield from self._one_by_one(run, numbers)
+            for event in run.events[run.after :]:
                 self.recorder(event)
             yield
 
-    def _block(self, steps: list[Step], numbers: Numbers) -> Steps:
-        first, S = steps[0], len(steps)
-        notes = _taken(first, "notes", numbers, S).reshape(
-            S, len(first.layers), 2, first.tokens, -1
-        )
+    def _block(self, run: Run, numbers: Numbers) -> Steps:
+        S = len(run.times)
+        notes = _taken(run, "notes", numbers).reshape(S, len(run.layers), 2, run.tokens, -1)
         return Steps(
-            layers=first.layers,
-            counts=np.array(first.counts) + first.more + first.tokens * np.arange(S)[:, None],
+            layers=run.layers,
+            counts=np.array(run.counts) + run.tokens * np.arange(S)[:, None],
             ids=notes[:, :, 1],
             weights=notes[:, :, 0].view(np.float32),
-            nanoseconds=np.array([step.nanoseconds for step in steps]),
+            nanoseconds=np.array(run.times),
             found=self._streamed,
         )
 
-    def _one_by_one(self, step: Step, numbers: Numbers) -> Iterator[None]:
+    def _one_by_one(self, run: Run, numbers: Numbers) -> Iterator[None]:
         """A step of which some layers told events."""
-        known = [*self._block([step], numbers).calls(0)][::-1] if step.layers else []
+        known = [*self._block(run, numbers).calls(0)][::-1] if run.layers else []
         weights, at = None, 0
-        if "weights" in step.numbers:
-            (weights,) = _taken(step, "weights", numbers, 1)
-        for event in step.events[: step.after]:
+        if "weights" in run.numbers:
+            (weights,) = _taken(run, "weights", numbers)
+        for event in run.events[: run.after]:
             if type(event) is Chosen:
                 yield
                 while known and known[-1].layer < event.layer:
@@ -226,17 +234,20 @@ class Later:
             self.recorder(known.pop())
 
 
-def _fetched(steps: Sequence[Step], logs: Logs) -> Numbers:
+def _fetched(runs: Sequence[Run], logs: Logs) -> Numbers:
     """The bits of the steps' numbers, a row for each step."""
-    counts = Counter(key for step in steps for key in step.numbers.items())
+    counts = Counter()
+    for run in runs:
+        for key in run.numbers.items():
+            counts[key] += len(run.times)
     return {
         key: host_copy(logs[key]).view(np.uint32).reshape(-1, key[1])[-count:]
         for key, count in counts.items()
     }
 
 
-def _taken(step: Step, name: str, numbers: Numbers, rows: int) -> np.ndarray:
-    """The next rows, from `step` on."""
-    key = name, step.numbers[name]
-    taken, numbers[key] = numbers[key][:rows], numbers[key][rows:]
+def _taken(run: Run, name: str, numbers: Numbers) -> np.ndarray:
+    """The next rows, one for each of its steps."""
+    key = name, run.numbers[name]
+    taken, numbers[key] = numbers[key][: len(run.times)], numbers[key][len(run.times) :]
     return taken

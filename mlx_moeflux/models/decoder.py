@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from time import perf_counter_ns
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -252,10 +253,11 @@ class DecoderModel(StreamingModel):
             logits = step(tokens, cache)
         else:
             later.land()
-            told = later.step(tokens.shape[0], store.layers, store.seen)
+            began = perf_counter_ns()
+            run = later.run(tokens.shape[0], store.layers, store.seen)
             log = later.log("notes", 2 * self._pairs(tokens) * len(store.layers))
             logits, log = step(tokens, cache, log)
-            later.add(told, notes=log)
+            later.add(run, began, notes=log)
         if step.traces == traces:
             store.count(tokens.shape[0])  # the store itself was not asked
         return logits

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
-from mlx_moeflux.experts.later import Step
+from mlx_moeflux.experts.later import Run
 from mlx_moeflux.experts.listening import collected
 from mlx_moeflux.experts.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels import metal
@@ -114,7 +115,7 @@ class SegmentedStep:
         later.land()
         told = _Told(model, partial, tokens)
         try:
-            with later.listening(told.step):
+            with later.listening(told.run):
                 yield told
         finally:
             told.close()
@@ -186,7 +187,7 @@ class _Told:
     weights, since the host knows their ids. pairs: N K."""
 
     def __init__(self, model: DecoderModel, partial: Sequence[int], tokens: int):
-        self._model, self.step = model, Step(tokens)
+        self._model, self.run, self._began = model, Run(tokens), perf_counter_ns()
         self._pairs = tokens * model._router.num_experts_per_tok
         seen = zip(model.store.layers, model.store.seen(), strict=True)
         self._wholes = [pair for pair in seen if pair[0] not in partial]
@@ -206,14 +207,14 @@ class _Told:
         if self._notes:
             each = 2 * self._pairs
             count = sum(min(note.size, each) for note in self._notes) // each
-            self.step.layers, self.step.counts = zip(*self._wholes[:count], strict=True)
+            self.run.layers, self.run.counts = zip(*self._wholes[:count], strict=True)
             log = later.log("notes", each * count)
             logs["notes"] = collected(kernels, log, self._notes, self._pairs)
         if self._weights:
             log = later.log("weights", self._pairs * len(self._weights))
             logs["weights"] = kernels.collect(log, self._weights, count=self._pairs)
         if logs:
-            later.add(self.step, **logs)
+            later.add(self.run, self._began, **logs)
             later.hand_over()
 
 

@@ -11,6 +11,7 @@ import pytest
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts import later
 from mlx_moeflux.experts.events import Chosen, LookedUp, Resize, Steps, both
+from mlx_moeflux.experts.later import Later
 from mlx_moeflux.experts.listening import Listened, collected
 from mlx_moeflux.experts.streamed import StreamedStore
 from mlx_moeflux.experts.trace import Trace, TraceInfo, TraceWriter
@@ -344,6 +345,69 @@ def test_threads_take_turns(kind):
             assert event.token == seen.get(event.layer, 0)
             seen[event.layer] = event.token + len(event.ids)
     assert seen == dict.fromkeys(range(6), 60)
+
+
+class Told(Late):
+    """Plain steps that are handed to a Later by hand, of layers 1 and 4 with one expert each, and
+    what may happen while one is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.later, self.layers, self.count, self.asked = Later(self, streamed=False), (1, 4), 0, 0
+
+    def counts(self) -> tuple[int, ...]:
+        self.asked += 1
+        return self.count, self.count + 100
+
+    def step(self, meanwhile=lambda: None) -> None:
+        self.later.land()
+        run, log = self.later.run(1, self.layers, self.counts), self.later.log("notes", 4)
+        meanwhile()
+        ids = mx.array([self.count, self.count + 1], mx.uint32).view(mx.float32)
+        new = mx.stack([mx.array([0.5, 0.25]), ids], axis=1).reshape(-1)
+        self.later.add(run, 0, notes=mx.concatenate([log[4:], new]))
+        self.count += 1
+
+    def found(self) -> list:
+        """Steps by their tokens, and events, as they were told."""
+        self.later.catch_up()
+        found = []
+        for event in self.seen:
+            if type(event) is not Chosen:
+                found.append(event)
+                continue
+            if event.layer == 1:
+                found.append(event.token)
+            step, second = found[-1], event.layer == 4
+            assert (event.layer, event.token) == ((4, step + 100) if second else (1, step))
+            assert (event.ids.item(), event.weights.item()) == (step + second, 0.5 - 0.25 * second)
+        return found
+
+
+def test_steps_that_follow_one_another_are_told_in_blocks():
+    told = Told()
+    for _ in range(3 * STEPS_AT_ONCE + 5):
+        told.step()
+    assert (told.asked, told.blocks) == (1, 3 * (STEPS_AT_ONCE - 1))
+    assert told.found() == [*range(3 * STEPS_AT_ONCE + 5)]
+    told.layers = (*told.layers[:1], 4)
+    told.step()
+    assert told.asked == 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, STEPS_AT_ONCE - 1, STEPS_AT_ONCE, STEPS_AT_ONCE + 1])
+def test_what_happens_while_a_step_is_built(at):
+    for catches_up in (False, True):
+        told, event = Told(), Resize(0, 3)
+
+        def happens(told=told, event=event, catches_up=catches_up) -> None:
+            told.later(event)
+            if catches_up:
+                told.later.catch_up()
+
+        for i in range(2 * STEPS_AT_ONCE + 3):
+            told.step(happens if i == at else lambda: None)
+        assert told.found() == [*range(at), event, *range(at, 2 * STEPS_AT_ONCE + 3)]
 
 
 def test_layers_noted_in_either_form_are_collected():
