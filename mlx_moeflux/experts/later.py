@@ -23,8 +23,9 @@ from mlx_moeflux.experts.uploads import host_copy
 Logs = dict[tuple[str, int], mx.array]
 Numbers = dict[tuple[str, int], np.ndarray]
 
-# Steps that are fetched together.
-STEPS_AT_ONCE = 64
+# Steps that are fetched together, by device. Each step writes all of its log anew; fetching one takes
+# a GPU's host longer than that (docs/streaming.md).
+STEPS_AT_ONCE = {mx.cpu: 64, mx.gpu: 256}
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class Later:
         # As they are, and as they were a step before.
         self._logs: Logs = {}
         self._logs_before: Logs = {}
-        self._most = STEPS_AT_ONCE
+        self._most = STEPS_AT_ONCE[mx.default_device().type]
         self._telling: Iterator[None] = iter(())
 
     def __call__(self, event: Event | LookedUp) -> None:

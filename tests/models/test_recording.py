@@ -24,7 +24,7 @@ V, STEPS_AT_ONCE = 4096, 32
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(later, "STEPS_AT_ONCE", STEPS_AT_ONCE)
+    monkeypatch.setattr(later, "STEPS_AT_ONCE", {mx.cpu: STEPS_AT_ONCE, mx.gpu: STEPS_AT_ONCE})
 
 
 class Late:
