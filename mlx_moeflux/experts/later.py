@@ -23,8 +23,8 @@ from mlx_moeflux.experts.uploads import host_copy
 Logs = dict[tuple[str, int], mx.array]
 Numbers = dict[tuple[str, int], np.ndarray]
 
-# Steps that are fetched together, by device. Each step writes all of its log anew; fetching one takes
-# a GPU's host longer than that (docs/streaming.md).
+# Steps that are fetched together, by device. Each step writes all of its log anew; fetching one
+# takes a GPU's host longer than that (docs/streaming.md).
 STEPS_AT_ONCE = {mx.cpu: 64, mx.gpu: 256}
 
 

@@ -36,6 +36,10 @@ BLOCK = 1 << 20
 SEVERAL = 1 << 17
 
 
+# Numbers up to which an array is copied sooner than reshaped.
+SMALL = 1 << 14
+
+
 class Stored(Protocol):
     """A matrix, or one for each slot, as :class:`~mlx_moeflux.kernels.project.Weight` has it."""
 
@@ -92,15 +96,26 @@ def values_of(x: mx.array) -> np.ndarray:
         values = np.asarray(x)
     except ValueError:
         values = None
-    if values is not None:
-        graph = io.StringIO()
-        mx.export_to_dot(graph, x)
-        # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
-        if "rectangle" not in graph.getvalue():
-            return values
+    # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
+    if values is not None and not _has_graph(x):
+        return values
     raise UnsupportedError(
         "numpy cannot compute what MLX traces; take the reference (MOEFLUX_KERNELS=reference)."
     )
+
+
+def _has_graph(x: mx.array) -> bool:
+    graph = io.StringIO()
+    mx.export_to_dot(graph, x)
+    return "rectangle" in graph.getvalue()
+
+
+def reshaped(x: mx.array, *shape: int) -> mx.array:
+    """``x.reshape(shape)``. On the CPU MLX hands every operation to another thread, and waiting for
+    it takes some 80 us: a small array that was computed already is copied instead."""
+    if mx.default_device() != mx.cpu or x.size > SMALL or x.dtype == mx.bfloat16 or _has_graph(x):
+        return x.reshape(shape)
+    return mx.array(np.asarray(x).reshape(shape))
 
 
 def numbers(x: mx.array) -> np.ndarray:
@@ -292,7 +307,8 @@ def times(rows: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 def rms_norm(rows: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """``[N, C]`` -> ``[N, C]``."""
-    mean = (rows * rows).mean(axis=-1, keepdims=True)
+    # What np.mean computes, without its checks.
+    mean = np.add.reduce(rows * rows, axis=-1, keepdims=True) / np.float32(rows.shape[-1])
     return rows * (1.0 / np.sqrt(mean + np.float32(eps))) * weight
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache
+from mlx_moeflux.kernels.blas import reshaped
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import project
 
@@ -52,8 +53,8 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q, k, v = project(kernels, x, *self.stacks()[0], norm=norm)
-        q = q.reshape(B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
-        k, v = k.reshape(B, T, Hkv, Dh), v.reshape(B, T, Hkv, Dh)
+        q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
+        k, v = reshaped(k, B, T, Hkv, Dh), reshaped(v, B, T, Hkv, Dh)
         gate = q if self.gated else None
         q, k, v = kernels.norm_rope(  # heads before tokens
             q,

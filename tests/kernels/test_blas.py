@@ -218,6 +218,35 @@ def test_what_mlx_traces_goes_to_the_reference(operation):
         mx.compile(lambda x: flat(FORMS[operation]["blas"](x, *args[1:], **kwargs)))(args[0])
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint32])
+@pytest.mark.parametrize("size", [24, 6 * blas.SMALL])
+def test_reshaped_as_mlx_does(dtype, size):
+    x = mx.array(np.random.default_rng(size).integers(0, 100, size)).astype(dtype)
+    for evaluated in (False, True):
+        if evaluated:
+            mx.eval(x)
+        for given, expected in ((x, x), (x + 1, x + 1)):
+            y = blas.reshaped(given, 2, 3, -1)
+            assert (y.shape, y.dtype) == ((2, 3, size // 6), dtype)
+            assert mx.array_equal(y, expected.reshape(2, 3, -1)).item()
+
+
+@pytest.mark.parametrize(
+    "computed", [lambda x: x, lambda x: 2 * x, lambda x: mx.eval(y := 2 * x) or y]
+)
+def test_what_is_reshaped_keeps_its_gradient(computed):
+    def loss(x: mx.array) -> mx.array:
+        return (blas.reshaped(computed(x), 3, 4) ** 2).sum()
+
+    x, factor = mx.arange(12.0), computed(mx.ones(1)).item() ** 2
+    assert mx.array_equal(mx.grad(loss)(x), 2 * factor * x).item()
+
+
+def test_what_is_reshaped_may_be_traced():
+    reshaped = mx.compile(lambda x: blas.reshaped(x + 1, 3, -1))
+    assert mx.array_equal(reshaped(mx.arange(12.0)), mx.arange(1.0, 13).reshape(3, 4)).item()
+
+
 def test_experts_that_mlx_traces_go_to_the_reference(bank):
     mix = Kernels().expert_mix
     x, weights = mx.random.normal((2, 96)), mx.random.uniform(shape=(2, 3))
