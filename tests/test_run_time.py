@@ -64,7 +64,7 @@ def storm(right, tokens, *, traced=None, **options):
         assert max(peaks) > 1.3 * min(peaks)
 
 
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prefetch", ["none", "ahead"])
 def test_a_storm_of_budgets_changes_no_token(right, prefetch, traced):
     storm(right, 100, prefetch=prefetch, traced=traced)  # 33 changes

@@ -46,7 +46,9 @@ def test_sizes_are_bytes_of_all_layers(model):
         KVPool(model.state_spec(), block_bytes(model) - 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_paged_is_contiguous_bit_for_bit(model, seed):
     draw = random.Random(seed)
     batches = [Batch(model), Batch(model, kv_pool_bytes=60 * block_bytes(model))]

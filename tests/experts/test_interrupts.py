@@ -111,7 +111,13 @@ def test_interrupted_at_any_event(experts, open_store, kind, overlap):
     all_is_well(store, experts)
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize(
+    "eviction",
+    [
+        pytest.param(name, marks=() if name in ("lru", "lfu") else pytest.mark.slow)
+        for name in EVICTIONS
+    ],
+)
 def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
     monkeypatch.setattr(turns_module, "READ_AHEAD", 2)
@@ -242,7 +248,7 @@ def test_open_and_close_leak_nothing(experts):
     mx.clear_cache()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     memory = mx.get_active_memory()
-    for _ in range(20):
+    for _ in range(6):
         cycle()
     assert len(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() == threads

@@ -100,11 +100,14 @@ def told(kind: str, B: int, traced: bool, **options):
         pytest.param("resident", 3, {}, marks=pytest.mark.slow),
         pytest.param("streamed", 1, {}, marks=pytest.mark.slow),
         ("streamed", 2, {}),
-        ("complete", 1, {}),
+        pytest.param("complete", 1, {}, marks=pytest.mark.slow),
         pytest.param("complete", 2, {}, marks=pytest.mark.slow),
         pytest.param("mixed", 1, {}, marks=pytest.mark.slow),
         ("mixed", 2, {"eviction": "lru"}),
-        ("streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}),
+        pytest.param(
+            *("streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("streamed", 1, {"balance": "shift"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -289,7 +292,9 @@ def test_a_file_that_is_closed_first_has_everything(tmp_path):
     assert len(set(times[6:])) == 10
 
 
-@pytest.mark.parametrize("kind", ["resident", "streamed", "complete"])
+@pytest.mark.parametrize(
+    "kind", ["resident", "streamed", pytest.param("complete", marks=pytest.mark.slow)]
+)
 def test_files_are_the_same(kind, tmp_path):
     for name in ("traced", "not"):
         with opened(kind) as model, model.trace(tmp_path / name):

@@ -38,11 +38,11 @@ def opened(**options):
     ("options", "B"),
     [
         ({}, 1),
-        ({"fuse": True}, 1),
+        pytest.param({"fuse": True}, 1, marks=pytest.mark.slow),
         ({}, 3),
         ({"eviction": "lru", "prefetch": "ahead", "keep_all_ahead": True}, 1),
-        ({"prefetch": "last", "keep_all_ahead": True}, 2),
-        ({"balance": "shift"}, 1),
+        pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
+        pytest.param({"balance": "shift"}, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
