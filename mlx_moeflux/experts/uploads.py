@@ -35,7 +35,7 @@ class DriverError(MoefluxError):
     """A call of the driver failed."""
 
     def __init__(self, name: str, result: int):
-        super().__init__(f"the GPU's driver refused an upload: {name} returned {result}.")
+        super().__init__(f"the GPU's driver refused a copy: {name} returned {result}.")
 
 
 class Driver:
@@ -170,17 +170,21 @@ def address_of(view: memoryview) -> int:
 
 
 def host_copy(array: mx.array) -> np.ndarray:
-    """What ``np.array(array)`` gives. There the pages of an array that a GPU has written come over
-    one fault after the other, and go back so when it writes them again.
+    """What ``np.array(array)`` gives, copied by the driver where there is one. Read by the host,
+    the pages of an array that a GPU has written come over one fault after the other, and go back
+    so when it writes them again.
 
     Evaluates: `array`.
     """
     found = driver()
-    if found is None:
-        return np.array(array)
-    view = memoryview(array)
-    content = found.download(address_of(view.cast("B")), view.nbytes)
-    return np.frombuffer(content, view.format).reshape(array.shape)
+    if found is not None:
+        view = memoryview(array)
+        try:
+            content = found.download(address_of(view.cast("B")), view.nbytes)
+            return np.frombuffer(content, view.format).reshape(array.shape)
+        except DriverError:
+            pass  # it is not the driver's memory
+    return np.array(array)
 
 
 class Uploads:

@@ -34,8 +34,6 @@ BLOCK = 1 << 20
 # Numbers up to which several matrices of a bank are made dense at once: what they share of the
 # work counts, and they are in a core's cache when they are multiplied.
 SEVERAL = 1 << 17
-
-
 # Numbers up to which an array is copied sooner than reshaped.
 SMALL = 1 << 14
 

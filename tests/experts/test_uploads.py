@@ -13,7 +13,7 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts import file_readers, streamed, uploads
 from mlx_moeflux.experts.readers import READERS, make_reader
 from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.experts.uploads import Uploads, address_of, host_copy
+from mlx_moeflux.experts.uploads import DriverError, Uploads, address_of, host_copy
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 
@@ -82,7 +82,14 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, na
         assert host.uploaded == total.bytes_read
 
 
-@pytest.mark.parametrize("found", [None, HostDriver()], ids=["none", "driver"])
+class RefusingDriver(HostDriver):
+    def download(self, address, nbytes):
+        raise DriverError("cuMemcpyDtoHAsync_v2", 1)
+
+
+@pytest.mark.parametrize(
+    "found", [None, HostDriver(), RefusingDriver()], ids=lambda d: type(d).__name__
+)
 def test_numbers_come_back_as_they_are(found, monkeypatch):
     monkeypatch.setattr(uploads, "driver", lambda: found)
     bits = np.random.default_rng(0).integers(0, 2**32, (3, 5, 7), dtype=np.uint32)
