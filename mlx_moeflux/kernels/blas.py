@@ -34,7 +34,7 @@ BLOCK = 1 << 20
 # Numbers up to which several matrices of a bank are made dense at once: what they share of the
 # work counts, and they are in a core's cache when they are multiplied.
 SEVERAL = 1 << 17
-# Numbers up to which an array is copied sooner than reshaped.
+# Numbers up to which an array is sooner copied than reshaped.
 SMALL = 1 << 14
 
 
@@ -94,26 +94,29 @@ def values_of(x: mx.array) -> np.ndarray:
         values = np.asarray(x)
     except ValueError:
         values = None
-    # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
-    if values is not None and not _has_graph(x):
-        return values
+    if values is not None:
+        graph = io.StringIO()
+        mx.export_to_dot(graph, x)
+        # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
+        if "rectangle" not in graph.getvalue():
+            return values
     raise UnsupportedError(
         "numpy cannot compute what MLX traces; take the reference (MOEFLUX_KERNELS=reference)."
     )
 
 
-def _has_graph(x: mx.array) -> bool:
-    graph = io.StringIO()
-    mx.export_to_dot(graph, x)
-    return "rectangle" in graph.getvalue()
+def remember(made: Sequence[mx.array]) -> None:
+    """Arrays of numbers that numpy computed: :func:`reshaped` knows the small ones until this
+    thread's next."""
+    _local.made = [array for array in made if array.size <= SMALL]
 
 
 def reshaped(x: mx.array, *shape: int) -> mx.array:
     """``x.reshape(shape)``. On the CPU MLX hands every operation to another thread, and waiting for
-    it takes some 80 us: a small array that was computed already is copied instead."""
-    if mx.default_device() != mx.cpu or x.size > SMALL or x.dtype == mx.bfloat16 or _has_graph(x):
-        return x.reshape(shape)
-    return mx.array(np.asarray(x).reshape(shape))
+    it takes some 80 us: what :func:`remember` was told of last is copied instead."""
+    if any(x is made for made in vars(_local).get("made", ())):
+        return mx.array(np.asarray(x).reshape(shape))
+    return x.reshape(shape)
 
 
 def numbers(x: mx.array) -> np.ndarray:

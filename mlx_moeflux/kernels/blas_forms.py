@@ -43,7 +43,7 @@ def project_blas(
     if norm is not None:
         rows = blas.rms_norm(rows, blas.floats(norm), eps)
     post = mx.array(rows.reshape(*leading, -1)) if norm is not None or flat else x
-    results = []
+    results, made = [], []
     for weight in weights:
         if not isinstance(weight, Weight):
             y = weight.matmul(post)
@@ -53,7 +53,9 @@ def project_blas(
         ends = list(accumulate(weight.results))
         for start, end in zip([0, *ends], ends, strict=False):
             part = y[:, start:end].reshape(*leading, end - start)
-            results.append(mx.array(part if added is None else added + part))
+            made.append(mx.array(part if added is None else added + part))
+            results.append(made[-1])
+    blas.remember(made)
     return [*results, post] if normed else results
 
 
