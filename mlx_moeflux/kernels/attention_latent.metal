@@ -24,6 +24,19 @@ inline void stage_latents(
   }
 }
 
+// A tile of positions from `first` on, which is in the tail as a whole or not at all.
+template <typename T, int R, int DR, int LD, int BN, int THREADS>
+inline void stage_tile(
+    threadgroup T* to, const device T* latents, const device T* keys,
+    const device T* tail_latents, const device T* tail_keys, int tail, key_range range, int first,
+    int index) {
+  const bool newest = first >= tail;
+  const device T* const coming = newest ? tail_latents + (first - tail) * R : latents + first * R;
+  const device T* const beside = newest ? tail_keys + (first - tail) * DR : keys + first * DR;
+  stage_latents<T, R, DR, LD, BN, THREADS>(
+      to, coming, beside, first, range.low, range.high, index);
+}
+
 // q [B, HEADS, R], q2 [B, HEADS, DR]; latents [B, capacity, R], keys [B, capacity, DR], of which the
 // newest rows are in tails [B, TAIL, *]; -> partial [B, parts, HEADS, R], not divided by totals, and
 // stats [B, parts, HEADS, 2]: tops and totals. tiles: BUFFERS of BN rows; with two the next comes
@@ -54,97 +67,95 @@ inline void attend_latents(
   threadgroup T* then = tiles + (BUFFERS - 1) * BN * LD;
   float top = no_score(), total = 0.0f;
 
+  // Queries come by way of a tile's place.
+  stage_latents<T, R, DR, LD, 16, THREADS>(
+      then, q + own * R, q2 + own * DR, 0, 0, 16, int(index));
+  // Tiles begin at multiples of BN.
+  const int begin = range.low / BN * BN;
+  if (BUFFERS == 2 && begin < range.high) {
+    stage_tile<T, R, DR, LD, BN, THREADS>(
+        now, latents, keys, tail_latents, tail_keys, tail, range, begin, int(index));
+  }
+  arrive();
   tile_a<T> queries[NK];
   EACH(i, NK) {
-    const int at = metal::min(16 * (w + W * i), D - 16);
-    load_a(queries[i], at < R ? q + own * R + at : q2 + own * DR + at - R, at < R ? R : DR, lane);
+    load_a(queries[i], then + metal::min(16 * (w + W * i), D - 16), LD, lane);
   }
   tile_c sums[NV];
   EACH(n, NV) {
     fill(sums[n], 0.0f);
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Tiles begin at multiples of BN, so that each is in the tail or is not. The first time round
-  // there is none yet.
-  const int begin = range.low / BN * BN;
   #pragma unroll 1
-  for (int first = begin - BN; first < range.high; first += BN) {
-    const int next = first + BN;
-    const bool newest = next >= tail;
-    const device T* const coming = newest ? tail_latents + (next - tail) * R : latents + next * R;
-    const device T* const beside = newest ? tail_keys + (next - tail) * DR : keys + next * DR;
-    if (BUFFERS == 2 && next < range.high) {
-      stage_latents<T, R, DR, LD, BN, THREADS>(
-          then, coming, beside, next, range.low, range.high, int(index));
-    }
-    if (first >= begin) {
-      tile_c s[BN / 8];
-      EACH(n, BN / 8) {
-        fill(s[n], 0.0f);
-      }
-      EACH(i, NK) {
-        const int at = 16 * (w + W * i);
-        if (16 * W * (i + 1) <= D || at < D) {
-          EACH(n, BN / 8) {
-            tile_b<T> columns;
-            load_b_t(columns, now + 8 * n * LD + at, LD, lane);
-            mma(s[n], queries[i], columns);
-          }
-        }
-      }
-      EACH(n, BN / 8) {
-        store(s[n], scores + 16 * w * LS + 8 * n, LS, lane);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-
-      float x[KEYS];
-      float highest = no_score();
-      EACH(i, KEYS) {
-        const int key = part + LANES * i;
-        float score = 0.0f;
-        EACH(p, W) {
-          score += scores[(16 * p + mine) * LS + key];
-        }
-        const bool seen = first + key >= range.low && first + key < range.high;
-        x[i] = seen ? score * to_base2 : -INFINITY;
-        highest = metal::max(highest, x[i]);
-      }
-      for (int i = 1; i < LANES; i *= 2) {
-        highest = metal::max(highest, simd_shuffle_xor(highest, ushort(i)));
-      }
-      const float factor = raised(top, highest);
-      total *= factor;
-      EACH(i, KEYS) {
-        const float weight = metal::exp2(x[i] - top);
-        total += weight;
-        weights[mine * LP + part + LANES * i] = T(weight);
-      }
-      if (part == 0) {
-        factors[mine] = factor;
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-
-      const float above = factors[sums[0].row(0, lane)], below = factors[sums[0].row(2, lane)];
-      EACH(n, NV) {
-        EACH(i, 4) {
-          sums[n][i] *= i < 2 ? above : below;
-        }
-      }
-      EACH(j, BN / 16) {
-        tile_a<T> left;
-        load_a(left, weights + 16 * j, LP, lane);
-        EACH(n, NV) {
-          tile_b<T> right;
-          load_b(right, now + 16 * j * LD + 8 * (NV * w + n), LD, lane);
-          mma(sums[n], left, right);
-        }
-      }
+  for (int first = begin; first < range.high; first += BN) {
+    if (BUFFERS == 1 || first + BN < range.high) {
+      stage_tile<T, R, DR, LD, BN, THREADS>(
+          then, latents, keys, tail_latents, tail_keys, tail, range,
+          first + (BUFFERS - 1) * BN, int(index));
     }
     if (BUFFERS == 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (next < range.high) {
-        stage_latents<T, R, DR, LD, BN, THREADS>(
-            then, coming, beside, next, range.low, range.high, int(index));
+      arrive();
+    }
+    tile_c s[BN / 8];
+    EACH(n, BN / 8) {
+      fill(s[n], 0.0f);
+    }
+    EACH(i, NK) {
+      const int at = 16 * (w + W * i);
+      if (16 * W * (i + 1) <= D || at < D) {
+        EACH(n, BN / 8) {
+          tile_b<T> columns;
+          load_b_t(columns, now + 8 * n * LD + at, LD, lane);
+          mma(s[n], queries[i], columns);
+        }
+      }
+    }
+    EACH(n, BN / 8) {
+      store(s[n], scores + 16 * w * LS + 8 * n, LS, lane);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    float x[KEYS];
+    float highest = no_score();
+    EACH(i, KEYS) {
+      const int key = part + LANES * i;
+      float score = 0.0f;
+      EACH(p, W) {
+        score += scores[(16 * p + mine) * LS + key];
+      }
+      const bool seen = first + key >= range.low && first + key < range.high;
+      x[i] = seen ? score * to_base2 : -INFINITY;
+      highest = metal::max(highest, x[i]);
+    }
+    for (int i = 1; i < LANES; i *= 2) {
+      highest = metal::max(highest, simd_shuffle_xor(highest, ushort(i)));
+    }
+    const float factor = raised(top, highest);
+    total *= factor;
+    EACH(i, KEYS) {
+      const float weight = metal::exp2(x[i] - top);
+      total += weight;
+      weights[mine * LP + part + LANES * i] = T(weight);
+    }
+    if (part == 0) {
+      factors[mine] = factor;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const float above = factors[sums[0].row(0, lane)], below = factors[sums[0].row(2, lane)];
+    EACH(n, NV) {
+      EACH(i, 4) {
+        sums[n][i] *= i < 2 ? above : below;
+      }
+    }
+    EACH(j, BN / 16) {
+      tile_a<T> left;
+      load_a(left, weights + 16 * j, LP, lane);
+      EACH(n, NV) {
+        tile_b<T> right;
+        load_b(right, now + 16 * j * LD + 8 * (NV * w + n), LD, lane);
+        mma(sums[n], left, right);
       }
     }
     arrive();
