@@ -114,27 +114,47 @@ inline float highest_top(const device float* stats, size_t base, int parts, int 
   return simd_max(highest);
 }
 
-// value += 2^(top - highest) partial of N columns and total += of the totals, of every eighth part
-// from `first` on; eight of them come together.
-template <int DV, int N>
-inline float add_parts(
-    thread float* value, const device float* partial, const device float* stats, float highest,
-    size_t base, int parts, int rows, int first, int column) {
-  float total = 0.0f;
-  for (int from = first; from < parts; from += 64) {
-    pack<float, N> in[8];
-    pack<float, 2> own[8];
-    EACH(j, 8) {
-      const size_t at = base + size_t(metal::min(from + 8 * j, parts - 1)) * rows;
-      in[j] = load_pack<N>(partial + at * DV + column);
-      own[j] = load_pack<2>(stats + 2 * at);
+// Every eighth part from `from` on, MANY of them: PACKS times N columns, and tops and totals. Those
+// that are not there are the last one.
+template <int MANY, int N, int PACKS>
+struct some_parts {
+  pack<float, N> in[MANY][PACKS];
+  pack<float, 2> own[MANY];
+};
+template <int DV, int MANY, int N, int PACKS>
+inline void fetch_parts(
+    thread some_parts<MANY, N, PACKS>& some, const device float* partial, const device float* stats,
+    size_t base, int parts, int rows, int from, int column) {
+  EACH(j, MANY) {
+    const size_t at = base + size_t(metal::min(from + 8 * j, parts - 1)) * rows;
+    some.own[j] = load_pack<2>(stats + 2 * at);
+    EACH(p, PACKS) {
+      some.in[j][p] = load_pack<N>(partial + at * DV + column + p * (DV / PACKS));
     }
-    EACH(j, 8) {
+  }
+}
+
+// value += 2^(top - highest) partial of columns and total += of the totals, of every eighth part from
+// `first` on, of which `some` has some. The columns of packs are DV / PACKS apart.
+template <int DV, int MANY, int N, int PACKS>
+inline float add_parts(
+    thread float* value, thread some_parts<MANY, N, PACKS>& some, const device float* partial,
+    const device float* stats, float highest, size_t base, int parts, int rows, int first,
+    int column) {
+  float total = 0.0f;
+  #pragma unroll 1
+  for (int from = first; from < parts; from += 8 * MANY) {
+    if (from > first) {
+      fetch_parts<DV>(some, partial, stats, base, parts, rows, from, column);
+    }
+    EACH(j, MANY) {
       if (from + 8 * j < parts) {
-        const float weight = metal::exp2(own[j].at[0] - highest);
-        total += weight * own[j].at[1];
-        EACH(e, N) {
-          value[e] += weight * in[j].at[e];
+        const float weight = metal::exp2(some.own[j].at[0] - highest);
+        total += weight * some.own[j].at[1];
+        EACH(p, PACKS) {
+          EACH(e, N) {
+            value[p * N + e] += weight * some.in[j][p].at[e];
+          }
         }
       }
     }
@@ -151,10 +171,13 @@ inline void attend_combine(
   const int lane = int(index % 32), w = int(index / 32);
   const int first = 32 * N * int(position.x), row = int(position.y), group = int(position.z);
   const size_t base = size_t(group) * parts * rows + row;
+  // What all parts have is on its way while the highest top is found.
+  some_parts<8, N, 1> some;
+  fetch_parts<DV>(some, partial, stats, base, parts, rows, w, first + N * lane);
   const float highest = highest_top(stats, base, parts, rows, lane);
   float value[N] = {};
-  float total = add_parts<DV, N>(
-      value, partial, stats, highest, base, parts, rows, w, first + N * lane);
+  float total = add_parts<DV>(
+      value, some, partial, stats, highest, base, parts, rows, w, first + N * lane);
   EACH(e, N) {
     shared[w * 32 * N + N * lane + e] = value[e];
   }

@@ -144,5 +144,6 @@ inline void narrow_matvec(
   fetch_narrow<ROWS, IN, BITS, GROUP>(
       parts, w + ulong(FIRST + row) * (IN / per), scales + ulong(FIRST + row) * (IN / GROUP),
       biases + ulong(FIRST + row) * (IN / GROUP), lane);
-  multiply_narrow<ROWS, IN, BITS, EXACT>(parts, x, y + row, lane);
+  multiply_narrow<ROWS, IN, BITS, EXACT>(
+      parts, x + lane % (IN / (V * per)) * (V * per), y + row, lane);
 }

@@ -4,7 +4,8 @@
 #include "attention.metal"
 
 // y [HEADS, OUT] = w_h x[h], x [HEADS, DV] being the joined parts: a threadgroup for each head, ROWS
-// rows of w for each simdgroup. shared: 8 (DV + 1) floats.
+// rows of w for each simdgroup. shared: 8 (DV + 1) floats; values: DV, and 4 behind each N, so that
+// lanes read from different banks.
 template <int ROWS, int SIMDGROUPS, int HEADS, int DV, int OUT, int FIRST, int BLOCK, int PACKS,
           int BITS, int GROUP, int V, bool EXACT, typename T, typename W, typename S>
 inline void attend_values(
@@ -22,15 +23,21 @@ inline void attend_values(
   slice<V, W, S> own[narrow_steps<ROWS, DV, N>()];
   fetch_narrow<ROWS, DV, BITS, GROUP>(own, w, scales, biases, lane);
 
-  const float highest = highest_top(stats, base, parts, HEADS, int(lane));
-  #pragma unroll
-  for (int task = index; task < 2 * DV; task += THREADS) {
-    const int first = task / (DV / 4), column = task % (DV / 4) * 4;
-    float value[4] = {};
-    const float total = add_parts<DV, 4>(
-        value, partial, stats, highest, base, parts, HEADS, first, column);
-    store_pack(
-        shared + first * DV + column, pack<float, 4>{value[0], value[1], value[2], value[3]});
+  // A task: an eighth of the parts, and twice four columns. Five parts at once: 33 fill a GPU.
+  const int EIGHTH = DV / 8;
+  for (int task = index; task < 8 * EIGHTH; task += THREADS) {
+    const int first = task / EIGHTH, column = task % EIGHTH * 4;
+    some_parts<5, 4, 2> some;
+    fetch_parts<DV>(some, partial, stats, base, parts, HEADS, first, column);
+    const float highest = highest_top(stats, base, parts, HEADS, int(lane));
+    float value[8] = {};
+    const float total = add_parts<DV>(
+        value, some, partial, stats, highest, base, parts, HEADS, first, column);
+    EACH(p, 2) {
+      store_pack(
+          shared + first * DV + p * (DV / 2) + column,
+          pack<float, 4>{value[4 * p], value[4 * p + 1], value[4 * p + 2], value[4 * p + 3]});
+    }
     if (column == 0) {
       shared[8 * DV + first] = total;
     }
@@ -42,11 +49,11 @@ inline void attend_values(
       sum += shared[i * DV + column];
       total += shared[8 * DV + i];
     }
-    values[column] = float(T(total > 0.0f ? sum / total : 0.0f));
+    values[column + column / N * 4] = float(T(total > 0.0f ? sum / total : 0.0f));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   multiply_narrow<ROWS, DV, BITS, EXACT>(
-      own, (const threadgroup float*)values, y + (size_t(sequence) * HEADS + head) * OUT + row,
-      lane);
+      own, (const threadgroup float*)values + lane % (DV / N) * (N + 4),
+      y + (size_t(sequence) * HEADS + head) * OUT + row, lane);
 }

@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.heads import HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
 
-# MOST_STEPS: a lane holds so many parts of rows. MOST_COLUMNS: threadgroup memory holds nine floats
+# MOST_STEPS: a lane holds so many parts of rows. MOST_COLUMNS: threadgroup memory holds ten floats
 # for each.
 SIMDGROUPS, MOST_STEPS, MOST_COLUMNS = 16, 8, 512
 
@@ -32,7 +32,7 @@ KERNEL = MetalKernel(
     outputs=("y",),
     body="""
         threadgroup float shared[8 * (DV + 1)];
-        threadgroup float values[DV];
+        threadgroup float values[2 * DV];
         attend_values<ROWS, SIMDGROUPS, HEADS, DV, OUT, FIRST, BLOCK, PACKS, BITS, GROUP, V, EXACT>(
             partial, stats, w, scales, biases, y, shared, values, partial_shape[1],
             threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,

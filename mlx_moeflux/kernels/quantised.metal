@@ -347,13 +347,13 @@ inline void fetch_narrow(
   }
 }
 
-// y[row] = w x
+// y[row] = w x; own: this lane's N numbers of x.
 template <int ROWS, int IN, int BITS, bool EXACT, int V, typename W, typename S, typename P,
           typename Y>
-inline void multiply_narrow(const thread slice<V, W, S>* parts, P x, device Y* y, uint lane) {
+inline void multiply_narrow(const thread slice<V, W, S>* parts, P own, device Y* y, uint lane) {
   const int N = V * per_word<BITS>(), LANES = IN / N;
   float values[N];
-  const float sum = load_x<BITS, EXACT, N>(values, x + lane % LANES * N);
+  const float sum = load_x<BITS, EXACT, N>(values, own);
   #pragma unroll
   for (int i = 0; i < narrow_steps<ROWS, IN, N>(); ++i) {
     float acc[1] = {0.0f};

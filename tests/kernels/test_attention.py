@@ -184,6 +184,7 @@ CASES = {
             "more parts than simdgroups, queries without keys"
         ),
         Attended(BF16, 1, 2, 1, 2, 192, 32, 128, 190).case("four columns a lane"),
+        Attended(F16, 1, 1, 1, 1, 4224, 32, 32, 4200).case("more parts than come at once"),
     ],
     "attend_combine_gated": [
         Attended(F16, 2, 6, 2, 2, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
@@ -200,6 +201,7 @@ EQUIVALENT = {
         "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
         "add_parts: off by one from < parts -> <=": "a round of parts that do not count",
+        "add_parts: off by one if (from > first) -> >=": "fetches again what is there",
     },
     "attention_rows.metal": {
         "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",

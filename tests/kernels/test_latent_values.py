@@ -17,7 +17,7 @@ F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 # dtype, B, heads, parts, R, out, first row of a block, bits (0: floats), group
 SIZES = [
     (F32, 2, 3, 11, 128, 128, 3, 4, 32),
-    (BF16, 1, 2, 34, 256, 64, 0, 8, 64),
+    (BF16, 1, 2, 43, 256, 64, 0, 8, 64),
     (F16, 1, 4, 5, 64, 64, 1, 0, 32),
 ]
 
@@ -86,9 +86,10 @@ def case(sizes):
 
 EQUIVALENT = {
     "latent_values.metal": {
+        "attend_values: off by one column < DV -> <=": "a value that nobody reads",
         "attend_values: swapped arguments 1 and 2 of narrow_steps: ROWS, DV": "a product",
         "attend_values: swapped arguments 2 and 3 of narrow_steps: DV, N": "the length of a "
         "thread's array, which nobody checks",
     },
 }
-CASES = {"attend_values": [case(SIZES[0]), case((F32, 1, 2, 34, 256, 64, 0, 8, 64))]}
+CASES = {"attend_values": [case(SIZES[0]), case((F32, 1, 2, 43, 256, 64, 0, 8, 64))]}
