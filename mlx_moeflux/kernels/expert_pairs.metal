@@ -157,9 +157,38 @@ inline void expert_outer(
   }
 }
 
-// As inner_rows, with rows of an expert that are all simdgroups' work.
+// Where a value is in a row that is dealt out: N neighbours are a lane's, and of four of them each all
+// lanes' lie side by side.
+template <int N>
+inline uint dealt(uint at) {
+  return at / (32 * N) * (32 * N) + at % N / 4 * 128 + at / N % 32 * 4 + at % 4;
+}
+
+// As take_columns, of a row that is dealt out.
+template <int PARTS, int IN, int BITS, bool EXACT, int SHARE, int N>
+inline void take_dealt(
+    thread columns<SHARE, N>& own, const device float* h, uint part, uint lane) {
+  own.first = (part * SHARE * 32 + lane) * N;
+  #pragma unroll
+  for (int i = 0; i < SHARE; ++i) {
+    const uint block = (part * SHARE + i) * 32 * N;
+    own.sums[i] = 0.0f;
+    for (int j = 0; j < N; j += 4) {
+      if (PARTS * SHARE * 32 * N == IN || block < IN) {
+        const pack<float, 4> in = load_pack<4>(h + block + 32 * j + 4 * lane);
+        for (int c = 0; c < 4; ++c) {
+          own.sums[i] += in.at[c];
+          own.values[i][j + c] = in.at[c] * factor<BITS, EXACT>(j + c);
+        }
+      }
+    }
+  }
+}
+
+// As inner_rows, with rows of an expert that are all simdgroups' work. DEAL: h is dealt out for lanes
+// that take so many columns, 0: it is not.
 template <int ROWS, int M, int SIMDGROUPS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          typename T, typename W, typename S>
+          int DEAL, typename T, typename W, typename S>
 inline void inner_parts(
     const device T* x,
     const device W* gate,
@@ -196,13 +225,15 @@ inline void inner_parts(
       first += partial[index * SIMDGROUPS + i];
       second += partial[(ROWS + index) * SIMDGROUPS + i];
     }
-    h[row + index / M * (OUT / ROWS * M) + index % M] = silu(first) * second;
+    const uint at = row + index / M * (OUT / ROWS * M) + index % M;
+    h[DEAL ? dealt<DEAL ? DEAL : 4>(at) : at] = silu(first) * second;
   }
 }
 
-// As expert_outer, with PARTS simdgroups for each expert, which share its rows' columns.
+// As expert_outer, with PARTS simdgroups for each expert, which share its rows' columns; DEALT: h is
+// as inner_parts deals it.
 template <int ROWS, int M, int PARTS, int K, int IN, int OUT, int BITS, int GROUP, int V,
-          bool EXACT, bool CONTINUES, typename W, typename S>
+          bool EXACT, bool CONTINUES, bool DEALT, typename W, typename S>
 inline void outer_parts(
     const device float* h,
     const device uint* slots,
@@ -219,13 +250,18 @@ inline void outer_parts(
     uint simdgroup,
     uint lane) {
   const int per = per_word<BITS>(), N = V * per, SHARE = share<IN, N, PARTS>();
+  const int STRIDE = K * PARTS | 1;
   const uint pair = token * K + simdgroup / PARTS, slot = slots[pair];
   if (slot < num_slots) {
     const ulong base = ulong(slot) * OUT + row;
     columns<SHARE, N> own;
-    take_columns<PARTS, IN, BITS, EXACT, PLAIN>(
-        own, h + ulong(pair) * IN, h, simdgroup % PARTS, lane);
-    part_of_rows<ROWS, M, OUT / ROWS * M, PARTS, K * PARTS, IN, BITS, GROUP, V, EXACT>(
+    const device float* row_of_h = h + ulong(pair) * IN;
+    if (DEALT) {
+      take_dealt<PARTS, IN, BITS, EXACT>(own, row_of_h, simdgroup % PARTS, lane);
+    } else {
+      take_columns<PARTS, IN, BITS, EXACT, PLAIN>(own, row_of_h, h, simdgroup % PARTS, lane);
+    }
+    part_of_rows<ROWS, M, OUT / ROWS * M, PARTS, STRIDE, IN, BITS, GROUP, V, EXACT>(
         partial + simdgroup, own, down + base * (IN / per), scales + base * (IN / GROUP),
         biases + base * (IN / GROUP), lane);
   }
@@ -239,7 +275,7 @@ inline void outer_parts(
       if (slots[token * K + k] < num_slots) {
         float sum = 0.0f;
         for (int i = 0; i < PARTS; ++i) {
-          sum += partial[index * (K * PARTS) + k * PARTS + i];
+          sum += partial[index * STRIDE + k * PARTS + i];
         }
         total += weights[token * K + k] * sum;
       }
