@@ -191,22 +191,24 @@ struct columns {
   uint first;
 };
 
-// Returns this lane's part of the sum of squares.
+// As many at a time as 16 bytes hold: lanes are N columns apart, and a request takes as long as they
+// are many. Returns this lane's part of the sum of squares.
 template <int PARTS, int IN, int BITS, bool EXACT, int FORM, int SHARE, int N, typename T,
           typename U>
 inline float take_columns(
     thread columns<SHARE, N>& own, const device T* x, const device U* other, uint part, uint lane) {
+  const int M = sizeof(T) + sizeof(U) == 4 && N > 4 ? 8 : 4;
   float square = 0.0f;
   own.first = (part * SHARE * 32 + lane) * N;
   #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     const uint at = own.first + i * 32 * N;
     own.sums[i] = 0.0f;
-    for (int j = 0; j < N; j += 4) {
+    for (int j = 0; j < N; j += M) {
       if (PARTS * SHARE * 32 * N == IN || at < IN) {
-        const pack<T, 4> in = load_pack<4>(x + at + j);
-        const pack<U, 4> beside = load_pack<4>(other + at + j);
-        for (int c = 0; c < 4; ++c) {
+        const pack<T, M> in = load_pack<M>(x + at + j);
+        const pack<U, M> beside = load_pack<M>(other + at + j);
+        for (int c = 0; c < M; ++c) {
           const float value = formed<FORM>(float(in.at[c]), float(beside.at[c]), square);
           own.sums[i] += value;
           own.values[i][j + c] = value * factor<BITS, EXACT>(j + c);

@@ -291,7 +291,9 @@ def test_joined_results_are_the_same_bits(device, dtype):
 def in_rounds(case: Case) -> Case:
     """As on a GPU for which two threadgroups are enough: they take their rows in several goes."""
     caches = tiling.rows_at_once, project_module._launch
-    within = functools.partial(harness.patched, tiling, *caches, PROCESSORS=1, AT_ONCE=8)
+    within = functools.partial(
+        harness.patched, tiling, *caches, PROCESSORS=1, AT_ONCE=8, MIDDLE_AT_ONCE=8
+    )
     return replace(case, name=f"{case.name}-rounds", within=within)
 
 
