@@ -64,9 +64,9 @@ def _cupti() -> bool:
     return torch is not None and mx.cuda.is_available() and torch.cuda.is_available()
 
 
-def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
-    """Name -> seconds of the kernels of `run`, gaps left out and what overlaps counted once; None
-    if nothing sees them."""
+def kernel_events(run: Callable[[], Any]) -> list[Any] | None:
+    """What CUPTI says of the kernels of `run`, in the order in which they began (``name``,
+    ``time_range`` in microseconds); None if nothing sees them."""
     if not _cupti():
         return None
     torch.zeros(1).cuda()  # CUPTI sees what runs after PyTorch has a context
@@ -75,9 +75,18 @@ def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
         mx.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [e for e in profiler.events() if e.device_type == on_gpu]
+    return sorted(events, key=lambda event: event.time_range.start)
+
+
+def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
+    """Name -> seconds of the kernels of `run`, gaps left out and what overlaps counted once; None
+    if nothing sees them."""
+    events = kernel_events(run)
+    if events is None:
+        return None
     seconds: dict[str, float] = {}
     until = 0.0
-    for event in sorted(events, key=lambda event: event.time_range.start):
+    for event in events:
         start, end = event.time_range.start, event.time_range.end
         own = max(0.0, end - max(start, until)) * 1e-6
         seconds[event.name] = seconds.get(event.name, 0.0) + own
