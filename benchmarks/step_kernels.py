@@ -44,15 +44,12 @@ def split_heads(model) -> None:
     mx.eval(model.parameters())
 
 
-def of_a_layer(side: Side, layer: int, args) -> dict[str, list[float]] | None:
+def of_a_layer(side: Side, layer: int, args) -> dict[str, list[float]]:
     """Kernel -> microseconds of each time it ran, for those that each step launches for a layer."""
     side.repeat(layer, args.many)
     side.decode(args.seen, args.steps)  # compiles
-    events = kernel_events(lambda: side.decode(args.seen, args.steps))
-    if events is None:
-        return None
     times: dict[str, list[float]] = {}
-    for event in events:
+    for event in kernel_events(lambda: side.decode(args.seen, args.steps)):
         name = event.name.partition("custom_kernel_moeflux_")[2].partition("(")[0]
         times.setdefault(name, []).append(event.time_range.end - event.time_range.start)
     times.pop("", None)  # MLX's own
@@ -71,6 +68,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="tokens of a trial")
     parser.add_argument("--kernels", default=None, help="such as latent_attention=reference")
     args = parser.parse_args()
+    if kernel_events(lambda: None) is None:
+        raise SystemExit("step_kernels: needs NVIDIA's GPU, and PyTorch with CUDA.")
     if not args.out.exists():
         synthesize(args.like, args.out, layers=args.layers, experts=args.experts)
     model = load_model(args.out, expert_memory="100%", kernels=args.kernels)
@@ -79,8 +78,6 @@ def main() -> None:
     side.config, side.dtype = model.config, model.model.norm.weight.dtype
     for layer in sorted({0, len(side.own) - 1}):
         times = of_a_layer(side, layer, args)
-        if times is None:
-            raise SystemExit("step_kernels: needs NVIDIA's GPU, and PyTorch with CUDA.")
         calls = args.many * (args.steps + WARM_UP)
         total = sum(map(sum, times.values())) / calls
         print(f"layer {layer}: {total:.1f} us of kernels, some of which run at once")

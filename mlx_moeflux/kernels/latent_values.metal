@@ -23,7 +23,8 @@ inline void attend_values(
   slice<V, W, S> own[narrow_steps<ROWS, DV, N>()];
   fetch_narrow<ROWS, DV, BITS, GROUP>(own, w, scales, biases, lane);
 
-  // A task: an eighth of the parts, and twice four columns. Five parts at once: 33 fill a GPU.
+  // A task: an eighth of the parts, and twice four columns. Five parts at once: 33 fill a GPU. DV is a
+  // multiple of 32, so that whole simdgroups have tasks.
   const int EIGHTH = DV / 8;
   for (int task = index; task < 8 * EIGHTH; task += THREADS) {
     const int first = task / EIGHTH, column = task % EIGHTH * 4;
