@@ -16,6 +16,7 @@ from mlx_moeflux.kernels.delta_gates import normalise_qk
 from mlx_moeflux.kernels.delta_mixer import References
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.heads import HeadMatrices
+from mlx_moeflux.kernels.latent_step import Queries
 from mlx_moeflux.kernels.project import Weight
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -92,12 +93,16 @@ def _latent_prepare(x: Normal) -> Arguments:
 
 
 def _latent_step(x: Normal) -> Arguments:
+    # One sequence and wide rows to make queries of: the kernel that does most. Of floats, because
+    # MLX adds quantised products up in the dtype of x on the CPU.
+    D, L = LATENT + DR, 1536
     frequencies = 1e4 ** (-mx.arange(0, DR, 2) / DR)
     options = {"norm": x(LATENT), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
     options |= {"position": mx.array([19], dtype=mx.int32), "factor": 1.2, "interleaved": True}
-    parts = mx.quantize(0.2 * x(HQ, LATENT, 2 * LATENT), group_size=32, bits=4)
-    tail = (x(B, 1, 16, LATENT), x(B, 1, 16, DR))
-    arrays = (x(B, 1, HQ, 2 * LATENT + DR), x(B, 1, LATENT + DR), tail)
+    options["queries"] = Queries(Weight(L**-0.5 * x(HQ * D, L)), x(L), 1e-6)
+    parts = mx.quantize(0.2 * x(HQ, LATENT, LATENT), group_size=32, bits=4)
+    tail = (x(1, 1, 16, LATENT), x(1, 1, 16, DR))
+    arrays = (x(1, 1, L), x(1, 1, LATENT + DR), tail)
     return (*arrays, HeadMatrices(*parts, QuantSpec(4, 32), 0, LATENT)), options
 
 

@@ -3,10 +3,9 @@
 #include "quantised.metal"
 
 // Row [D] turned: pair i by position * frequencies[i], and scaled by `factor`.
-template <typename T, int D, bool INTERLEAVED>
+template <typename T, int D, bool INTERLEAVED, typename P>
 inline void turned_row(
-    const device T* x, const device float* frequencies, float factor, int position, device T* y,
-    uint lane) {
+    P x, const device float* frequencies, float factor, int position, device T* y, uint lane) {
   for (int i = int(lane); i < D / 2; i += 32) {
     const int first = INTERLEAVED ? 2 * i : i, second = INTERLEAVED ? 2 * i + 1 : i + D / 2;
     const float angle = float(position) * frequencies[i];

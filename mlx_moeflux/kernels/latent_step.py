@@ -4,36 +4,55 @@
     q_latent = w_h nope[h]  (transposed: w_h^T nope[h]);   tail' = tail with the row (latent, key)
 
 Shapes:
-    q: ``[B, 1, H, Dn + Dr]``; kv: ``[B, 1, R + Dr]``; tail: ``[B, 1, rows, R]`` and
-    ``[B, 1, rows, Dr]``; matrices ``[R, Dn]`` of each head (transposed: ``[Dn, R]``); norm,
-    frequencies, offset, factor, interleaved: see :mod:`mlx_moeflux.kernels.latent_prepare`;
-    position: see :mod:`mlx_moeflux.kernels.append`.
+    q: ``[B, 1, H, Dn + Dr]``, or with `queries` what these make them of, ``[B, 1, L]``; kv:
+    ``[B, 1, R + Dr]``; tail: ``[B, 1, rows, R]`` and ``[B, 1, rows, Dr]``; matrices ``[R, Dn]`` of
+    each head (transposed: ``[Dn, R]``); norm, frequencies, offset, factor, interleaved: see
+    :mod:`mlx_moeflux.kernels.latent_prepare`; position: see :mod:`mlx_moeflux.kernels.append`.
     returns: q_latent ``[B, H, 1, R]``, rotary ``[B, H, 1, Dr]``, and the two new tails.
 
-Composed it is three launches, fused it is one, with the same bits.
+Composed it is four launches, fused it is one for one sequence, or two, with the same bits.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import append, heads, latent_prepare
+from mlx_moeflux.kernels import append, heads, latent_prepare, project
 from mlx_moeflux.kernels.append import Pair
 from mlx_moeflux.kernels.heads import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.latent_prepare import numbers_of
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
 from mlx_moeflux.kernels.norm_rope import offsets
 from mlx_moeflux.kernels.numbers import on_the_device
+from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.tiling import MIDDLE, MOST_SIMDGROUPS, simdgroups_of, tiling
+
+
+@dataclass(frozen=True)
+class Queries:
+    """How queries are made: the rows of `weight` ``[H (Dn + Dr), L]`` times a norm, whose weight is
+    `norm` ``[L]``."""
+
+    weight: Weight
+    norm: mx.array
+    eps: float
+
+    def of(self, low: mx.array, heads: int, steps: Any) -> mx.array:
+        """low ``[B, 1, L]`` -> ``[B, 1, H, Dn + Dr]``."""
+        q = steps.project(low, [self.weight], norm=self.norm, eps=self.eps)[0]
+        return q.reshape(*low.shape[:2], heads, -1)
 
 
 class References:
     """The steps in plain MLX."""
 
+    project = staticmethod(project.project)
     latent_prepare = staticmethod(latent_prepare.latent_prepare)
     head_product = staticmethod(heads.head_product)
     append_row = staticmethod(append.append_row)
@@ -53,9 +72,12 @@ def latent_step(
     factor: float = 1.0,
     interleaved: bool = False,
     transposed: bool = False,
+    queries: Queries | None = None,
     steps: Any = References,
 ) -> tuple[mx.array, mx.array, Pair]:
     """Operation by operation, each as `steps` computes it."""
+    if queries is not None:
+        q = queries.of(q, matrices.number, steps)
     nope, rotary, latent, key = steps.latent_prepare(
         q, kv, norm=norm, eps=eps, frequencies=frequencies, offset=offset, factor=factor,
         interleaved=interleaved,
@@ -114,7 +136,46 @@ _KERNEL = MetalKernel(
 )
 
 
-@launches(_KERNEL)
+# Threadgroups besides those of the heads: with 128 heads as many as an H100 has processors. And
+# parts of rows that a lane holds: for more there are no registers, nor for L wider than MIDDLE.
+OTHERS, MOST_STEPS = 4, 4
+
+_WITH_QUERIES = MetalKernel(
+    "latent_step_queries",
+    file="latent_step.metal",
+    inputs=("low", "low_weight", "v", "v_scales", "v_biases", *_KERNEL.inputs[1:]),
+    outputs=_KERNEL.outputs,
+    body="""
+        threadgroup float squares[32];
+        threadgroup float partial[(DN + DR) * PARTS];
+        threadgroup float values[2 * (DN + DR)];
+        const uint simdgroup = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
+        const uint head = threadgroup_position_in_grid.x;
+        const int own = position[0] % TAIL;
+        const threadgroup float* turning;
+        if (head < HEADS) {
+            const ulong first = ulong(head) * (DN + DR), row = ulong(head) * BLOCK + FIRST;
+            turning = step_of_head<ROWS, DN, DR, RANK, BITS, GROUP, V, OWN, TOGETHER, PARTS, L,
+                                   LOW_BITS, LOW_GROUP, LOW_V, EXACT>(
+                low, low_weight, as_type<float>(EPSILON), v + first * LOW_PACKS,
+                v_scales + first * (L / LOW_GROUP), v_biases + first * (L / LOW_GROUP),
+                w + row * PACKS, scales + row * (DN / GROUP), biases + row * (DN / GROUP),
+                q_latent + head * RANK, values, squares, partial, simdgroup, lane);
+        } else {
+            turning = step_of_tail<THREADS, OTHERS, TAIL, RANK, DR, PACK>(
+                kv, weight, numbers[0], latents, keys, new_latents, new_keys, values, own,
+                head - HEADS, simdgroup, lane);
+        }
+        if (head <= HEADS && simdgroup == THREADS / 32 - 1) {
+            turned_row<T, DR, INTERLEAVED>(
+                turning, frequencies, numbers[1], offset[0],
+                head < HEADS ? rotary + head * DR : new_keys + own * DR, lane);
+        }
+    """,
+)
+
+
+@launches(_KERNEL, _WITH_QUERIES)
 def latent_step_fused(
     q: mx.array,
     kv: mx.array,
@@ -129,9 +190,10 @@ def latent_step_fused(
     factor: float = 1.0,
     interleaved: bool = False,
     transposed: bool = False,
+    queries: Queries | None = None,
     steps: Any = References,
 ) -> tuple[mx.array, mx.array, Pair]:
-    """:func:`latent_step` in one launch.
+    """:func:`latent_step` in one launch; where `queries` have one of their own, `steps` makes it.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, there is more than one token of a
@@ -146,17 +208,49 @@ def latent_step_fused(
         raise ShapeError(f"latent_step: q, kv and tail are {dtypes}, norm {norm.dtype}.")
     if position.dtype != mx.int32:
         raise ShapeError(f"latent_step: position is {position.dtype}, not int32.")
-    launch = _launch(
-        q.shape, kv.shape, tail[0].shape, tail[1].shape, norm.shape, frequencies.shape[0],
-        matrices.weight.shape, layout, matrices.first, matrices.count, q.dtype,
+    made = None if queries is None else _made(q, queries, matrices.number)
+    if queries is not None and made is None:
+        q = queries.of(q, matrices.number, steps)
+    kernel, launch = _launch(
+        q.shape if made is None else made.shape, kv.shape, tail[0].shape, tail[1].shape,
+        norm.shape, frequencies.shape[0], matrices.weight.shape, layout, matrices.first,
+        matrices.count, q.dtype, made,
     )  # fmt: skip
+    if made is not None and kernel is _KERNEL:
+        q = queries.of(q, matrices.number, steps)
+    before = [q] if kernel is _KERNEL else [q, queries.norm, *arrays_of(queries.weight)]
     template = launch["template"] | {"INTERLEAVED": interleaved}
-    q_latent, rotary, *new = _KERNEL(
-        q, kv, norm, frequencies.astype(mx.float32), numbers_of(eps, factor),
+    q_latent, rotary, *new = kernel(
+        *before, kv, norm, frequencies.astype(mx.float32), numbers_of(eps, factor),
         offsets(offset, q.shape[0]), on_the_device(position), *tail, *arrays_of(matrices),
         **launch | {"template": template},
     )  # fmt: skip
     return q_latent, rotary, tuple(new)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Queries of `shape` ``[1, 1, H, Dn + Dr]``, and how the matrix ``[*, width]`` is stored that
+    makes them."""
+
+    shape: tuple[int, ...]
+    layout: Matrix
+    width: int
+    eps: float
+
+
+def _made(low: mx.array, queries: Queries, heads: int) -> _Made | None:
+    """What a kernel has to know of them; None: none makes them."""
+    weight, L = queries.weight, low.shape[-1]
+    try:
+        layout = matrix_of(weight, L)
+    except UnsupportedError:
+        return None
+    rows = weight.weight.shape[0]
+    known = low.shape == (1, 1, L) and queries.norm.shape == (L,) and queries.norm.dtype in FLOATS
+    if not known or weight.precise or rows % heads or L not in MIDDLE:
+        return None
+    return _Made((1, 1, heads, rows // heads), layout, L, queries.eps)
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,7 +266,8 @@ def _launch(
     first: int,
     out: int,
     dtype: mx.Dtype,
-) -> dict[str, Any]:
+    made: _Made | None,
+) -> tuple[MetalKernel, dict[str, Any]]:
     (B, T, H, D), Dr, rows = q, 2 * pairs, latents[2]
     Dn, R = D - Dr, norm[0]
     wanted = (T, kv, latents, keys, out, weight[0])
@@ -186,18 +281,49 @@ def _launch(
     narrow = narrow_rows(layout, R, Dn)
     if narrow is None:
         raise UnsupportedError(f"latent_step takes no matrices of {R} rows of {Dn}.")
-    simdgroups, pack = NARROW_SIMDGROUPS, 16 // dtype.size
+    pack = 16 // dtype.size
+    template = {
+        **{"T": dtype, "HEADS": H, "DN": Dn, "DR": Dr, "RANK": R, "TAIL": rows, "PACK": pack},
+        **{"FIRST": first, "BLOCK": weight[1], "PACKS": weight[2], "EXACT": dtype == mx.float32},
+        **{"BITS": layout.bits, "GROUP": layout.group, **narrow},
+    }
+    outputs = {"output_shapes": [(B, H, 1, R), (B, H, 1, Dr), latents, keys]}
+    outputs["output_dtypes"] = [dtype] * 4
+    own = None if made is None else _with_queries(made, layout, narrow["V"], R, Dn, dtype)
+    if own is not None:
+        threads = own["THREADS"]
+        grid = {"grid": ((H + OTHERS) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
+        return _WITH_QUERIES, {"template": template | own, **grid, **outputs}
+    simdgroups = NARROW_SIMDGROUPS
     each = -(-R // (simdgroups * narrow["ROWS"]))
-    others, copies = -(-(H + 1) // simdgroups), -(-rows * R // pack // (32 * simdgroups))
-    return {
-        "template": {
-            **{"T": dtype, "HEADS": H, "DN": Dn, "DR": Dr, "RANK": R, "TAIL": rows, "PACK": pack},
-            **{"OTHERS": others, "COPIES": copies, "EACH": each, "OUT": R, "FIRST": first},
-            **{"BLOCK": weight[1], "PACKS": weight[2], "EXACT": dtype == mx.float32, **narrow},
-            **{"BITS": layout.bits, "GROUP": layout.group, "SIMDGROUPS": simdgroups},
-        },
+    others, copies = -(-(H + 1) // simdgroups), -(-rows * max(R, Dr) // pack // (32 * simdgroups))
+    template |= {"OTHERS": others, "COPIES": copies, "EACH": each, "OUT": R}
+    return _KERNEL, {
+        "template": template | {"SIMDGROUPS": simdgroups},
         "grid": ((others + copies + each * H) * simdgroups * 32, B, 1),
         "threadgroup": (simdgroups * 32, 1, 1),
-        "output_shapes": [(B, H, 1, R), (B, H, 1, Dr), latents, keys],
-        "output_dtypes": [dtype] * 4,
+        **outputs,
     }
+
+
+def _with_queries(
+    made: _Made, layout: Matrix, words: int, R: int, Dn: int, dtype: mx.Dtype
+) -> dict[str, Any] | None:
+    """Template arguments of the launch that makes queries too: as many simdgroups as there are
+    registers for, among which both matrices' rows of a head come out even; None: they do not."""
+    D, L = made.shape[3], made.width
+    tile, parts = tiling(made.layout, D, L, dtype)[1], simdgroups_of(L)
+    lanes = Dn // (words * (32 // layout.bits if layout.bits else 1))
+    known = [n for n in range(32 // lanes, R + 1, 32 // lanes) if R % n == 0]
+    for teams in range(MOST_SIMDGROUPS // parts, 0, -1):
+        simdgroups = teams * parts
+        rows = next((n for n in known if n * simdgroups >= R), 0)
+        steps, even = rows * lanes // 32, D % (teams * tile["SPLIT"]) == 0
+        if even and 32 * simdgroups >= D and 0 < steps <= MOST_STEPS:
+            return {
+                **{"THREADS": 32 * simdgroups, "ROWS": rows, "OWN": D // teams, "PARTS": parts},
+                **{"OTHERS": OTHERS, "TOGETHER": tile["SPLIT"], "L": L, "LOW_V": tile["V"]},
+                **{"LOW_BITS": made.layout.bits, "LOW_GROUP": made.layout.group},
+                **{"LOW_PACKS": made.layout.words(L), "EPSILON": float_bits(made.eps)},
+            }
+    return None

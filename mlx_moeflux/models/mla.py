@@ -12,12 +12,13 @@ from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.kernels.heads import HeadMatrices
-from mlx_moeflux.models.layers import project
+from mlx_moeflux.kernels.latent_step import Queries
+from mlx_moeflux.models.layers import project, weight_of
 
 # transformers gives the two inner norms this one, whatever rms_norm_eps is.
 INNER_EPS = 1e-6
 # Operations that a step of one token is composed of where it is not one.
-STEPS = ("latent_prepare", "append_row", "head_product")
+STEPS = ("project", "latent_prepare", "append_row", "head_product")
 
 
 class HeadLinear(nn.Module):
@@ -92,8 +93,9 @@ class LatentAttention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         H, Dv = config.num_attention_heads, config.v_head_dim
-        q, kv = self._queries(x, norm)
-        q = q.reshape(B, T, H, -1)
+        queries, (q, kv) = self._queries(), self._enter(x, norm)
+        if queries is None:
+            q = q.reshape(B, T, H, -1)
         turning = {
             "norm": self.kv_a_layernorm.weight,
             "eps": INNER_EPS,
@@ -109,10 +111,12 @@ class LatentAttention(nn.Module):
             turning |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
             form = None if kernels.are_auto(*STEPS) else "reference"
             q_latent, q_rope, newest = kernels.latent_step(
-                q, kv, newest, keys, **turning, use_kernel=form
+                q, kv, newest, keys, **turning, queries=queries, use_kernel=form
             )
             options = cache.appended(newest)
         else:
+            if queries is not None:
+                q = queries.of(q, H, kernels)
             q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **turning)
             options = cache.append(kernels, latent, key_rope)
         buffers = options.pop("k"), options.pop("v")
@@ -137,13 +141,17 @@ class LatentAttention(nn.Module):
         R, Dn, Dv = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
         return T * (2 * R - Dn - Dv) <= (Dn + Dv) * R
 
-    def _queries(self, x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
-        """Queries of all heads, and latent with rotary key."""
-        kernels, latent = self._kernels, self.kv_a_proj_with_mqa
+    def _enter(self, x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
+        """Queries, or what :meth:`_queries` makes them of; and latent with rotary key."""
+        q = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+        return project(self._kernels, x, q, self.kv_a_proj_with_mqa, norm=norm)
+
+    def _queries(self) -> Queries | None:
+        """How queries are made of what :meth:`_enter` gives; None: it gives them."""
         if self.config.q_lora_rank is None:
-            return project(kernels, x, self.q_proj, latent, norm=norm)
-        low, latent = project(kernels, x, self.q_a_proj, latent, norm=norm)
-        return [*project(kernels, low, self.q_b_proj, norm=self.q_a_layernorm), latent]
+            return None
+        norm = self.q_a_layernorm
+        return Queries(weight_of(self.q_b_proj), norm.weight, norm.eps)
 
     def _expand(self, latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Keys ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of latents ``[B, 1, s, R]``."""

@@ -81,19 +81,23 @@ STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("padding", [None, [0, 3]])
+@pytest.mark.parametrize("padding", [None, [3, 0]])
 @pytest.mark.parametrize("split", [True, False])
-def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(monkeypatch, padding, split):
-    """What is traced, untraced; against the operations one by one."""
+@pytest.mark.parametrize("low", [None, 1536])
+def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(monkeypatch, padding, split, low):
+    """What is traced, untraced; against the operations one by one. low: what queries are made of,
+    which one launch takes too, for one sequence."""
     mx.random.seed(3)
-    model = Model(Config.from_dict(STEP, file="config.json"), kernels=choose_kernels("auto"))
+    config = Config.from_dict(STEP | {"q_lora_rank": low}, file="config.json")
+    model = Model(config, kernels=choose_kernels("auto"))
     attention, norm = model.layers[0].self_attn, model.layers[0].input_layernorm
     if split:
         attention.use_split_heads()
-    x, arrays = mx.random.normal((2, 1, 96)), [mx.random.normal((2, 1, 256, n)) for n in (128, 16)]
+    B = 1 if low else 2
+    x, arrays = mx.random.normal((B, 1, 96)), [mx.random.normal((B, 1, 256, n)) for n in (128, 16)]
     tails = [array[:, :, 128:192] for array in arrays]
     counts = [mx.array([n], dtype=mx.int32) for n in (150, 151)]
-    start = None if padding is None else mx.array(padding, dtype=mx.int32)
+    start = None if padding is None else mx.array(padding[:B], dtype=mx.int32)
     launched, call = [], MetalKernel.__call__
 
     def watched(kernel, *args, **kwargs):
@@ -109,7 +113,11 @@ def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(monkeypatch, pad
             results.append([attention(x, entry, norm), *entry.ends])
             mx.eval(results[-1])
     # Matrices of kv_b_proj are read transposed, which the one launch does not do.
-    assert launched.count("latent_step") == split
+    step, other = (
+        "latent_step_queries" if low else "latent_step",
+        {"latent_step", "latent_step_queries"},
+    )
+    assert launched.count(step) == sum(launched.count(name) for name in other) == split
     assert launched.count("latent_prepare") == launched.count("append_row") == 2 - split
     assert launched.count("attend_values") == launched.count("attend_combine") == 1
     for once, composed in zip(*results, strict=True):

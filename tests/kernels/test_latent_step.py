@@ -3,6 +3,7 @@ references in float32 the truth."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -13,7 +14,9 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.append import append_row_fused
 from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent_prepare import latent_prepare_fused
-from mlx_moeflux.kernels.latent_step import latent_step, latent_step_fused
+from mlx_moeflux.kernels.latent_step import Queries, latent_step, latent_step_fused
+from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.project import Weight, project_fused
 from tests.kernels.harness import Case, emulated
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -21,6 +24,7 @@ FUSED = SimpleNamespace(
     latent_prepare=latent_prepare_fused,
     append_row=append_row_fused,
     head_product=head_product_fused,
+    project=project_fused,
 )
 # dtype, B, H, Dn, Dr, R, rows of a tail, position, bits (0: floats), group, interleaved
 SIZES = [
@@ -28,6 +32,7 @@ SIZES = [
     (BF16, 1, 4, 64, 8, 40, 64, 63, 8, 64, False),
     (F16, 3, 5, 64, 24, 16, 32, 64, 0, 32, True),
     (BF16, 1, 9, 128, 64, 128, 64, 2, 4, 64, True),
+    (F32, 1, 2, 32, 64, 16, 64, 5, 4, 32, True),
 ]
 
 
@@ -47,6 +52,44 @@ def arguments(dtype, B, H, Dn, Dr, R, rows, position, bits, group, interleaved):
     return args, options
 
 
+# Of the matrix that makes queries: width, bits (0: floats), group; by SIZES, with one sequence.
+MADE = [
+    ((F32, 1, 3, 32, 16, 24, 16, 35, 4, 32, True), (1536, 4, 64)),
+    ((BF16, 1, 4, 64, 32, 40, 64, 63, 8, 64, False), (1568, 8, 32)),
+    ((F16, 1, 5, 64, 24, 16, 32, 64, 0, 32, True), (1600, 0, 32)),
+    ((BF16, 1, 2, 128, 64, 512, 64, 2, 4, 64, True), (1536, 4, 64)),
+    ((BF16, 1, 2, 32, 16, 64, 16, 7, 4, 32, False), (1984, 4, 32)),
+]
+
+
+class Called:
+    """A module that stands for a matrix."""
+
+    weight = scales = spec = None
+
+    def __init__(self, own: Weight):
+        self.own = own
+
+
+def project_either(x, weights, **options):
+    return project_fused(x, [getattr(w, "own", w) for w in weights], **options)
+
+
+STEPS = SimpleNamespace(**{**vars(FUSED), "project": project_either})
+
+
+def with_queries(sizes, made):
+    """Arguments of `sizes` with rows of another width, and what makes queries of them."""
+    (q, *rest), options = arguments(*sizes)
+    (width, bits, group), (B, _, H, D) = made, q.shape
+    draw = lambda *shape: mx.random.normal(shape).astype(q.dtype)  # noqa: E731
+    weight = width**-0.5 * draw(H * D, width)
+    parts = mx.quantize(weight, group_size=group, bits=bits) if bits else (weight,)
+    weight = Weight(*parts, spec=QuantSpec(bits, group) if bits else None)
+    queries = Queries(weight, draw(width), 1e-4)
+    return (draw(B, 1, width), *rest), options | {"queries": queries}
+
+
 def flat(result):
     q_latent, rotary, tail = result
     return [q_latent, rotary, *tail]
@@ -60,6 +103,50 @@ def test_the_same_bits_as_step_by_step(device, sizes):
     for a, b in zip(once, composed, strict=True):
         assert a.dtype == sizes[0]
         assert mx.array_equal(a, b).item()
+
+
+@pytest.mark.parametrize(("sizes", "made"), MADE, ids=str)
+def test_queries_made_in_the_same_launch_have_the_same_bits(device, monkeypatch, sizes, made):
+    args, options = with_queries(sizes, made)
+    launched, call = [], MetalKernel.__call__
+
+    def watched(kernel, *args, **kwargs):
+        launched.append(kernel.name)
+        return call(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(MetalKernel, "__call__", watched)
+    once = flat(latent_step_fused(*args, **options, steps=FUSED))
+    assert launched == ["latent_step_queries"]
+    composed = flat(latent_step(*args, **options, steps=FUSED))
+    for a, b in zip(once, composed, strict=True):
+        assert a.dtype == sizes[0]
+        assert mx.array_equal(a, b).item()
+
+
+def test_queries_that_take_a_launch_of_their_own(device, monkeypatch):
+    """Several sequences; narrow rows; modules in the place of a matrix."""
+    two = (F32, 2, *MADE[0][0][2:])
+    applied = lambda queries: replace(queries, weight=Called(queries.weight))  # noqa: E731
+    for sizes, made, changed in (
+        (two, (1536, 4, 64), lambda queries: queries),
+        (MADE[0][0], (1024, 4, 64), lambda queries: queries),
+        (MADE[0][0], (1536, 4, 64), applied),
+    ):
+        args, options = with_queries(sizes, made)
+        composed = flat(latent_step(*args, **options, steps=FUSED))
+        options["queries"] = changed(options["queries"])
+        launched, call = [], MetalKernel.__call__
+
+        def watched(kernel, *args, call=call, launched=launched, **kwargs):
+            launched.append(kernel.name)
+            return call(kernel, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MetalKernel, "__call__", watched)
+            once = flat(latent_step_fused(*args, **options, steps=STEPS))
+        assert launched[-1] == "latent_step"
+        for a, b in zip(once, composed, strict=True):
+            assert mx.array_equal(a, b).item()
 
 
 def test_what_does_not_fit():
@@ -92,6 +179,22 @@ def case(sizes):
     )
 
 
+def case_with_queries(sizes, made):
+    args, options = with_queries(sizes, made)
+    expected = flat(latent_step(*args, **options))
+    largest = max(float(mx.abs(x).max()) for x in expected)
+    return Case(
+        f"{sizes} {made}",
+        lambda: flat(latent_step_fused(*args, **options)),
+        lambda: expected,
+        3e-6 * largest,
+    )
+
+
 CASES = {
     "latent_step": [case(SIZES[0]), case((F32, 1, 4, 64, 8, 40, 64, 63, 8, 64, False))],
+    "latent_step_queries": [
+        case_with_queries(*MADE[0]),
+        case_with_queries((F32, 1, 4, 64, 32, 40, 64, 63, 8, 64, False), (1568, 8, 32)),
+    ],
 }
