@@ -11,36 +11,10 @@ inline void other_rows(const device T* from, device T* to, int own, uint index) 
   }
 }
 
-// OUT rows of w times norm(x) as rows_of has them, rounded to T. PARTS simdgroups share the columns,
-// and as many times PARTS of them as there are have ROWS rows each, M at a time. Row n is in values
-// at n, and 4 further for each EVERY of the first NARROW, which so lie on different banks; everybody
-// has to meet before they are read.
-template <int ROWS, int M, int PARTS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          int NARROW, int EVERY, typename T, typename U, typename W, typename S>
-inline void rows_on_chip(
-    const device T* x, const device U* norm_weight, float epsilon, const device W* w,
-    const device S* scales, const device S* biases, threadgroup float* values,
-    threadgroup float* squares, threadgroup float* partial, uint simdgroup, uint lane) {
-  const int per = per_word<BITS>(), N = V * per;
-  const uint row = simdgroup / PARTS * ROWS, part = simdgroup % PARTS;
-  columns<share<IN, N, PARTS>(), N> own;
-  const float square = take_columns<PARTS, IN, BITS, EXACT, NORM>(own, x, norm_weight, part, lane);
-  part_of_rows<ROWS, M, M, PARTS, PARTS, IN, BITS, GROUP, V, EXACT>(
-      partial + row * PARTS + part, own, w + row * (IN / per), scales + row * (IN / GROUP),
-      biases + row * (IN / GROUP), lane);
-  const float inverse = inverse_norm<PARTS, IN>(square, squares, epsilon, simdgroup, lane);
-  const uint index = simdgroup * 32 + lane;
-  if (index < OUT) {
-    float total = 0.0f;
-    for (int i = 0; i < PARTS; ++i) {
-      total += partial[index * PARTS + i];
-    }
-    values[index + metal::min(index, uint(NARROW - 1)) / EVERY * 4] = float(T(total * inverse));
-  }
-}
-
 // One head of one sequence: its queries, DN + DR rows of v times norm(low [L]), never leave the chip.
-// nope goes through w, rows [RANK, DN], into q_latent; rotary is returned, as floats.
+// nope goes through w, rows [RANK, DN], into q_latent; rotary is returned, as floats. Each sum is that
+// of rows_of or of narrow_matvec. PARTS simdgroups share the columns of v, and as many times PARTS of
+// them as there are have OWN of its rows each, M at a time; all have ROWS rows of w.
 template <int ROWS, int DN, int DR, int RANK, int BITS, int GROUP, int V, int OWN, int M, int PARTS,
           int L, int LOW_BITS, int LOW_GROUP, int LOW_V, bool EXACT, typename T, typename U,
           typename X, typename Y, typename W, typename S>
@@ -49,19 +23,34 @@ inline const threadgroup float* step_of_head(
     const device Y* v_scales, const device Y* v_biases, const device W* w, const device S* scales,
     const device S* biases, device T* q_latent, threadgroup float* values,
     threadgroup float* squares, threadgroup float* partial, uint simdgroup, uint lane) {
-  const int per = per_word<BITS>(), N = V * per;
-  const uint row = simdgroup * ROWS;
-  slice<V, W, S> own[narrow_steps<ROWS, DN, N>()];
+  const int per = per_word<BITS>(), N = V * per, LOW_N = LOW_V * per_word<LOW_BITS>();
+  const uint index = simdgroup * 32 + lane, part = simdgroup % PARTS, row = simdgroup * ROWS;
+  const uint first = simdgroup / PARTS * OWN;
+  columns<share<L, LOW_N, PARTS>(), LOW_N> own;
+  const float square =
+      take_columns<PARTS, L, LOW_BITS, EXACT, NORM>(own, low, norm_weight, part, lane);
+  part_of_rows<OWN, M, M, PARTS, PARTS, L, LOW_BITS, LOW_GROUP, LOW_V, EXACT>(
+      partial + first * PARTS + part, own, v + first * (L / per_word<LOW_BITS>()),
+      v_scales + first * (L / LOW_GROUP), v_biases + first * (L / LOW_GROUP), lane);
+  // On their way while everybody meets.
+  slice<V, W, S> rows[narrow_steps<ROWS, DN, N>()];
   if (row < RANK) {
     fetch_narrow<ROWS, DN, BITS, GROUP>(
-        own, w + row * (DN / per), scales + row * (DN / GROUP), biases + row * (DN / GROUP), lane);
+        rows, w + row * (DN / per), scales + row * (DN / GROUP), biases + row * (DN / GROUP), lane);
   }
-  rows_on_chip<OWN, M, PARTS, L, DN + DR, LOW_BITS, LOW_GROUP, LOW_V, EXACT, DN, N>(
-      low, norm_weight, epsilon, v, v_scales, v_biases, values, squares, partial, simdgroup, lane);
+  const float inverse = inverse_norm<PARTS, L>(square, squares, epsilon, simdgroup, lane);
+  if (index < DN + DR) {
+    float total = 0.0f;
+    for (int i = 0; i < PARTS; ++i) {
+      total += partial[index * PARTS + i];
+    }
+    // 4 further behind each N, so that lanes read from different banks.
+    values[index + metal::min(index, uint(DN - 1)) / N * 4] = float(T(total * inverse));
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (row < RANK) {
     multiply_narrow<ROWS, DN, BITS, EXACT>(
-        own, (const threadgroup float*)values + lane % (DN / N) * (N + 4), q_latent + row, lane);
+        rows, (const threadgroup float*)values + lane % (DN / N) * (N + 4), q_latent + row, lane);
   }
   return values + DN + (DN / N - 1) * 4;
 }
