@@ -6,8 +6,9 @@
 A checkpoint of random 4-bit weights with the full shape's three dense layers and one MoE layer is
 loaded resident by both. Both then run models that have one of its layers several times, as their
 own generation loops run models (one token ahead of the device); a layer's time is the difference
-between --many and one of them, divided. A layer's weights are more than a GPU's cache, so no layer
-finds its own there. Calls of both are made in turns; medians of the trials.
+between --many and --few of them, divided (of a prompt between --few and one: in a step of one layer
+a GPU waits for the host, which would flatter the layer). A layer's weights are more than a GPU's
+cache, so no layer finds its own there. Calls of both are made in turns; medians of the trials.
 
 Limits: bytes of all weights and latents that the call reads by --bandwidth, or its multiplications
 by --compute, whichever is longer.
@@ -89,16 +90,22 @@ class Side:
         return time.perf_counter() - start
 
 
-def a_layer(sides: list[Side], layer: int, args, call: Callable[[Side], float]) -> list[float]:
-    """Seconds a layer on each side."""
+def a_layer(
+    sides: list[Side],
+    layer: int,
+    counts: tuple[int, int],
+    repeats: int,
+    call: Callable[[Side], float],
+) -> list[float]:
+    """Seconds a layer on each side, from models of so many."""
     times = []
-    for count in (1, args.many):
+    for count in counts:
         for side in sides:
             side.repeat(layer, count)
             call(side)  # compiles
-        trials = [[call(side) for side in sides] for _ in range(args.repeats)]
+        trials = [[call(side) for side in sides] for _ in range(repeats)]
         times.append([statistics.median(column) for column in zip(*trials, strict=True)])
-    return [(b - a) / (args.many - 1) for a, b in zip(*times, strict=True)]
+    return [(b - a) / (counts[1] - counts[0]) for a, b in zip(*times, strict=True)]
 
 
 def main() -> None:
@@ -106,7 +113,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, written if missing")
     parser.add_argument("--like", default="deepseek-v3")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--many", type=int, default=5, help="layers of the larger models")
+    parser.add_argument("--few", type=int, default=4, help="layers of the smaller models")
+    parser.add_argument("--many", type=int, default=12, help="layers of the larger models")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--seen", type=int, default=2048, help="positions in the cache of a decode")
     parser.add_argument("--steps", type=int, default=24, help="tokens of a trial of decoding")
@@ -141,7 +149,8 @@ def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
         calls = [("decode", 1, args.seen, lambda side: side.decode(args.seen, args.steps))]
         calls += [(f"prefill {T}", T, 0, lambda s, T=T: s.prefill(T)) for T in args.tokens]
         for label, T, seen, call in calls:
-            mine, its = a_layer(sides, i, args, call)
+            counts = (args.few, args.many) if T == 1 else (1, args.few)
+            mine, its = a_layer(sides, i, counts, args.repeats, call)
             limit = limits(ours.config, own[i], T, seen, args)
             print(
                 f"{name:<6} {label:<12} {1e3 * mine:>8.3f} {1e3 * its:>10.3f} {its / mine:>7.2f} "
