@@ -204,9 +204,17 @@ CASES = {
     ],
 }
 ARRAY = "the length of a thread's array, which nobody checks"
+WHOLE = "a simdgroup has two rows at least, and RANK rows are whole simdgroups' work"
 EQUIVALENT = {
     "latent_step.metal": {
+        "step_of_head: off by one if (row < RANK) -> + 1 <": WHOLE,
+        "step_of_head: off by one if (row < RANK) -> + 1 < (2)": WHOLE,
         "step_of_head: swapped arguments 1 and 2 of narrow_steps: ROWS, DN": "a product",
         "step_of_head: swapped arguments 2 and 3 of narrow_steps: DN, N": ARRAY,
+        "step_of_head: swapped arguments 1 and 2 of part_of_rows: OWN, M": "all rows at a time",
+        "step_of_head: swapped arguments 2 and 3 of share: LOW_N, PARTS": "divided by both",
+        "step_of_tail: off by one i < packs -> <=": "other_rows looks where it ends",
+        "step_of_tail: off by one ne, packs = TAIL * (RANK > DR ? RANK : DR) / N -> >=": "the same "
+        "where both are equal",
     },
 }
