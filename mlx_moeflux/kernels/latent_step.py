@@ -26,7 +26,7 @@ from mlx_moeflux.kernels import append, heads, latent_prepare, project
 from mlx_moeflux.kernels.append import Pair
 from mlx_moeflux.kernels.heads import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.latent_prepare import numbers_of
-from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.metal import MetalKernel, backend, float_bits, launches
 from mlx_moeflux.kernels.norm_rope import offsets
 from mlx_moeflux.kernels.numbers import on_the_device
 from mlx_moeflux.kernels.project import Weight
@@ -35,6 +35,7 @@ from mlx_moeflux.kernels.tiling import (
     MIDDLE,
     MIDDLE_AT_ONCE,
     MOST_SIMDGROUPS,
+    PROCESSORS,
     simdgroups_of,
     tiling,
 )
@@ -145,6 +146,9 @@ _KERNEL = MetalKernel(
 # Threadgroups besides those of the heads: with 128 heads as many as an H100 has processors. And
 # parts of rows that a lane holds: for more there are no registers, nor for L wider than MIDDLE.
 OTHERS, MOST_STEPS = 4, 4
+# Heads with which few of those processors have nothing to do and none has two; with 64, where half
+# would have nothing, queries are a launch of their own.
+HEADS = range(96, PROCESSORS - OTHERS + 1)
 
 _WITH_QUERIES = MetalKernel(
     "latent_step_queries",
@@ -253,6 +257,8 @@ def _made(low: mx.array, queries: Queries, heads: int) -> _Made | None:
     except UnsupportedError:
         return None
     rows = weight.weight.shape[0]
+    if heads not in HEADS and backend().name == "cuda":
+        return None
     known = low.shape == (1, 1, L) and queries.norm.shape == (L,) and queries.norm.dtype in FLOATS
     if not known or weight.precise or rows % heads or L not in MIDDLE:
         return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.kernels import latent_step
 from mlx_moeflux.kernels.choice import choose_kernels
 from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.loading import load_model
@@ -13,7 +14,7 @@ from mlx_moeflux.models.deepseek_v3 import Config, Model
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.step import _Attention
 from mlx_moeflux.synthesize import synthesize
-from tests.kernels.harness import emulated, error
+from tests.kernels.harness import emulated, error, patched
 from tests.models.twins import GOLDEN
 
 FUSED = "reference," + ",".join(
@@ -108,7 +109,7 @@ def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(monkeypatch, pad
     results = []
     for forms in ("auto", "auto,append_row=fused,latent_attention=fused"):
         entry = _Attention((*arrays, *tails), *counts, start)
-        with emulated(name="cuda"):
+        with emulated(name="cuda"), patched(latent_step, HEADS=range(1, 128)):
             attention._kernels = choose_kernels(forms)
             results.append([attention(x, entry, norm), *entry.ends])
             mx.eval(results[-1])

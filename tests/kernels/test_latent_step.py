@@ -11,6 +11,7 @@ import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import latent_step as module
 from mlx_moeflux.kernels.append import append_row_fused
 from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent_prepare import latent_prepare_fused
@@ -18,7 +19,7 @@ from mlx_moeflux.kernels.latent_step import Queries, latent_step, latent_step_fu
 from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.kernels.project import Weight, project_fused
 from tests.kernels.forms import in_float32
-from tests.kernels.harness import Case, emulated
+from tests.kernels.harness import Case, emulated, patched
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 FUSED = SimpleNamespace(
@@ -79,6 +80,10 @@ def project_either(x, weights, **options):
 STEPS = SimpleNamespace(**{**vars(FUSED), "project": project_either})
 
 
+def any_heads():
+    return patched(module, HEADS=range(1, 1 << 16))
+
+
 def with_queries(sizes, made):
     """Arguments of `sizes` with rows of another width, and what makes queries of them."""
     (q, *rest), options = arguments(*sizes)
@@ -116,7 +121,8 @@ def test_queries_made_in_the_same_launch_have_the_same_bits(device, monkeypatch,
         return call(kernel, *args, **kwargs)
 
     monkeypatch.setattr(MetalKernel, "__call__", watched)
-    once = flat(latent_step_fused(*args, **options, steps=FUSED))
+    with any_heads():
+        once = flat(latent_step_fused(*args, **options, steps=FUSED))
     assert launched == ["latent_step_queries"]
     composed = flat(latent_step(*args, **options, steps=FUSED))
     for a, b in zip(once, composed, strict=True):
@@ -142,12 +148,21 @@ def test_queries_that_take_a_launch_of_their_own(device, monkeypatch):
             launched.append(kernel.name)
             return call(kernel, *args, **kwargs)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, any_heads():
             patch.setattr(MetalKernel, "__call__", watched)
             once = flat(latent_step_fused(*args, **options, steps=STEPS))
         assert launched[-1] == "latent_step"
         for a, b in zip(once, composed, strict=True):
             assert mx.array_equal(a, b).item()
+
+
+def test_heads_that_fill_a_gpu():
+    args, options = with_queries(*MADE[0])
+    for name, heads, made in (("cuda", 64, 0), ("cuda", 128, 1), ("cuda", 129, 0), ("metal", 4, 1)):
+        rows = mx.zeros((heads * 48, 1536))
+        with emulated(name=name):
+            queries = replace(options["queries"], weight=Weight(rows))
+            assert (module._made(args[0], queries, heads) is not None) == made
 
 
 def test_what_does_not_fit():
@@ -192,6 +207,7 @@ def case_with_queries(sizes, made):
         lambda: flat(latent_step_fused(*args, **options)),
         lambda: expected,
         (3e-6 if sizes[0] == F32 else 4e-3) * largest,
+        within=any_heads,
     )
 
 
