@@ -327,7 +327,8 @@ def _with_queries(
     tile, parts = tiling(made.layout, D, L, dtype)[1], simdgroups_of(L)
     lanes = Dn // (words * (32 // layout.bits if layout.bits else 1))
     known = [n for n in range(32 // lanes, R + 1, 32 // lanes) if R % n == 0]
-    # With these 72 registers each, so that there are enough for 24 (12.0 us, with 18 it is 12.7).
+    # With these 76 registers at most, of the 80 that 24 simdgroups may have (H100: 12.0 us, with 18
+    # 12.7).
     few = layout.bits == 4 and made.layout.bits in (0, 4)
     for teams in range((MIDDLE_AT_ONCE if few else MOST_SIMDGROUPS) // parts, 0, -1):
         simdgroups = teams * parts

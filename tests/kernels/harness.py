@@ -123,6 +123,21 @@ def patched(module: Any, *caches: Any, **values: Any) -> Iterator[None]:
                 cached.cache_clear()
 
 
+@contextlib.contextmanager
+def launched() -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile, in order."""
+    names: list[str] = []
+    call = MetalKernel.__call__
+
+    def watched(kernel, *args, **kwargs):
+        names.append(kernel.name)
+        return call(kernel, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetalKernel, "__call__", watched)
+        yield names
+
+
 @dataclass(frozen=True)
 class Case:
     """A small call of a kernel for the mutation test: what it must return.

@@ -16,10 +16,9 @@ from mlx_moeflux.kernels.append import append_row_fused
 from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent_prepare import latent_prepare_fused
 from mlx_moeflux.kernels.latent_step import Queries, latent_step, latent_step_fused
-from mlx_moeflux.kernels.metal import MetalKernel
 from mlx_moeflux.kernels.project import Weight, project_fused
 from tests.kernels.forms import in_float32
-from tests.kernels.harness import Case, emulated, patched
+from tests.kernels.harness import Case, emulated, launched, patched
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 FUSED = SimpleNamespace(
@@ -112,25 +111,18 @@ def test_the_same_bits_as_step_by_step(device, sizes):
 
 
 @pytest.mark.parametrize(("sizes", "made"), MADE, ids=str)
-def test_queries_made_in_the_same_launch_have_the_same_bits(device, monkeypatch, sizes, made):
+def test_queries_made_in_the_same_launch_have_the_same_bits(device, sizes, made):
     args, options = with_queries(sizes, made)
-    launched, call = [], MetalKernel.__call__
-
-    def watched(kernel, *args, **kwargs):
-        launched.append(kernel.name)
-        return call(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(MetalKernel, "__call__", watched)
-    with any_heads():
+    with any_heads(), launched() as names:
         once = flat(latent_step_fused(*args, **options, steps=FUSED))
-    assert launched == ["latent_step_queries"]
+    assert names == ["latent_step_queries"]
     composed = flat(latent_step(*args, **options, steps=FUSED))
     for a, b in zip(once, composed, strict=True):
         assert a.dtype == sizes[0]
         assert mx.array_equal(a, b).item()
 
 
-def test_queries_that_take_a_launch_of_their_own(device, monkeypatch):
+def test_queries_that_take_a_launch_of_their_own(device):
     """Several sequences; narrow rows; modules in the place of a matrix."""
     two = (F32, 2, *MADE[0][0][2:])
     applied = lambda queries: replace(queries, weight=Called(queries.weight))  # noqa: E731
@@ -142,16 +134,10 @@ def test_queries_that_take_a_launch_of_their_own(device, monkeypatch):
         args, options = with_queries(sizes, made)
         composed = flat(latent_step(*args, **options, steps=FUSED))
         options["queries"] = changed(options["queries"])
-        launched, call = [], MetalKernel.__call__
-
-        def watched(kernel, *args, call=call, launched=launched, **kwargs):
-            launched.append(kernel.name)
-            return call(kernel, *args, **kwargs)
-
-        with monkeypatch.context() as patch, any_heads():
-            patch.setattr(MetalKernel, "__call__", watched)
+        with any_heads(), launched() as names:
             once = flat(latent_step_fused(*args, **options, steps=STEPS))
-        assert launched[-1] == "latent_step"
+        assert len(names) == 2
+        assert names[-1] == "latent_step"
         for a, b in zip(once, composed, strict=True):
             assert mx.array_equal(a, b).item()
 
