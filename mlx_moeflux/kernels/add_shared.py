@@ -57,7 +57,7 @@ def add_shared_dequantised(
 ) -> mx.array:
     """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
     ``project_dequantised``), the sum is one launch."""
-    inner = nn.silu(gate) * up
+    inner = _inner(gate, up)
     if isinstance(down, Weight) and inner.dtype != mx.float32:
         down = Weight(down.dense(inner.dtype))
     shared = down.matmul(inner).astype(inner.dtype)
@@ -66,6 +66,11 @@ def add_shared_dequantised(
     rows = residual.reshape(experts.shape)
     y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
     return y.reshape(residual.shape)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _inner(gate: mx.array, up: mx.array) -> mx.array:
+    return nn.silu(gate) * up
 
 
 def _without_experts(residual: mx.array, shared: mx.array, score: mx.array | None) -> mx.array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.dequantise import dequantise, made_dense
 from mlx_moeflux.kernels.metal import MetalKernel, launches, on_nvidia
+from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
 
@@ -62,19 +65,9 @@ class HeadMatrices:
             arrays.append(array)
         return arrays
 
-    def dense(self, dtype: mx.Dtype) -> mx.array:
-        """``[H, out, in]`` in `dtype`."""
-        weight, scales, biases = self.parts()
-        if self.spec is not None:
-            weight = mx.dequantize(
-                weight,
-                scales,
-                biases,
-                group_size=self.spec.group_size,
-                bits=self.spec.bits,
-                mode=self.spec.mode,
-            )
-        return weight.astype(dtype)
+    def dense(self, dtype: mx.Dtype, make: Callable = made_dense) -> mx.array:
+        """``[H, out, in]`` in `dtype`; make: :func:`dequantise` or another that does the same."""
+        return make(Weight(*self.parts(), self.spec), dtype)
 
 
 def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = False) -> mx.array:
@@ -83,7 +76,7 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
     and refuses some shapes."""
     _checked(x, matrices, transposed)
     if matrices.spec is None or on_nvidia():
-        return head_product_dequantised(x, matrices, transposed=transposed)
+        return _dense_product(x, matrices.dense(x.dtype, dequantise), transposed)
     weight, scales, biases = matrices.parts()
     return mx.quantized_matmul(
         x,
@@ -102,7 +95,10 @@ def head_product_dequantised(
 ) -> mx.array:
     """:func:`head_product` with matrices made dense first, in the dtype of x."""
     _checked(x, matrices, transposed)
-    weight = matrices.dense(x.dtype)
+    return _dense_product(x, matrices.dense(x.dtype), transposed)
+
+
+def _dense_product(x: mx.array, weight: mx.array, transposed: bool) -> mx.array:
     return x @ (weight if transposed else weight.swapaxes(-1, -2))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,13 +23,15 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.dequantise import made_dense
 from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, on_nvidia
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
 
-# Bytes of a matrix that are dense at a time.
-MOST_DENSE = 256 * 2**20
+# Bytes of a matrix that are dense at a time, in rows that are a multiple of this: where a result's
+# rows do not begin at multiples of 16 bytes, cuBLAS takes a kernel of a third of the speed.
+MOST_DENSE, ROWS_AT_ONCE = 256 * 2**20, 128
 
 
 @dataclass(frozen=True)
@@ -80,38 +82,31 @@ class Weight:
             mode=self.spec.mode,
         )
 
-    def dense(self, dtype: mx.Dtype, rows: slice = slice(None)) -> mx.array:
-        """``[out, in]`` in `dtype`, or some rows of it."""
-        if self.spec is None:
-            return self.weight[rows].astype(dtype)
-        return mx.dequantize(
-            self.weight[rows],
-            self.scales[rows],
-            None if self.biases is None else self.biases[rows],
-            group_size=self.spec.group_size,
-            bits=self.spec.bits,
-            mode=self.spec.mode,
-        ).astype(dtype)
+    def rows(self, first: int, last: int) -> Weight:
+        """Rows first .. last - 1 of it."""
+        parts = {name: array[first:last] for name, array in self.stored().items()}
+        return replace(self, **parts, outs=())
+
+    def dense(self, dtype: mx.Dtype) -> mx.array:
+        """``[out, in]`` in `dtype`."""
+        return made_dense(self, dtype)
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A matrix that is made dense when it is used, MOST_DENSE bytes at a time: of one of 250,000
-    rows no more need be there at once."""
+    """Rows first .. last - 1 of a matrix, made dense when they are used, MOST_DENSE bytes at a
+    time: of one of 250,000 rows no more need be there at once."""
 
     stored: Weight
-
-    @property
-    def outs(self) -> tuple[int, ...]:
-        """See :class:`Weight`."""
-        return self.stored.outs
+    first: int
+    last: int
 
     def matmul(self, x: mx.array) -> mx.array:
-        """x ``[..., in]`` -> ``[..., out]``."""
-        out, step = sum(self.stored.results), max(1, MOST_DENSE // (x.shape[-1] * x.itemsize))
+        """x ``[..., in]`` -> ``[..., last - first]``."""
+        step = max(1, MOST_DENSE // (x.shape[-1] * x.itemsize * ROWS_AT_ONCE)) * ROWS_AT_ONCE
         parts = [
-            x @ self.stored.dense(x.dtype, slice(start, start + step)).T
-            for start in range(0, out, step)
+            x @ self.stored.rows(start, min(start + step, self.last)).dense(x.dtype).T
+            for start in range(self.first, self.last, step)
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
@@ -159,10 +154,16 @@ def project_dequantised(
     for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
     dense = weights
     if x.dtype != mx.float32:
-        dense = [
-            Dense(w) if isinstance(w, Weight) and w.spec and not w.precise else w for w in weights
-        ]
+        dense = [part for weight in weights for part in _made_dense_later(weight)]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
+
+
+def _made_dense_later(weight: Any) -> list[Any]:
+    """A matrix for each of its results, if it is quantised."""
+    if not isinstance(weight, Weight) or weight.spec is None or weight.precise:
+        return [weight]
+    ends = accumulate(weight.results)
+    return [Dense(weight, end - out, end) for out, end in zip(weight.results, ends, strict=True)]
 
 
 def project_fused(
