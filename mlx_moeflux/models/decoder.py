@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -26,8 +27,9 @@ from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.segments import SegmentedStep
 from mlx_moeflux.models.step import CompiledStep
 
-# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter.
-LAYERS_AHEAD = 4
+# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter. Of so many
+# tokens it begins each, and the host is two layers ahead at most: what it lays out holds memory.
+LAYERS_AHEAD, MANY_TOKENS = 4, 1024
 
 
 class DecoderLayer(nn.Module):
@@ -110,12 +112,14 @@ def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
     return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
 
 
-def _begin(h: mx.array) -> None:
-    """Let a GPU work on `h` while the host lays out what follows."""
+def _begin(h: mx.array, before: mx.array | None = None) -> None:
+    """Let a GPU work on `h` while the host lays out what follows, once `before` is there."""
     if _on_gpu():
         metal.settle()
         with contextlib.suppress(ValueError):  # inside a graph transformation
             mx.async_eval(h)
+            if before is not None:
+                mx.eval(before)
 
 
 def _on_gpu() -> bool:
@@ -237,11 +241,13 @@ class DecoderModel(StreamingModel):
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
         with metal.gathered():
-            h = self.model.embed_tokens(tokens)
+            h, begun = self.model.embed_tokens(tokens), deque()
             for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
                 h = layer(h, entry, chunk=self.prefill_chunk)
-                if last_only and h.shape[1] > 1 and i % LAYERS_AHEAD == 0:
-                    _begin(h)
+                many = tokens.size >= MANY_TOKENS
+                if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
+                    begun.append(h)
+                    _begin(h, begun.popleft() if many and len(begun) > 2 else None)
             return self.logits(h[:, -1:] if last_only else h)
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:

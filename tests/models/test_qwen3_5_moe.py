@@ -41,6 +41,27 @@ def test_prefill_chunks_inside_a_layer_do_not_change_the_result():
         assert relative_error(model(tokens), whole) <= LIMIT
 
 
+def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
+    """What it has laid out holds memory: it waits for the layer before the last."""
+    begun, waited, begin = [], [], decoder._begin
+    tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
+    with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
+        expected = model(tokens, last_only=True)
+        monkeypatch.setattr(decoder, "_on_gpu", lambda: True)
+        monkeypatch.setattr(decoder, "MANY_TOKENS", 70)
+
+        def noted(h, before=None):
+            begun.append(h)
+            waited.append(before)
+            begin(h, before)
+
+        monkeypatch.setattr(decoder, "_begin", noted)
+        assert mx.array_equal(model(tokens, last_only=True), expected)
+    assert len(begun) == len(model.layers) > 3
+    assert waited[:2] == [None, None]
+    assert all(a is b for a, b in zip(waited[2:], begun, strict=False))
+
+
 @pytest.mark.parametrize("chunk", [16, 100])
 @pytest.mark.parametrize("memory", ["100%", "30%"])
 def test_what_a_gpu_begins_early_is_the_same(monkeypatch, chunk, memory):
