@@ -21,6 +21,13 @@ if sys.platform == "darwin":
     # Read when Metal's device is made: long command buffers are not given up for the screen's sake.
     os.environ.setdefault("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1")
 
+if sys.platform == "linux":
+    # Read when MLX first launches on NVIDIA's GPU. It begins a new graph when the inputs of its
+    # launches have many million numbers, and counts whole arrays: by default at each launch that
+    # reads a large layer's experts, some 15 us of the host. No limit at all is worse for prompts.
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "3000")
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "40")
+
 # Public name -> module; imported when first used, so that importing the package loads no MLX.
 _PUBLIC = {
     "BatchGenerator": "batching",

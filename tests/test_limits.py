@@ -176,15 +176,22 @@ def test_threads_leave_nothing_behind(original):
 
 
 @pytest.mark.parametrize(
-    ("platform", "given", "expected"),
-    [("darwin", None, "1"), ("darwin", "0", "0"), ("linux", None, "None")],
+    ("platform", "name", "given", "expected"),
+    [
+        ("darwin", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None, "1"),
+        ("darwin", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "0", "0"),
+        ("linux", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None, "None"),
+        ("linux", "MLX_MAX_MB_PER_BUFFER", None, "3000"),
+        ("linux", "MLX_MAX_MB_PER_BUFFER", "17", "17"),
+        ("linux", "MLX_MAX_OPS_PER_BUFFER", None, "40"),
+        ("darwin", "MLX_MAX_OPS_PER_BUFFER", None, "None"),
+    ],
 )
-def test_metal_may_take_its_time_before_mlx_is_imported(platform, given, expected):
+def test_what_mlx_reads_is_said_before_it_is_imported(platform, name, given, expected):
     code = (
         f"import sys, os; sys.platform = {platform!r}; import mlx_moeflux; "
-        "print(os.environ.get('AGX_RELAX_CDM_CTXSTORE_TIMEOUT'), 'mlx.core' in sys.modules)"
+        f"print(os.environ.get({name!r}), 'mlx.core' in sys.modules)"
     )
-    name = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
     environment = {k: v for k, v in os.environ.items() if k != name}
     if given is not None:
         environment[name] = given
