@@ -101,10 +101,10 @@ _PARTS = 3
 _INDICES = """q_shape[2], {capacity}, threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
-    threadgroup T keys[BN * (D1 + 8)];
+    threadgroup T keys[BN * (D1 + D2 + 8)];
     threadgroup T values[BN * (DV + 8)];
-    attend_rows<T, D1, DV, HQ, HKV, W, BN, CAUSAL, GATE>(
-        q, k, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
+    attend_rows<T, D1, D2, DV, HQ, HKV, W, BN, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
 """
 _SHARED = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
@@ -129,12 +129,12 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
     names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "table": "ranges"}
     names["gate"] = "nullptr"
     names = {role: role if role in inputs else other for role, other in names.items()}
-    if "k2" in inputs:
+    if "v" not in inputs:
         names["v"] = "nullptr"
     capacity = "table_shape[1] * PAGE" if "table" in inputs else "k_shape[2]"
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
-        file=f"attention_{'rows' if name == 'rows' else 'shared'}.metal",
+        file=f"attention_{'rows' if body is _ROWS else 'shared'}.metal",
         inputs=(*inputs, "ranges", "scale"),
         outputs=("partial", "stats") if split else ("y",),
         body=body.format(**names, outputs=outputs, indices=_INDICES.format(capacity=capacity)),
@@ -146,14 +146,16 @@ _KERNELS = {
     (form, split, gated): _kernel(form, body, inputs + ("gate",) * gated, split=split)
     for form, body, inputs in (
         ("rows", _ROWS, ("q", "k", "v")),
+        ("rows_rotary", _ROWS, ("q", "q2", "k", "k2", "v")),
         ("shared", _SHARED, ("q", "k", "v")),
+        ("shared_rotary", _SHARED, ("q", "q2", "k", "k2", "v")),
         ("tail", _SHARED, ("q", "k", "v", "tail_k", "tail_v")),
         ("paged", _SHARED, ("q", "k", "v", "tail_k", "tail_v", "table")),
         ("latent", _SHARED, ("q", "q2", "k", "k2")),
         ("latent_tail", _SHARED, ("q", "q2", "k", "k2", "tail_k", "tail_v")),
     )
     for split, gated in ((False, False), (True, False), (False, True))
-    if not (gated and form.startswith("latent"))
+    if not (gated and "q2" in inputs)
 }
 _JOIN = {
     gated: MetalKernel(
@@ -169,12 +171,12 @@ _JOIN = {
 
 _OF_LATENTS = {key: kernel for key, kernel in _KERNELS.items() if key[0].startswith("latent")}
 _OF_POOLS = {key: kernel for key, kernel in _KERNELS.items() if key[0] == "paged"}
+_OF_EXPANDED = {key: kernel for key, kernel in _KERNELS.items() if key[0].endswith("_rotary")}
 LATENT = (*_OF_LATENTS.values(), latent_token.KERNEL, _JOIN[False])
 PAGED = (*_OF_POOLS.values(), *_JOIN.values())
-SDPA = (
-    *(k for key, k in _KERNELS.items() if key not in _OF_LATENTS and key not in _OF_POOLS),
-    *_JOIN.values(),
-)
+EXPANDED = (*_OF_EXPANDED.values(), _JOIN[False])
+_OTHERS = {**_OF_LATENTS, **_OF_POOLS, **_OF_EXPANDED}
+SDPA = (*(k for key, k in _KERNELS.items() if key not in _OTHERS), *_JOIN.values())
 
 
 @launches(*SDPA)
@@ -259,7 +261,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
     token = latent_token.launch_of(limit, call.q, call.k, call.rotary, call.tail, call.dtype)
-    if token is not None:
+    if token is not None and not call.expanded:
         return Plan(latent_token.KERNEL, token, _JOIN[False], _join_options(call, Hq, 0))
     form, tile = _tile(backend_name, call, limit)
     if tile is None:
@@ -280,6 +282,8 @@ def plan_of(backend_name: str, call: Call) -> Plan:
         template |= {"TAIL": call.tail, "PAGE": call.page}
     if call.tail:
         form = "paged" if call.page else "latent_tail" if call.rotary else "tail"
+    elif call.expanded:
+        form += "_rotary"
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {
@@ -310,13 +314,13 @@ def _join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
 
 def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int] | None]:
     """Form and tile sizes; None if nothing fits."""
-    D, Dv, T, Hq, Hkv = call.q[3], call.v[3], call.q[2], call.q[1], call.k[1]
+    D, Dv, T, Hq, Hkv = call.q[3] + call.rotary, call.v[3], call.q[2], call.q[1], call.k[1]
     size = call.dtype.size
-    if call.rotary:
+    if call.rotary and not call.expanded:
         sizes = _LATENT_TILES
         if Hq * T >= _MANY_ROWS and backend_name == "cuda":
             sizes = ((4, 8, 16), *sizes)
-        tiles = _shared_tiles(sizes, D + call.rotary, Dv, Hq * T, size, layouts=(2,))
+        tiles = _shared_tiles(sizes, D, Dv, Hq * T, size, layouts=(2,))
         more = {"D2": call.rotary, "PACK": Hq}
         return "latent", _first_that_fits(tiles, limit, more)
     # Sums of 16 rows and queries must fit into a lane's registers.
@@ -326,11 +330,11 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
             fits = keys * (D + Dv + 16) * size <= limit
             # More than 16 accumulators of scores beside a wide head's sums would spill.
             if fits and (keys < 64 or registers <= 96):
-                return "rows", {"W": 4, "BN": keys}
+                return "rows", {"W": 4, "BN": keys, "D2": call.rotary}
         return "rows", None
     pack = Hq // Hkv if T <= FEW_TOKENS else 1
     tiles = _shared_tiles(_SHARED_TILES, D, Dv, pack * T, size, layouts=(0, 1))
-    return "shared", _first_that_fits(tiles, limit, {"D2": 0, "PACK": pack})
+    return "shared", _first_that_fits(tiles, limit, {"D2": call.rotary, "PACK": pack})
 
 
 def _first_that_fits(tiles, limit, more) -> dict[str, int] | None:

@@ -10,7 +10,11 @@ from mlx_moeflux.errors import ShapeError
 
 
 class Call(NamedTuple):
-    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts."""
+    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts.
+
+    expanded: Beside the rotary part, which heads share, each has keys and values of its own; else
+    values are the first columns of the keys.
+    """
 
     name: str
     q: tuple[int, ...]
@@ -22,6 +26,7 @@ class Call(NamedTuple):
     rotary: int = 0
     tail: int = 0
     page: int = 0
+    expanded: bool = False
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:

@@ -1,25 +1,87 @@
 // A simdgroup owns 16 query rows; scores, probabilities and sums stay in its registers.
 #include "attention.metal"
 
-// q [B, HQ, T, D], k [B, HKV, capacity, D], v [B, HKV, capacity, DV]; ranges [B, 2]: first and
-// past-the-last key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
+// Copies since the last call are a group; all groups but the newest are there for all threads. What
+// is not copied meanwhile is there after any barrier.
+#ifdef MOEFLUX_CUDA
+inline void copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+inline void arrive_but_newest() {
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+#else
+inline void copy_group() {}
+inline void arrive_but_newest() {}
+#endif
+
+// stage() of COUNT rows that lie in one array, where each thread keeps to its columns: addresses are
+// constants apart, and of a tile that is there as a whole nothing is asked.
+template <typename T, int D, int LD, int COUNT, int THREADS>
+inline void stage_columns(
+    threadgroup T* to, const device T* x, int first, int low, int high, uint index) {
+  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE, STEP = THREADS / CHUNKS;
+  const int own = int(index) / CHUNKS, at = int(index) % CHUNKS * WIDE;
+  const device T* from = x + (first + own) * D + at;
+  to += own * LD + at;
+  if (first >= low && first + COUNT <= high) {
+    EACH(i, COUNT / STEP) {
+      copy_async(to + i * STEP * LD, from + i * STEP * D, true);
+    }
+  } else {
+    EACH(i, COUNT / STEP) {
+      const int row = first + own + i * STEP;
+      const bool live = row >= low && row < high;
+      copy_async(to + i * STEP * LD, live ? from + i * STEP * D : x, live);
+    }
+  }
+}
+
+// Whether threads come out even over the columns, and over COUNT rows.
+template <typename T, int D, int COUNT, int THREADS>
+inline constexpr bool even() {
+  return THREADS % (D == 0 ? 1 : D * int(sizeof(T)) / 16) == 0 &&
+         COUNT * D * int(sizeof(T)) / 16 % THREADS == 0;
+}
+
+// Rows of x [*, D1] and beside them of x2 [*, D2].
+template <typename T, int D1, int D2, int LD, int COUNT, int THREADS>
+inline void stage_rows(
+    threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
+    uint index) {
+  if constexpr (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
+    stage_columns<T, D1, LD, COUNT, THREADS>(to, x, first, low, high, index);
+    if constexpr (D2 > 0) {
+      stage_columns<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
+    }
+  } else {
+    stage<T, D1, D2, LD, COUNT, THREADS>(to, x, x2, first, low, high, index);
+  }
+}
+
+// q [B, HQ, T, D1], k [B, HKV, capacity, D1], v [B, HKV, capacity, DV]; beside them q2 [B, HQ, T, D2]
+// and k2 [B, 1, capacity, D2], which heads share; ranges [B, 2]: first and past-the-last key of each
+// sequence; query t sees keys below length - T + t + 1 if CAUSAL.
 // Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE 3: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
-template <typename T, int D, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
+template <typename T, int D1, int D2, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
 inline void attend_rows(
-    const device T* q, const device T* k, const device T* v, const device T* gate,
-    const device int* ranges, const device float* scale, device T* y, device float* partial,
-    device float* stats, threadgroup T* key_tile, threadgroup T* value_tile, int tokens,
-    int capacity, uint3 position, uint3 counts, uint index) {
-  constexpr int M = 16 * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
+    const device T* q, const device T* q2, const device T* k, const device T* k2,
+    const device T* v, const device T* gate, const device int* ranges, const device float* scale,
+    device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
+    threadgroup T* value_tile, int tokens, int capacity, uint3 position, uint3 counts, uint index) {
+  constexpr int D = D1 + D2, M = 16 * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
   const uint lane = index % 32;
   const int own = int(index / 32) * 16, group = int(position.y), b = group / HQ, head = group % HQ;
   const int row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
-  q += size_t(group) * tokens * D;
+  q += size_t(group) * tokens * D1;
+  q2 += size_t(group) * tokens * D2;
   const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
-  k += kv_row * D;
+  k += kv_row * D1;
+  k2 += size_t(b) * capacity * D2;
   v += kv_row * DV;
   const int past = CAUSAL ? before + metal::min(row0 + M, tokens) - 1 : length;
   const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
@@ -28,7 +90,7 @@ inline void attend_rows(
 
   tile_a<T> queries[D / 16];
   for (int t = 0; t < M; t += BN) {
-    stage<T, D, 0, LK, BN, THREADS>(key_tile, q, q, row0 + t, 0, tokens, index);
+    stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, q, q2, row0 + t, 0, tokens, index);
     arrive();
     if (own >= t && own < t + BN) {
       EACH(i, D / 16) {
@@ -52,10 +114,11 @@ inline void attend_rows(
   // Below it all rows of the simdgroup see every key.
   const int open = metal::min(CAUSAL ? before + row0 + own : length, high);
 
-  stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, low, low, high, index);
+  stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, low, low, high, index);
   for (int first = low; first < high; first += BN) {
     arrive();
-    stage<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
+    stage_rows<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
+    copy_group();
     tile_c s[BN / 8];
     EACH(n, BN / 8) {
       fill(s[n], 0.0f);
@@ -67,14 +130,26 @@ inline void attend_rows(
         mma(s[n], queries[i], keys);
       }
     }
+    // The next keys come while weights are computed and values multiplied.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (first + BN < high) {
+      stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, k, k2, first + BN, low, high, index);
+    }
+    copy_group();
+    if (first + BN > open) {
+      EACH(n, BN / 8) {
+        EACH(j, 4) {
+          if (first + 8 * n + s[n].col(j, lane) >= limit[j / 2]) {
+            s[n][j] = -INFINITY;
+          }
+        }
+      }
+    }
     EACH(i, 2) {
       float highest = -INFINITY;
       EACH(n, BN / 8) {
         EACH(e, 2) {
           const int j = 2 * i + e;
-          if (first + BN > open && first + 8 * n + s[n].col(j, lane) >= limit[i]) {
-            s[n][j] = -INFINITY;
-          }
           highest = metal::max(highest, s[n][j]);
         }
       }
@@ -83,7 +158,7 @@ inline void attend_rows(
       EACH(n, BN / 8) {
         EACH(e, 2) {
           const int j = 2 * i + e;
-          s[n][j] = metal::exp2(metal::fma(s[n][j], to_base2, -top[i]));
+          s[n][j] = metal::fast::exp2(metal::fma(s[n][j], to_base2, -top[i]));
           total[i] += s[n][j];
         }
       }
@@ -94,10 +169,7 @@ inline void attend_rows(
         }
       }
     }
-    arrive();
-    if (first + BN < high) {
-      stage<T, D, 0, LK, BN, THREADS>(key_tile, k, k, first + BN, low, high, index);
-    }
+    arrive_but_newest();
     EACH(j, BN / 16) {
       const tile_a<T> weights = to_a<T>(s[2 * j], s[2 * j + 1]);
       EACH(n, DV / 8) {

@@ -2,8 +2,7 @@
 // and value columns and exchange scores.
 #include "attention.metal"
 
-// As attend_rows, with queries and keys in two parts (q2 [B, HQ, T, D2], k2), and rows that are
-// (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
+// As attend_rows, but rows are (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
 // once the scores are done, 2 they are the first DV columns of the keys, and `tail_v` is of k2.
 // PAGE: k [*, HKV, D1] and v are blocks of so many rows, and table [B, pages] says whose.
@@ -37,7 +36,7 @@ inline void attend_shared(
   q += q_row * D1;
   q2 += q_row * D2;
   k += kv_row * D1;
-  k2 += kv_row * D2;
+  k2 += size_t(b) * capacity * D2;
   v += kv_row * DV;
   const int tail = TAIL ? (length - 1) / metal::max(TAIL, 1) * TAIL : 0;
   tail_k += size_t(b * HKV + head / (HQ / HKV)) * TAIL * D1;

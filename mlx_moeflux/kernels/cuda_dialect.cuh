@@ -118,7 +118,7 @@ namespace metal::precise { inline float pow(float x, float y) { return ::powf(x,
 namespace metal::precise { inline float sqrt(float x) { return ::sqrtf(x); } }
 namespace metal::precise { inline float rsqrt(float x) { return 1.0f / ::sqrtf(x); } }
 namespace metal::fast { inline float exp(float x) { return __expf(x); } }
-namespace metal::fast { inline float exp2(float x) { return ::exp2f(x); } }
+namespace metal::fast { inline float exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; } }
 namespace metal::fast { inline float log(float x) { return __logf(x); } }
 namespace metal::fast { inline float log2(float x) { return __log2f(x); } }
 namespace metal::fast { inline float sin(float x) { return __sinf(x); } }

@@ -18,14 +18,14 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import latent_values
-from mlx_moeflux.kernels.attention import LATENT, SDPA, plan_of, run, sdpa_fused
+from mlx_moeflux.kernels.attention import EXPANDED, LATENT, plan_of, run
 from mlx_moeflux.kernels.attention_call import Call, check_dtypes, check_tail
 from mlx_moeflux.kernels.heads import HeadMatrices, head_product_fused
 from mlx_moeflux.kernels.latent import Mask, latent_attention, latent_prefill
 from mlx_moeflux.kernels.metal import backend, launches
 
-# Numbers of keys and values that are held at once, as they come and as attention takes them:
-# 128 heads of 2048 positions, a few heads of very long prompts.
+# Numbers of keys and values that are held at once: 128 heads of 2048 positions, a few heads of very
+# long prompts.
 VALUES_AT_ONCE = 128 << 20
 
 
@@ -85,7 +85,7 @@ def latent_attention_fused(
     return head_product_fused(run(call, tensors, None, **options), values)
 
 
-@launches(*SDPA)
+@launches(*EXPANDED)
 def latent_prefill_expanded(
     q_nope: mx.array,
     q_rotary: mx.array,
@@ -99,13 +99,15 @@ def latent_prefill_expanded(
     start: mx.array | None = None,
 ) -> mx.array:
     """:func:`~mlx_moeflux.kernels.latent.latent_prefill`: keys and values of some heads, then
-    :func:`~mlx_moeflux.kernels.attention.sdpa_fused` over them. A mask that is an array goes to
-    the reference.
+    attention over them, without scores in device memory. A mask that is an array goes to the
+    reference.
 
     Evaluates: each stretch of heads, unless one takes all.
 
     Raises:
-        ShapeError, UnsupportedError: As sdpa_fused.
+        ShapeError: Shapes or dtypes do not fit together, Dn or Dr is no multiple of 16 or Dv of 32,
+            or they are too large for threadgroup memory.
+        UnsupportedError: MLX drives no GPU.
     """
     if isinstance(mask, mx.array):
         return latent_prefill(
@@ -114,23 +116,31 @@ def latent_prefill_expanded(
         )  # fmt: skip
     H, parts = q_nope.shape[1], []
     rows, rotary = latents[:, :, :length], rotary_keys[:, :, :length]
-    heads = heads_at_once(q_nope.shape, length, rotary.shape[-1])
-    q = mx.concatenate([q_nope, q_rotary], axis=-1)
+    heads = heads_at_once(q_nope.shape, length)
+    if q_rotary.shape != (*q_nope.shape[:3], rotary.shape[3]) or rotary.shape[1] != 1:
+        raise ShapeError(
+            f"latent_prefill: q_rotary {q_rotary.shape} and rotary_keys {rotary_keys.shape} do not "
+            f"fit q_nope {q_nope.shape}."
+        )
     for first in range(0, H, heads):
-        last = min(first + heads, H)
-        k, v = expand(rows, first, last)
-        shared = mx.broadcast_to(rotary, (*k.shape[:3], rotary.shape[-1]))
-        keys = mx.concatenate([k, shared.astype(k.dtype)], axis=-1)
-        options = {"scale": scale, "mask": mask, "length": length, "start": start}
-        parts.append(sdpa_fused(q[:, first:last], keys, v, **options))
+        own = slice(first, min(first + heads, H))
+        k, v = expand(rows, own.start, own.stop)
+        tensors = q_nope[:, own], q_rotary[:, own], k, rotary, v
+        names = "q_nope", "q_rotary", "keys", "rotary_keys", "values"
+        check_dtypes("latent_prefill", q_nope.dtype, dict(zip(names, tensors, strict=True)))
+        call = Call(
+            "latent_prefill", tensors[0].shape, k.shape, v.shape, None, q_nope.dtype,
+            mask is not None, q_rotary.shape[3], expanded=True,
+        )  # fmt: skip
+        parts.append(run(call, tensors, None, scale=scale, length=length, start=start))
         if heads < H:
             # Else MLX makes the keys and values of many heads before it needs them.
             mx.eval(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def heads_at_once(q_nope: tuple[int, ...], length: int, rotary: int) -> int:
+def heads_at_once(q_nope: tuple[int, ...], length: int) -> int:
     """How many heads' keys and values are made at once, the values as wide as q_nope."""
     B, H, _, Dn = q_nope
-    most = max(1, VALUES_AT_ONCE // (B * length * (3 * Dn + rotary)))
+    most = max(1, VALUES_AT_ONCE // (B * length * 2 * Dn))
     return -(-H // -(-H // most))

@@ -311,7 +311,7 @@ class Model(DecoderModel):
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
         H, Dn = config.num_attention_heads, config.qk_nope_head_dim
         heads = chunk * H * (width + 4 * config.v_head_dim)
-        expanded = H * (tokens + seen) * (3 * Dn + config.qk_rope_head_dim)
+        expanded = H * (tokens + seen) * 2 * Dn
         attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,8 +11,12 @@ import pytest
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import attention
 from mlx_moeflux.kernels.attention import causal_sdpa, sdpa_fused
-from mlx_moeflux.kernels.latent_attention import latent_attention, latent_attention_fused
-from tests.kernels.harness import Case, emulated, error, float64, one_rounding
+from mlx_moeflux.kernels.latent_attention import (
+    latent_attention,
+    latent_attention_fused,
+    latent_prefill_expanded,
+)
+from tests.kernels.harness import Case, emulated, error, float64, one_rounding, patched
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 
@@ -127,6 +133,31 @@ def latent(name, dtype, B, H, T, capacity, R, P, length):
     )
 
 
+def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=False, memory=32):
+    """Keys [B, H, S, D] of each head beside those of width P that heads share; with so many KB of
+    threadgroup memory."""
+    mx.random.seed(T + S)
+    draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
+    q, q2, v = draw(B, H, T, D), draw(B, H, T, P), draw(B, H, S, Dv)
+    k, k2 = draw(B, H, S, D), draw(B, 1, S, P)
+    if growing:
+        k, k2 = ((x * mx.linspace(0.1, 30.0, S)[:, None]).astype(dtype) for x in (k, k2))
+    shared = mx.broadcast_to(k2, (B, H, S, P))
+    both = mx.concatenate([q, q2], -1), mx.concatenate([k, shared], -1), v
+    starts, scale = [0] * B if start is None else start, (D + P) ** -0.5
+    given = {"scale": scale, "causal": True, "length": [length] * B, "start": starts}
+    wanted = truth(*both, **given)
+    limit = 2 * error(naive(*both, **given), wanted)
+    k, k2, v = (poisoned(x, [length] * B, starts).astype(dtype) for x in (k, k2, v))
+    options = {"scale": scale, "mask": "causal", "length": length}
+    options["start"] = None if start is None else mx.array(start)
+    options["expand"] = lambda rows, first, last: tuple(x[:, first:last, :length] for x in (k, v))
+    latents = mx.zeros((B, 1, S, 16), dtype)
+    call = functools.partial(latent_prefill_expanded, q, q2, latents, k2, **options)
+    within = lambda: patched(attention, attention.plan_of, MEMORY_ELSEWHERE=memory << 10)  # noqa: E731
+    return Case(name, lambda: [call()], lambda: [wanted], limit, within=within)
+
+
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
 CASES = {
     "attend_rows": [
@@ -140,6 +171,25 @@ CASES = {
     ],
     "attend_rows_gated": [
         Attended(F16, 5, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
+    ],
+    "attend_rows_rotary": [
+        rotary("columns of a thread", BF16, 2, 2, 9, 60, 64, 32, 64, 57, start=[0, 40]),
+        rotary("columns that threads share", F16, 1, 3, 11, 64, 64, 48, 96, 63, growing=True),
+        rotary(
+            "tiles of fewer rows than threads take", F16, 1, 2, 20, 50, 64, 16, 32, 49, memory=5
+        ),
+    ],
+    "attend_rows_rotary_parts": [
+        rotary("float32", F32, 1, 2, 20, 130, 32, 32, 32, 129),
+        rotary("16-bit", F16, 1, 2, 70, 300, 128, 64, 32, 300, growing=True),
+    ],
+    "attend_shared_rotary": [
+        rotary("one row tile", F16, 4, 2, 3, 40, 48, 16, 32, 37, start=[0, 3, 35, 0]),
+        rotary("values in parts, two row tiles", F32, 2, 2, 20, 33, 224, 32, 256, 33),
+    ],
+    "attend_shared_rotary_parts": [
+        rotary("one row tile", BF16, 2, 3, 5, 200, 64, 32, 64, 131),
+        rotary("values in parts, two row tiles", F32, 1, 2, 20, 130, 224, 32, 256, 129),
     ],
     "attend_shared": [
         Attended(BF16, 1, 6, 2, 3, 60, 64, 32, 60).case("one part, 64/32"),
@@ -192,9 +242,9 @@ CASES = {
 }
 
 PACKS = "columns are multiples of a pack"
-TWICE, STAGED = "rows in one part are given twice", "a tile is staged that nobody reads"
+STAGED = "a tile is staged that nobody reads"
 UNUSED = "latents have no values, and there is no tail"
-ZEROS = "both are 0"
+ZEROS, ALIKE = "both are 0", "each head has keys of its own"
 EQUIVALENT = {
     "attention.metal": {
         "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": PACKS,
@@ -207,20 +257,19 @@ EQUIVALENT = {
         "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
         "attend_rows: off by one t < M -> + 1 <": "a block of queries ends at a multiple of 16",
         "attend_rows: off by one first < high -> <=": "a tile without keys adds nothing",
-        "attend_rows: off by one if (first + BN > open && first + 8 * n + -> >=": "keys are "
-        "compared with their limit in vain",
+        "attend_rows: off by one if (first + BN > open) -> >=": "keys are compared with their "
+        "limit in vain",
         "attend_rows: off by one if (first + BN < high) -> <=": STAGED,
-        "attend_rows: swapped arguments 2 and 3 of stage: D, 0": TWICE,
-        "attend_rows: swapped arguments 2 and 3 of stage: D, 0 (2)": TWICE,
-        "attend_rows: swapped arguments 2 and 3 of stage: D, 0 (3)": TWICE,
-        "attend_rows: swapped arguments 2 and 3 of stage: DV, 0": TWICE,
+        "attend_rows_rotary: swapped arguments 5 and 6 of attend_rows: HQ, HKV": ALIKE,
+        "attend_rows_rotary_parts: swapped arguments 5 and 6 of attend_rows: HQ, HKV": ALIKE,
+        "stage_columns: off by one >= low && first + COUNT <= high) -> <": "a whole tile is taken "
+        "for one that is not",
+        "stage_columns: off by one if (first >= low && first + COUNT <= -> >": "a whole tile is "
+        "taken for one that is not",
         "attend_rows: swapped arguments 1 and 2 of metal::fma: s[n][j], to_base2": "commutes",
         "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
     },
     "attention_shared.metal": {
-        "attend_shared: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
-        "attend_shared_parts: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
-        "attend_shared_gated: swapped arguments 2 and 3 of attend_shared: D1, D2": TWICE,
         "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
         "past the end are not written",
         "attend_shared: off by one if (t == tile && k0 + i < D / 16) -> <=": "queries are loaded "
@@ -240,6 +289,11 @@ EQUIVALENT = {
         "attend_shared_gated: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
         "attend_shared_parts: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
         "attend_paged: swapped arguments 14 and 15 of attend_shared: CAUSAL, GATE": ZEROS,
+        "attend_shared_rotary: swapped arguments 5 and 6 of attend_shared: HQ, HKV": ALIKE,
+        "attend_shared_rotary: swapped arguments 12 and 13 of attend_shared: TAIL, PAGE": ZEROS,
+        "attend_shared_rotary_parts: swapped arguments 5 and 6 of attend_shared: HQ, HKV": ALIKE,
+        "attend_shared_rotary_parts: swapped arguments 12 and 13 of attend_shared: TAIL, "
+        "PAGE": ZEROS,
     },
 }
 

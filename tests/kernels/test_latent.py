@@ -214,7 +214,7 @@ def test_prefill_over_expanded_heads(device, monkeypatch, start, at_once):
     """Against the reference, which never launches; in one stretch of heads or several."""
     if at_once is not None:
         monkeypatch.setattr(fused, "VALUES_AT_ONCE", at_once)
-        assert fused.heads_at_once((2, 5, 20, 64), 77, 32) < 5
+        assert fused.heads_at_once((2, 5, 20, 64), 77) < 5
     rng = np.random.default_rng(1)
     draw = lambda *shape: random_array(rng, shape, BF16)  # noqa: E731
     q, q2 = draw(2, 5, 20, 64), draw(2, 5, 20, 32)
@@ -256,7 +256,7 @@ def test_64k_positions_on_a_gpu():
     mx.reset_peak_memory()
     y = fused.latent_prefill_expanded(q, q2, k, k2, expand=expand, **options)
     mx.eval(y)
-    # Keys come, are laid beside the rotary ones, and matrices are made dense: all in bfloat16.
+    # Keys and values, and matrices that are made dense: all in bfloat16.
     assert mx.get_peak_memory() - before < 2 * fused.VALUES_AT_ONCE * 1.5 + 0.1e9
     few = slice(T - 3, T), slice(60, 62)
     heads = lambda c, first, last: expand(c, 60 + first, 60 + last)  # noqa: E731
