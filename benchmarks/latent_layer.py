@@ -6,12 +6,12 @@
 A checkpoint of random 4-bit weights with the full shape's three dense layers and one MoE layer is
 loaded resident by both. Both then run models that have one of its layers several times, as their
 own generation loops run models (one token ahead of the device); a layer's time is the difference
-between --many and --few of them, divided (of a prompt between --few and one: in a step of one layer
-a GPU waits for the host, which would flatter the layer). A layer's weights are more than a GPU's
-cache, so no layer finds its own there. Calls of both are made in turns; medians of the trials.
+between --many and --few of them (of a prompt: of --prompt-layers), divided: many, since where few
+layers wait for the host the difference flatters. A layer's weights are more than a GPU's cache, so
+no layer finds its own there. Calls of both are made in turns; medians of the trials.
 
 Limits: bytes of all weights and latents that the call reads by --bandwidth, or its multiplications
-by --compute, whichever is longer.
+by --compute (an H100's 989 TFLOP/s of dense bfloat16), whichever is longer.
 """
 
 from __future__ import annotations
@@ -113,14 +113,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, written if missing")
     parser.add_argument("--like", default="deepseek-v3")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--few", type=int, default=4, help="layers of the smaller models")
-    parser.add_argument("--many", type=int, default=12, help="layers of the larger models")
+    parser.add_argument("--few", type=int, default=12, help="layers of the smaller models")
+    parser.add_argument("--many", type=int, default=36, help="layers of the larger models")
+    parser.add_argument("--prompt-layers", type=int, nargs=2, default=[4, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--seen", type=int, default=2048, help="positions in the cache of a decode")
     parser.add_argument("--steps", type=int, default=24, help="tokens of a trial of decoding")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, default=3.0e12, help="bytes a second")
-    parser.add_argument("--compute", type=float, default=600e12, help="operations a second")
+    parser.add_argument("--compute", type=float, default=989e12, help="operations a second")
     parser.add_argument("--kernels", default=None, help="such as latent_attention=reference")
     args = parser.parse_args()
     if not args.out.exists():
@@ -149,7 +150,7 @@ def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
         calls = [("decode", 1, args.seen, lambda side: side.decode(args.seen, args.steps))]
         calls += [(f"prefill {T}", T, 0, lambda s, T=T: s.prefill(T)) for T in args.tokens]
         for label, T, seen, call in calls:
-            counts = (args.few, args.many) if T == 1 else (1, args.few)
+            counts = (args.few, args.many) if T == 1 else tuple(args.prompt_layers)
             mine, its = a_layer(sides, i, counts, args.repeats, call)
             limit = limits(ours.config, own[i], T, seen, args)
             print(
