@@ -354,7 +354,7 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
         for MT, W, keys in sizes:
             # Four bytes a register of a lane: queries of a row tile and sums.
             registers = -(-D // 16 * MT // W) * 2 * size + MT * Dv // W // 2
-            if registers > 200 or (MT > 1 and rows <= 8 * MT):
+            if registers > 200 or (MT > 1 and rows <= 8 * MT) or (layout == 1 and Dv > D):
                 continue
             M = 16 * MT
             values = keys * (Dv + 8) if layout == 0 else 8

@@ -185,11 +185,13 @@ CASES = {
     ],
     "attend_shared_rotary": [
         rotary("one row tile", F16, 4, 2, 3, 40, 48, 16, 32, 37, start=[0, 3, 35, 0]),
-        rotary("values in parts, two row tiles", F32, 2, 2, 20, 33, 224, 32, 256, 33),
+        rotary("values in parts", F32, 2, 2, 3, 33, 224, 32, 256, 33),
+        rotary("two row tiles", F16, 1, 2, 20, 50, 128, 32, 128, 49),
     ],
     "attend_shared_rotary_parts": [
         rotary("one row tile", BF16, 2, 3, 5, 200, 64, 32, 64, 131),
-        rotary("values in parts, two row tiles", F32, 1, 2, 20, 130, 224, 32, 256, 129),
+        rotary("values in parts", F32, 1, 2, 3, 130, 224, 32, 256, 129),
+        rotary("two row tiles", F16, 1, 2, 20, 130, 128, 32, 128, 129),
     ],
     "attend_shared": [
         Attended(BF16, 1, 6, 2, 3, 60, 64, 32, 60).case("one part, 64/32"),
@@ -322,6 +324,13 @@ def test_sdpa(shape, tiles, monkeypatch):
         off = error(sdpa_fused(*call.arrays, **call.options), call.truth)
     attention.plan_of.cache_clear()
     assert off <= call.limit
+
+
+def test_values_never_lie_in_the_memory_of_narrower_keys():
+    """Where both do not fit, values take the keys' place: rows as wide at most."""
+    narrow = Attended(F32, 1, 2, 1, 20, 33, 192, 224, 33)
+    with emulated(), pytest.raises(ShapeError, match="do not fit into"):
+        sdpa_fused(*narrow.arrays, **narrow.options)
 
 
 @pytest.mark.gpu
