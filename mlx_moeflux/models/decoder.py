@@ -247,7 +247,8 @@ class DecoderModel(StreamingModel):
                 many = tokens.size >= MANY_TOKENS
                 if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
                     begun.append(h)
-                    _begin(h, begun.popleft() if many and len(begun) > 2 else None)
+                    before = begun.popleft() if len(begun) > 2 else None
+                    _begin(h, before if many else None)
             return self.logits(h[:, -1:] if last_only else h)
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
