@@ -4,11 +4,13 @@
     python benchmarks/latent_layer.py --out tiny --like deepseek-tiny --tokens 64
 
 A checkpoint of random 4-bit weights with the full shape's three dense layers and one MoE layer is
-loaded resident by both. Both then run models that have one of its layers several times, as their
-own generation loops run models (one token ahead of the device); a layer's time is the difference
-between --many and --few of them (of a prompt: of --prompt-layers), divided: many, since where few
-layers wait for the host the difference flatters. A layer's weights are more than a GPU's cache, so
-no layer finds its own there. Calls of both are made in turns; medians of the trials.
+loaded resident by both. Both then run models that have its layers, or one of them, several times,
+as their own generation loops run models (one token ahead of the device); a layer's time is the
+difference between models of --many and --few layers (of a prompt: of --prompt-layers), divided:
+many, since where few layers wait for the host the difference flatters. The last column has no such
+difference: how often the time of the larger model of ours is in mlx-lm's, embedding and logits
+included. A layer's weights are more than a GPU's cache, so no layer finds its own there. Calls of
+both are made in turns; medians of the trials.
 
 Limits: bytes of all weights and latents that the call reads by --bandwidth, or its multiplications
 by --compute (an H100's 989 TFLOP/s of dense bfloat16), whichever is longer.
@@ -20,6 +22,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -49,15 +52,32 @@ def limits(config, layer, tokens: int, seen: int, args) -> float:
     return max(read / args.bandwidth, 2 * tokens * (products + attention) / args.compute)
 
 
+def split_heads(model) -> None:
+    """``embed_q`` and ``unembed_out`` of random numbers in the place of ``kv_b_proj``: the form of
+    published checkpoints, which the synthetic ones do not have."""
+    dtype = model.model.norm.weight.dtype
+    for layer in model.layers:
+        attention = layer.self_attn
+        if "kv_b_proj" not in attention:
+            continue
+        spec = attention.kv_b_proj.group_size, attention.kv_b_proj.bits
+        attention.use_split_heads()
+        for name in ("embed_q", "unembed_out"):
+            attention[name].weight = attention[name].weight.astype(dtype)
+            attention[name] = attention[name].to_quantized(*spec)
+    mx.eval(model.parameters())
+
+
 class Side:
-    """A model with one of its layers several times; `layers`: where its layers are."""
+    """A model with some of its layers several times; `layers`: where its layers are."""
 
     def __init__(self, model, layers, new_cache: Callable[[], list], **prefill):
         self.model, self.holder, self.prefill_options = model, layers, prefill
         self.own, self.new_cache = list(layers.layers), new_cache
 
-    def repeat(self, layer: int, count: int) -> None:
-        self.holder.layers = [self.own[layer]] * count
+    def repeat(self, layers: list[int], count: int) -> None:
+        """`layers` one after the other until there are `count`."""
+        self.holder.layers = [self.own[i] for i in islice(cycle(layers), count)]
         forget = getattr(self.model, "forget_steps", None)
         if forget is not None:
             forget()
@@ -92,20 +112,20 @@ class Side:
 
 def a_layer(
     sides: list[Side],
-    layer: int,
+    layers: list[int],
     counts: tuple[int, int],
     repeats: int,
     call: Callable[[Side], float],
-) -> list[float]:
-    """Seconds a layer on each side, from models of so many."""
+) -> tuple[list[float], list[float]]:
+    """Seconds a layer on each side, from models of so many; seconds of the larger models."""
     times = []
     for count in counts:
         for side in sides:
-            side.repeat(layer, count)
+            side.repeat(layers, count)
             call(side)  # compiles
         trials = [[call(side) for side in sides] for _ in range(repeats)]
         times.append([statistics.median(column) for column in zip(*trials, strict=True)])
-    return [(b - a) / (counts[1] - counts[0]) for a, b in zip(*times, strict=True)]
+    return [(b - a) / (counts[1] - counts[0]) for a, b in zip(*times, strict=True)], times[1]
 
 
 def main() -> None:
@@ -130,6 +150,7 @@ def main() -> None:
     from mlx_lm.utils import load_model as mlx_lm_load
 
     ours = load_model(args.out, expert_memory="100%", kernels=args.kernels)
+    split_heads(ours)
     theirs, _ = mlx_lm_load(args.out)
     mx.eval(theirs.parameters())
     compare(ours, theirs, lambda: [KVCache() for _ in theirs.model.layers], args)
@@ -144,18 +165,21 @@ def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
     ]
     for side in sides:
         side.config, side.dtype = ours.config, ours.model.norm.weight.dtype
-    print("layer  call          ours ms  mlx-lm ms   times  limit ms  of limit")
-    for i in sorted({0, len(own) - 1}):
-        name = "MoE" if "shared_experts" in own[i].mlp else "dense"
+    sparse = [i for i, layer in enumerate(own) if "shared_experts" in layer.mlp]
+    dense = [i for i in range(len(own)) if i not in sparse]
+    kinds = {"dense": dense[:1], "MoE": sparse[:1], f"{len(dense)}+{len(sparse)}": dense + sparse}
+    print("layer  call          ours ms  mlx-lm ms   times  limit ms  of limit  whole model, times")
+    for kind, layers in ((k, v) for k, v in kinds.items() if v):
         calls = [("decode", 1, args.seen, lambda side: side.decode(args.seen, args.steps))]
         calls += [(f"prefill {T}", T, 0, lambda s, T=T: s.prefill(T)) for T in args.tokens]
         for label, T, seen, call in calls:
             counts = (args.few, args.many) if T == 1 else tuple(args.prompt_layers)
-            mine, its = a_layer(sides, i, counts, args.repeats, call)
-            limit = limits(ours.config, own[i], T, seen, args)
+            (mine, its), whole = a_layer(sides, layers, counts, args.repeats, call)
+            each = [limits(ours.config, own[i], T, seen, args) for i in layers]
+            limit = statistics.mean(each)
             print(
-                f"{name:<6} {label:<12} {1e3 * mine:>8.3f} {1e3 * its:>10.3f} {its / mine:>7.2f} "
-                f"{1e3 * limit:>9.3f} {100 * limit / mine:>8.1f}%",
+                f"{kind:<6} {label:<12} {1e3 * mine:>8.3f} {1e3 * its:>10.3f} {its / mine:>7.2f} "
+                f"{1e3 * limit:>9.3f} {100 * limit / mine:>8.1f}% {whole[1] / whole[0]:>19.2f}",
                 flush=True,
             )
     for side in sides:

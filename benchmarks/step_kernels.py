@@ -18,8 +18,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-import mlx.core as mx
-from latent_layer import Side
+from latent_layer import Side, split_heads
 from timing import kernel_events
 
 from mlx_moeflux.loading import load_model
@@ -28,25 +27,9 @@ from mlx_moeflux.synthesize import synthesize
 WARM_UP = 4  # Steps that Side.decode makes before those that it is asked for.
 
 
-def split_heads(model) -> None:
-    """``embed_q`` and ``unembed_out`` of random numbers in the place of ``kv_b_proj``: the form of
-    published checkpoints, which the synthetic ones do not have."""
-    dtype = model.model.norm.weight.dtype
-    for layer in model.layers:
-        attention = layer.self_attn
-        if "kv_b_proj" not in attention:
-            continue
-        spec = attention.kv_b_proj.group_size, attention.kv_b_proj.bits
-        attention.use_split_heads()
-        for name in ("embed_q", "unembed_out"):
-            attention[name].weight = attention[name].weight.astype(dtype)
-            attention[name] = attention[name].to_quantized(*spec)
-    mx.eval(model.parameters())
-
-
 def of_a_layer(side: Side, layer: int, args) -> dict[str, list[float]]:
     """Kernel -> microseconds of each time it ran, for those that each step launches for a layer."""
-    side.repeat(layer, args.many)
+    side.repeat([layer], args.many)
     side.decode(args.seen, args.steps)  # compiles
     times: dict[str, list[float]] = {}
     for event in kernel_events(lambda: side.decode(args.seen, args.steps)):
