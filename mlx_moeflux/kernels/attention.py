@@ -24,7 +24,7 @@ Forms of :func:`sdpa_fused`, picked by the call's shape alone, each in a file of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,13 @@ from mlx_moeflux.kernels.numbers import filled, ranges
 # Calls of so many tokens at most read each key once for all heads that share it.
 FEW_TOKENS = 8
 # Threadgroups that a launch should have (an H100 has 132 processors): where one takes 16 rows, two
-# for each; and keys that one should see at least.
+# for each; keys that one should see at least; and threadgroups of 128 rows for a call to take them.
 ENOUGH_GROUPS, ENOUGH_SMALL_GROUPS, LEAST_KEYS = 132, 264, 64
-# Static threadgroup memory, in bytes.
+ENOUGH_LARGE_GROUPS = 3 * ENOUGH_GROUPS
+# Static threadgroup memory, in bytes; and what CUDA gives on demand, on any GPU that has tiles.
 MEMORY = {"cuda": 48 * 1024}
 MEMORY_ELSEWHERE = 32 * 1024
+MEMORY_ON_DEMAND = {"cuda": 99 * 1024}
 
 
 def causal_sdpa(
@@ -103,8 +105,9 @@ _INDICES = """q_shape[2], {capacity}, threadgroup_position_in_grid, threadgroups
 _ROWS = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
     threadgroup T values[BN * (DV + 8)];
-    attend_rows<T, D1, D2, DV, HQ, HKV, W, BN, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, v, {gate}, ranges, scale, {outputs}, keys, values, {indices});
+    threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D2 + 8) : 8];
+    attend_rows<T, D1, D2, DV, HQ, HKV, W, R, BN, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, v, {gate}, ranges, scale, {outputs}, keys, values, queries, {indices});
 """
 _SHARED = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
@@ -124,6 +127,13 @@ _COMBINE = """
 """
 
 
+def _rows_memory(sizes: Mapping[str, Any]) -> int:
+    """Bytes of the arrays of _ROWS."""
+    D, M = sizes["D1"] + sizes["D2"], 16 * sizes["W"] * sizes["R"]
+    queries = M * (D + 8) if sizes["R"] > 1 else 8
+    return (sizes["BN"] * (D + sizes["DV"] + 16) + queries) * sizes["T"].size
+
+
 def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> MetalKernel:
     outputs = "nullptr, partial, stats" if split else "y, nullptr, nullptr"
     names = {"q2": "q", "k2": "k", "v": "v", "tail_k": "k", "tail_v": "k", "table": "ranges"}
@@ -138,6 +148,7 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
         inputs=(*inputs, "ranges", "scale"),
         outputs=("partial", "stats") if split else ("y",),
         body=body.format(**names, outputs=outputs, indices=_INDICES.format(capacity=capacity)),
+        memory=_rows_memory if body is _ROWS else None,
     )
 
 
@@ -271,7 +282,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
         )
     pack = tile.get("PACK", 1)
     rows, groups = pack * T, B * Hq // pack
-    height = 16 * (tile["W"] if form == "rows" else tile["MT"])
+    height = 16 * (tile["W"] * tile["R"] if form == "rows" else tile["MT"])
     blocks = -(-rows // height)
     enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
     parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
@@ -323,6 +334,17 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
         tiles = _shared_tiles(sizes, D, Dv, Hq * T, size, layouts=(2,))
         more = {"D2": call.rotary, "PACK": Hq}
         return "latent", _first_that_fits(tiles, limit, more)
+    # Two tiles of rows for each simdgroup, so that keys and values are fetched half as often, take
+    # a large block's memory and all registers.
+    large = {"W": 4, "R": 2, "BN": 64, "D2": call.rotary}
+    fits = _rows_memory({**large, "T": call.dtype, "D1": call.q[3], "DV": Dv})
+    if (
+        size == 2
+        and 64 < Dv <= 128
+        and call.q[0] * Hq * (T // 128) >= ENOUGH_LARGE_GROUPS
+        and fits <= MEMORY_ON_DEMAND.get(backend_name, 0)
+    ):
+        return "rows", large
     # Sums of 16 rows and queries must fit into a lane's registers.
     registers = Dv // 2 + D // 4 * size // 2
     if T > FEW_TOKENS and registers <= (192 if backend_name == "cuda" else 96):
@@ -330,7 +352,7 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
             fits = keys * (D + Dv + 16) * size <= limit
             # More than 16 accumulators of scores beside a wide head's sums would spill.
             if fits and (keys < 64 or registers <= 96):
-                return "rows", {"W": 4, "BN": keys, "D2": call.rotary}
+                return "rows", {"W": 4, "R": 1, "BN": keys, "D2": call.rotary}
         return "rows", None
     pack = Hq // Hkv if T <= FEW_TOKENS else 1
     tiles = _shared_tiles(_SHARED_TILES, D, Dv, pack * T, size, layouts=(0, 1))

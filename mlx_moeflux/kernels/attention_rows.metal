@@ -63,18 +63,21 @@ inline void stage_rows(
 // q [B, HQ, T, D1], k [B, HKV, capacity, D1], v [B, HKV, capacity, DV]; beside them q2 [B, HQ, T, D2]
 // and k2 [B, 1, capacity, D2], which heads share; ranges [B, 2]: first and past-the-last key of each
 // sequence; query t sees keys below length - T + t + 1 if CAUSAL.
-// Threadgroups: (parts of the keys, B * HQ, blocks of 16 W rows from the last). GATE 3: writes
+// Threadgroups: (parts of the keys, B * HQ, blocks of 16 R W rows from the last). GATE 3: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
-template <typename T, int D1, int D2, int DV, int HQ, int HKV, int W, int BN, bool CAUSAL, int GATE>
+template <typename T, int D1, int D2, int DV, int HQ, int HKV, int W, int R, int BN, bool CAUSAL,
+          int GATE>
 inline void attend_rows(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* gate, const device int* ranges, const device float* scale,
     device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
-    threadgroup T* value_tile, int tokens, int capacity, uint3 position, uint3 counts, uint index) {
-  constexpr int D = D1 + D2, M = 16 * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
+    threadgroup T* value_tile, threadgroup T* query_tile, int tokens, int capacity, uint3 position,
+    uint3 counts, uint index) {
+  constexpr int D = D1 + D2, M = 16 * R * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
   const uint lane = index % 32;
-  const int own = int(index / 32) * 16, group = int(position.y), b = group / HQ, head = group % HQ;
+  const int own = int(index / 32) * 16 * R, group = int(position.y);
+  const int b = group / HQ, head = group % HQ;
   const int row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
   q += size_t(group) * tokens * D1;
@@ -88,25 +91,32 @@ inline void attend_rows(
   const int low = range.low, high = range.high;
   const float to_base2 = scale[0] * 1.44269504f;
 
-  tile_a<T> queries[D / 16];
-  for (int t = 0; t < M; t += BN) {
-    stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, q, q2, row0 + t, 0, tokens, index);
-    arrive();
-    if (own >= t && own < t + BN) {
-      EACH(i, D / 16) {
-        load_a(queries[i], key_tile + (own - t) * LK + 16 * i, LK, lane);
+  // One tile of rows stays in registers, of more each part is fetched when it is multiplied.
+  tile_a<T> queries[R == 1 ? D / 16 : 1][R];
+  if (R == 1) {
+    for (int t = 0; t < M; t += BN) {
+      stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, q, q2, row0 + t, 0, tokens, index);
+      arrive();
+      if (own >= t && own < t + BN) {
+        EACH(i, D / 16) {
+          load_a(queries[i][0], key_tile + (own - t) * LK + 16 * i, LK, lane);
+        }
       }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    stage_rows<T, D1, D2, LK, M, THREADS>(query_tile, q, q2, row0, 0, tokens, index);
   }
-  tile_c sums[DV / 8];
-  EACH(n, DV / 8) {
-    fill(sums[n], 0.0f);
+  tile_c sums[R][DV / 8];
+  EACH(r, R) {
+    EACH(n, DV / 8) {
+      fill(sums[r][n], 0.0f);
+    }
   }
-  int limit[2];
-  float top[2], total[2];
-  EACH(i, 2) {
-    const int row = row0 + own + sums[0].row(2 * i, lane);
+  int limit[2 * R];
+  float top[2 * R], total[2 * R];
+  EACH(i, 2 * R) {
+    const int row = row0 + own + i / 2 * 16 + sums[0][0].row(i % 2 * 2, lane);
     limit[i] = metal::min(CAUSAL ? before + row : length, high);
     top[i] = no_score();
     total[i] = 0.0f;
@@ -119,15 +129,25 @@ inline void attend_rows(
     arrive();
     stage_rows<T, DV, 0, LV, BN, THREADS>(value_tile, v, v, first, low, high, index);
     copy_group();
-    tile_c s[BN / 8];
-    EACH(n, BN / 8) {
-      fill(s[n], 0.0f);
+    tile_c s[R][BN / 8];
+    EACH(r, R) {
+      EACH(n, BN / 8) {
+        fill(s[r][n], 0.0f);
+      }
     }
     EACH(i, D / 16) {
+      const int kept = R == 1 ? i : 0;
+      if (R > 1) {
+        EACH(r, R) {
+          load_a(queries[0][r], query_tile + (own + 16 * r) * LK + 16 * i, LK, lane);
+        }
+      }
       EACH(n, BN / 8) {
         tile_b<T> keys;
         load_b_t(keys, key_tile + 8 * n * LK + 16 * i, LK, lane);
-        mma(s[n], queries[i], keys);
+        EACH(r, R) {
+          mma(s[r][n], queries[kept][r], keys);
+        }
       }
     }
     // The next keys come while weights are computed and values multiplied.
@@ -137,66 +157,71 @@ inline void attend_rows(
     }
     copy_group();
     if (first + BN > open) {
-      EACH(n, BN / 8) {
-        EACH(j, 4) {
-          if (first + 8 * n + s[n].col(j, lane) >= limit[j / 2]) {
-            s[n][j] = -INFINITY;
+      EACH(r, R) {
+        EACH(n, BN / 8) {
+          EACH(j, 4) {
+            if (first + 8 * n + s[r][n].col(j, lane) >= limit[2 * r + j / 2]) {
+              s[r][n][j] = -INFINITY;
+            }
           }
         }
       }
     }
-    EACH(i, 2) {
+    EACH(i, 2 * R) {
+      const int r = i / 2, at = i % 2 * 2;
       float highest = -INFINITY;
       EACH(n, BN / 8) {
-        EACH(e, 2) {
-          const int j = 2 * i + e;
-          highest = metal::max(highest, s[n][j]);
-        }
+        highest = metal::max(highest, metal::max(s[r][n][at], s[r][n][at + 1]));
       }
       const float factor = raised(top[i], row_max(highest) * to_base2);
       total[i] *= factor;
       EACH(n, BN / 8) {
         EACH(e, 2) {
-          const int j = 2 * i + e;
-          s[n][j] = metal::fast::exp2(metal::fma(s[n][j], to_base2, -top[i]));
-          total[i] += s[n][j];
+          const int j = at + e;
+          s[r][n][j] = metal::fast::exp2(metal::fma(s[r][n][j], to_base2, -top[i]));
+          total[i] += s[r][n][j];
         }
       }
       if (simd_any(factor != 1.0f)) {
         EACH(n, DV / 8) {
-          sums[n][2 * i] *= factor;
-          sums[n][2 * i + 1] *= factor;
+          sums[r][n][at] *= factor;
+          sums[r][n][at + 1] *= factor;
         }
       }
     }
     arrive_but_newest();
     EACH(j, BN / 16) {
-      const tile_a<T> weights = to_a<T>(s[2 * j], s[2 * j + 1]);
+      tile_a<T> weights[R];
+      EACH(r, R) {
+        weights[r] = to_a<T>(s[r][2 * j], s[r][2 * j + 1]);
+      }
       EACH(n, DV / 8) {
         tile_b<T> values;
         load_b(values, value_tile + 16 * j * LV + 8 * n, LV, lane);
-        mma(sums[n], weights, values);
+        EACH(r, R) {
+          mma(sums[r][n], weights[r], values);
+        }
       }
     }
   }
 
   copy_wait();
-  EACH(i, 2) {
+  EACH(i, 2 * R) {
     total[i] = row_sum(total[i]);
-    const int row = row0 + own + sums[0].row(2 * i, lane);
+    const int r = i / 2, j = i % 2 * 2, row = row0 + own + 16 * r + sums[r][0].row(j, lane);
     const size_t at = (size_t(group) * counts.x + position.x) * tokens + row;
-    if (GATE == 3 && row < tokens && sums[0].col(0, lane) == 0) {
+    if (GATE == 3 && row < tokens && sums[r][0].col(0, lane) == 0) {
       stats[2 * at] = top[i];
       stats[2 * at + 1] = total[i];
     }
     const float inverse = total[i] > 0.0f ? 1.0f / total[i] : 0.0f;
     EACH(n, DV / 8) {
-      const int j = 2 * i, column = 8 * n + sums[n].col(j, lane);
+      const int column = 8 * n + sums[r][n].col(j, lane);
       if (row < tokens && GATE == 3) {
-        store_pack(partial + at * DV + column, pack<float, 2>{sums[n][j], sums[n][j + 1]});
+        store_pack(partial + at * DV + column, pack<float, 2>{sums[r][n][j], sums[r][n][j + 1]});
       } else if (row < tokens) {
         write_attended<T, DV, HQ, GATE, 2>(
-            y, gate, {sums[n][j] * inverse, sums[n][j + 1] * inverse}, b, head, row, column,
+            y, gate, {sums[r][n][j] * inverse, sums[r][n][j + 1] * inverse}, b, head, row, column,
             tokens);
       }
     }

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ FOLDER = "cuda"
 # Where MLX keeps modules; it reads this when it compiles or loads the first.
 MLX_FOLDER = "MLX_PTX_CACHE_DIR"
 MOST_THREADS = 8
+
+_DTYPE = operator.attrgetter("dtype")
 
 # What a path must be made of to stand in an #include.
 _PLAIN = re.compile(r"[\w./+@~ -]+", re.ASCII)
@@ -74,18 +77,28 @@ class Cache:
         self._gathering = 0
 
     def launcher(
-        self, name: str, header: str, body: str, *, inputs: Sequence[str], outputs: Sequence[str]
+        self,
+        name: str,
+        header: str,
+        body: str,
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        memory: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> Callable[..., list[mx.array]]:
-        """What ``mx.fast.cuda_kernel`` returns, with its keywords."""
+        """What ``mx.fast.cuda_kernel`` returns, with its keywords; memory: template -> bytes of
+        threadgroup memory that a launch asks for."""
         kernel = Kernel(name, header, body, tuple(inputs), tuple(outputs))
         variants: dict[tuple, Callable[..., list[mx.array]]] = {}
 
         def launch(*, inputs: Any, template: Any, output_dtypes: Any, **rest: Any):
-            key = (*(template or ()), *(x.dtype for x in inputs), *output_dtypes)
+            key = (*(template or ()), *map(_DTYPE, inputs), *output_dtypes)
             function = variants.get(key)
             if function is None:
                 source.refuse_negative(name, dict(template or ()))
                 own = kernel.with_constants(template or ())
+                if memory is not None:
+                    own = replace(own, memory=memory(dict(template or ())))
                 function = variants[key] = self._variant(
                     own, [x.dtype for x in inputs], output_dtypes
                 )

@@ -62,13 +62,15 @@ _HASH, _SEED = "_ZSt11_Hash_bytesPKvmm", 0xC70F6907
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ``mx.fast.cuda_kernel`` is given: a text, and the names of its arrays."""
+    """What ``mx.fast.cuda_kernel`` is given: a text, the names of its arrays, and bytes of
+    threadgroup memory besides what the text declares."""
 
     name: str
     header: str
     body: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    memory: int = 0
 
     def with_constants(self, template: Sequence[tuple[str, mx.Dtype | int | bool]]) -> Kernel:
         """The same for these template arguments. MLX would put them into the kernel's name too,
@@ -83,6 +85,7 @@ class Kernel:
             output_names=list(self.outputs),
             header=self.header,
             source=self.body,
+            shared_memory=self.memory,
         )
 
 

@@ -46,6 +46,7 @@ _KERNEL = MetalKernel(
             w, scales, biases, y, w_shape[0] * w_shape[1], threadgroup_position_in_grid.x,
             thread_index_in_threadgroup);
     """,
+    packed=False,
 )
 
 
@@ -64,7 +65,9 @@ def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
     layout = matrix_of(stored, width)
     if not 0 < weight.size < _MOST_WORDS:
         raise ShapeError(f"dequantise: a matrix {list(weight.shape)} has too many words, or none.")
-    arrays = (array.reshape(-1, array.shape[-1]) for array in arrays_of(stored))
+    arrays = arrays_of(stored)
+    if weight.ndim != 2:  # MLX makes an operation of a reshape that changes nothing
+        arrays = (array.reshape(-1, array.shape[-1]) for array in arrays)
     (y,) = _KERNEL(
         *arrays,
         template={"BITS": layout.bits, "GROUP": layout.group, "V": _WORDS, "THREADS": _THREADS},

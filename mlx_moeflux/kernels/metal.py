@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -80,6 +80,7 @@ class CudaBackend:
             *kernel.cuda_text(),
             inputs=kernel.inputs,
             outputs=kernel.outputs,
+            memory=kernel.memory,
         )
 
 
@@ -176,24 +177,36 @@ class MetalKernel:
         file: Its functions, beside this module; those of ``common.metal`` are known too.
         inputs, outputs: Names of its arrays in the body.
         body: ``threadgroup`` arrays and one call. It must use at least one thread attribute.
+        packed: Whether inputs that lie in one buffer are passed as one, which takes a text for each
+            of the places that they have there.
+        memory: Template -> bytes of threadgroup memory. With it CUDA gives a launch as much as it
+            asks for; without it a kernel has what it declares, 48 KB at most.
 
     Raises:
         ValueError: The name is taken.
     """
 
     def __init__(
-        self, name: str, *, file: str, inputs: Sequence[str], outputs: Sequence[str], body: str
+        self,
+        name: str,
+        *,
+        file: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        packed: bool = True,
+        memory: Callable[[Mapping[str, Any]], int] | None = None,
     ):
         if name in KERNELS:
             raise ValueError(f"two kernels are called '{name}'")
         KERNELS[name] = self
-        self.name, self.file, self.body = name, file, body
+        self.name, self.file, self.body, self.memory = name, file, body, memory
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         # Inputs whose shape the body reads: whether it reads the first axis alone.
         self._shaped = {
             n: not re.search(rf"\b{n}_shape(?!\[0\])", body) for n in inputs if f"{n}_shape" in body
         }
-        self._arranger = packing.Arranger(self.inputs, self._shaped)
+        self._packed, self._arranger = packed, packing.Arranger(self.inputs, self._shaped)
         self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher | None = None
@@ -208,7 +221,7 @@ class MetalKernel:
 
     def cuda_text(self) -> tuple[str, str]:
         """header, body as CUDA's compiler gets them."""
-        return source.cuda_text(self.file, self.body)
+        return source.cuda_text(self.file, self.body, on_demand=self.memory is not None)
 
     def __call__(
         self,
@@ -228,7 +241,7 @@ class MetalKernel:
             ShapeError: `grid` is not divisible, an input is too small for Metal and the body
                 reads its shape, or a number of `template` is negative: MLX makes it part of a name.
         """
-        if packing.PLACES:
+        if self._packed and packing.PLACES:
             found = self._arranger(inputs)
             if found is not None:
                 arrangement, arrays = found

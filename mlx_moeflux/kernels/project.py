@@ -154,16 +154,21 @@ def project_dequantised(
     for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
     dense = weights
     if x.dtype != mx.float32:
-        dense = [part for weight in weights for part in _made_dense_later(weight)]
+        dense = [part for weight in weights for part in _made_dense(weight, x.dtype)]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 
 
-def _made_dense_later(weight: Any) -> list[Any]:
-    """A matrix for each of its results, if it is quantised."""
+def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
+    """A matrix for each of its results, which are arrays of their own, if it is quantised: all in
+    one launch, or, of a large one, each when it is used."""
     if not isinstance(weight, Weight) or weight.spec is None or weight.precise:
         return [weight]
-    ends = accumulate(weight.results)
-    return [Dense(weight, end - out, end) for out, end in zip(weight.results, ends, strict=True)]
+    width, ends = weight.scales.shape[-1] * weight.spec.group_size, [*accumulate(weight.results)]
+    if ends[-1] * width * dtype.size > MOST_DENSE:
+        starts = [0, *ends]
+        return [Dense(weight, *rows) for rows in zip(starts, ends, strict=False)]
+    dense = weight.dense(dtype)
+    return [Weight(rows) for rows in (mx.split(dense, ends[:-1]) if ends[1:] else [dense])]
 
 
 def project_fused(

@@ -56,6 +56,7 @@ _AGGREGATE = re.compile(
     r"(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^;{]*?\)\s*)?(\w+)"
 )
 _ARRAY = re.compile(r"(^|[;{}\n])(\s*)threadgroup\s+((?:[\w:]+(?:<[^;>]*>)?\s+)+)(\w+\s*\[)")
+_ARRAYS = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)(\[[^;]*\]);")
 _ADDRESS_SPACE = re.compile(r"\b(?:device|threadgroup|thread|constant)\b(?!\s*\()\s*")
 
 
@@ -217,9 +218,13 @@ def metal_text(file: str, body: str) -> tuple[str, str]:
     return "\n".join([*closure(body, known), ""]), body
 
 
-def cuda_text(file: str, body: str) -> tuple[str, str]:
-    """header, body as ``mx.fast.cuda_kernel`` takes them."""
+def cuda_text(file: str, body: str, *, on_demand: bool = False) -> tuple[str, str]:
+    """header, body as ``mx.fast.cuda_kernel`` takes them.
+
+    on_demand: A launch asks for threadgroup memory, so that there may be more than 48 KB."""
     body = strip(body)
+    if on_demand:
+        body = _in_one_block(body)
     constants = "".join(
         f"const {kind} {name} = {value};\n"
         for name, (kind, value) in ATTRIBUTES.items()
@@ -247,6 +252,17 @@ def refuse_negative(kernel: str, template: Mapping[str, object]) -> None:
                 f"kernel '{kernel}': template {dict(template)} holds {value}; MLX takes no "
                 "negative number there, pass it as an input."
             )
+
+
+def _in_one_block(body: str) -> str:
+    """Arrays declared ``threadgroup``, one behind another in the memory that a launch asks for."""
+    arrays = _ARRAYS.findall(body)
+    members = "".join(f"alignas(16) {kind} {name}{size}; " for kind, name, size in arrays)
+    pointers = "".join(f"{kind}* {name} = parts.{name};\n" for kind, name, _ in arrays)
+    return (
+        f"struct shared_parts {{ {members}}};\nextern __shared__ uint4 shared_memory[];\n"
+        f"shared_parts& parts = *(shared_parts*)shared_memory;\n{pointers}{_ARRAYS.sub('', body)}"
+    )
 
 
 def without_address_spaces(text: str) -> str:

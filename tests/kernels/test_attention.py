@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -111,9 +112,19 @@ class Attended:
         self.options |= {"tail": tuple(ends)}
         return self
 
-    def case(self, name):
+    def case(self, name, **patches):
         return Case(name, lambda: [sdpa_fused(*self.arrays, **self.options)], lambda: [self.truth],
-                    self.limit)  # fmt: skip
+                    self.limit, within=lambda: constants(**patches))  # fmt: skip
+
+
+def constants(**patches):
+    """Other values of those that launches are laid out by."""
+    return patched(attention, attention.plan_of, **patches)
+
+
+# Simdgroups take two tiles of rows each, and all keys.
+TWO_TILES = {"ENOUGH_LARGE_GROUPS": 1, "MEMORY_ON_DEMAND": {"metal": 99 << 10, "cuda": 99 << 10}}
+IN_ONE_PART = TWO_TILES | {"ENOUGH_GROUPS": 1}
 
 
 def latent(name, dtype, B, H, T, capacity, R, P, length):
@@ -133,9 +144,8 @@ def latent(name, dtype, B, H, T, capacity, R, P, length):
     )
 
 
-def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=False, memory=32):
-    """Keys [B, H, S, D] of each head beside those of width P that heads share; with so many KB of
-    threadgroup memory."""
+def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=False, **patches):
+    """Keys [B, H, S, D] of each head beside those of width P that heads share."""
     mx.random.seed(T + S)
     draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
     q, q2, v = draw(B, H, T, D), draw(B, H, T, P), draw(B, H, S, Dv)
@@ -154,8 +164,9 @@ def rotary(name, dtype, B, H, T, S, D, P, Dv, length, *, start=None, growing=Fal
     options["expand"] = lambda rows, first, last: tuple(x[:, first:last, :length] for x in (k, v))
     latents = mx.zeros((B, 1, S, 16), dtype)
     call = functools.partial(latent_prefill_expanded, q, q2, latents, k2, **options)
-    within = lambda: patched(attention, attention.plan_of, MEMORY_ELSEWHERE=memory << 10)  # noqa: E731
-    return Case(name, lambda: [call()], lambda: [wanted], limit, within=within)
+    return Case(
+        name, lambda: [call()], lambda: [wanted], limit, within=lambda: constants(**patches)
+    )
 
 
 # Every kernel alone; the joining launch comes with the calls over parts of the keys.
@@ -168,6 +179,7 @@ CASES = {
     "attend_rows_parts": [
         Attended(F16, 2, 2, 1, 70, 100, 48, 32, 100, causal=False).case("48/32, all visible"),
         Attended(F32, 1, 4, 2, 20, 130, 64, 64, [129], start=[45]).case("float32, padded left"),
+        Attended(F16, 1, 2, 1, 150, 150, 32, 96, 150).case("two tiles", **TWO_TILES),
     ],
     "attend_rows_gated": [
         Attended(F16, 5, 30, 3, 9, 24, 32, 64, 23, gate=2).case("gate in second halves, 32/64"),
@@ -175,9 +187,8 @@ CASES = {
     "attend_rows_rotary": [
         rotary("columns of a thread", BF16, 2, 2, 9, 60, 64, 32, 64, 57, start=[0, 40]),
         rotary("columns that threads share", F16, 1, 3, 11, 64, 64, 48, 96, 63, growing=True),
-        rotary(
-            "tiles of fewer rows than threads take", F16, 1, 2, 20, 50, 64, 16, 32, 49, memory=5
-        ),
+        rotary("few rows a tile", F16, 1, 2, 20, 50, 64, 16, 32, 49, MEMORY_ELSEWHERE=5 << 10),
+        rotary("two tiles", BF16, 1, 2, 140, 200, 16, 16, 96, 199, start=[9], **IN_ONE_PART),
     ],
     "attend_rows_rotary_parts": [
         rotary("float32", F32, 1, 2, 20, 130, 32, 32, 32, 129),
@@ -245,6 +256,7 @@ CASES = {
 
 PACKS = "columns are multiples of a pack"
 STAGED = "a tile is staged that nobody reads"
+LARGER = "memory that nobody uses"
 UNUSED = "latents have no values, and there is no tail"
 ZEROS, ALIKE = "both are 0", "each head has keys of its own"
 EQUIVALENT = {
@@ -268,8 +280,12 @@ EQUIVALENT = {
         "for one that is not",
         "stage_columns: off by one if (first >= low && first + COUNT <= -> >": "a whole tile is "
         "taken for one that is not",
-        "attend_rows: swapped arguments 1 and 2 of metal::fma: s[n][j], to_base2": "commutes",
+        "attend_rows: swapped arguments 1 and 2 of metal::fma: s[r][n][j], to_base2": "commutes",
         "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
+        "attend_rows: off by one threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D -> >=": LARGER,
+        "attend_rows_gated: off by one threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D -> "
+        ">=": LARGER,
+        "attend_rows: swapped arguments 5 and 6 of stage_rows: M, THREADS": "both are 128",
     },
     "attention_shared.metal": {
         "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
@@ -324,6 +340,35 @@ def test_sdpa(shape, tiles, monkeypatch):
         off = error(sdpa_fused(*call.arrays, **call.options), call.truth)
     attention.plan_of.cache_clear()
     assert off <= call.limit
+
+
+def test_rows_ask_for_the_memory_of_their_arrays():
+    """What a launch on CUDA asks for is what the body declares."""
+    declared = re.findall(r"threadgroup T \w+\[(.*)\];", attention._ROWS)
+    python = [re.sub(r"(.*) \? (.*) : (.*)", r"(\2) if \1 else \3", size) for size in declared]
+    for W, R, BN, D1, D2, DV in (
+        (4, 1, 64, 64, 0, 96),
+        (4, 2, 64, 128, 64, 128),
+        (2, 2, 16, 48, 16, 32),
+    ):
+        sizes = {"W": W, "R": R, "BN": BN, "D1": D1, "D2": D2, "DV": DV}
+        wanted = 2 * sum(eval(size, dict(sizes)) for size in python)
+        assert attention._rows_memory(sizes | {"T": BF16}) == wanted
+
+
+def test_many_rows_of_16_bits_take_two_tiles_for_each_simdgroup():
+    def two(backend, T=3200, dtype=BF16, sizes=(128, 64, 128)):
+        D, P, Dv = sizes
+        q, v = (1, 16, T, D), (1, 16, T, Dv)
+        call = attention.Call("x", q, q, v, None, dtype, True, P, expanded=True)
+        return attention.plan_of(backend, call).options["template"].get("R") == 2
+
+    assert two("cuda")
+    assert not two("metal")  # has no such memory
+    assert not two("cuda", T=3199)
+    assert not two("cuda", dtype=F32)
+    assert not two("cuda", sizes=(128, 64, 160))
+    assert not two("cuda", sizes=(256, 64, 128))
 
 
 def test_values_never_lie_in_the_memory_of_narrower_keys():

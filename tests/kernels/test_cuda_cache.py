@@ -127,6 +127,25 @@ def test_mlx_is_handed_files_to_include(on_cuda, built, folder):
     assert "mask_shape" not in asked["source"]
 
 
+def test_a_launch_asks_for_the_memory_that_its_arrays_take(on_cuda, built):
+    on_cuda()
+    kernel = scratch_kernel(
+        "cuda_cache",
+        inputs=("x", "mask"),
+        outputs=("y",),
+        body="threadgroup T a[3 * N];\nthreadgroup float b[N];\n" + BODY,
+        memory=lambda sizes: sizes["N"] * (3 * sizes["T"].size + 4),
+    )
+    for N in (8, 40_000):
+        launch(kernel, N=N)
+        assert built[-1]["shared_memory"] == 16 * N
+    text = included(built[-1]["source"]).read_text()
+    assert "alignas(16) T a[3 * N]; alignas(16) float b[N]; }" in text
+    assert "extern __shared__" in text
+    launch(make_kernel())
+    assert built[-1]["shared_memory"] == 0
+
+
 def test_the_same_text_is_the_same_file_and_a_spoilt_one_is_mended(on_cuda, built):
     for _ in range(2):
         on_cuda()
@@ -254,7 +273,7 @@ class Mlx:
     def __init__(self, looks=True, error=None):
         self.looks, self.error, self.folder = looks, error, None
 
-    def cuda_kernel(self, *, name, input_names, output_names, header, source):
+    def cuda_kernel(self, *, name, input_names, output_names, header, source, **_):
         def call(*, inputs, output_shapes, output_dtypes, **_):
             if self.error:
                 raise self.error
