@@ -17,7 +17,7 @@ from mlx_moeflux.kernels.latent_attention import (
     latent_attention_fused,
     latent_prefill_expanded,
 )
-from tests.kernels.harness import Case, emulated, error, float64, one_rounding, patched
+from tests.kernels.harness import Case, emulated, error, float64, one_rounding, patched, require_gpu
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 
@@ -384,6 +384,16 @@ def test_sdpa_on_the_gpu(shape, device):
     *sizes, options = SHAPES[shape]
     call = Attended(*sizes, **options)
     assert error(sdpa_fused(*call.arrays, **call.options), call.truth) <= call.limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("constants_of", [TWO_TILES, IN_ONE_PART], ids=["parts", "whole"])
+def test_two_tiles_of_rows_on_the_gpu(constants_of):
+    """More threadgroup memory than a kernel may declare."""
+    require_gpu()
+    rotary("192/128", BF16, 1, 3, 300, 450, 128, 64, 128, 431, growing=True, **constants_of).check()
+    call = Attended(F16, 2, 4, 2, 260, 300, 128, 128, [300, 277], start=[3, 40], causal=False)
+    call.case("128/128", **constants_of).check()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

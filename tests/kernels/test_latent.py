@@ -326,6 +326,7 @@ CASES = {
         )
         for sizes in (
             *PREPARED[:2],
+            *PREPARED[3:],
             (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]),
             (BF16, 1, 1, 2, 8, 8, 32, True, 3, F32),
             # A latent that is no multiple of four.
