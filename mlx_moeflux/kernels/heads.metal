@@ -2,34 +2,18 @@
 // one matrix for each head.
 #include "quantised.metal"
 
-// EACH rows [D], `from` apart in x and `to` apart in y, turned: pair i by position * frequencies[i],
-// and scaled by `factor`.
-template <typename T, int D, bool INTERLEAVED, int EACH, typename P>
-inline void turned_rows(
-    P x, int from, const device float* frequencies, float factor, int position, device T* y,
-    size_t to, uint lane) {
+// Row [D] turned: pair i by position * frequencies[i], and scaled by `factor`.
+template <typename T, int D, bool INTERLEAVED, typename P>
+inline void turned_row(
+    P x, const device float* frequencies, float factor, int position, device T* y, uint lane) {
   for (int i = int(lane); i < D / 2; i += 32) {
     const int first = INTERLEAVED ? 2 * i : i, second = INTERLEAVED ? 2 * i + 1 : i + D / 2;
     const float angle = float(position) * frequencies[i];
     const float cosine = factor * metal::precise::cos(angle);
     const float sine = factor * metal::precise::sin(angle);
-    float a[EACH], b[EACH];
-    #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      a[e] = float(x[e * from + first]);
-      b[e] = float(x[e * from + second]);
-    }
-    #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      device T* row = y + e * to;
-      const T left = T(a[e] * cosine - b[e] * sine), right = T(b[e] * cosine + a[e] * sine);
-      if (INTERLEAVED) {
-        store_pack(row + first, pack<T, 2>{left, right});
-      } else {
-        row[first] = left;
-        row[second] = right;
-      }
-    }
+    const float a = float(x[first]), b = float(x[second]);
+    y[first] = T(a * cosine - b * sine);
+    y[second] = T(b * cosine + a * sine);
   }
 }
 
@@ -72,42 +56,31 @@ inline void latent_row(
 }
 
 // q [B, T, H, DN + DR] -> nope [B, H, T, DN] and rotary [B, H, T, DR], turned; kv [B, T, R + DR]
-// -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for every EACH heads of
-// each token, and one for kv.
-template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED, int EACH>
+// -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for each head of each
+// token, and one for kv.
+template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED>
 inline void latent_prepare(
     const device T* q, const device T* kv, const device W* weight, const device float* frequencies,
     const device float* numbers, const device int* offset, device T* nope, device T* rotary,
     device T* latents, device T* keys, int batch, int tokens, uint row, uint lane) {
-  constexpr int D = DN + DR, SHARES = H / EACH + 1;
-  const int n = int(row) / SHARES, h = int(row) % SHARES * EACH, b = n / tokens, t = n % tokens;
+  const int n = int(row) / (H + 1), h = int(row) % (H + 1), b = n / tokens, t = n % tokens;
   if (b >= batch) {
     return;
   }
   const int position = offset[b] + t;
-  if (h == H) {
-    const device T* latent = kv + size_t(n) * (R + DR);
-    latent_row<T, R>(latent, weight, numbers[0], latents + size_t(n) * R, lane);
-    turned_rows<T, DR, INTERLEAVED, 1>(
-        latent + R, 0, frequencies, numbers[1], position, keys + size_t(n) * DR, 0, lane);
-    return;
-  }
   const size_t to = (size_t(b) * H + h) * tokens + t;
-  const device T* heads = q + (size_t(n) * H + h) * D;
-  for (int column = 4 * int(lane); column < DN; column += 128) {
-    pack<T, 4> in[EACH];
-    #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      in[e] = load_pack<4>(heads + e * D + column);
+  const device T* heads = q + (size_t(n) * H + h) * (DN + DR);
+  const device T* latent = kv + size_t(n) * (R + DR);
+  if (h < H) {
+    for (int column = 4 * int(lane); column < DN; column += 128) {
+      store_pack(nope + to * DN + column, load_pack<4>(heads + column));
     }
-    #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      store_pack(nope + (to + size_t(e) * tokens) * DN + column, in[e]);
-    }
+  } else {
+    latent_row<T, R>(latent, weight, numbers[0], latents + size_t(n) * R, lane);
   }
-  turned_rows<T, DR, INTERLEAVED, EACH>(
-      heads + DN, D, frequencies, numbers[1], position, rotary + to * DR, size_t(tokens) * DR,
-      lane);
+  turned_row<T, DR, INTERLEAVED>(
+      h < H ? heads + DN : latent + R, frequencies, numbers[1], position,
+      h < H ? rotary + to * DR : keys + size_t(n) * DR, lane);
 }
 
 // y [rows, OUT] = x [rows, IN] w of the row's head: rows FIRST .. FIRST + IN - 1 of the head's

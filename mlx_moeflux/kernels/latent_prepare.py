@@ -16,7 +16,6 @@ Shapes:
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import mlx.core as mx
@@ -67,15 +66,12 @@ _KERNEL = MetalKernel(
     inputs=("q", "kv", "weight", "frequencies", "numbers", "offset"),
     outputs=("nope", "rotary", "latents", "keys"),
     body="""
-        latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED, EACH>(
+        latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED>(
             q, kv, weight, frequencies, numbers, offset, nope, rotary, latents, keys, q_shape[0],
             q_shape[1], thread_position_in_grid.x / 32, thread_index_in_simdgroup);
     """,
 )
 _THREADS = 128
-# Heads that a simdgroup takes of each of many tokens: they are turned by the same angles (H100, 128
-# heads, 2048 tokens: 1, 2, 4, 8 at once 176, 91, 118, 163 us; 512 tokens: 34, 30, 28, 30).
-_HEADS_AT_ONCE, _MANY_TOKENS = 2, 128
 
 
 @launches(_KERNEL)
@@ -119,11 +115,9 @@ def _launch(q, kv, norm, pairs, interleaved) -> dict[str, Any]:
             f"latent_prepare: q {q}, kv {kv}, norm {norm} and {pairs} pairs do not fit together; "
             "both parts of a head are multiples of 4."
         )
-    each = math.gcd(H, _HEADS_AT_ONCE) if B * T >= _MANY_TOKENS else 1
-    rows = B * T * (H // each + 1)
-    template = {"HEADS": H, "DN": D - Dr, "DR": Dr, "RANK": R, "INTERLEAVED": interleaved}
+    rows = B * T * (H + 1)
     return {
-        "template": {**template, "EACH": each},
+        "template": {"HEADS": H, "DN": D - Dr, "DR": Dr, "RANK": R, "INTERLEAVED": interleaved},
         "grid": (-(-rows * 32 // _THREADS) * _THREADS, 1, 1),
         "threadgroup": (_THREADS, 1, 1),
         "output_shapes": [(B, H, T, D - Dr), (B, H, T, Dr), (B, 1, T, R), (B, 1, T, Dr)],

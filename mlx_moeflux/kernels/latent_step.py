@@ -114,10 +114,10 @@ _KERNEL = MetalKernel(
             const uint row = group * SIMDGROUPS + simdgroup;
             const device T* row_of_kv = kv + size_t(b) * (RANK + DR);
             if (row <= HEADS) {
-                turned_rows<T, DR, INTERLEAVED, 1>(
-                    row < HEADS ? heads + row * (DN + DR) + DN : row_of_kv + RANK, 0, frequencies,
+                turned_row<T, DR, INTERLEAVED>(
+                    row < HEADS ? heads + row * (DN + DR) + DN : row_of_kv + RANK, frequencies,
                     numbers[1], offset[b],
-                    row < HEADS ? rotary + (size_t(b) * HEADS + row) * DR : to_keys + own * DR, 0,
+                    row < HEADS ? rotary + (size_t(b) * HEADS + row) * DR : to_keys + own * DR,
                     lane);
             }
             if (row == HEADS) {
@@ -177,9 +177,9 @@ _WITH_QUERIES = MetalKernel(
                 head - HEADS, simdgroup, lane);
         }
         if (head <= HEADS && simdgroup == THREADS / 32 - 1) {
-            turned_rows<T, DR, INTERLEAVED, 1>(
-                turning, 0, frequencies, numbers[1], offset[0],
-                head < HEADS ? rotary + head * DR : new_keys + own * DR, 0, lane);
+            turned_row<T, DR, INTERLEAVED>(
+                turning, frequencies, numbers[1], offset[0],
+                head < HEADS ? rotary + head * DR : new_keys + own * DR, lane);
         }
     """,
 )
