@@ -27,9 +27,10 @@ from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.segments import SegmentedStep
 from mlx_moeflux.models.step import CompiledStep
 
-# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter. Of so many
-# tokens it begins each, and the host is two layers ahead at most: what it lays out holds memory.
-LAYERS_AHEAD, MANY_TOKENS = 4, 1024
+# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter. Where what
+# lies between two layers has so many numbers (1024 tokens of 7168), it begins each, and the host is
+# two layers ahead at most: what it lays out holds memory.
+LAYERS_AHEAD, MANY_NUMBERS = 4, 7 << 20
 
 
 class DecoderLayer(nn.Module):
@@ -244,7 +245,7 @@ class DecoderModel(StreamingModel):
             h, begun = self.model.embed_tokens(tokens), deque()
             for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
                 h = layer(h, entry, chunk=self.prefill_chunk)
-                many = tokens.size >= MANY_TOKENS
+                many = h.size >= MANY_NUMBERS
                 if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
                     begun.append(h)
                     before = begun.popleft() if len(begun) > 2 else None

@@ -129,6 +129,15 @@ def test_parts_begin_where_rows_are_aligned(monkeypatch):
     assert (first.shape, second.shape) == ((5, 300), (5, 400))
 
 
+def test_matrices_that_lie_together_are_made_dense_together(monkeypatch):
+    made, dense = [], Weight.dense
+    note = lambda self, dtype: made.append(self.weight.shape[0]) or dense(self, dtype)  # noqa: E731
+    monkeypatch.setattr(Weight, "dense", note)
+    weight = Weight(*mx.quantize(mx.ones((700, 64)), 64, 4), QuantSpec(4, 64), outs=(300, 400))
+    project_dequantised(mx.ones((5, 64), mx.bfloat16), [weight])
+    assert made == [700]
+
+
 def _arrays(weight):
     return weight.weight, weight.scales, weight.biases
 

@@ -48,7 +48,7 @@ def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
     with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
         expected = model(tokens, last_only=True)
         monkeypatch.setattr(decoder, "_on_gpu", lambda: True)
-        monkeypatch.setattr(decoder, "MANY_TOKENS", 70)
+        monkeypatch.setattr(decoder, "MANY_NUMBERS", 70 * model.config.hidden_size)
 
         def noted(h, before=None):
             begun.append(h)
