@@ -36,9 +36,9 @@ inline void arrive() {
 // Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
 // outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`
 // and `tail2`. With PAGE the others are in blocks of so many of the rows of x [*, HEADS, D1], which
-// `table` gives from row `origin` on.
+// `table` gives from row `origin` on. Rows of x are X apart.
 template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false,
-          int PAGE = 0, int HEADS = 1>
+          int PAGE = 0, int HEADS = 1, int X = D1>
 inline void stage(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
     uint index, const device T* tail = nullptr, int start = 0, const device T* tail2 = nullptr,
@@ -47,7 +47,7 @@ inline void stage(
   for (int i = int(index); i < COUNT * CHUNKS; i += THREADS) {
     const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
     const bool live = row >= low && row < high;
-    const device T* from = D2 == 0 || at < D1 ? x + row * D1 + at : x2 + row * D2 + at - D1;
+    const device T* from = D2 == 0 || at < D1 ? x + row * X + at : x2 + row * D2 + at - D1;
     if (PAGE > 0 && live) {
       const int page = metal::max(PAGE, 1), own = row - origin;
       from = x + (size_t(table[own / page]) * page + own % page) * (HEADS * D1) + at;

@@ -100,14 +100,15 @@ def _visible(q, k, *, causal, length, start) -> mx.array:
 # negative number is no name.
 _PARTS = 3
 
-_INDICES = """q_shape[2], {capacity}, threadgroup_position_in_grid, threadgroups_per_grid,
+_INDICES = """{tokens}, {capacity}, threadgroup_position_in_grid, threadgroups_per_grid,
         thread_index_in_threadgroup"""
 _ROWS = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
     threadgroup T values[BN * (DV + 8)];
     threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D2 + 8) : 8];
-    attend_rows<T, D1, D2, DV, HQ, HKV, W, R, BN, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, v, {gate}, ranges, scale, {outputs}, keys, values, queries, {indices});
+    attend_rows<T, D1, D2, DV, HQ, HKV, W, R, BN, QH, CAUSAL, GATE>(
+        q, {q2}, k, {k2}, v, {gate}, ranges, numbers, {outputs}, keys, values, queries,
+        {indices});
 """
 _SHARED = """
     threadgroup T keys[BN * (D1 + D2 + 8)];
@@ -116,8 +117,8 @@ _SHARED = """
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
     attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE>(
-        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {table}, {gate}, ranges, scale, {outputs}, keys,
-        values, weights, scores, factors, {indices});
+        q, {q2}, k, {k2}, {v}, {tail_k}, {tail_v}, {table}, {gate}, ranges, numbers, {outputs},
+        keys, values, weights, scores, factors, {indices});
 """
 _COMBINE = """
     threadgroup float shared[256 * (N + 1)];
@@ -142,12 +143,14 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
     if "v" not in inputs:
         names["v"] = "nullptr"
     capacity = "table_shape[1] * PAGE" if "table" in inputs else "k_shape[2]"
+    tokens = "q_shape[QH > 0 ? 1 : 2]" if body is _ROWS else "q_shape[2]"
+    indices = _INDICES.format(tokens=tokens, capacity=capacity)
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
         file=f"attention_{'rows' if body is _ROWS else 'shared'}.metal",
-        inputs=(*inputs, "ranges", "scale"),
+        inputs=(*inputs, "ranges", "numbers"),
         outputs=("partial", "stats") if split else ("y",),
-        body=body.format(**names, outputs=outputs, indices=_INDICES.format(capacity=capacity)),
+        body=body.format(**names, outputs=outputs, indices=indices),
         memory=_rows_memory if body is _ROWS else None,
     )
 
@@ -246,13 +249,16 @@ def run(
     length: int | mx.array | None,
     start: mx.array | None,
     join: Callable[[mx.array, mx.array], mx.array] | None = None,
+    first_head: int = 0,
 ) -> mx.array:
     """Launch an attention: ``[B, Hq, T, Dv]``, a view of ``[B, T, Hq, Dv]``; or what `join` makes
-    of the results of parts and their statistics, if there are parts."""
+    of the results of parts and their statistics, if there are parts. first_head: The first that is
+    meant of `q_heads`, see :class:`Call`."""
     if scale <= 0.0:
         raise ShapeError(f"{call.name}: scale is {scale}; it must be positive.")
     plan = plan_of(backend().name, call)
-    numbers = ranges(call.q[0], call.k[2], length, start), filled(scale)
+    factors = filled(scale, first_head) if call.q_heads else filled(scale)
+    numbers = ranges(call.q[0], call.k[2], length, start), factors
     gates = () if gate is None else (gate,)
     if plan.join is None:
         (y,) = plan.kernel(*tensors, *gates, *numbers, **plan.options)
@@ -336,7 +342,8 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
         return "latent", _first_that_fits(tiles, limit, more)
     # Two tiles of rows for each simdgroup, so that keys and values are fetched half as often, take
     # a large block's memory and all registers.
-    large = {"W": 4, "R": 2, "BN": 64, "D2": call.rotary}
+    own = {"D2": call.rotary, "QH": call.q_heads}
+    large = {"W": 4, "R": 2, "BN": 64, **own}
     fits = _rows_memory({**large, "T": call.dtype, "D1": call.q[3], "DV": Dv})
     if (
         size == 2
@@ -352,7 +359,7 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
             fits = keys * (D + Dv + 16) * size <= limit
             # More than 16 accumulators of scores beside a wide head's sums would spill.
             if fits and (keys < 64 or registers <= 96):
-                return "rows", {"W": 4, "R": 1, "BN": keys, "D2": call.rotary}
+                return "rows", {"W": 4, "R": 1, "BN": keys, **own}
         return "rows", None
     pack = Hq // Hkv if T <= FEW_TOKENS else 1
     tiles = _shared_tiles(_SHARED_TILES, D, Dv, pack * T, size, layouts=(0, 1))

@@ -13,7 +13,9 @@ class Call(NamedTuple):
     """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts.
 
     expanded: Beside the rotary part, which heads share, each has keys and values of its own; else
-    values are the first columns of the keys.
+    values are the first columns of the keys. q_heads: Queries lie as a projection gives them,
+    ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those that are meant; 0: they lie as
+    it says.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Call(NamedTuple):
     tail: int = 0
     page: int = 0
     expanded: bool = False
+    q_heads: int = 0
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:

@@ -18,22 +18,22 @@ inline void arrive_but_newest() {}
 
 // stage() of COUNT rows that lie in one array, where each thread keeps to its columns: addresses are
 // constants apart, and of a tile that is there as a whole nothing is asked.
-template <typename T, int D, int LD, int COUNT, int THREADS>
+template <typename T, int D, int LD, int COUNT, int THREADS, int X = D>
 inline void stage_columns(
     threadgroup T* to, const device T* x, int first, int low, int high, uint index) {
   constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE, STEP = THREADS / CHUNKS;
   const int own = int(index) / CHUNKS, at = int(index) % CHUNKS * WIDE;
-  const device T* from = x + (first + own) * D + at;
+  const device T* from = x + (first + own) * X + at;
   to += own * LD + at;
   if (first >= low && first + COUNT <= high) {
     EACH(i, COUNT / STEP) {
-      copy_async(to + i * STEP * LD, from + i * STEP * D, true);
+      copy_async(to + i * STEP * LD, from + i * STEP * X, true);
     }
   } else {
     EACH(i, COUNT / STEP) {
       const int row = first + own + i * STEP;
       const bool live = row >= low && row < high;
-      copy_async(to + i * STEP * LD, live ? from + i * STEP * D : x, live);
+      copy_async(to + i * STEP * LD, live ? from + i * STEP * X : x, live);
     }
   }
 }
@@ -45,43 +45,50 @@ inline constexpr bool even() {
          COUNT * D * int(sizeof(T)) / 16 % THREADS == 0;
 }
 
-// Rows of x [*, D1] and beside them of x2 [*, D2].
-template <typename T, int D1, int D2, int LD, int COUNT, int THREADS>
+// Rows of x [*, D1], X apart, and beside them of x2 [*, D2].
+template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, int X = D1>
 inline void stage_rows(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
     uint index) {
   if constexpr (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
-    stage_columns<T, D1, LD, COUNT, THREADS>(to, x, first, low, high, index);
+    stage_columns<T, D1, LD, COUNT, THREADS, X>(to, x, first, low, high, index);
     if constexpr (D2 > 0) {
       stage_columns<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
     }
   } else {
-    stage<T, D1, D2, LD, COUNT, THREADS>(to, x, x2, first, low, high, index);
+    stage<T, D1, D2, LD, COUNT, THREADS, false, 0, 1, X>(to, x, x2, first, low, high, index);
   }
 }
 
 // q [B, HQ, T, D1], k [B, HKV, capacity, D1], v [B, HKV, capacity, DV]; beside them q2 [B, HQ, T, D2]
-// and k2 [B, 1, capacity, D2], which heads share; ranges [B, 2]: first and past-the-last key of each
+// and k2 [B, 1, capacity, D2], which heads share. If QH > 0 q is [B, T, QH, D1 + D2], and numbers[1]
+// its first head; numbers[0]: by what scores are multiplied. ranges [B, 2]: first and past-the-last key of each
 // sequence; query t sees keys below length - T + t + 1 if CAUSAL.
 // Threadgroups: (parts of the keys, B * HQ, blocks of 16 R W rows from the last). GATE 3: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
-template <typename T, int D1, int D2, int DV, int HQ, int HKV, int W, int R, int BN, bool CAUSAL,
-          int GATE>
+template <typename T, int D1, int D2, int DV, int HQ, int HKV, int W, int R, int BN, int QH,
+          bool CAUSAL, int GATE>
 inline void attend_rows(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
-    const device T* v, const device T* gate, const device int* ranges, const device float* scale,
-    device T* y, device float* partial, device float* stats, threadgroup T* key_tile,
-    threadgroup T* value_tile, threadgroup T* query_tile, int tokens, int capacity, uint3 position,
+    const device T* v, const device T* gate, const device int* ranges,
+    const device float* numbers, device T* y, device float* partial, device float* stats,
+    threadgroup T* key_tile, threadgroup T* value_tile, threadgroup T* query_tile, int tokens, int capacity, uint3 position,
     uint3 counts, uint index) {
   constexpr int D = D1 + D2, M = 16 * R * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
+  constexpr int LQ = QH == 0 ? D1 : QH * D;
   const uint lane = index % 32;
   const int own = int(index / 32) * 16 * R, group = int(position.y);
   const int b = group / HQ, head = group % HQ;
   const int row0 = (int(counts.z) - 1 - int(position.z)) * M;
   const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
-  q += size_t(group) * tokens * D1;
-  q2 += size_t(group) * tokens * D2;
+  if (QH == 0) {
+    q += size_t(group) * tokens * D1;
+  } else {
+    q += size_t(b) * tokens * LQ + (int(numbers[1]) + head) * D;
+  }
+  q += size_t(row0) * LQ;
+  q2 += (size_t(group) * tokens + row0) * D2;
   const size_t kv_row = size_t(b * HKV + head / (HQ / HKV)) * capacity;
   k += kv_row * D1;
   k2 += size_t(b) * capacity * D2;
@@ -89,13 +96,13 @@ inline void attend_rows(
   const int past = CAUSAL ? before + metal::min(row0 + M, tokens) - 1 : length;
   const key_range range = part_of(ranges[2 * b], past, BN, position.x, counts.x);
   const int low = range.low, high = range.high;
-  const float to_base2 = scale[0] * 1.44269504f;
+  const float to_base2 = numbers[0] * 1.44269504f;
 
   // One tile of rows stays in registers, of more each part is fetched when it is multiplied.
   tile_a<T> queries[R == 1 ? D / 16 : 1][R];
   if (R == 1) {
     for (int t = 0; t < M; t += BN) {
-      stage_rows<T, D1, D2, LK, BN, THREADS>(key_tile, q, q2, row0 + t, 0, tokens, index);
+      stage_rows<T, D1, D2, LK, BN, THREADS, LQ>(key_tile, q, q2, t, 0, tokens - row0, index);
       arrive();
       if (own >= t && own < t + BN) {
         EACH(i, D / 16) {
@@ -105,7 +112,7 @@ inline void attend_rows(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   } else {
-    stage_rows<T, D1, D2, LK, M, THREADS>(query_tile, q, q2, row0, 0, tokens, index);
+    stage_rows<T, D1, D2, LK, M, THREADS, LQ>(query_tile, q, q2, 0, 0, tokens - row0, index);
   }
   tile_c sums[R][DV / 8];
   EACH(r, R) {

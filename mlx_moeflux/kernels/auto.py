@@ -26,7 +26,7 @@ ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
 
 # What a row's "from" counts, where it is not the rows of the first argument: tokens of a sequence.
 _AXES = {"causal_conv": 1, "gated_delta": 1, "delta_mixer": 1, "sdpa": 2, "norm_rope": 1}
-_AXES |= {"latent_attention": 2, "latent_prefill": 2, "latent_prepare": 1}
+_AXES |= {"latent_attention": 2, "latent_prefill": 1, "latent_prepare": 1}
 _SIZES: dict[str, Callable[..., int]] = {
     "append_row": lambda *_, **__: 1,
     "latent_step": lambda *_, **__: 1,

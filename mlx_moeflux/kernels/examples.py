@@ -138,7 +138,7 @@ def _latent_prefill(x: Normal) -> Arguments:
         return latent @ w_k[first:last], latent @ w_v[first:last]
 
     (_, *rest), options = _latent_attention(x)
-    return (x(B, HQ, T, DN), *rest), options | {"expand": expand}
+    return (x(B, T, HQ, DN + DR), *rest), options | {"expand": expand}
 
 
 def _softmax_top_k(x: Normal) -> Arguments:

@@ -57,8 +57,8 @@ inline void latent_row(
 
 // q [B, T, H, DN + DR] -> nope [B, H, T, DN] and rotary [B, H, T, DR], turned; kv [B, T, R + DR]
 // -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for each head of each
-// token, and one for kv.
-template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED>
+// token, and one for kv. Without NOPE that stays where it is.
+template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED, bool NOPE>
 inline void latent_prepare(
     const device T* q, const device T* kv, const device W* weight, const device float* frequencies,
     const device float* numbers, const device int* offset, device T* nope, device T* rotary,
@@ -72,7 +72,7 @@ inline void latent_prepare(
   const device T* heads = q + (size_t(n) * H + h) * (DN + DR);
   const device T* latent = kv + size_t(n) * (R + DR);
   if (h < H) {
-    for (int column = 4 * int(lane); column < DN; column += 128) {
+    for (int column = 4 * int(lane); NOPE && column < DN; column += 128) {
       store_pack(nope + to * DN + column, load_pack<4>(heads + column));
     }
   } else {

@@ -101,7 +101,7 @@ def latent_attention(
 
 
 def latent_prefill(
-    q_nope: mx.array,
+    q: mx.array,
     q_rotary: mx.array,
     latents: mx.array,
     rotary_keys: mx.array,
@@ -114,11 +114,12 @@ def latent_prefill(
 ) -> mx.array:
     """The materialised form: less work when many queries share the keys.
 
-    q_nope ``[B, H, T, Dn]``, q_rotary ``[B, H, T, Dr]`` -> ``[B, H, T, Dv]`` in the dtype of
-    q_nope. expand: (latents ``[B, 1, s, R]``, first head, last head + 1) -> keys
-    ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of those heads.
+    q ``[B, T, H, Dn + Dr]``, of which each head's first Dn count, q_rotary ``[B, H, T, Dr]`` ->
+    ``[B, H, T, Dv]`` in the dtype of q. expand: (latents ``[B, 1, s, R]``, first head, last head
+    + 1) -> keys ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of those heads.
     """
-    B, H, T, _ = q_nope.shape
+    B, T, H, D = q.shape
+    q_nope = q[..., : D - q_rotary.shape[3]].swapaxes(1, 2)
     heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
     parts = []
     for first in range(0, H, heads):

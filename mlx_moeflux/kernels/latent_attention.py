@@ -87,7 +87,7 @@ def latent_attention_fused(
 
 @launches(*EXPANDED)
 def latent_prefill_expanded(
-    q_nope: mx.array,
+    q: mx.array,
     q_rotary: mx.array,
     latents: mx.array,
     rotary_keys: mx.array,
@@ -111,36 +111,39 @@ def latent_prefill_expanded(
     """
     if isinstance(mask, mx.array):
         return latent_prefill(
-            q_nope, q_rotary, latents, rotary_keys,
+            q, q_rotary, latents, rotary_keys,
             expand=expand, length=length, scale=scale, mask=mask, start=start,
         )  # fmt: skip
-    H, parts = q_nope.shape[1], []
+    (B, T, H, D), Dr, parts = q.shape, q_rotary.shape[3], []
     rows, rotary = latents[:, :, :length], rotary_keys[:, :, :length]
-    heads = heads_at_once(q_nope.shape, length)
-    if q_rotary.shape != (*q_nope.shape[:3], rotary.shape[3]) or rotary.shape[1] != 1:
+    heads = heads_at_once(B, H, D - Dr, length)
+    if q_rotary.shape != (B, H, T, Dr) or rotary.shape[1::2] != (1, Dr) or Dr >= D:
         raise ShapeError(
             f"latent_prefill: q_rotary {q_rotary.shape} and rotary_keys {rotary_keys.shape} do not "
-            f"fit q_nope {q_nope.shape}."
+            f"fit q {q.shape}."
         )
+    options = {"scale": scale, "length": length, "start": start}
     for first in range(0, H, heads):
         own = slice(first, min(first + heads, H))
         k, v = expand(rows, own.start, own.stop)
-        tensors = q_nope[:, own], q_rotary[:, own], k, rotary, v
-        names = "q_nope", "q_rotary", "keys", "rotary_keys", "values"
-        check_dtypes("latent_prefill", q_nope.dtype, dict(zip(names, tensors, strict=True)))
+        tensors = q, q_rotary[:, own], k, rotary, v
+        names = "q", "q_rotary", "keys", "rotary_keys", "values"
+        check_dtypes("latent_prefill", q.dtype, dict(zip(names, tensors, strict=True)))
         call = Call(
-            "latent_prefill", tensors[0].shape, k.shape, v.shape, None, q_nope.dtype,
-            mask is not None, q_rotary.shape[3], expanded=True,
+            "latent_prefill", (B, own.stop - first, T, D - Dr), k.shape, v.shape, None, q.dtype,
+            mask is not None, Dr, expanded=True, q_heads=H,
         )  # fmt: skip
-        parts.append(run(call, tensors, None, scale=scale, length=length, start=start))
+        if "QH" not in plan_of(backend().name, call).options["template"]:
+            call = call._replace(q_heads=0)
+            tensors = q[:, :, own, : D - Dr].swapaxes(1, 2), *tensors[1:]
+        parts.append(run(call, tensors, None, **options, first_head=first))
         if heads < H:
             # Else MLX makes the keys and values of many heads before it needs them.
             mx.eval(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def heads_at_once(q_nope: tuple[int, ...], length: int) -> int:
-    """How many heads' keys and values are made at once, the values as wide as q_nope."""
-    B, H, _, Dn = q_nope
+def heads_at_once(B: int, H: int, Dn: int, length: int) -> int:
+    """How many heads' keys and values are made at once, both of width Dn."""
     most = max(1, VALUES_AT_ONCE // (B * length * 2 * Dn))
     return -(-H // -(-H // most))

@@ -9,8 +9,8 @@ Shapes:
     q: ``[B, T, H, Dn + Dr]``; kv: ``[B, T, R + Dr]``; norm: ``[R]``; frequencies: ``[Dr / 2]``
     float32.
     offset: position of the first token, an int or int32 ``[B]``.
-    returns: nope ``[B, H, T, Dn]``, rotary ``[B, H, T, Dr]``, latent ``[B, 1, T, R]``, key
-    ``[B, 1, T, Dr]`` in the dtype of q.
+    returns: nope ``[B, H, T, Dn]`` (None without `nope`), rotary ``[B, H, T, Dr]``, latent
+    ``[B, 1, T, R]``, key ``[B, 1, T, Dr]`` in the dtype of q.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, launches
 from mlx_moeflux.kernels.norm_rope import offsets
+from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.quantised import FLOATS
 
-Parts = tuple[mx.array, mx.array, mx.array, mx.array]
+Parts = tuple[mx.array | None, mx.array, mx.array, mx.array]
 
 
 def latent_prepare(
@@ -38,10 +39,11 @@ def latent_prepare(
     offset: int | mx.array,
     factor: float = 1.0,
     interleaved: bool = False,
+    nope: bool = True,
 ) -> Parts:
     """The module's formula in stock MLX."""
     R, dims = norm.shape[0], 2 * frequencies.shape[0]
-    nope, rotary = mx.split(q.swapaxes(1, 2), [q.shape[-1] - dims], axis=-1)
+    first, rotary = mx.split(q.swapaxes(1, 2), [q.shape[-1] - dims], axis=-1)
     latent, key = mx.split(kv[:, None], [R], axis=-1)
 
     def turned(x: mx.array) -> mx.array:
@@ -57,24 +59,32 @@ def latent_prepare(
         )
         return x.astype(dtype)
 
-    return nope, turned(rotary), mx.fast.rms_norm(latent, norm, eps), turned(key)
+    parts = turned(rotary), mx.fast.rms_norm(latent, norm, eps), turned(key)
+    return (first if nope else None, *parts)
 
 
-_KERNEL = MetalKernel(
-    "latent_prepare",
-    file="heads.metal",
-    inputs=("q", "kv", "weight", "frequencies", "numbers", "offset"),
-    outputs=("nope", "rotary", "latents", "keys"),
-    body="""
-        latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED>(
-            q, kv, weight, frequencies, numbers, offset, nope, rotary, latents, keys, q_shape[0],
-            q_shape[1], thread_position_in_grid.x / 32, thread_index_in_simdgroup);
-    """,
-)
+def _kernel(name: str, outputs: tuple[str, ...]) -> MetalKernel:
+    whole = "nope" in outputs
+    return MetalKernel(
+        name,
+        file="heads.metal",
+        inputs=("q", "kv", "weight", "frequencies", "numbers", "offset"),
+        outputs=outputs,
+        body=f"""
+            latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED, {str(whole).lower()}>(
+                q, kv, weight, frequencies, numbers, offset, {"nope" if whole else "nullptr"},
+                rotary, latents, keys, q_shape[0], q_shape[1], thread_position_in_grid.x / 32,
+                thread_index_in_simdgroup);
+        """,
+    )
+
+
+_OUTPUTS = ("nope", "rotary", "latents", "keys")
+_WHOLE, _TURNED = _kernel("latent_prepare", _OUTPUTS), _kernel("latent_turn", _OUTPUTS[1:])
 _THREADS = 128
 
 
-@launches(_KERNEL)
+@launches(_WHOLE, _TURNED)
 def latent_prepare_fused(
     q: mx.array,
     kv: mx.array,
@@ -85,6 +95,7 @@ def latent_prepare_fused(
     offset: int | mx.array,
     factor: float = 1.0,
     interleaved: bool = False,
+    nope: bool = True,
 ) -> Parts:
     """:func:`latent_prepare` in one launch; everything between is float32.
 
@@ -96,13 +107,17 @@ def latent_prepare_fused(
     if q.dtype not in FLOATS or kv.dtype != q.dtype or norm.dtype not in FLOATS:
         raise ShapeError(f"latent_prepare: q is {q.dtype}, kv {kv.dtype} and norm {norm.dtype}.")
     template = {"T": q.dtype, "W": norm.dtype, **launch["template"]}
-    numbers = numbers_of(eps, factor)
-    places = offsets(offset, q.shape[0])
-    outputs = _KERNEL(
-        q, kv, norm, frequencies.astype(mx.float32), numbers, places,
-        **launch | {"template": template, "output_dtypes": [q.dtype] * 4},
+    shapes = launch["output_shapes"][0 if nope else 1 :]
+    options = {
+        "template": template,
+        "output_shapes": shapes,
+        "output_dtypes": [q.dtype] * len(shapes),
+    }
+    outputs = (_WHOLE if nope else _TURNED)(
+        q, kv, norm, frequencies.astype(mx.float32), filled(eps, factor),
+        offsets(offset, q.shape[0]), **launch | options,
     )  # fmt: skip
-    return tuple(outputs)
+    return tuple(outputs) if nope else (None, *outputs)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,9 +137,3 @@ def _launch(q, kv, norm, pairs, interleaved) -> dict[str, Any]:
         "threadgroup": (_THREADS, 1, 1),
         "output_shapes": [(B, H, T, D - Dr), (B, H, T, Dr), (B, 1, T, R), (B, 1, T, Dr)],
     }
-
-
-@functools.lru_cache(maxsize=64)
-def numbers_of(eps: float, factor: float) -> mx.array:
-    """Both as the kernels take them."""
-    return mx.array([eps, factor] * (LEAST_INPUT // 2), dtype=mx.float32)

@@ -25,10 +25,9 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import append, heads, latent_prepare, project
 from mlx_moeflux.kernels.append import Pair
 from mlx_moeflux.kernels.heads import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
-from mlx_moeflux.kernels.latent_prepare import numbers_of
 from mlx_moeflux.kernels.metal import MetalKernel, backend, float_bits, launches
 from mlx_moeflux.kernels.norm_rope import offsets
-from mlx_moeflux.kernels.numbers import on_the_device
+from mlx_moeflux.kernels.numbers import filled, on_the_device
 from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.tiling import (
@@ -231,7 +230,7 @@ def latent_step_fused(
     before = [q] if kernel is _KERNEL else [q, queries.norm, *arrays_of(queries.weight)]
     template = launch["template"] | {"INTERLEAVED": interleaved}
     q_latent, rotary, *new = kernel(
-        *before, kv, norm, frequencies.astype(mx.float32), numbers_of(eps, factor),
+        *before, kv, norm, frequencies.astype(mx.float32), filled(eps, factor),
         offsets(offset, q.shape[0]), on_the_device(position), *tail, *arrays_of(matrices),
         **launch | {"template": template},
     )  # fmt: skip

@@ -45,6 +45,6 @@ def _plain_ranges(B: int, length: int) -> mx.array:
 
 
 @functools.lru_cache(maxsize=64)
-def filled(value: float) -> mx.array:
-    """Eight times `value`, float32."""
-    return mx.array([value] * LEAST_INPUT, dtype=mx.float32)
+def filled(*values: float) -> mx.array:
+    """Eight times `values`, float32."""
+    return mx.array(values * LEAST_INPUT, dtype=mx.float32)

@@ -137,7 +137,7 @@ def _latent_prefill(s: Sizes, n: int, x: Normal) -> Arguments:
         return latent @ w_k[first:last], latent @ w_v[first:last]
 
     (_, *rest), options = _latent_attention(s, n, x)
-    return (x(1, s.heads, n, 128), *rest), options | {"expand": expand, "mask": "causal"}
+    return (x(1, n, s.heads, 192), *rest), options | {"expand": expand, "mask": "causal"}
 
 
 def _latent_prepare(s: Sizes, n: int, x: Normal) -> Arguments:

@@ -117,7 +117,9 @@ class LatentAttention(nn.Module):
         else:
             if queries is not None:
                 q = queries.of(q, H, kernels)
-            q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **turning)
+            q_nope, q_rope, latent, key_rope = kernels.latent_prepare(
+                q, kv, **turning, nope=self.absorbs(T)
+            )
             options = cache.append(kernels, latent, key_rope)
         buffers = options.pop("k"), options.pop("v")
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
@@ -130,7 +132,7 @@ class LatentAttention(nn.Module):
             if "values" not in options:
                 y = kernels.head_product(y, values)
         else:
-            y = kernels.latent_prefill(q_nope, q_rope, *buffers, expand=self._expand, **options)
+            y = kernels.latent_prefill(q, q_rope, *buffers, expand=self._expand, **options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
         return project(kernels, y, self.o_proj, residual=x)[0]
 

@@ -126,10 +126,32 @@ def prepared(dtype, B, T, H, Dn, Dr, R, interleaved, offset, norm_dtype=None):
     return (q, kv), options, [x.swapaxes(1, 2) for x in wanted]
 
 
-@pytest.mark.parametrize("sizes", PREPARED, ids=str)
-def test_what_comes_of_the_projections(device, sizes):
+PREPARED_CASES = (
+    *PREPARED[:2],
+    (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]),
+    (BF16, 1, 1, 2, 8, 8, 32, True, 3, F32),
+    # A latent that is no multiple of four.
+    (F32, 1, 2, 1, 4, 4, 38, False, 5),
+)
+
+
+def prepared_case(*sizes, nope):
     args, options, wanted = prepared(*sizes)
+    first = 0 if nope else 1
+    limit = max(half(sizes[0], x) for x in wanted) + 2e-6 * max(np.abs(x).max() for x in wanted)
+    call = lambda: latent_prepare_fused(*args, **options, nope=nope)[first:]  # noqa: E731
+    return Case(str(sizes), call, lambda: wanted[first:], limit)
+
+
+@pytest.mark.parametrize("nope", [True, False])
+@pytest.mark.parametrize("sizes", PREPARED, ids=str)
+def test_what_comes_of_the_projections(device, sizes, nope):
+    args, options, wanted = prepared(*sizes)
+    options["nope"] = nope
     ours, stock = latent_prepare_fused(*args, **options), latent_prepare(*args, **options)
+    if not nope:
+        assert ours[0] is stock[0] is None
+        ours, stock, wanted = ours[1:], stock[1:], wanted[1:]
     for y, naive_y, truth_of in zip(ours, stock, wanted, strict=True):
         assert y.dtype == naive_y.dtype == sizes[0]
         limit = max(2 * error(naive_y, truth_of), half(sizes[0], truth_of))
@@ -214,10 +236,10 @@ def test_prefill_over_expanded_heads(device, monkeypatch, start, at_once):
     """Against the reference, which never launches; in one stretch of heads or several."""
     if at_once is not None:
         monkeypatch.setattr(fused, "VALUES_AT_ONCE", at_once)
-        assert fused.heads_at_once((2, 5, 20, 64), 77) < 5
+        assert fused.heads_at_once(2, 5, 64, 77) < 5
     rng = np.random.default_rng(1)
     draw = lambda *shape: random_array(rng, shape, BF16)  # noqa: E731
-    q, q2 = draw(2, 5, 20, 64), draw(2, 5, 20, 32)
+    q, q2 = draw(2, 20, 5, 64 + 32), draw(2, 5, 20, 32)
     k, k2 = draw(2, 1, 90, 96), draw(2, 1, 90, 32)
     w_k, w_v = draw(5, 96, 64) * 0.1, draw(5, 96, 64) * 0.1
 
@@ -241,7 +263,7 @@ def test_64k_positions_on_a_gpu():
     B, H, T, S, R, Dn, Dr = 1, 128, 256, 65536, 512, 128, 64
     mx.random.seed(0)
     draw = lambda *shape: mx.random.normal(shape).astype(BF16)  # noqa: E731
-    q, q2, k, k2 = draw(B, H, T, Dn), draw(B, H, T, Dr), draw(B, 1, S, R), draw(B, 1, S, Dr)
+    q, q2, k, k2 = draw(B, T, H, Dn + Dr), draw(B, H, T, Dr), draw(B, 1, S, R), draw(B, 1, S, Dr)
     parts = mx.quantize(0.05 * draw(H, 2 * Dn, R), group_size=64, bits=4)
     matrices = [HeadMatrices(*parts, QuantSpec(4), first, Dn) for first in (0, Dn)]
 
@@ -258,12 +280,12 @@ def test_64k_positions_on_a_gpu():
     mx.eval(y)
     # Keys and values, and matrices that are made dense: all in bfloat16.
     assert mx.get_peak_memory() - before < 2 * fused.VALUES_AT_ONCE * 1.5 + 0.1e9
-    few = slice(T - 3, T), slice(60, 62)
+    few, nope = (slice(T - 3, T), slice(60, 62)), q[..., :Dn].swapaxes(1, 2)
     heads = lambda c, first, last: expand(c, 60 + first, 60 + last)  # noqa: E731
-    some = [x[:, few[1], few[0]] for x in (q, q2)]
+    some = q[:, few[0], few[1]], q2[:, few[1], few[0]]
     wanted = latent_prefill(*some, k, k2, expand=heads, **options)
     assert error(y[:, few[1], few[0]], wanted) <= 0.02 * float(mx.abs(wanted).max())
-    q_latent = head_product_dequantised(q[:, :, -1:], matrices[0], transposed=True)
+    q_latent = head_product_dequantised(nope[:, :, -1:], matrices[0], transposed=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     y = fused.latent_attention_fused(q_latent, q2[:, :, -1:], k, k2, **options | {"mask": None})
@@ -314,22 +336,8 @@ CASES = {
         )
         for args, options, wanted in [product(*sizes)]
     ],
-    "latent_prepare": [
-        Case(
-            str(sizes),
-            lambda args=args, options=options: latent_prepare_fused(*args, **options),
-            lambda wanted=wanted: wanted,
-            max(half(sizes[0], x) for x in wanted) + 2e-6 * max(np.abs(x).max() for x in wanted),
-        )
-        for sizes in (
-            *PREPARED[:2],
-            (F32, 2, 2, 2, 8, 64, 32, True, [3, 9]),
-            (BF16, 1, 1, 2, 8, 8, 32, True, 3, F32),
-            # A latent that is no multiple of four.
-            (F32, 1, 2, 1, 4, 4, 38, False, 5),
-        )
-        for args, options, wanted in [prepared(*sizes)]
-    ],
+    "latent_prepare": [prepared_case(*sizes, nope=True) for sizes in PREPARED_CASES],
+    "latent_turn": [prepared_case(*sizes, nope=False) for sizes in PREPARED_CASES],
     "attend_latent_tail": [
         Latents(F16, 264, 3, 64, 64, 16, 50, 32, mask="causal").case("one part, causal"),
     ],
