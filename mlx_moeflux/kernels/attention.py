@@ -143,7 +143,7 @@ def _kernel(name: str, body: str, inputs: tuple[str, ...], *, split: bool) -> Me
     if "v" not in inputs:
         names["v"] = "nullptr"
     capacity = "table_shape[1] * PAGE" if "table" in inputs else "k_shape[2]"
-    tokens = "q_shape[QH > 0 ? 1 : 2]" if body is _ROWS else "q_shape[2]"
+    tokens = "q_shape[1]" if body is _ROWS and "q2" in inputs else "q_shape[2]"
     indices = _INDICES.format(tokens=tokens, capacity=capacity)
     return MetalKernel(
         f"attend_{name}" + "_parts" * split + "_gated" * ("gate" in inputs),
@@ -340,13 +340,16 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
         tiles = _shared_tiles(sizes, D, Dv, Hq * T, size, layouts=(2,))
         more = {"D2": call.rotary, "PACK": Hq}
         return "latent", _first_that_fits(tiles, limit, more)
+    # Beside rotary ones attend_rows takes queries that lie as their projection gives them.
+    many = T > FEW_TOKENS and bool(call.q_heads) == call.expanded
     # Two tiles of rows for each simdgroup, so that keys and values are fetched half as often, take
     # a large block's memory and all registers.
     own = {"D2": call.rotary, "QH": call.q_heads}
     large = {"W": 4, "R": 2, "BN": 64, **own}
     fits = _rows_memory({**large, "T": call.dtype, "D1": call.q[3], "DV": Dv})
     if (
-        size == 2
+        many
+        and size == 2
         and 64 < Dv <= 128
         and call.q[0] * Hq * (T // 128) >= ENOUGH_LARGE_GROUPS
         and fits <= MEMORY_ON_DEMAND.get(backend_name, 0)
@@ -354,7 +357,7 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
         return "rows", large
     # Sums of 16 rows and queries must fit into a lane's registers.
     registers = Dv // 2 + D // 4 * size // 2
-    if T > FEW_TOKENS and registers <= (192 if backend_name == "cuda" else 96):
+    if many and registers <= (192 if backend_name == "cuda" else 96):
         for keys in (64, 32, 16):
             fits = keys * (D + Dv + 16) * size <= limit
             # More than 16 accumulators of scores beside a wide head's sums would spill.

@@ -263,7 +263,7 @@ UNUSED = "latents have no values, and there is no tail"
 ZEROS, ALIKE = "both are 0", "each head has keys of its own"
 EQUIVALENT = {
     "attention.metal": {
-        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * D1 + at : -> + 1 <": PACKS,
+        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * X + at : -> + 1 <": PACKS,
         "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
         "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
         "add_parts: off by one from < parts -> <=": "a round of parts that do not count",
@@ -272,6 +272,7 @@ EQUIVALENT = {
     "attention_rows.metal": {
         "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
         "attend_rows: off by one t < M -> + 1 <": "a block of queries ends at a multiple of 16",
+        "stage_rows: swapped arguments 7 and 8 of stage: false, 0": ZEROS,
         "attend_rows: off by one first < high -> <=": "a tile without keys adds nothing",
         "attend_rows: off by one if (first + BN > open) -> >=": "keys are compared with their "
         "limit in vain",
@@ -362,7 +363,7 @@ def test_many_rows_of_16_bits_take_two_tiles_for_each_simdgroup():
     def two(backend, T=3200, dtype=BF16, sizes=(128, 64, 128)):
         D, P, Dv = sizes
         q, v = (1, 16, T, D), (1, 16, T, Dv)
-        call = attention.Call("x", q, q, v, None, dtype, True, P, expanded=True)
+        call = attention.Call("x", q, q, v, None, dtype, True, P, expanded=True, q_heads=16)
         return attention.plan_of(backend, call).options["template"].get("R") == 2
 
     assert two("cuda")

@@ -351,7 +351,7 @@ STEP = "both sides are multiples of the step"
 PRODUCT = "a product"
 EQUIVALENT = {
     "heads.metal": {
-        "latent_prepare: off by one column < DN -> + 1 <": STEP,
+        "latent_prepare: off by one NOPE && column < DN -> + 1 <": STEP,
         "latent_row: off by one i < PACKS -> <=": "no column is that far right",
         "latent_row: off by one i < PACKS -> <= (2)": "no column is that far right",
         "latent_row: off by one i < PACKS -> <= (3)": "no column is that far right",
