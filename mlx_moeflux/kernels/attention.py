@@ -14,7 +14,8 @@ Shapes:
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
 Forms of :func:`sdpa_fused`, picked by the call's shape alone, each in a file of its name:
-    rows: a simdgroup owns 16 query rows, everything between loads and result in registers.
+    rows: a simdgroup owns 16 query rows, or 32 of many, everything between loads and result in
+    registers.
     shared: a threadgroup owns the queries of all heads that share a KV head, for few tokens, so
     that each key is read once.
     Either over parts of the keys, joined by a second launch, where there are too few query rows
@@ -346,13 +347,13 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
     # a large block's memory and all registers.
     own = {"D2": call.rotary, "QH": call.q_heads}
     large = {"W": 4, "R": 2, "BN": 64, **own}
-    fits = _rows_memory({**large, "T": call.dtype, "D1": call.q[3], "DV": Dv})
+    needed = _rows_memory({**large, "T": call.dtype, "D1": call.q[3], "DV": Dv})
     if (
         many
         and size == 2
         and 64 < Dv <= 128
         and call.q[0] * Hq * (T // 128) >= ENOUGH_LARGE_GROUPS
-        and fits <= MEMORY_ON_DEMAND.get(backend_name, 0)
+        and needed <= MEMORY_ON_DEMAND.get(backend_name, 0)
     ):
         return "rows", large
     # Sums of 16 rows and queries must fit into a lane's registers.

@@ -1,4 +1,4 @@
-// A simdgroup owns 16 query rows; scores, probabilities and sums stay in its registers.
+// A simdgroup owns R tiles of 16 query rows; scores, probabilities and sums stay in its registers.
 #include "attention.metal"
 
 // Copies since the last call are a group; all groups but the newest are there for all threads. What

@@ -130,12 +130,17 @@ def test_parts_begin_where_rows_are_aligned(monkeypatch):
 
 
 def test_matrices_that_lie_together_are_made_dense_together(monkeypatch):
+    rng = np.random.default_rng(2)
+    arrays = random_matrix(rng, (70, 64), bits=4, group=32, dtype=mx.bfloat16)
+    weight, x = Weight(*arrays), random_array(rng, (5, 64), mx.bfloat16)
+    apart = project_dequantised(x, [weight.rows(0, 30), weight.rows(30, 70)])
     made, dense = [], Weight.dense
     note = lambda self, dtype: made.append(self.weight.shape[0]) or dense(self, dtype)  # noqa: E731
     monkeypatch.setattr(Weight, "dense", note)
-    weight = Weight(*mx.quantize(mx.ones((700, 64)), 64, 4), QuantSpec(4, 64), outs=(300, 400))
-    project_dequantised(mx.ones((5, 64), mx.bfloat16), [weight])
-    assert made == [700]
+    together = project_dequantised(x, [replace(weight, outs=(30, 40))])
+    assert made == [70]
+    for y, wanted in zip(together, apart, strict=True):
+        assert error(y, wanted) == 0.0
 
 
 def _arrays(weight):
