@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import LEAST_INPUT, MetalKernel, launches
-from mlx_moeflux.kernels.numbers import filled, on_the_device
+from mlx_moeflux.kernels.numbers import equal, filled, on_the_device
 
 
 def norm_rope(
@@ -193,7 +193,7 @@ def _frequencies(dims: int, base: float) -> mx.array:
 def offsets(offset: int | mx.array, batch: int) -> mx.array:
     """int32 of at least `batch` elements."""
     if isinstance(offset, int):
-        return mx.array([offset] * max(batch, LEAST_INPUT), dtype=mx.int32)
+        return equal(offset, max(batch, LEAST_INPUT))
     if offset.size not in (1, batch):
         raise ShapeError(f"norm_rope: {offset.size} offsets for {batch} sequences.")
     return on_the_device(offset, batch)

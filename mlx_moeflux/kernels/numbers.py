@@ -1,7 +1,8 @@
 """Numbers that change from call to call, as kernels take them: arrays of eight at least.
 
 On CUDA MLX keeps arrays of up to 8 bytes in the host's memory, where a kernel's first look takes
-some 4 us (H100).
+some 4 us (H100), and longer ones that the host writes where the first kernel that looks fetches
+them: those that many layers share are kept.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ def _zeros(count: int) -> mx.array:
 @functools.lru_cache(maxsize=256)
 def _plain_ranges(B: int, length: int) -> mx.array:
     return mx.array([0, length] * max(B, LEAST_INPUT // 2), dtype=mx.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def equal(number: int, count: int) -> mx.array:
+    """int32 ``[count]``."""
+    return mx.array([number] * count, dtype=mx.int32)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.norm_rope import norm_rope, norm_rope_fused
+from mlx_moeflux.kernels.norm_rope import norm_rope, norm_rope_fused, offsets
 from tests.kernels.harness import DTYPES, Case, emulated, error, float64
 
 EPS = 1e-6
@@ -110,6 +110,15 @@ def test_reference(dtype):
     q, k, v = norm_rope(*call.arrays, **call.options)
     limit = 1e-5 if dtype == F32 else 4 * mx.finfo(dtype).eps * 8
     assert max(map(error, (q, k, v), call.truth)) <= limit
+
+
+def test_layers_of_a_prompt_share_the_array_of_their_position():
+    assert offsets(7, 2) is offsets(7, 2)
+    for position, batch in ((7, 2), (0, 1), (7, 20)):
+        array = offsets(position, batch)
+        assert array.dtype == mx.int32
+        assert array.size >= max(batch, 8)
+        assert array.tolist() == [position] * array.size
 
 
 def test_a_long_way_into_the_context_the_trigonometry_stays_precise():
