@@ -2,18 +2,22 @@
 // one matrix for each head.
 #include "quantised.metal"
 
-// Row [D] turned: pair i by position * frequencies[i], and scaled by `factor`.
+// Rows [D] turned, which lie `from` and then `to` apart: pair i by position * frequencies[i], and
+// scaled by `factor`.
 template <typename T, int D, bool INTERLEAVED, typename P>
-inline void turned_row(
-    P x, const device float* frequencies, float factor, int position, device T* y, uint lane) {
+inline void turned_rows(
+    P x, const device float* frequencies, float factor, int position, device T* y, uint lane,
+    int rows, int from, size_t to) {
   for (int i = int(lane); i < D / 2; i += 32) {
     const int first = INTERLEAVED ? 2 * i : i, second = INTERLEAVED ? 2 * i + 1 : i + D / 2;
     const float angle = float(position) * frequencies[i];
     const float cosine = factor * metal::precise::cos(angle);
     const float sine = factor * metal::precise::sin(angle);
-    const float a = float(x[first]), b = float(x[second]);
-    y[first] = T(a * cosine - b * sine);
-    y[second] = T(b * cosine + a * sine);
+    for (int r = 0; r < rows; ++r) {
+      const float a = float(x[r * from + first]), b = float(x[r * from + second]);
+      y[r * to + first] = T(a * cosine - b * sine);
+      y[r * to + second] = T(b * cosine + a * sine);
+    }
   }
 }
 
@@ -56,31 +60,40 @@ inline void latent_row(
 }
 
 // q [B, T, H, DN + DR] -> nope [B, H, T, DN] and rotary [B, H, T, DR], turned; kv [B, T, R + DR]
-// -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for each head of each
-// token, and one for kv. Without NOPE that stays where it is.
-template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED, bool NOPE>
+// -> latents [B, T, R], normed, and keys [B, T, DR], turned. A simdgroup for EACH heads of a token,
+// and one for kv. Without NOPE that stays where it is.
+template <typename T, typename W, int H, int DN, int DR, int R, bool INTERLEAVED, bool NOPE,
+          int EACH>
 inline void latent_prepare(
     const device T* q, const device T* kv, const device W* weight, const device float* frequencies,
     const device float* numbers, const device int* offset, device T* nope, device T* rotary,
-    device T* latents, device T* keys, int batch, int tokens, uint row, uint lane) {
-  const int n = int(row) / (H + 1), h = int(row) % (H + 1), b = n / tokens, t = n % tokens;
+    device T* latents, device T* keys, int batch, int tokens, uint simdgroup, uint lane) {
+  const int parts = (H + EACH - 1) / EACH + 1, n = int(simdgroup) / parts;
+  const int h = int(simdgroup) % parts * EACH, b = n / tokens, t = n % tokens;
   if (b >= batch) {
     return;
   }
   const int position = offset[b] + t;
-  const size_t to = (size_t(b) * H + h) * tokens + t;
-  const device T* heads = q + (size_t(n) * H + h) * (DN + DR);
-  const device T* latent = kv + size_t(n) * (R + DR);
-  if (h < H) {
-    for (int column = 4 * int(lane); NOPE && column < DN; column += 128) {
-      store_pack(nope + to * DN + column, load_pack<4>(heads + column));
-    }
-  } else {
+  if (h >= H) {
+    const device T* latent = kv + size_t(n) * (R + DR);
     latent_row<T, R>(latent, weight, numbers[0], latents + size_t(n) * R, lane);
+    turned_rows<T, DR, INTERLEAVED>(
+        latent + R, frequencies, numbers[1], position, keys + size_t(n) * DR, lane, 1, 0, 0);
+    return;
   }
-  turned_row<T, DR, INTERLEAVED>(
-      h < H ? heads + DN : latent + R, frequencies, numbers[1], position,
-      h < H ? rotary + to * DR : keys + size_t(n) * DR, lane);
+  const int heads = metal::min(EACH, H - h);
+  const device T* own = q + (size_t(n) * H + h) * (DN + DR);
+  const size_t to = (size_t(b) * H + h) * tokens + t;
+  for (int r = 0; NOPE && r < heads; ++r) {
+    for (int column = 4 * int(lane); column < DN; column += 128) {
+      store_pack(
+          nope + (to + r * size_t(tokens)) * DN + column,
+          load_pack<4>(own + r * (DN + DR) + column));
+    }
+  }
+  turned_rows<T, DR, INTERLEAVED>(
+      own + DN, frequencies, numbers[1], position, rotary + to * DR, lane, heads, DN + DR,
+      size_t(tokens) * DR);
 }
 
 // y [rows, OUT] = x [rows, IN] w of the row's head: rows FIRST .. FIRST + IN - 1 of the head's

@@ -71,7 +71,7 @@ def _kernel(name: str, outputs: tuple[str, ...]) -> MetalKernel:
         inputs=("q", "kv", "weight", "frequencies", "numbers", "offset"),
         outputs=outputs,
         body=f"""
-            latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED, {str(whole).lower()}>(
+            latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED, {str(whole).lower()}, EACH>(
                 q, kv, weight, frequencies, numbers, offset, {"nope" if whole else "nullptr"},
                 rotary, latents, keys, q_shape[0], q_shape[1], thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);
@@ -81,7 +81,8 @@ def _kernel(name: str, outputs: tuple[str, ...]) -> MetalKernel:
 
 _OUTPUTS = ("nope", "rotary", "latents", "keys")
 _WHOLE, _TURNED = _kernel("latent_prepare", _OUTPUTS), _kernel("latent_turn", _OUTPUTS[1:])
-_THREADS = 128
+# Of a threadgroup, and heads that a simdgroup turns by the same sines.
+_THREADS, _EACH = 128, 8
 
 
 @launches(_WHOLE, _TURNED)
@@ -130,10 +131,17 @@ def _launch(q, kv, norm, pairs, interleaved) -> dict[str, Any]:
             f"latent_prepare: q {q}, kv {kv}, norm {norm} and {pairs} pairs do not fit together; "
             "both parts of a head are multiples of 4."
         )
-    rows = B * T * (H + 1)
+    simdgroups = B * T * (-(-H // _EACH) + 1)
     return {
-        "template": {"HEADS": H, "DN": D - Dr, "DR": Dr, "RANK": R, "INTERLEAVED": interleaved},
-        "grid": (-(-rows * 32 // _THREADS) * _THREADS, 1, 1),
+        "template": {
+            "HEADS": H,
+            "DN": D - Dr,
+            "DR": Dr,
+            "RANK": R,
+            "INTERLEAVED": interleaved,
+            "EACH": _EACH,
+        },
+        "grid": (-(-simdgroups * 32 // _THREADS) * _THREADS, 1, 1),
         "threadgroup": (_THREADS, 1, 1),
         "output_shapes": [(B, H, T, D - Dr), (B, H, T, Dr), (B, 1, T, R), (B, 1, T, Dr)],
     }

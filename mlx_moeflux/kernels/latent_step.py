@@ -113,11 +113,11 @@ _KERNEL = MetalKernel(
             const uint row = group * SIMDGROUPS + simdgroup;
             const device T* row_of_kv = kv + size_t(b) * (RANK + DR);
             if (row <= HEADS) {
-                turned_row<T, DR, INTERLEAVED>(
+                turned_rows<T, DR, INTERLEAVED>(
                     row < HEADS ? heads + row * (DN + DR) + DN : row_of_kv + RANK, frequencies,
                     numbers[1], offset[b],
                     row < HEADS ? rotary + (size_t(b) * HEADS + row) * DR : to_keys + own * DR,
-                    lane);
+                    lane, 1, 0, 0);
             }
             if (row == HEADS) {
                 latent_row<T, RANK>(row_of_kv, weight, numbers[0], to + own * RANK, lane);
@@ -176,9 +176,9 @@ _WITH_QUERIES = MetalKernel(
                 head - HEADS, simdgroup, lane);
         }
         if (head <= HEADS && simdgroup == THREADS / 32 - 1) {
-            turned_row<T, DR, INTERLEAVED>(
+            turned_rows<T, DR, INTERLEAVED>(
                 turning, frequencies, numbers[1], offset[0],
-                head < HEADS ? rotary + head * DR : new_keys + own * DR, lane);
+                head < HEADS ? rotary + head * DR : new_keys + own * DR, lane, 1, 0, 0);
         }
     """,
 )
