@@ -38,6 +38,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             os.environ.setdefault(name, "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """On the CPU: a GPU would compile for minutes what lays out the cases."""
+    import mlx.core as mx  # reads the variable above
+
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        return (yield)
+    finally:
+        mx.set_default_device(device)
+
+
 @pytest.fixture
 def real_model(request: pytest.FixtureRequest) -> Path:
     path = request.config.getoption("--model")
