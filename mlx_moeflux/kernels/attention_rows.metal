@@ -62,8 +62,8 @@ inline void stage_rows(
 
 // q [B, HQ, T, D1], k [B, HKV, capacity, D1], v [B, HKV, capacity, DV]; beside them q2 [B, HQ, T, D2]
 // and k2 [B, 1, capacity, D2], which heads share. If QH > 0 q is [B, T, QH, D1 + D2], and numbers[1]
-// its first head; numbers[0]: by what scores are multiplied. ranges [B, 2]: first and past-the-last key of each
-// sequence; query t sees keys below length - T + t + 1 if CAUSAL.
+// its first head; numbers[0]: by what scores are multiplied. ranges [B, 2]: first and past-the-last
+// key of each sequence; query t sees keys below length - T + t + 1 if CAUSAL.
 // Threadgroups: (parts of the keys, B * HQ, blocks of 16 R W rows from the last). GATE 3: writes
 // sums that are not divided yet [B * HQ, parts, T, DV], and (maximum in base 2, sum of weights).
 // Elements 2 i and 2 i + 1 of a tile_c are neighbours in a row.
@@ -73,8 +73,8 @@ inline void attend_rows(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* gate, const device int* ranges,
     const device float* numbers, device T* y, device float* partial, device float* stats,
-    threadgroup T* key_tile, threadgroup T* value_tile, threadgroup T* query_tile, int tokens, int capacity, uint3 position,
-    uint3 counts, uint index) {
+    threadgroup T* key_tile, threadgroup T* value_tile, threadgroup T* query_tile, int tokens,
+    int capacity, uint3 position, uint3 counts, uint index) {
   constexpr int D = D1 + D2, M = 16 * R * W, LK = D + 8, LV = DV + 8, THREADS = 32 * W;
   constexpr int LQ = QH == 0 ? D1 : QH * D;
   const uint lane = index % 32;

@@ -1,8 +1,8 @@
 """Numbers that change from call to call, as kernels take them: arrays of eight at least.
 
 On CUDA MLX keeps arrays of up to 8 bytes in the host's memory, where a kernel's first look takes
-some 4 us (H100), and longer ones that the host writes where the first kernel that looks fetches
-them: those that many layers share are kept.
+some 4 us (H100). Longer ones that the host makes are managed memory, and the first kernel that
+looks waits for the page, 50 us and more: those that many layers share are kept.
 """
 
 from __future__ import annotations
