@@ -136,8 +136,10 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=12, help="layers of the smaller models")
     parser.add_argument("--many", type=int, default=36, help="layers of the larger models")
     parser.add_argument("--prompt-layers", type=int, nargs=2, default=[4, 8])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--seen", type=int, default=2048, help="positions in the cache of a decode")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048], help="of prompts")
+    parser.add_argument(
+        "--seen", type=int, nargs="+", default=[2048], help="positions in the cache of a decode"
+    )
     parser.add_argument("--steps", type=int, default=24, help="tokens of a trial of decoding")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, default=3.0e12, help="bytes a second")
@@ -170,7 +172,7 @@ def compare(ours, theirs, their_cache: Callable[[], list], args) -> None:
     kinds = {"dense": dense[:1], "MoE": sparse[:1], f"{len(dense)}+{len(sparse)}": dense + sparse}
     print("layer  call          ours ms  mlx-lm ms   times  limit ms  of limit  whole model, times")
     for kind, layers in ((k, v) for k, v in kinds.items() if v):
-        calls = [("decode", 1, args.seen, lambda side: side.decode(args.seen, args.steps))]
+        calls = [(f"decode {S}", 1, S, lambda s, S=S: s.decode(S, args.steps)) for S in args.seen]
         calls += [(f"prefill {T}", T, 0, lambda s, T=T: s.prefill(T)) for T in args.tokens]
         for label, T, seen, call in calls:
             counts = (args.few, args.many) if T == 1 else tuple(args.prompt_layers)

@@ -278,7 +278,10 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     B, Hq, T, D1 = call.q
     Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
-    token = latent_token.launch_of(limit, call.q, call.k, call.rotary, call.tail, call.dtype)
+    demand = MEMORY_ON_DEMAND.get(backend_name, 0)
+    token = latent_token.launch_of(
+        limit, demand, call.q, call.k, call.rotary, call.tail, call.dtype
+    )
     if token is not None and not call.expanded:
         return Plan(latent_token.KERNEL, token, _JOIN[False], _join_options(call, Hq, 0))
     form, tile = _tile(backend_name, call, limit)

@@ -1,6 +1,6 @@
 // Attention of one token a sequence over a part of the positions, whose latents all heads share: a
-// threadgroup owns 16 heads. Its simdgroups share the columns, of the scores' sums and of the
-// result's, and exchange scores.
+// threadgroup owns 16 or 32 heads. Its simdgroups share positions and the columns of the scores'
+// sums, then the columns of the result, and exchange scores.
 #include "attention.metal"
 
 // BN rows of latents [*, R] and beside them rotary keys [*, DR], the first of which is `first`, into
@@ -39,21 +39,26 @@ inline void stage_tile(
 
 // q [B, HEADS, R], q2 [B, HEADS, DR]; latents [B, capacity, R], keys [B, capacity, DR], of which the
 // newest rows are in tails [B, TAIL, *]; -> partial [B, parts, HEADS, R], not divided by totals, and
-// stats [B, parts, HEADS, 2]: tops and totals. tiles: BUFFERS of BN rows; with two the next comes
-// while one is multiplied. Threadgroups: (parts, B, HEADS / 16).
-template <typename T, int R, int DR, int HEADS, int W, int BN, int BUFFERS, int TAIL>
+// stats [B, parts, HEADS, 2]: tops and totals. tiles: BUFFERS of BN rows, 16 MT at least; with two
+// the next comes while one is multiplied. Threadgroups: (parts, B, HEADS / (16 MT)).
+template <typename T, int R, int DR, int HEADS, int MT, int W, int WC, int BN, int BUFFERS,
+          int TAIL>
 inline void attend_latents(
     const device T* q, const device T* q2, const device T* latents, const device T* keys,
     const device T* tail_latents, const device T* tail_keys, const device int* ranges,
     const device float* scale, device float* partial, device float* stats, threadgroup T* tiles,
     threadgroup T* weights, threadgroup float* scores, threadgroup float* factors, int capacity,
     uint3 position, uint3 counts, uint index) {
-  constexpr int D = R + DR, LD = D + 8, LS = BN + 1, LP = BN + 8, THREADS = 32 * W;
-  // Simdgroup w has every W-th tile of 16 columns of the scores' sums, and NV tiles of 8 of the
-  // result's. LANES neighbours own a row of the softmax.
-  constexpr int NK = (D / 16 + W - 1) / W, NV = R / 8 / W, LANES = THREADS / 16, KEYS = BN / LANES;
+  constexpr int D = R + DR, LD = D + 8, LS = BN + 1, LP = BN + 8, THREADS = 32 * W, M = 16 * MT;
+  // In the scores simdgroup w has NS tiles of 8 positions and, of their sums, every WC-th tile of 16
+  // columns; of the result NV tiles of 8 columns. LANES neighbours own a row of the softmax.
+  constexpr int NS = BN / 8 * WC / W, NK = (D / 16 + WC - 1) / WC, NV = R / 8 / W;
+  constexpr int LANES = THREADS / M, KEYS = BN / LANES;
+  // So many products of a sum apart: each would else wait for the one before.
+  constexpr int APART = MT * NS > 2 ? 2 : 3;
   const int lane = int(index % 32), w = int(index / 32), b = int(position.y);
-  const int row0 = 16 * int(position.z), mine = int(index) / LANES, part = int(index) % LANES;
+  const int own_columns = 16 * (w % WC), own_keys = w / WC * (8 * NS);
+  const int row0 = M * int(position.z), mine = int(index) / LANES, part = int(index) % LANES;
   const int length = ranges[2 * b + 1];
   const key_range range = part_of(ranges[2 * b], length, BN, position.x, counts.x);
   const int tail = (length - 1) / TAIL * TAIL;
@@ -68,8 +73,7 @@ inline void attend_latents(
   float top = no_score(), total = 0.0f;
 
   // Queries come by way of a tile's place.
-  stage_latents<T, R, DR, LD, 16, THREADS>(
-      then, q + own * R, q2 + own * DR, 0, 0, 16, int(index));
+  stage_latents<T, R, DR, LD, M, THREADS>(then, q + own * R, q2 + own * DR, 0, 0, M, int(index));
   // Tiles begin at multiples of BN.
   const int begin = range.low / BN * BN;
   if (BUFFERS == 2 && begin < range.high) {
@@ -77,13 +81,18 @@ inline void attend_latents(
         now, latents, keys, tail_latents, tail_keys, tail, range, begin, int(index));
   }
   arrive();
-  tile_a<T> queries[NK];
-  EACH(i, NK) {
-    load_a(queries[i], then + metal::min(16 * (w + W * i), D - 16), LD, lane);
+  tile_a<T> queries[MT][NK];
+  EACH(m, MT) {
+    EACH(i, NK) {
+      const int at = metal::min(own_columns + 16 * WC * i, D - 16);
+      load_a(queries[m][i], then + 16 * m * LD + at, LD, lane);
+    }
   }
-  tile_c sums[NV];
-  EACH(n, NV) {
-    fill(sums[n], 0.0f);
+  tile_c sums[MT][NV];
+  EACH(m, MT) {
+    EACH(n, NV) {
+      fill(sums[m][n], 0.0f);
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -97,28 +106,35 @@ inline void attend_latents(
     if (BUFFERS == 1) {
       arrive();
     }
-    // Every third product of a sum, apart: each would else wait for the one before.
-    tile_c s[3][BN / 8];
-    EACH(n, BN / 8) {
-      EACH(c, 3) {
-        fill(s[c][n], 0.0f);
-      }
-    }
-    EACH(i, NK) {
-      const int at = 16 * (w + W * i);
-      if (16 * W * (i + 1) <= D || at < D) {
-        EACH(n, BN / 8) {
-          tile_b<T> columns;
-          load_b_t(columns, now + 8 * n * LD + at, LD, lane);
-          mma(s[i % 3][n], queries[i], columns);
+    tile_c s[APART][MT][NS];
+    EACH(c, APART) {
+      EACH(m, MT) {
+        EACH(n, NS) {
+          fill(s[c][m][n], 0.0f);
         }
       }
     }
-    EACH(n, BN / 8) {
-      EACH(i, 4) {
-        s[0][n][i] += s[1][n][i] + s[2][n][i];
+    EACH(i, NK) {
+      const int at = own_columns + 16 * WC * i;
+      if (16 * WC * (i + 1) <= D || at < D) {
+        EACH(n, NS) {
+          tile_b<T> columns;
+          load_b_t(columns, now + (own_keys + 8 * n) * LD + at, LD, lane);
+          EACH(m, MT) {
+            mma(s[i % APART][m][n], queries[m][i], columns);
+          }
+        }
       }
-      store(s[0][n], scores + 16 * w * LS + 8 * n, LS, lane);
+    }
+    EACH(m, MT) {
+      EACH(n, NS) {
+        EACH(i, 4) {
+          for (int c = 1; c < APART; ++c) {
+            s[0][m][n][i] += s[c][m][n][i];
+          }
+        }
+        store(s[0][m][n], scores + (own_columns * MT + 16 * m) * LS + own_keys + 8 * n, LS, lane);
+      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -127,8 +143,8 @@ inline void attend_latents(
     EACH(i, KEYS) {
       const int key = part + LANES * i;
       float score = 0.0f;
-      EACH(p, W) {
-        score += scores[(16 * p + mine) * LS + key];
+      EACH(p, WC) {
+        score += scores[(M * p + mine) * LS + key];
       }
       const bool seen = first + key >= range.low && first + key < range.high;
       x[i] = seen ? score * to_base2 : -INFINITY;
@@ -149,19 +165,26 @@ inline void attend_latents(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    const float above = factors[sums[0].row(0, lane)], below = factors[sums[0].row(2, lane)];
-    EACH(n, NV) {
-      EACH(i, 4) {
-        sums[n][i] *= i < 2 ? above : below;
+    EACH(m, MT) {
+      const float above = factors[16 * m + sums[m][0].row(0, lane)];
+      const float below = factors[16 * m + sums[m][0].row(2, lane)];
+      EACH(n, NV) {
+        EACH(i, 4) {
+          sums[m][n][i] *= i < 2 ? above : below;
+        }
       }
     }
     EACH(j, BN / 16) {
-      tile_a<T> left;
-      load_a(left, weights + 16 * j, LP, lane);
+      tile_a<T> left[MT];
+      EACH(m, MT) {
+        load_a(left[m], weights + 16 * m * LP + 16 * j, LP, lane);
+      }
       EACH(n, NV) {
         tile_b<T> right;
         load_b(right, now + 16 * j * LD + 8 * (NV * w + n), LD, lane);
-        mma(sums[n], left, right);
+        EACH(m, MT) {
+          mma(sums[m][n], left[m], right);
+        }
       }
     }
     arrive();
@@ -177,11 +200,15 @@ inline void attend_latents(
   if (part == 0) {
     store_pack(stats + 2 * (to + mine), pack<float, 2>{top, total});
   }
-  EACH(n, NV) {
-    EACH(i, 2) {
-      const int row = sums[n].row(2 * i, lane), column = 8 * (NV * w + n) + sums[n].col(2 * i, lane);
-      store_pack(
-          partial + (to + row) * R + column, pack<float, 2>{sums[n][2 * i], sums[n][2 * i + 1]});
+  EACH(m, MT) {
+    EACH(n, NV) {
+      EACH(i, 2) {
+        const int row = 16 * m + sums[m][n].row(2 * i, lane);
+        const int column = 8 * (NV * w + n) + sums[m][n].col(2 * i, lane);
+        store_pack(
+            partial + (to + row) * R + column,
+            pack<float, 2>{sums[m][n][2 * i], sums[m][n][2 * i + 1]});
+      }
     }
   }
 }

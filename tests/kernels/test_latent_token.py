@@ -3,14 +3,18 @@ NaN."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.kernels import attention, latent_token
 from mlx_moeflux.kernels import latent_attention as fused
-from mlx_moeflux.kernels import latent_token
-from mlx_moeflux.kernels.attention import MEMORY, MEMORY_ELSEWHERE
-from tests.kernels.harness import emulated, error
+from mlx_moeflux.kernels.attention import MEMORY, MEMORY_ELSEWHERE, MEMORY_ON_DEMAND
+from tests.kernels.harness import emulated, error, patched, require_gpu
 from tests.kernels.test_latent import BF16, F16, F32, Latents
 
 # dtype, B, H, capacity, R, P, length, rows of the tail, start
@@ -21,6 +25,39 @@ CALLS = [
     (BF16, 1, 32, 320, 128, 64, 320, 64),
     (F32, 1, 16, 64, 64, 48, 1, 16),
 ]
+# Heads that come by 32: batches, tiles in the tail and before it, parts that begin within one.
+MANY = [
+    (BF16, 1, 32, 320, 64, 16, 320, 64),
+    (F16, 2, 64, 192, 64, 16, 130, 64, [0, 40]),
+    (BF16, 2, 32, 128, 64, 16, 97, 32, [3, 96]),
+]
+
+
+@contextlib.contextmanager
+def laid_out_for_many():
+    """As where there are many positions, on a GPU that gives memory on demand."""
+    caches = attention.plan_of, latent_token.launch_of
+    plenty = {"metal": 1 << 20, "cuda": 1 << 20}
+    with (
+        patched(attention, *caches, MEMORY_ON_DEMAND=plenty),
+        patched(latent_token, MANY_POSITIONS=1),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def seen():
+    """Template arguments of attend_latents, launch by launch."""
+    launches, plan_of = [], attention.plan_of
+
+    def watched(*args):
+        plan = plan_of(*args)
+        launches.append(plan.options["template"])
+        return plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "plan_of", watched)
+        yield launches
 
 
 @pytest.mark.parametrize("sizes", CALLS, ids=str)
@@ -32,6 +69,27 @@ def test_agrees_with_float64(device, sizes):
         assert error(y, call.wanted) <= max(call.limit, 2**-20 * np.abs(call.wanted).max())
 
 
+@pytest.mark.parametrize("sizes", MANY, ids=str)
+def test_many_positions_agree_with_float64(device, sizes):
+    call = Latents(*sizes)
+    with laid_out_for_many(), seen() as launches:
+        y = fused.latent_attention_fused(*call.arrays, **call.options)
+    assert [launch["MT"] for launch in launches] == [2]
+    assert error(y, call.wanted) <= call.limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [4033, 4700, 5120])
+def test_deepseeks_heads_on_a_gpu(length):
+    """More memory than the emulator has."""
+    require_gpu()
+    call = Latents(BF16, 1, 128, 5120, 512, 64, length, 64)
+    with seen() as launches:
+        y = fused.latent_attention_fused(*call.arrays, **call.options)
+    assert [launch["MT"] for launch in launches] == [2 if mx.cuda.is_available() else 1]
+    assert error(y, call.wanted) <= call.limit
+
+
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_with_less_memory(monkeypatch, buffers):
     sizes = CALLS[1]
@@ -41,7 +99,7 @@ def test_with_less_memory(monkeypatch, buffers):
     limit = next(
         limit
         for limit in range(1024, 1 << 17, 1024)
-        if (launch := latent_token.launch_of(limit, *shape))
+        if (launch := latent_token.launch_of(limit, 0, *shape))
         and launch["template"]["BUFFERS"] == buffers
     )
     monkeypatch.setitem(MEMORY, "cuda", limit)
@@ -54,7 +112,7 @@ def test_which_calls_it_takes():
     """DeepSeek-V3's on both GPUs; no others than of one token with a tail of whole tiles."""
     shape = {"q": (1, 128, 1, 512), "latents": (1, 1, 2304, 512), "rotary": 64, "tail": 64}
     for limit, buffers in ((MEMORY["cuda"], 2), (MEMORY_ELSEWHERE, 1)):
-        launch = latent_token.launch_of(limit, **shape, dtype=BF16)
+        launch = latent_token.launch_of(limit, 0, **shape, dtype=BF16)
         assert launch["template"]["BUFFERS"] == buffers
         assert launch["grid"] == (128 * 33, 1, 8)
     for changed in (
@@ -68,7 +126,27 @@ def test_which_calls_it_takes():
         {"dtype": F32},
     ):
         options = shape | {"dtype": BF16} | changed
-        assert latent_token.launch_of(MEMORY_ELSEWHERE, **options) is None
+        assert latent_token.launch_of(MEMORY_ELSEWHERE, 0, **options) is None
+
+
+def test_how_many_positions_are_laid_out():
+    """DeepSeek-V3's on NVIDIA: 32 heads share what is read; where they cannot, 16 as before."""
+    shape = {"q": (1, 128, 1, 512), "latents": (1, 1, 4096, 512), "rotary": 64, "tail": 64}
+    launch_of = functools.partial(latent_token.launch_of, MEMORY["cuda"])
+    launch = launch_of(MEMORY_ON_DEMAND["cuda"], **shape, dtype=BF16)
+    assert launch["grid"] == (256 * 33, 1, 4)
+    assert launch["threadgroup"] == (256, 1, 1)
+    assert latent_token.KERNEL.memory(launch["template"]) == 94336
+    assert launch_of(94336, **shape, dtype=BF16) == launch
+    for on_demand, changed in (
+        (94335, {}),
+        (1 << 20, {"latents": (1, 1, 4095, 512)}),
+        (1 << 20, {"q": (1, 112, 1, 512)}),
+        (1 << 20, {"q": (1, 128, 1, 480), "latents": (1, 1, 4096, 480)}),
+        (1 << 20, {"tail": 16}),
+    ):
+        other = launch_of(on_demand, **shape | changed, dtype=BF16)
+        assert other["template"]["MT"] == 1, changed
 
 
 CASES = {
@@ -77,14 +155,19 @@ CASES = {
         Latents(F16, 2, 16, 128, 64, 48, 65, 32, [3, 50], loud=9).case("a tail of one row"),
         Latents(F32, 1, 16, 64, 256, 32, 49, 16, loud=9).case("one buffer"),
         Latents(F16, 1, 16, 128, 64, 32, 100, 64).case("a part begins in the tail"),
+        replace(
+            Latents(BF16, 2, 64, 192, 64, 16, 130, 64, [0, 40], loud=9).case("32 heads"),
+            within=laid_out_for_many,
+        ),
     ],
 }
 EVEN = "both sides are multiples of the step"
 MASKED = "rows that do not count have a score of -inf"
 EQUIVALENT = {
     "attention_latent.metal": {
-        "attend_latents: off by one * W * (i + 1) <= D || at < D) -> + 1 <": EVEN,
-        "attend_latents: off by one if (16 * W * (i + 1) <= D || at < D) -> <": "at < D says so",
+        "attend_latents: off by one WC * (i + 1) <= D || at < D) -> + 1 <": EVEN,
+        "attend_latents: off by one expr int APART = MT * NS > 2 ? 2 : 3 -> >=": "of speed alone",
+        "attend_latents: off by one if (16 * WC * (i + 1) <= D || at < D) -> <": "at < D says so",
         "attend_latents: off by one first < range.high -> <=": MASKED,
         "attend_latents: off by one f (BUFFERS == 2 && begin < range.high) -> <=": MASKED,
         "attend_latents: off by one FFERS == 1 || first + BN < range.high) -> <=": MASKED,
