@@ -34,8 +34,8 @@ class Layout:
 
 
 # An H100 has 132 processors. With what joins the parts, in a chain with 220 MB of other reads, the
-# first takes 16.2, 31.3 and 85.8 us there for 2080, 8224 and 32800 positions; the second, which
-# reads each latent for twice as many heads, 16.9, 28.0 and 72.4.
+# first took 16.2, 31.3 and 85.8 us there for 2080, 8224 and 32800 positions; the second, which
+# reads each latent for twice as many heads, 16.9, 28.0 and 72.4 (how compiled: docs/attention.md).
 FEW = Layout(1, 4, 4, 16, 264)
 MANY = Layout(2, 8, 4, 32, 132)
 # From this capacity on the second; positions that a threadgroup should see at least.
