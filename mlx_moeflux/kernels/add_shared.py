@@ -163,8 +163,6 @@ def add_shared_fused(
     if isinstance(launch, tuple):
         product, rest = launch
         products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
-        # MLX starts what is as far from the result at the same time: so before the experts.
-        products = products.reshape(-1).reshape(N, C).reshape(-1)
         return _SUM(residual, summed, scores, products, **rest)[0]
     return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
 

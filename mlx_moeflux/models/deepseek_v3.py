@@ -27,7 +27,7 @@ from mlx_moeflux.kernels.latent_attention import VALUES_AT_ONCE
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
 from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, project, weight_of
 from mlx_moeflux.models.mla import LatentAttention
-from mlx_moeflux.models.moe import Router, SparseMoeBlock
+from mlx_moeflux.models.moe import Begun, Router, SparseMoeBlock
 from mlx_moeflux.models.record import note, recorded
 from mlx_moeflux.models.rope import Rope
 
@@ -199,16 +199,18 @@ class MoeBlock(SparseMoeBlock):
             width = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = SwiGLU(C, width)
 
-    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """See :meth:`SparseMoeBlock.enter`; the shared experts' two products, of the normed row: a
-        GPU computes them while experts are chosen."""
-        logits, post = project(self._kernels, x, self.gate, norm=norm, normed=True, flat=True)
+    def begin(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Begun:
+        """See :meth:`SparseMoeBlock.begin`; the shared experts' two products, of the normed row. A
+        GPU computes them beside the choice of experts, but launches that first: of a token it is
+        one threadgroup, for which these would leave no room."""
+        begun = super().begin(x, norm, mask)
+        post = mx.depends([begun.post], [begun.ids])[0]
         shared = [
             product
             for linears in self.stacks()
             for product in project(self._kernels, post, *linears, flat=True)
         ]
-        return post, logits, shared
+        return begun._replace(shared=shared)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

@@ -3,6 +3,7 @@ equalities that need no outside oracle. Logits of transformers: test_twins.py.""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
@@ -218,6 +219,25 @@ def test_fixture_of_moeflux():
     ids, weights = router(logits, bias)
     assert ids.tolist() == [[5, 7]]
     assert abs(weights.sum().item() - 2.5) <= 1e-6
+
+
+def test_experts_are_chosen_before_the_shared_ones_begin(monkeypatch):
+    """What is launched first is what MLX needs first: the shared products hang on the ids."""
+    with load_model(TWIN, kernels="reference") as model:
+        block, norm = model.layers[1].mlp, model.layers[1].post_attention_layernorm
+        route = block.route
+
+        def marked(logits):
+            ids, weights = route(logits)
+            return mx.bitwise_invert(mx.bitwise_invert(ids)), weights
+
+        monkeypatch.setattr(block, "route", marked)
+        begun = block.begin(mx.ones((1, 3, model.config.hidden_size)), norm)
+        for product in begun.shared:
+            graph = io.StringIO()
+            mx.export_to_dot(graph, product)
+            assert "BitwiseInvert" in graph.getvalue()
+        assert len(begun.shared) == 2
 
 
 # mlx-lm.
