@@ -335,6 +335,7 @@ EQUIVALENT = {
         "project_1_1_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL (2)": ZEROS,
         "project_2_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL": ZEROS,
         "project_2_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL (2)": ZEROS,
+        "project_2_bare: swapped arguments 11 and 12 of norm_matvec: FORM, RESIDUAL (3)": ZEROS,
         "rows_of: off by one r < OWN -> <=": PAST,
         "rows_of: off by one r < OWN -> <= (2)": PAST,
         "rows_of: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,

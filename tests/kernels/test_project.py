@@ -249,8 +249,9 @@ def test_modules_that_stand_for_a_matrix_are_refused():
         project_fused(x, [applied], norm=mx.ones((96,)))
 
 
-def case(structure, norm: bool, ends: str, *, C: int) -> Case:
-    """Matrices of different sizes and bits: two rows in one step; or wide, four rows in two steps
+def case(structure, norm: bool, ends: str, *, C: int, alike: bool = False) -> Case:
+    """Matrices of different sizes and bits, the results of one as wide as each other if they are
+    `alike`: two rows in one step; or wide, four rows in two steps
     of 16-bit numbers, stored in another order, with rows of a simdgroup, threadgroups, words a lane
     and tokens all different in number."""
     rng, wide = np.random.default_rng(len(structure)), C > 96
@@ -266,7 +267,10 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
         tuple(least + 4 * (m + i) if wide else 5 + 2 * i + m for i in range(count))
         for m, count in enumerate(structure)
     ]
-    if ends == "joined" and not wide:
+    if alike:
+        # Threadgroups of a result are other in number than tokens.
+        sizes = [(10 + 4 * m if wide else 9 + 2 * m,) * count for m, count in enumerate(structure)]
+    elif ends == "joined" and not wide:
         # Seven numbers of a row are left over.
         sizes[0] = (sizes[0][0] + (1 - sum(map(sum, sizes))) % 8, *sizes[0][1:])
     for m, outs in enumerate(sizes):
@@ -286,9 +290,9 @@ def case(structure, norm: bool, ends: str, *, C: int) -> Case:
         options = {"norm": scale, "eps": EPS}
         limit = max(limits((x, weights), options | {"normed": True}, [*truths, rows]))
         call = functools.partial(joined, x, weights, **options)
-        return Case(f"joined-{C}", call, lambda: [*truths, rows], limit)
+        return Case(f"joined-{C}-{alike}", call, lambda: [*truths, rows], limit)
     limit = max(limits((x, weights), options, truths))
-    name = "-".join([*map(str, structure), str(norm), ends, str(C)])
+    name = "-".join([*map(str, structure), str(norm), ends, str(C), "alike" * alike])
     return Case(name, lambda: project_fused(x, weights, **options), lambda: truths, limit)
 
 
@@ -332,6 +336,9 @@ CASES["project_1"].append(case((1,), True, "", C=1024))
 for key, kernel in _KERNELS.items():
     if len(key[0]) > 1:
         CASES[kernel.name].append(case(*key, C=2112))
+    # Two results of one matrix that are as wide as each other have one text.
+    if 2 in key[0]:
+        CASES[kernel.name] += [case(*key, C=C, alike=True) for C in (96, 4608)]
 # Columns that simdgroups share: some have none, and all have some.
 CASES["project_1"].append(case((1,), True, "", C=16416))
 CASES["project_1_1"].append(case((1, 1), True, "", C=4096))
