@@ -33,12 +33,15 @@ class Layout:
     groups: int
 
 
-# An H100 has 132 processors. With what joins the parts, in a chain with 220 MB of other reads, the
-# first took 16.2, 31.3 and 85.8 us there for 2080, 8224 and 32800 positions; the second, which
-# reads each latent for twice as many heads, 16.9, 28.0 and 72.4 (how compiled: docs/attention.md).
-FEW = Layout(1, 4, 4, 16, 264)
+# Where there is no more memory than a kernel declares. With more, each latent is read once for 32
+# heads where there are many positions, and with few there are fewer parts to join. An H100 has 132
+# processors; there the three and what joins the parts took, in a chain with 220 MB of other reads,
+# 15.9, 14.6 and 16.9 us for 2080 positions, 31.3, 30.8 and 28.0 for 8224, 85.8, 92.8 and 72.4 for
+# 32800 (how compiled: docs/attention.md).
+SMALL = Layout(1, 4, 4, 16, 264)
+FEW = Layout(1, 8, 2, 64, 132)
 MANY = Layout(2, 8, 4, 32, 132)
-# From this capacity on the second; positions that a threadgroup should see at least.
+# From this capacity on there are many; positions that a threadgroup should see at least.
 MANY_POSITIONS, LEAST_KEYS = 4096, 64
 
 
@@ -79,16 +82,14 @@ def launch_of(
     tail: int,
     dtype: mx.Dtype,
 ) -> dict[str, Any] | None:
-    """How a call is launched with `limit` bytes of threadgroup memory, or `on_demand` where there
-    are many positions; None: there is no kernel for it."""
+    """How a call is launched with `limit` bytes of threadgroup memory, or with `on_demand`; None:
+    there is no kernel for it."""
     (B, H, T, R), capacity = q, latents[2]
     if T != 1 or not tail or not rotary or rotary % 16:
         return None
     sizes = {"T": dtype, "R": R, "DR": rotary, "HEADS": H, "TAIL": tail}
-    choices = [(FEW, 2, limit), (FEW, 1, limit)]
-    if capacity >= MANY_POSITIONS:
-        choices.insert(0, (MANY, 2, on_demand))
-    for layout, buffers, memory in choices:
+    large = MANY if capacity >= MANY_POSITIONS else FEW
+    for layout, buffers, memory in ((large, 2, on_demand), (SMALL, 2, limit), (SMALL, 1, limit)):
         rows, threads = 16 * layout.MT, 32 * layout.W
         template = sizes | {"MT": layout.MT, "W": layout.W, "WC": layout.WC, "BN": layout.BN}
         template |= {"BUFFERS": buffers}

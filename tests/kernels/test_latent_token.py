@@ -25,6 +25,12 @@ CALLS = [
     (BF16, 1, 32, 320, 128, 64, 320, 64),
     (F32, 1, 16, 64, 64, 48, 1, 16),
 ]
+# With memory on demand: batches, tiles in the tail and before it, several tiles of a part.
+FEW = [
+    (BF16, 1, 16, 128, 64, 16, 75, 64),
+    (F16, 2, 32, 320, 64, 16, 290, 64, [0, 200]),
+    (BF16, 1, 16, 704, 128, 32, 643, 64),
+]
 # Heads that come by 32: batches, tiles in the tail and before it, parts that begin within one.
 MANY = [
     (BF16, 1, 32, 320, 64, 16, 320, 64),
@@ -34,15 +40,23 @@ MANY = [
 
 
 @contextlib.contextmanager
-def laid_out_for_many():
-    """As where there are many positions, on a GPU that gives memory on demand."""
+def with_memory(**changed):
+    """As on a GPU that gives memory on demand; changed: names of latent_token."""
     caches = attention.plan_of, latent_token.launch_of
     plenty = {"metal": 1 << 20, "cuda": 1 << 20}
     with (
         patched(attention, *caches, MEMORY_ON_DEMAND=plenty),
-        patched(latent_token, MANY_POSITIONS=1),
+        patched(latent_token, **changed),
     ):
         yield
+
+
+# As where there are many positions.
+laid_out_for_many = functools.partial(with_memory, MANY_POSITIONS=1)
+
+
+def smaller(groups):
+    return replace(latent_token.FEW, BN=32, groups=groups)
 
 
 @contextlib.contextmanager
@@ -69,6 +83,17 @@ def test_agrees_with_float64(device, sizes):
         assert error(y, call.wanted) <= max(call.limit, 2**-20 * np.abs(call.wanted).max())
 
 
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+def test_few_positions_agree_with_float64(device, sizes):
+    """With tiles of half the positions, since the emulator has no more memory than Metal."""
+    call = Latents(*sizes)
+    groups = 4 if sizes == FEW[2] else 132  # parts of several tiles
+    with with_memory(FEW=smaller(groups)), seen() as launches:
+        y = fused.latent_attention_fused(*call.arrays, **call.options)
+    assert [(launch["W"], launch["MT"]) for launch in launches] == [(8, 1)]
+    assert error(y, call.wanted) <= call.limit
+
+
 @pytest.mark.parametrize("sizes", MANY, ids=str)
 def test_many_positions_agree_with_float64(device, sizes):
     call = Latents(*sizes)
@@ -79,14 +104,23 @@ def test_many_positions_agree_with_float64(device, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [4033, 4700, 5120])
-def test_deepseeks_heads_on_a_gpu(length):
+@pytest.mark.parametrize(
+    ("capacity", "length"),
+    [(5120, 4033), (5120, 4700), (5120, 5120), (2304, 2049), (2304, 2304), (256, 1), (256, 200)],
+)
+def test_deepseeks_heads_on_a_gpu(capacity, length):
     """More memory than the emulator has."""
     require_gpu()
-    call = Latents(BF16, 1, 128, 5120, 512, 64, length, 64)
+    call = Latents(BF16, 1, 128, capacity, 512, 64, length, 64)
     with seen() as launches:
         y = fused.latent_attention_fused(*call.arrays, **call.options)
-    assert [launch["MT"] for launch in launches] == [2 if mx.cuda.is_available() else 1]
+    (launch,) = launches
+    if mx.cuda.is_available():
+        needed = 160192 if capacity < 4096 else 94336
+        enough = attention._on_demand("cuda") >= needed
+        assert launch["W"] == (8 if enough else 4)
+    else:
+        assert launch["W"] == 4
     assert error(y, call.wanted) <= call.limit
 
 
@@ -103,6 +137,7 @@ def test_with_less_memory(monkeypatch, buffers):
         and launch["template"]["BUFFERS"] == buffers
     )
     monkeypatch.setitem(MEMORY, "cuda", limit)
+    monkeypatch.setitem(MEMORY_ON_DEMAND, "cuda", 0)
     with emulated(name="cuda"):
         y = fused.latent_attention_fused(*call.arrays, **call.options)
     assert error(y, call.wanted) <= call.limit
@@ -130,7 +165,7 @@ def test_which_calls_it_takes():
 
 
 def test_how_many_positions_are_laid_out():
-    """DeepSeek-V3's on NVIDIA: 32 heads share what is read; where they cannot, 16 as before."""
+    """DeepSeek-V3's on NVIDIA: 32 heads share what is read; where they cannot, 16."""
     shape = {"q": (1, 128, 1, 512), "latents": (1, 1, 4096, 512), "rotary": 64, "tail": 64}
     launch_of = functools.partial(latent_token.launch_of, MEMORY["cuda"])
     launch = launch_of(MEMORY_ON_DEMAND["cuda"], **shape, dtype=BF16)
@@ -149,6 +184,18 @@ def test_how_many_positions_are_laid_out():
         assert other["template"]["MT"] == 1, changed
 
 
+def test_few_positions_of_a_gpu_with_much_memory():
+    """DeepSeek-V3's on a GPU with 227 KB for a threadgroup; with 99 as without any on demand."""
+    shape = {"q": (1, 128, 1, 512), "latents": (1, 1, 2304, 512), "rotary": 64, "tail": 64}
+    launch_of = functools.partial(latent_token.launch_of, MEMORY["cuda"], dtype=BF16)
+    launch = launch_of(227 * 1024, **shape)
+    assert (launch["grid"], launch["threadgroup"]) == ((256 * 16, 1, 8), (256, 1, 1))
+    assert latent_token.KERNEL.memory(launch["template"]) == 160192
+    assert launch_of(160192, **shape) == launch
+    assert launch_of(160191, **shape) == launch_of(0, **shape)
+    assert launch_of(227 * 1024, **shape | {"tail": 32}) == launch_of(0, **shape | {"tail": 32})
+
+
 CASES = {
     "attend_latents": [
         Latents(F32, 2, 32, 192, 128, 32, 130, 64, [0, 40]).case("padded left"),
@@ -158,6 +205,10 @@ CASES = {
         replace(
             Latents(BF16, 2, 64, 192, 64, 16, 130, 64, [0, 40], loud=9).case("32 heads"),
             within=laid_out_for_many,
+        ),
+        replace(
+            Latents(F16, 2, 32, 320, 64, 16, 290, 64, [0, 200], loud=9).case("on demand"),
+            within=functools.partial(with_memory, FEW=smaller(132)),
         ),
     ],
 }
