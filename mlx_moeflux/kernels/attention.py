@@ -43,8 +43,8 @@ FEW_TOKENS = 8
 # for each; keys that one should see at least; and threadgroups of 128 rows for a call to take them.
 ENOUGH_GROUPS, ENOUGH_SMALL_GROUPS, LEAST_KEYS = 132, 264, 64
 ENOUGH_LARGE_GROUPS = 3 * ENOUGH_GROUPS
-# Static threadgroup memory, in bytes; and what CUDA gives on demand, on any GPU that has tiles, and
-# on those that were measured with more.
+# Static threadgroup memory, in bytes; what CUDA gives on demand, on any GPU that has tiles; and, by
+# GPU, more for a token's latent attention, which alone was measured with it.
 MEMORY = {"cuda": 48 * 1024}
 MEMORY_ELSEWHERE = 32 * 1024
 MEMORY_ON_DEMAND = {"cuda": 99 * 1024}
@@ -280,7 +280,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     B, Hq, T, D1 = call.q
     Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
-    demand = _on_demand(backend_name)
+    demand = _on_demand_of_latents(backend_name)
     token = latent_token.launch_of(
         limit, demand, call.q, call.k, call.rotary, call.tail, call.dtype
     )
@@ -323,8 +323,8 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     return Plan(_KERNELS[form, True, False], options, _JOIN[gated], join)
 
 
-def _on_demand(backend_name: str) -> int:
-    """Bytes of threadgroup memory that a launch may ask for."""
+def _on_demand_of_latents(backend_name: str) -> int:
+    """Bytes of threadgroup memory that ``attend_latents`` may ask for."""
     least = MEMORY_ON_DEMAND.get(backend_name, 0)
     if not least or not mx.cuda.is_available():
         return least
@@ -367,7 +367,7 @@ def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int
         and size == 2
         and 64 < Dv <= 128
         and call.q[0] * Hq * (T // 128) >= ENOUGH_LARGE_GROUPS
-        and needed <= _on_demand(backend_name)
+        and needed <= MEMORY_ON_DEMAND.get(backend_name, 0)
     ):
         return "rows", large
     # Sums of 16 rows and queries must fit into a lane's registers.

@@ -36,8 +36,8 @@ class Layout:
 # Where there is no more memory than a kernel declares. With more, each latent is read once for 32
 # heads where there are many positions, and with few there are fewer parts to join. An H100 has 132
 # processors; there the three and what joins the parts took, in a chain with 220 MB of other reads,
-# 15.9, 14.6 and 16.9 us for 2080 positions, 31.3, 30.8 and 28.0 for 8224, 85.8, 92.8 and 72.4 for
-# 32800 (how compiled: docs/attention.md).
+# 16.2, 15.1 and 16.9 us for 2080 positions, 31.3, 30.8 and 28.0 for 8224, 85.8, 92.8 and 72.4 for
+# 32800; as they are compiled now, the first two 15.9 and 14.6 for 2080 (docs/attention.md).
 SMALL = Layout(1, 4, 4, 16, 264)
 FEW = Layout(1, 8, 2, 64, 132)
 MANY = Layout(2, 8, 4, 32, 132)

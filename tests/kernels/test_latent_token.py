@@ -117,7 +117,7 @@ def test_deepseeks_heads_on_a_gpu(capacity, length):
     (launch,) = launches
     if mx.cuda.is_available():
         needed = 160192 if capacity < 4096 else 94336
-        enough = attention._on_demand("cuda") >= needed
+        enough = attention._on_demand_of_latents("cuda") >= needed
         assert launch["W"] == (8 if enough else 4)
     else:
         assert launch["W"] == 4
