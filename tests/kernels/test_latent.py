@@ -279,9 +279,8 @@ def test_64k_positions_on_a_gpu():
     mx.reset_peak_memory()
     y = fused.latent_prefill_expanded(q, q2, k, k2, expand=expand, **options)
     mx.eval(y)
-    # Keys and values, and matrices that are made dense: all in bfloat16. Of two stretches, since
-    # on a busy machine MLX lets go of the first one's later than it says that it is evaluated.
-    assert mx.get_peak_memory() - before < 2 * (2 * fused.VALUES_AT_ONCE) + 0.1e9
+    # Keys and values, and matrices that are made dense: all in bfloat16.
+    assert mx.get_peak_memory() - before < 2 * fused.VALUES_AT_ONCE * 1.5 + 0.1e9
     few, nope = (slice(T - 3, T), slice(60, 62)), q[..., :Dn].swapaxes(1, 2)
     heads = lambda c, first, last: expand(c, 60 + first, 60 + last)  # noqa: E731
     some = q[:, few[0], few[1]], q2[:, few[1], few[0]]
