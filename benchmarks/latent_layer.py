@@ -9,8 +9,8 @@ as their own generation loops run models (one token ahead of the device); a laye
 difference between models of --many and --few layers (of a prompt: of --prompt-layers), divided:
 many, since where few layers wait for the host the difference flatters. The last column has no such
 difference: how often the time of the larger model of ours is in mlx-lm's, embedding and logits
-included. A layer's weights are more than a GPU's cache, so no layer finds its own there. Calls of
-both are made in turns; medians of the trials.
+included. A layer's weights are more than a GPU's cache, so no layer finds its own there. Each
+trial has all four models, one after the other; medians of the trials' differences.
 
 Limits: bytes of all weights and latents that the call reads by --bandwidth, or its multiplications
 by --compute (an H100's 989 TFLOP/s of dense bfloat16), whichever is longer.
@@ -26,6 +26,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.loading import load_model
@@ -116,16 +117,20 @@ def a_layer(
     counts: tuple[int, int],
     repeats: int,
     call: Callable[[Side], float],
-) -> tuple[list[float], list[float]]:
-    """Seconds a layer on each side, from models of so many; seconds of the larger models."""
-    times = []
-    for count in counts:
-        for side in sides:
-            side.repeat(layers, count)
-            call(side)  # compiles
-        trials = [[call(side) for side in sides] for _ in range(repeats)]
-        times.append([statistics.median(column) for column in zip(*trials, strict=True)])
-    return [(b - a) / (counts[1] - counts[0]) for a, b in zip(*times, strict=True)], times[1]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds a layer on each side, from models of so many; seconds of the larger models.
+
+    A trial has both models of both sides, one after the other: hosts get faster and slower within
+    seconds, and what is between two trials is not a layer's.
+    """
+    times = np.zeros((1 + repeats, 2, len(sides)))
+    for trial in times:
+        for count, row in zip(counts, trial, strict=True):
+            for i, side in enumerate(sides):
+                side.repeat(layers, count)
+                row[i] = call(side)
+    few, many = times[1:].swapaxes(0, 1)  # the first trial compiles
+    return np.median(many - few, axis=0) / (counts[1] - counts[0]), np.median(many, axis=0)
 
 
 def main() -> None:
