@@ -84,6 +84,7 @@ class Emulator:
         rewrite: Changes header and body before they are compiled, for mutations.
         inspect: Called with each new :class:`Variant` before it is compiled.
         name: The back end that forms shall think they run on.
+        runs: False: nothing is compiled, and launches give zeros.
     """
 
     pads_inputs, follows_device, checks_first_use = True, False, False
@@ -97,8 +98,9 @@ class Emulator:
         rewrite: Callable[[MetalKernel, str, str], tuple[str, str]] | None = None,
         inspect: Callable[[Variant], None] | None = None,
         name: str = "metal",
+        runs: bool = True,
     ):
-        self.inspect = inspect
+        self.inspect, self.runs = inspect, runs
         self.name, self.schedules, self.rewrite = name, tuple(schedules), rewrite
         self.partly_written = frozenset(partly_written)
 
@@ -131,7 +133,9 @@ class Emulator:
             variant = Variant(kernel, header, text.removeprefix(header), tuple(template), *dtypes)
             if self.inspect is not None:
                 self.inspect(variant)
-            variants[key] = Program.of(variant)
+            variants[key] = Program.of(variant) if self.runs else None
+        if not self.runs:
+            return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
         program, arrays = variants[key], [_to_numpy(a) for a in inputs]
         first = None
         for order, seed in self.schedules:
@@ -160,7 +164,9 @@ class Program:
         self.kernel = kernel
         self.buffers = [a for a in arguments if a.buffer]
         self._library, self._text = library, text
-        self._launch = ctypes.CDLL(str(library)).emu_launch
+        self._launch = _emu_launch()
+        self._loaded = ctypes.CDLL(str(library))
+        self._program = ctypes.byref(ctypes.c_char.in_dll(self._loaded, "emu_this"))
 
     @classmethod
     def of(cls, variant: Variant) -> Program:
@@ -187,8 +193,8 @@ class Program:
         message = ctypes.create_string_buffer(1000)
         three = ctypes.c_uint * 3
         status = self._launch(
-            buffers, len(buffers), three(*grid), three(*threadgroup), ORDER[order], seed,
-            message, len(message),
+            self._program, buffers, len(buffers), three(*grid), three(*threadgroup),
+            ORDER[order], seed, message, len(message),
         )  # fmt: skip
         name = f"kernel '{self.kernel.name}'"
         if status:
@@ -259,9 +265,11 @@ def to_cpp(variant: Variant) -> str:
         f'#include "{HERE}/language.h"\n#line 1 "{variant.kernel.file}"\n'
         f"{merged_overloads(variant.header)}{f'template <{named}>' if named else ''}\n"
         f"__attribute__((noinline)) void kernel_function({variant.parameters}) {{\n{body}\n}}\n"
-        '__attribute__((no_sanitize("thread"))) '
+        'static __attribute__((no_sanitize("thread"))) '
         f"void emu_kernel(void** buffers, const emu_thread* now) {{\n"
         f"  {call}({', '.join(passed)});\n}}\n"
+        'extern "C" __attribute__((visibility("hidden"))) char __ehdr_start[], _end[];\n'
+        'extern "C" { emu_program emu_this = {emu_kernel, __ehdr_start, _end}; }\n'
     )
 
 
@@ -308,24 +316,25 @@ def compiled(cpp: str, name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
             file, made = Path(directory) / f"{name}.cpp", Path(directory) / "made.so"
             file.write_text(cpp)
+            # It finds what it calls in the runtime's library; linking without others is quick.
             _compile([*FLAGS, "-c", str(file), "-o", f"{made}.o"], name)
-            objects = [f"{made}.o", str(runtime())]
-            _compile(["-shared", *objects, "-o", str(made)], name)
+            _compile(["-shared", "-nostdlib", f"{made}.o", "-o", str(made)], name)
             made.replace(library)
     return library
 
 
-def runtime() -> Path:
-    """The runtime's object file."""
+@functools.cache
+def _emu_launch() -> Callable[..., int]:
+    """``emu_launch`` of the runtime, in whose library kernels find what they call."""
     digest = hashlib.blake2b(_fixed().encode(), digest_size=10).hexdigest()
-    made = cache_directory() / f"runtime-{digest}.o"
+    made = cache_directory() / f"runtime-{digest}.so"
     if not made.exists():
         with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
-            new = Path(directory) / "runtime.o"
-            flags = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror"]
-            _compile([*flags, "-c", str(HERE / "runtime.cpp"), "-o", str(new)], "runtime")
+            new = Path(directory) / "runtime.so"
+            flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Werror"]
+            _compile([*flags, str(HERE / "runtime.cpp"), "-o", str(new)], "runtime")
             new.replace(made)
-    return made
+    return ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL).emu_launch
 
 
 def _compile(arguments: list[str], name: str) -> None:

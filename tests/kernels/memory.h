@@ -59,10 +59,13 @@ void check_read(Region& r, Cell& c, long index) {
   c.read_epoch = now, c.read_step = step;
 }
 
-void check(const char* p, long size, bool write, long alignment) {
-  const char* stack = stacks + current * STACK;
-  if (p >= stack && p + size <= stack + STACK) return;
-  if (p >= __ehdr_start && p < _end && !write) return;  // tables of constants
+bool holds(const Region& r, const char* p, long size) {
+  return p >= r.base && p + size <= r.base + r.bytes;
+}
+
+// What an access outside the arena, or outside every array in it, is, if it is allowed.
+void check_odd(const char* p, long size, bool write) {
+  if (p >= kernel.begin && p < kernel.end && !write) return;  // tables of constants
   if (p >= (char*)simdgroups.data() && p < (char*)(simdgroups.data() + simdgroups.size())) return;
   if (p >= (char*)fibres.data() && p < (char*)(fibres.data() + fibres.size()) && !write) return;
   const char* verb = write ? "writes" : "reads";
@@ -73,27 +76,48 @@ void check(const char* p, long size, bool write, long alignment) {
     fail("a thread %s at an address that belongs to no array", verb);
   }
   Region& r = *region_of(p);
-  long offset = p - r.base, index = offset / r.item;
-  if (offset < 0) index = -((-offset + r.item - 1) / r.item);
-  if (offset < 0 || offset + size > r.bytes) {
-    fail(
-        "a thread %s '%s'[%ld], which has %ld elements", verb, r.name.c_str(),
-        offset < 0 ? index : (offset + size - 1) / r.item, r.bytes / r.item);
-  }
-  if (write && !r.writable) fail("a thread writes '%s'[%ld], which is an input", r.name.c_str(), index);
-  if (offset % alignment) {
+  long offset = p - r.base;
+  fail(
+      "a thread %s '%s'[%ld], which has %ld elements", verb, r.name.c_str(),
+      offset < 0 ? -((-offset + r.item - 1) / r.item) : (offset + size - 1) / r.item,
+      r.bytes / r.item);
+}
+
+// alignment: a power of two.
+__attribute__((noinline)) void check_element(const char* p, long size, bool write, long alignment) {
+  bool there = p >= arena && p < arena_end && !regions.empty();
+  if (!there || !holds(*region_of(p), p, size)) return check_odd(p, size, write);
+  Region& r = *region_of(p);
+  long offset = p - r.base;
+  if (!r.writable) input = {r.base, r.bytes};
+  const char* verb = write ? "writes" : "reads";
+  long index = offset / r.item;
+  if (!r.writable && write) fail("a thread writes '%s'[%ld], which is an input", r.name.c_str(), index);
+  if (offset & (alignment - 1)) {
     fail(
         "a thread %s %ld bytes at '%s'[%ld], which is no multiple of %ld bytes", verb, size,
         r.name.c_str(), index, alignment);
   }
   if (!r.writable) return;
-  for (long i = index; i <= (offset + size - 1) / r.item; ++i) {
+  for (long i = index, last = (offset + size - 1) / r.item; i <= last; ++i) {
     if (write) {
       check_write(r, r.cells[i], i);
     } else {
       check_read(r, r.cells[i], i);
     }
   }
+}
+
+// Most accesses are to private memory, or read the input that was read before.
+__attribute__((always_inline)) inline void check(
+    const char* p, long size, bool write, long alignment) {
+  auto within = [=](const char* base, long bytes) {
+    return size_t(p - base) <= size_t(bytes - size);
+  };
+  if (within(stacks + current * STACK, STACK)) return;
+  bool aligned = !((p - input.base) & (alignment - 1));
+  if (!write && aligned && size <= input.bytes && within(input.base, input.bytes)) return;
+  check_element(p, size, write, alignment);
 }
 
 char* place_region(const char* name, long bytes, long item, bool writable, bool shared) {

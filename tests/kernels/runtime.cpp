@@ -1,5 +1,5 @@
 // Runs a kernel on the CPU: a fibre for each thread of a threadgroup, one threadgroup after the
-// other. The kernel is compiled with -fsanitize=thread but linked with the hooks below, so that
+// other. The kernel is compiled with -fsanitize=thread but finds the hooks below, so that
 // every access to memory is seen: it must lie in a buffer, be aligned, and be ordered by a barrier
 // against every other thread's access to the same element.
 #include "runtime.h"
@@ -16,9 +16,6 @@
 #include <algorithm>
 #include <string>
 #include <vector>
-
-extern "C" char __ehdr_start[] __attribute__((visibility("hidden")));
-extern "C" char _end[] __attribute__((visibility("hidden")));
 
 namespace {
 
@@ -71,7 +68,13 @@ Meeting everybody;
 size_t ready_head, device_regions;
 int current, threads, order, epoch[2], first_epoch, alive;
 long shared_bytes;
-char *arena, *arena_end, *stacks;
+char *arena, *arena_end, *stacks;  // kept for the next launch
+long arena_bytes, stack_bytes;
+struct {
+  const char* base;
+  long bytes;
+} input;  // that was read last
+emu_program kernel;
 unsigned random_state;
 void* caller;  // where the kernel accessed memory last
 jmp_buf failed;
@@ -97,7 +100,7 @@ unsigned next_random() {
         t.in_group.x, t.in_group.y, t.in_group.z, t.group.x, t.group.y, t.group.z);
   }
   if (caller && n < message_bytes) {
-    snprintf(message + n, message_bytes - n, "@%lx", long((char*)caller - __ehdr_start));
+    snprintf(message + n, message_bytes - n, "@%lx", long((char*)caller - kernel.begin));
   }
   longjmp(failed, 1);
 }
@@ -113,7 +116,7 @@ void to_main() {
 }
 
 void entry() {
-  emu_kernel(pointers.data(), &fibres[current].thread);
+  kernel.work(pointers.data(), &fibres[current].thread);
   fibres[current].done = true;
   --alive;
   to_main();
@@ -171,6 +174,15 @@ size_t lanes_here(const char* what, int site) {
 }
 
 #include "memory.h"
+
+void reserve(char*& place, long& bytes, long wanted) {
+  if (bytes >= wanted) return;
+  if (place) munmap(place, bytes);
+  void* p = mmap(
+      nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  place = p == MAP_FAILED ? nullptr : (char*)p;
+  bytes = place ? wanted : 0;
+}
 
 void run_threadgroup(const emu_uint3& at, const emu_uint3& group, const emu_uint3& grid) {
   simdgroups.assign((threads + LANES - 1) / LANES, Simdgroup());
@@ -305,21 +317,17 @@ void emu_check_rows(const void* p, long row_bytes) {
 }
 
 int emu_launch(
-    emu_buffer* buffers, int count, const unsigned* grid, const unsigned* group, int order_,
-    unsigned seed, char* message_, int message_bytes_) {
-  message = message_, message_bytes = message_bytes_;
+    const emu_program* program, emu_buffer* buffers, int count, const unsigned* grid,
+    const unsigned* group, int order_, unsigned seed, char* message_, int message_bytes_) {
+  kernel = *program, message = message_, message_bytes = message_bytes_;
   caller = nullptr, order = order_, random_state = seed * 2654435761u | 1u, current = -1;
   emu_uint3 threads_in_grid = {grid[0], grid[1], grid[2]};
   emu_uint3 in_group = {group[0], group[1], group[2]};
   threads = group[0] * group[1] * group[2];
-  long total = 32 * (GAP + THREADGROUP_BYTES), stack_bytes = threads * STACK;
+  long total = 32 * (GAP + THREADGROUP_BYTES);
   for (int i = 0; i < count; ++i) total += buffers[i].bytes + 4096 + GAP;
-  auto map = [](long bytes) {
-    void* p = mmap(
-        nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return p == MAP_FAILED ? nullptr : (char*)p;
-  };
-  arena = map(total), stacks = map(stack_bytes);
+  reserve(arena, arena_bytes, total);
+  reserve(stacks, stack_bytes, threads * STACK);
   int status = 1;
   if (!arena || !stacks) {
     snprintf(message, message_bytes, "no memory for the emulator");
@@ -330,6 +338,7 @@ int emu_launch(
     epoch[0] = epoch[1] = 0;
     regions.clear();
     pointers.clear();
+    input = {};
     for (int i = 0; i < count; ++i) {
       const emu_buffer& b = buffers[i];
       pointers.push_back(place_region(b.name, b.bytes, b.item, b.output, false));
@@ -358,8 +367,6 @@ int emu_launch(
     }
     status = 0;
   }
-  if (arena) munmap(arena, total);
-  if (stacks) munmap(stacks, stack_bytes);
   regions.clear();
   return status;
 }

@@ -23,15 +23,18 @@ struct emu_buffer {
   int64_t unwritten;
 };
 
+// A kernel's library: one thread's work, and where the library lies.
+struct emu_program {
+  void (*work)(void** buffers, const emu_thread* now);
+  const char *begin, *end;
+};
+
 extern "C" {
 // Runs the kernel over the grid. order: 0 forward, 1 reverse, 2 random. Returns 0, or 1 with one
 // sentence in `message`.
 int emu_launch(
-    emu_buffer* buffers, int count, const unsigned* grid, const unsigned* group, int order,
-    unsigned seed, char* message, int message_bytes);
-
-// The kernel's own file defines it: one thread's work.
-void emu_kernel(void** buffers, const emu_thread* now);
+    const emu_program* program, emu_buffer* buffers, int count, const unsigned* grid,
+    const unsigned* group, int order, unsigned seed, char* message, int message_bytes);
 
 unsigned emu_lane(void);
 // Waits for every thread of the threadgroup. `site` tells call sites apart.
