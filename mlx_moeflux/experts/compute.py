@@ -154,12 +154,13 @@ def from_whole_bank(
     form: Form,
     *,
     table: mx.array | None = None,
+    padded: bool = True,
 ) -> mx.array:
     """Experts of a layer that are all in `bank`: lazy, differentiable, nothing leaves the device.
 
     x ``[N, C]``, ids ``[N, K]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32. table:
     ``[E + 1]`` uint32, expert -> slot, and in entry E, for padding, ABSENT; None: expert e is in
-    slot e.
+    slot e. padded: Ids may be padding.
     """
     N, K = ids.shape
     slots = ids if table is None else table[ids]
@@ -167,15 +168,17 @@ def from_whole_bank(
     if mix is not None:
         return form.mixed(mix, x, slots, weights, bank)
     chunk = max(1, form.pairs_at_once(bank) // K)
-    real = slots < bank.slots  # [N, K]
-    # Padding is computed with the last slot and thrown away.
-    slots = mx.minimum(slots, mx.array(bank.slots - 1, mx.uint32))
-    weights = mx.where(real, weights, 0.0)
+    if padded:
+        real = slots < bank.slots  # [N, K]
+        # Padding is computed with the last slot and thrown away.
+        slots = mx.minimum(slots, mx.array(bank.slots - 1, mx.uint32))
+        weights = mx.where(real, weights, 0.0)
     totals = []
     for start in range(0, N, chunk):
         part = slice(start, start + chunk)
         out = _chunk_of_whole_bank(x[part], slots[part], bank, form)  # [n, K, C]
-        out = mx.where(real[part, :, None], out, mx.array(-0.0, out.dtype))
+        if padded:
+            out = mx.where(real[part, :, None], out, mx.array(-0.0, out.dtype))
         totals.append(accumulate_experts(out, weights[part]))
     return totals[0] if len(totals) == 1 else mx.concatenate(totals)
 

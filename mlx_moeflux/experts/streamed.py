@@ -205,8 +205,12 @@ class StreamedStore(Listened):
     def compute(
         self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
     ) -> mx.array:
-        """What :meth:`experts` computes, of slots ``[N, K]`` instead of ids; lazy."""
-        return from_whole_bank(x, slots, weights, bank, self._form)
+        """What :meth:`experts` computes, of the slots ``[N, K]`` that :meth:`bring` returned; lazy.
+
+        Steps are traced through here, and the CPU compiles what it fuses anew for every constant:
+        how many slots there are is none of them.
+        """
+        return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
 
     @property
     def parts_calls(self) -> bool:
