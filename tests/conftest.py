@@ -52,6 +52,21 @@ def pytest_collection():
 
 
 @pytest.fixture
+def uncompiled():
+    """What ``mx.compile`` returned runs as it is: for what follows from steps that are traced,
+    where the CPU would compile 46 kernels at first. That a trace gives what its model gives is
+    tests/models/test_step.py's."""
+    import mlx.core as mx
+
+    if mx.default_device() == mx.cpu:
+        mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+@pytest.fixture
 def real_model(request: pytest.FixtureRequest) -> Path:
     path = request.config.getoption("--model")
     if path is None:

@@ -177,7 +177,11 @@ def test_training_takes_references(calls, table):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", selfcheck.LIMITS, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [mx.bfloat16, *(pytest.param(t, marks=pytest.mark.slow) for t in (mx.float32, mx.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize(("operation", "name"), FUSED)
 def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
     verdict = selfcheck.compare(operation, name, FORMS[operation], dtype)

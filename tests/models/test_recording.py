@@ -19,6 +19,8 @@ from mlx_moeflux.generation import generate
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 V, STEPS_AT_ONCE = 4096, 32
 
 
@@ -320,7 +322,7 @@ def test_attribution_of_a_resident_model_leaves_its_steps_traced():
             for text in ("def f(", "import "):
                 last = generate(model, tokenizer, text, max_tokens=9, return_response=True)
                 calls.append([(c.layer, c.token, c.ids.tolist()) for c in last.experts.calls])
-            assert model._noted_step.traces == traced
+            assert bool(model._noted_step.traces) == traced
     assert calls[:2] == calls[2:]
     assert [len(some) for some in calls[:2]] == [54, 54]
 

@@ -73,6 +73,7 @@ def test_a_trace_serves_until_a_buffer_grows(model):
     assert model._step.traces <= before + 2
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_a_window_of_keys_is_seen(tmp_path):
     with model_of("qwen3_moe_window", tmp_path, expert_memory="100%") as model:
         window = model.config.window
