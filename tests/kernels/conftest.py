@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kernels.emulator import Emulator
 from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import emulated, require_gpu
 
@@ -28,4 +29,16 @@ def whole_device(request):
         yield "gpu"
     else:
         with emulated(partly_written=BETWEEN):
+            yield "emulator"
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device_of_a_model(request):
+    """The same for whole models, emulated under one schedule: the order of threads is the business
+    of the kernels' own tests."""
+    if request.param == "gpu":
+        require_gpu()
+        yield "gpu"
+    else:
+        with emulated(schedules=Emulator.FIRST):
             yield "emulator"

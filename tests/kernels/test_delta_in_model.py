@@ -27,11 +27,11 @@ def logits(form: str, *, T: int, left: list[int], rest: str = "reference") -> li
 
 
 @pytest.mark.parametrize(("T", "left"), [(3, [0]), (20, [0, 7])])
-def test_fused_mixer(device, T, left):
+def test_fused_mixer(device_of_a_model, T, left):
     with on_the_cpu():
         expected = logits("reference", T=T, left=left)
     # Only the mixer in the emulator, which is slow.
-    rest = "auto" if device == "gpu" else "reference"
+    rest = "auto" if device_of_a_model == "gpu" else "reference"
     actual = logits("fused", T=T, left=left, rest=rest)
     for a, b in zip(actual, expected, strict=True):
         for row, padding in enumerate(left if a.shape[1] > 1 else [0] * len(left)):

@@ -56,19 +56,21 @@ def on_the_cpu(directory, **options):
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("absorbed", [True, False])
-def test_a_model_says_the_same_with_fused_forms(device, quantised, monkeypatch, padding, absorbed):
-    directory = TWIN if device == "gpu" else quantised
+def test_a_model_says_the_same_with_fused_forms(
+    device_of_a_model, quantised, monkeypatch, padding, absorbed
+):
+    directory = TWIN if device_of_a_model == "gpu" else quantised
     reference = on_the_cpu(directory, padding=padding)
     kernels = FUSED
     if not absorbed:
         monkeypatch.setattr(LatentAttention, "absorbs", lambda self, T: T == 1)
         kernels += ",latent_prefill=expanded"
     # The emulator cannot be traced.
-    options = {"traced": absorbed and device == "gpu", "padding": padding}
-    fused = logits(directory, None if device == "gpu" else kernels, **options)
+    options = {"traced": absorbed and device_of_a_model == "gpu", "padding": padding}
+    fused = logits(directory, None if device_of_a_model == "gpu" else kernels, **options)
     scale = max(float(mx.abs(r).max()) for r in reference)
     # bfloat16 on a GPU, float32 elsewhere.
-    limit = scale * (0.05 if device == "gpu" else 1e-4)
+    limit = scale * (0.05 if device_of_a_model == "gpu" else 1e-4)
     assert max(map(error, fused, reference)) <= limit
 
 

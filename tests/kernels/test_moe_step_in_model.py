@@ -37,7 +37,7 @@ def fused_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device_of_a_model")
 @pytest.mark.parametrize("memory", ["100%", pytest.param("50%", marks=pytest.mark.slow)])
 def test_the_same_bits(memory, fused_calls):
     apart = logits(APART, memory)
@@ -50,7 +50,7 @@ def test_the_same_bits(memory, fused_calls):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device_of_a_model")
 def test_it_steps_aside(fused_calls):
     """For who looks inside, chooses a step's form, or changes what a block does."""
     tokens = mx.array([[5, 6]])

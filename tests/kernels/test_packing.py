@@ -15,6 +15,7 @@ from mlx_moeflux.kernels import packing
 from mlx_moeflux.kernels.packing import PLACES, Arranger, Packing
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels import lint
+from tests.kernels.emulator import Emulator
 from tests.kernels.harness import emulated, require, scratch_kernel
 
 
@@ -170,7 +171,10 @@ def test_the_texts_keep_to_their_address_spaces():
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
     seen = {}
     with (
-        emulated(inspect=lambda variant: seen.setdefault(variant.kernel.name, variant)),
+        emulated(
+            inspect=lambda variant: seen.setdefault(variant.kernel.name, variant),
+            schedules=Emulator.FIRST,
+        ),
         load_model(BUNDLED_MODEL, expert_memory="100%", fuse=True) as model,
     ):
         steps(model)
@@ -180,7 +184,7 @@ def test_the_texts_keep_to_their_address_spaces():
         assert lint.address_spaces(variant) == [], variant.kernel.name
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device_of_a_model")
 def test_a_prepared_model_gives_the_same_bits():
     gc.collect()
     others = len(PLACES)

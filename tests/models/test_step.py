@@ -84,12 +84,13 @@ def test_a_window_of_keys_is_seen(tmp_path):
         assert close(traced, steps(model, tokens, traced=False, prompt=window - 3))
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_rows_in_bits_are_seen(tmp_path):
     with model_of("4 bits", tmp_path, expert_memory="100%") as model:
         tokens = mx.array(np.random.default_rng(5).integers(0, 64, (2, 90)))
         before = model._step.traces
         traced = steps(model, tokens, traced=True, prompt=50)
-        assert model._step.traces == before + 1
+        assert model._step.traces > before
         assert close(traced, steps(model, tokens, traced=False, prompt=50))
 
 
