@@ -112,11 +112,11 @@ __attribute__((noinline)) void check_element(const char* p, long size, bool writ
 __attribute__((always_inline)) inline void check(
     const char* p, long size, bool write, long alignment) {
   auto within = [=](const char* base, long bytes) {
-    return size_t(p - base) <= size_t(bytes - size);
+    return p >= base && p + size <= base + bytes;
   };
   if (within(stacks + current * STACK, STACK)) return;
   bool aligned = !((p - input.base) & (alignment - 1));
-  if (!write && aligned && size <= input.bytes && within(input.base, input.bytes)) return;
+  if (!write && aligned && within(input.base, input.bytes)) return;
   check_element(p, size, write, alignment);
 }
 
