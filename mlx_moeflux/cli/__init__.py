@@ -20,7 +20,7 @@ COMMANDS = {
     "server": "answer OpenAI's protocol over HTTP",
     "cache_prompt": "read a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",
-    "check": "compare every kernel with its reference on this machine",
+    "check": "compare stock operations and kernels with the truth on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
     "trace": "draw or replay what generate --trace wrote",
     "plan": "say whether a model fits and how fast it can be",

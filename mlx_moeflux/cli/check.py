@@ -1,4 +1,4 @@
-"""``mlx_moeflux check``: every kernel beside its reference on this machine."""
+"""``mlx_moeflux check``: stock operations and every kernel, compared on this machine."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table; 1 if a kernel failed."""
+    """Prints two tables; 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels import metal, selfcheck
-    from mlx_moeflux.kernels.choice import FORMS
+    from mlx_moeflux.kernels import metal, selfcheck, stock
+    from mlx_moeflux.kernels.choice import FORMS, REFERENCE
 
     if args.operation is not None and args.operation not in FORMS:
         raise InputError(f"no operation is called '{args.operation}'; there are {list(FORMS)}.")
     print(f"{describe_backend()}\n")
+    failed = 0 if args.operation else _check_stock(stock)
     print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'back end':<8} {'verdict':<8} error")
-    failed = 0
     active = metal.backend()
     for operation, forms in FORMS.items():
         if args.operation not in (None, operation):
             continue
         for name, form in forms.items():
-            if not hasattr(form, "kernels"):
+            # A reference is held against itself on the CPU.
+            if not (hasattr(form, "kernels") or name == REFERENCE):
                 continue
             for dtype in selfcheck.LIMITS:
                 words = str(dtype).removeprefix("mlx.core.")
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
                     verdict, said = "not run", "no GPU"
                 else:
                     result = selfcheck.compare(operation, name, forms, dtype)
-                    selfcheck.keep({f"{operation}={name} {words}": result}, form)
+                    if name != REFERENCE:
+                        selfcheck.keep({f"{operation}={name} {words}": result}, form)
                     failed += not result.ok
                     verdict = "right" if result.ok else "wrong"
                     said = result.reason or f"{result.error:.1e}"
@@ -42,3 +44,21 @@ def run(args: argparse.Namespace) -> int:
     if (files := metal.cuda_files()) is not None:
         print(f"\n{files.count}; {files.where}")
     return 1 if failed else 0
+
+
+def _check_stock(stock) -> int:
+    """Print the worst case of every stock operation beside float64; how many failed."""
+    print(f"{'stock operation':<30} {'dtype':<9} {'verdict':<8} error")
+    failed = 0
+    for dtype in stock.DTYPES:
+        words = str(dtype).removeprefix("mlx.core.")
+        for entry in stock.worst(dtype):
+            right = entry.error <= stock.limit(dtype)
+            failed += not right
+            said = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
+            print(
+                f"{entry.operation:<30} {words:<9} {'right' if right else 'wrong':<8} "
+                f"{entry.reason or said}"
+            )
+    print()
+    return failed

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.metal import on_apple
 from mlx_moeflux.kernels.quantised import ExpertLayout, arrays_of, expert_layout
 
 
@@ -47,12 +48,16 @@ class ProjectionBank:
 
     def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
-        x = x[:, None]
+        # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, and its sorted
+        # gather_mm on CUDA takes that stride for the distance between rows (docs/kernels.md).
+        x = x.reshape(-1, 1, x.shape[-1])
         if self.spec is None:
             out = mx.gather_mm(
                 x, self.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=ascending
             )
         else:
+            # Sorted gather_qmm was reported wrong on the M5 for such rows (mlx #3887).
+            ascending = ascending and not (x.shape[-1] % 64 and on_apple())
             out = mx.gather_qmm(
                 x,
                 self.weight,

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.metal import MetalKernel, launches
-from mlx_moeflux.kernels.norm_rope import offsets
+from mlx_moeflux.kernels.norm_rope import for_each_sequence, offsets
 from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.quantised import FLOATS
 
@@ -43,6 +43,7 @@ def latent_prepare(
 ) -> Parts:
     """The module's formula in stock MLX."""
     R, dims = norm.shape[0], 2 * frequencies.shape[0]
+    offset = for_each_sequence(offset, q.shape[0])
     first, rotary = mx.split(q.swapaxes(1, 2), [q.shape[-1] - dims], axis=-1)
     latent, key = mx.split(kv[:, None], [R], axis=-1)
 

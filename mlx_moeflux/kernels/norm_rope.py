@@ -40,7 +40,7 @@ def norm_rope(
     traditional: bool = False,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
     """Stock MLX: a norm and a rotation for q, the same for k, views for the rest."""
-    q = q[..., : k.shape[-1]]
+    q, offset = q[..., : k.shape[-1]], for_each_sequence(offset, q.shape[0])
     periods = None if frequencies is None else 1.0 / frequencies
 
     def normed_and_turned(x, weight):
@@ -188,6 +188,14 @@ def _frequencies(dims: int, base: float) -> mx.array:
     """base^(-2 i / dims), rounded once."""
     turns = [base ** (-2.0 * i / dims) for i in range(dims // 2)]
     return mx.array(turns, dtype=mx.float32)
+
+
+def for_each_sequence(offset: int | mx.array, batch: int) -> int | mx.array:
+    """`offset` as ``mx.fast.rope`` takes it: of one number for several sequences MLX's CUDA kernel
+    reads the numbers behind it (docs/kernels.md)."""
+    if isinstance(offset, int) or offset.size == batch:
+        return offset
+    return mx.contiguous(mx.broadcast_to(offset.reshape(-1), (batch,)))
 
 
 def offsets(offset: int | mx.array, batch: int) -> mx.array:
