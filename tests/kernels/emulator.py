@@ -60,7 +60,7 @@ ATTRIBUTES = {
 
 _DECLARATOR = r"\w+\s*(?:\[[^\];]*\]\s*)+"
 _ARRAY = re.compile(
-    r"(^|[;{}\n])(\s*)threadgroup\s+(?:alignas\(\w+\)\s+)?([\w:]+(?:<[^;>]*>)?)\s+"
+    r"(^|[;{}\n])(\s*)(?:alignas\(\w+\)\s+)?threadgroup\s+([\w:]+(?:<[^;>]*>)?)\s+"
     rf"({_DECLARATOR}(?:,\s*{_DECLARATOR})*);"
 )
 _ODD_ARRAY = re.compile(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*[;\[=,]")
