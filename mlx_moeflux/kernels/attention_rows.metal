@@ -17,11 +17,13 @@ inline void arrive_but_newest() {}
 #endif
 
 // stage() of COUNT rows that lie in one array, where each thread keeps to its columns: addresses are
-// constants apart, and of a tile that is there as a whole nothing is asked.
+// constants apart, and of a tile that is there as a whole nothing is asked. For other sizes than
+// even() it compiles but does not run: Metal has no `if constexpr`.
 template <typename T, int D, int LD, int COUNT, int THREADS, int X = D>
 inline void stage_columns(
     threadgroup T* to, const device T* x, int first, int low, int high, uint index) {
-  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE, STEP = THREADS / CHUNKS;
+  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D < WIDE ? 1 : D / WIDE;
+  constexpr int STEP = THREADS < CHUNKS ? 1 : THREADS / CHUNKS;
   const int own = int(index) / CHUNKS, at = int(index) % CHUNKS * WIDE;
   const device T* from = x + (first + own) * X + at;
   to += own * LD + at;
@@ -50,9 +52,9 @@ template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, int X = D1
 inline void stage_rows(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
     uint index) {
-  if constexpr (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
+  if (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
     stage_columns<T, D1, LD, COUNT, THREADS, X>(to, x, first, low, high, index);
-    if constexpr (D2 > 0) {
+    if (D2 > 0) {
       stage_columns<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
     }
   } else {
