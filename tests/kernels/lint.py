@@ -85,6 +85,12 @@ def problems(variant: Variant) -> list[str]:
         for word in sorted(RESERVED & words(f"{variant.header}\n{variant.body} {names}"))
     ]
     found += [problem for chunk in chunks for problem in _known_names(chunk)]
+    # Some of them are macros, which no scope stops.
+    found += [
+        f"the template's '{name}' is a name of {metal_names()[name]}"
+        for name, _ in variant.template
+        if name in metal_names()
+    ]
     found += [problem for text in (*chunks, variant.body) for problem in _written(text)]
     found += _recursions(chunks)
     found += [

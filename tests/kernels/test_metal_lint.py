@@ -35,8 +35,10 @@ def _clang():
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
 
 
-def variant(functions=FUNCTIONS, body=BODY, *, more=(), size=32, threads=32, dtype=mx.bfloat16):
-    """The text of one launch; more: names of inputs that nothing reads."""
+def variant(
+    functions=FUNCTIONS, body=BODY, *, more=(), number="N", size=32, threads=32, dtype=mx.bfloat16
+):
+    """The text of one launch; more: names of inputs that nothing reads; number: of a parameter."""
     kernel = scratch_kernel("linted", inputs=("x", *more), outputs=("y",), body=body)
     seen = []
     with (
@@ -50,7 +52,7 @@ def variant(functions=FUNCTIONS, body=BODY, *, more=(), size=32, threads=32, dty
         kernel(
             mx.ones((size,), dtype),
             *(mx.ones((32,)) for _ in more),
-            template={"T": dtype, "N": 3},
+            template={"T": dtype, number: 3},
             grid=(threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(32,)],
@@ -117,6 +119,10 @@ FAULTS = {
     "a definition in namespace metal": (
         with_line("namespace metal { inline float ours(float x) { return x; } }"),
         "'metal::ours' is defined in a namespace of Metal's",
+    ),
+    "a macro of the library as a template parameter": (
+        {"number": "MAXFLOAT", "body": BODY.replace("[N]", "[MAXFLOAT]")},
+        "the template's 'MAXFLOAT' is a name of metal_stdlib",
     ),
     "a missing address space": (
         # clang takes it: its pointers are generic if nothing is said.
