@@ -28,8 +28,9 @@ ARGUMENTS = shlex.split(
     "-Wno-undefined-inline -Wno-undefined-internal"
 )
 
-# Apple's GPUs give a threadgroup 32 KB and a kernel 31 buffers. How many threads it may have
-# follows from the registers of its code; up to 384 were never refused.
+# Apple's GPUs give a threadgroup 32 KB and a kernel 31 buffers. How many threads it may have, 1024
+# at most, follows from the registers of its code, which nothing here knows: 384 is the package's
+# own limit.
 MOST_MEMORY, MOST_BUFFERS, MOST_THREADS = 32768, 31, 384
 
 # Words with a meaning of their own wherever they stand. clang knows those of C++.
