@@ -22,7 +22,7 @@ inline void copy_wait() {
 template <typename T>
 inline void copy_async(threadgroup T* to, const device T* from, bool live) {
   EACH(i, 16 / int(sizeof(T))) {
-    to[i] = live ? from[i] : T(0.0f);
+    to[i] = live ? T(from[i]) : T(0.0f);
   }
 }
 inline void copy_wait() {}

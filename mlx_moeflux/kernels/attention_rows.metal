@@ -17,20 +17,22 @@ inline void arrive_but_newest() {}
 #endif
 
 // stage() of COUNT rows that lie in one array, where each thread keeps to its columns: addresses are
-// constants apart, and of a tile that is there as a whole nothing is asked.
+// constants apart, and of a tile that is there as a whole nothing is asked. It compiles for sizes that
+// are not even() too, but does not run: C++14 has no `if constexpr`. No columns are no rows to copy.
 template <typename T, int D, int LD, int COUNT, int THREADS, int X = D>
 inline void stage_columns(
     threadgroup T* to, const device T* x, int first, int low, int high, uint index) {
-  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE, STEP = THREADS / CHUNKS;
+  constexpr int WIDE = 16 / int(sizeof(T)), CHUNKS = D / WIDE ? D / WIDE : 1;
+  constexpr int STEP = THREADS / CHUNKS, ROWS = COUNT * (D / WIDE) / THREADS;
   const int own = int(index) / CHUNKS, at = int(index) % CHUNKS * WIDE;
   const device T* from = x + (first + own) * X + at;
   to += own * LD + at;
   if (first >= low && first + COUNT <= high) {
-    EACH(i, COUNT / STEP) {
+    EACH(i, ROWS) {
       copy_async(to + i * STEP * LD, from + i * STEP * X, true);
     }
   } else {
-    EACH(i, COUNT / STEP) {
+    EACH(i, ROWS) {
       const int row = first + own + i * STEP;
       const bool live = row >= low && row < high;
       copy_async(to + i * STEP * LD, live ? from + i * STEP * X : x, live);
@@ -50,11 +52,9 @@ template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, int X = D1
 inline void stage_rows(
     threadgroup T* to, const device T* x, const device T* x2, int first, int low, int high,
     uint index) {
-  if constexpr (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
+  if (even<T, D1, COUNT, THREADS>() && even<T, D2, COUNT, THREADS>()) {
     stage_columns<T, D1, LD, COUNT, THREADS, X>(to, x, first, low, high, index);
-    if constexpr (D2 > 0) {
-      stage_columns<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
-    }
+    stage_columns<T, D2, LD, COUNT, THREADS>(to + D1, x2, first, low, high, index);
   } else {
     stage<T, D1, D2, LD, COUNT, THREADS, false, 0, 1, X>(to, x, x2, first, low, high, index);
   }

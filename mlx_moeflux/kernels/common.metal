@@ -80,6 +80,13 @@ inline float silu(float x) {
   return x * sigmoid(x);
 }
 
+// Whether an element of a mask is set. Metal converts bfloat to float without being asked, but not to
+// bool: a mask that nothing reads may be of any type.
+template <typename T>
+inline bool is_set(T x) {
+  return bool(float(x));
+}
+
 // ---- Sums over a threadgroup of whole simdgroups
 
 // Every thread gets the sum; scratch holds one float for each simdgroup. Threads meet twice, so
@@ -243,7 +250,7 @@ inline void load_b_t(thread tile_b<T>& b, P p, int ld, uint lane) {
 
 // Matrices of float whatever T is: products are then exact and as fast.
 template <typename T>
-inline simdgroup_float8x8 fragment(T x, T y) {
+inline simdgroup_float8x8 float_matrix(T x, T y) {
   simdgroup_float8x8 m;
   m.thread_elements()[0] = float(x);
   m.thread_elements()[1] = float(y);
@@ -252,10 +259,10 @@ inline simdgroup_float8x8 fragment(T x, T y) {
 template <typename T>
 inline void mma(thread tile_c& c, const thread tile_a<T>& a, const thread tile_b<T>& b) {
   for (int m = 0; m < 2; ++m) {
-    simdgroup_float8x8 sum = fragment(c.e[2 * m], c.e[2 * m + 1]);
+    simdgroup_float8x8 sum = float_matrix(c.e[2 * m], c.e[2 * m + 1]);
     for (int k = 0; k < 2; ++k) {
-      simdgroup_float8x8 left = fragment(a.e[4 * k + 2 * m], a.e[4 * k + 2 * m + 1]);
-      simdgroup_float8x8 right = fragment(b.e[2 * k], b.e[2 * k + 1]);
+      simdgroup_float8x8 left = float_matrix(a.e[4 * k + 2 * m], a.e[4 * k + 2 * m + 1]);
+      simdgroup_float8x8 right = float_matrix(b.e[2 * k], b.e[2 * k + 1]);
       simdgroup_multiply_accumulate(sum, left, right, sum);
     }
     c.e[2 * m] = sum.thread_elements()[0];

@@ -13,7 +13,7 @@ inline pack<T, P> window_row(
     return load_pack<P>(state + (t + W - 1) * dims);
   }
   pack<T, P> row = load_pack<P>(p + (long)t * dims);
-  if (Masked && !mask[t]) {
+  if (Masked && !is_set(mask[t])) {
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       row.at[i] = T(0.0f);
@@ -156,7 +156,7 @@ inline void delta_prepare(
     const int to = metal::min(from + Run, tokens);
     for (int i = from * Hv + lane; i < to * Hv; i += 32) {
       const long at = (long)n * tokens * Hv + i;
-      const bool real = !Masked || mask[i / Hv];
+      const bool real = !Masked || is_set(mask[i / Hv]);
       const float g = log_decay_of(float(a[at]), a_log[i % Hv], dt_bias[i % Hv]);
       log_decay[at] = real ? g : 0.0f;
       beta[at] = real ? sigmoid(float(b[at])) : 0.0f;
@@ -217,7 +217,7 @@ inline float convolve(
   for (int w = 0; w < W; ++w) {
     const int row = t + w + 1 - W;
     const float x = row < 0 ? state[(t + w) * dims] : p[row * stride];
-    total += (Masked && row >= 0 && !mask[row] ? 0.0f : x) * float(weight[w]);
+    total += (Masked && row >= 0 && !is_set(mask[row]) ? 0.0f : x) * float(weight[w]);
   }
   return silu(total);
 }
@@ -286,7 +286,7 @@ inline void delta_step(
       const int from = w + 1 - W;
       const T kept = from < 0 ? conv[w * dims + channel[i]] : qkv[from * stride + channel[i]];
       new_conv[(w - length) * dims + channel[i]] =
-          Masked && from >= 0 && !mask[from] ? T(0.0f) : kept;
+          Masked && from >= 0 && !is_set(mask[from]) ? T(0.0f) : kept;
     }
   }
   for (int t = 0; t < tokens; ++t) {
@@ -304,8 +304,8 @@ inline void delta_step(
     }
     if (index == Threads - 1) {
       const float g = log_decay_of(float(a[now]), a_log[h], dt_bias[h]);
-      gates[0] = Masked && !mask[t] ? 1.0f : metal::precise::exp(g);
-      gates[1] = Masked && !mask[t] ? 0.0f : sigmoid(float(b[now]));
+      gates[0] = Masked && !is_set(mask[t]) ? 1.0f : metal::precise::exp(g);
+      gates[1] = Masked && !is_set(mask[t]) ? 0.0f : sigmoid(float(b[now]));
     }
     float gate[Rows];
 #pragma unroll

@@ -62,7 +62,7 @@ inline void gated_delta_recurrent(
         next, q + (long)step * Hk * Dk, k + (long)step * Hk * Dk, v + (long)step * Hv * Dv,
         log_decay + (long)step * Hv, beta + (long)step * Hv);
     float decay = metal::precise::exp(token.decay), rate = token.beta;
-    if (Masked && !mask[first + t]) {
+    if (Masked && !is_set(mask[first + t])) {
       decay = 1.0f;
       rate = 0.0f;
     }

@@ -233,7 +233,7 @@ inline void gated_delta_factors(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int r = simdgroup; r < R; r += Simdgroups) {
     const int h = hk * R + r;
-    const bool real = int(lane) < count && (!Masked || mask[first + lane]);
+    const bool real = int(lane) < count && (!Masked || is_set(mask[first + lane]));
     const float g = real ? log_decay[(first + lane) * Hv + h] : 0.0f;
     const float rate = real ? beta[(first + lane) * Hv + h] : 0.0f;
     const long at = ((long)b * chunks + group.y) * Hv + h;

@@ -212,8 +212,8 @@ def closure(body: str, known: Sequence[Definition]) -> list[str]:
 
 
 def metal_text(file: str, body: str) -> tuple[str, str]:
-    """header, body as ``mx.fast.metal_kernel`` takes them."""
-    body = strip(body)
+    """header, body as ``mx.fast.metal_kernel`` takes them; arrays are aligned for wide loads."""
+    body = _ARRAY.sub(r"\1\2alignas(16) threadgroup \3\4", strip(body))
     known = [d for each in (COMMON, *files(file)) for d in definitions(each, cuda=False)]
     return "\n".join([*closure(body, known), ""]), body
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -60,7 +62,7 @@ ATTRIBUTES = {
 
 _DECLARATOR = r"\w+\s*(?:\[[^\];]*\]\s*)+"
 _ARRAY = re.compile(
-    r"(^|[;{}\n])(\s*)threadgroup\s+(?:alignas\(\w+\)\s+)?([\w:]+(?:<[^;>]*>)?)\s+"
+    r"(^|[;{}\n])(\s*)(?:alignas\(\w+\)\s+)?threadgroup\s+([\w:]+(?:<[^;>]*>)?)\s+"
     rf"({_DECLARATOR}(?:,\s*{_DECLARATOR})*);"
 )
 _ODD_ARRAY = re.compile(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*[;\[=,]")
@@ -82,7 +84,8 @@ class Emulator:
         schedules: Order of threads and threadgroups, and a seed.
         partly_written: Outputs whose elements need not all be written.
         rewrite: Changes header and body before they are compiled, for mutations.
-        inspect: Called with each new :class:`Variant` before it is compiled.
+        inspect: Called with each new :class:`Variant` before it is compiled, and again where a
+            launch has another number of threads.
         name: The back end that forms shall think they run on.
         runs: False: nothing is compiled, and launches give zeros.
     """
@@ -130,13 +133,16 @@ class Emulator:
                 output_shapes=output_shapes, output_dtypes=output_dtypes,
             )  # fmt: skip
             dtypes = tuple(a.dtype for a in inputs), tuple(output_dtypes)
-            variant = Variant(kernel, header, text.removeprefix(header), tuple(template), *dtypes)
-            if self.inspect is not None:
-                self.inspect(variant)
-            variants[key] = Program.of(variant) if self.runs else None
+            variants[key] = _Known(
+                Variant(kernel, header, text.removeprefix(header), tuple(template), *dtypes, 0)
+            )
+        known, threads = variants[key], math.prod(threadgroup)
+        if self.inspect is not None and threads not in known.threads:
+            self.inspect(replace(known.variant, threads=threads))
+        known.threads.add(threads)
         if not self.runs:
             return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-        program, arrays = variants[key], [_to_numpy(a) for a in inputs]
+        program, arrays = known.program, [_to_numpy(a) for a in inputs]
         first = None
         for order, seed in self.schedules:
             outputs = [_poisoned(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
@@ -153,6 +159,18 @@ class Emulator:
                         f"({self.schedules[0][0]} against {order} {seed})"
                     )
         return [_to_mlx(a, d) for a, d in zip(first, output_dtypes, strict=True)]
+
+
+@dataclass
+class _Known:
+    """A variant, and the numbers of threads that it was launched with."""
+
+    variant: Variant
+    threads: set[int] = field(default_factory=set)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return Program.of(self.variant)
 
 
 class Program:

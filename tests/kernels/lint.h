@@ -1,4 +1,5 @@
-// Metal's language for clang's C++ for OpenCL: declarations only. Address spaces are real here.
+// Metal's language, its library and MLX's prelude for clang's C++ for OpenCL: declarations only, of
+// what kernels here use. Address spaces are real here.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 #define device __global
 #define threadgroup __local
@@ -8,30 +9,55 @@
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 
-typedef __SIZE_TYPE__ size_t;
+// Types that Metal knows without a header. Each name is a macro for one with a scope, so that nothing
+// else can be called so.
+namespace lint {
 typedef unsigned int uint;
 typedef unsigned short ushort;
 typedef unsigned char uchar;
 typedef unsigned long ulong;
-typedef uchar uint8_t;
-typedef ushort uint16_t;
-typedef uint uint32_t;
-typedef ulong uint64_t;
-typedef ulong size_t;
+typedef unsigned long size_t;
 typedef signed char int8_t;
 typedef short int16_t;
 typedef int int32_t;
 typedef long int64_t;
-typedef uint uint3 __attribute__((ext_vector_type(3)));
-typedef half float16_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+typedef unsigned int uint3 __attribute__((ext_vector_type(3)));
 
+// Metal converts bfloat to wider floats unasked, and nothing to bfloat.
 struct bfloat {
   ushort bits;
   bfloat() = default;
-  bfloat(float x);
+  explicit bfloat(float x);
   operator float() const;
+  explicit operator bool() const = delete;
 };
+}  // namespace lint
+#define uint lint::uint
+#define ushort lint::ushort
+#define uchar lint::uchar
+#define ulong lint::ulong
+#define size_t lint::size_t
+#define int8_t lint::int8_t
+#define int16_t lint::int16_t
+#define int32_t lint::int32_t
+#define int64_t lint::int64_t
+#define uint8_t lint::uint8_t
+#define uint16_t lint::uint16_t
+#define uint32_t lint::uint32_t
+#define uint64_t lint::uint64_t
+#define uint3 lint::uint3
+#define bfloat lint::bfloat
 typedef bfloat bfloat16_t;
+typedef half float16_t;
+
+// Qualifiers of functions.
+#define kernel __attribute__((annotate("kernel")))
+#define vertex __attribute__((annotate("vertex")))
+#define fragment __attribute__((annotate("fragment")))
 
 struct mem_flags {
   enum { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
@@ -61,6 +87,18 @@ void simdgroup_multiply_accumulate(
     thread simdgroup_float8x8& d, simdgroup_float8x8 a, simdgroup_float8x8 b,
     simdgroup_float8x8 c);
 
+// Metal and MLX's prelude have these for 16-bit floats, and round what they return. Kernels here want
+// float.
+#define LINT_SMALL(T) \
+  T exp(T x) = delete; \
+  T exp2(T x) = delete; \
+  T log(T x) = delete; \
+  T log2(T x) = delete; \
+  T sin(T x) = delete; \
+  T cos(T x) = delete; \
+  T tanh(T x) = delete; \
+  T sqrt(T x) = delete; \
+  T rsqrt(T x) = delete;
 #define LINT_MATHS \
   float exp(float x); \
   float exp2(float x); \
@@ -71,7 +109,8 @@ void simdgroup_multiply_accumulate(
   float tanh(float x); \
   float pow(float x, float y); \
   float sqrt(float x); \
-  float rsqrt(float x);
+  float rsqrt(float x); \
+  LINT_SMALL(half) LINT_SMALL(bfloat)
 namespace metal {
 LINT_MATHS
 namespace precise {
@@ -97,3 +136,4 @@ template <typename T> T min(T a, T b);
 template <typename T> T clamp(T x, T low, T high);
 template <typename T> T select(T no, T yes, bool which);
 }  // namespace metal
+using namespace metal;

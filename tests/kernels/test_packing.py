@@ -166,7 +166,7 @@ def steps(model) -> list[np.ndarray]:
     return [np.array(y.astype(mx.float32)) for y in calls]
 
 
-def test_the_texts_keep_to_their_address_spaces():
+def test_metal_would_take_the_texts():
     """Those of a prepared model's launches, with what finds the parameters in them."""
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
     seen = {}
@@ -181,7 +181,7 @@ def test_the_texts_keep_to_their_address_spaces():
     packed = [v for v in seen.values() if any("packed" in name for name in v.kernel.inputs)]
     assert len(packed) >= 8
     for variant in packed:
-        assert lint.address_spaces(variant) == [], variant.kernel.name
+        assert lint.problems(variant) == [], variant.kernel.name
 
 
 @pytest.mark.usefixtures("device_of_a_model")

@@ -102,6 +102,20 @@ def test_unfinished_files_are_refused():
         source.split("inline float f() { return 0; ")
 
 
+@pytest.mark.parametrize(
+    ("body", "aligned"),
+    [
+        ("threadgroup float a[4], b[5];", "alignas(16) threadgroup float a[4], b[5];"),
+        ("{ threadgroup pack<T, 4> a[8][N]; }", "{ alignas(16) threadgroup pack<T, 4> a[8][N]; }"),
+        ("x; threadgroup T a[2];", "x; alignas(16) threadgroup T a[2];"),
+        ("f((threadgroup float*)p, q[0]);", "f((threadgroup float*)p, q[0]);"),
+    ],
+)
+def test_arrays_are_aligned_on_metal(body, aligned):
+    """In front: clang takes no alignas behind an address space."""
+    assert source.metal_text("common.metal", body)[1] == aligned
+
+
 def test_attributes_are_constants_on_cuda():
     body = "y[thread_position_in_grid.x] = float(thread_index_in_simdgroup);"
     _, text = source.cuda_text("common.metal", body)

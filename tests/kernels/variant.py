@@ -42,6 +42,7 @@ class Variant:
     """One text that MLX generates for a kernel: for given template values and dtypes.
 
     generated: The text after the header: template line, signature, body.
+    threads: Of a threadgroup in one of its launches.
     """
 
     kernel: MetalKernel
@@ -50,9 +51,11 @@ class Variant:
     template: tuple[tuple[str, mx.Dtype | int | bool], ...]
     input_dtypes: tuple[mx.Dtype, ...]
     output_dtypes: tuple[mx.Dtype, ...]
+    threads: int
 
     @functools.cached_property
     def signature(self) -> re.Match[str]:
+        """Group 2: the lines between the function's parentheses."""
         return _SIGNATURE.search(self.generated)
 
     @functools.cached_property
