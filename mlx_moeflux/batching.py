@@ -15,6 +15,7 @@ from mlx_moeflux.batch_sequence import Prefill, Request, begin, sampled
 from mlx_moeflux.cache import SequenceState
 from mlx_moeflux.cache.prompt import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.kernels import failures
 from mlx_moeflux.sampling import LogitsProcessor, Sampler, check_ids, check_integer, make_sampler
 from mlx_moeflux.steps import CLEAR_EVERY
 
@@ -132,7 +133,7 @@ class BatchGenerator:
         After an error or interrupt the next call goes on as if this one had not been.
         """
         self._check_open()
-        with self.model.lock:
+        with self.model.lock, failures.reported():
             return self._next()
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:

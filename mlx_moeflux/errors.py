@@ -44,3 +44,7 @@ class UnsupportedError(MoefluxError, RuntimeError):
 
 class ExactnessError(MoefluxError, ArithmeticError):
     """A check of results against a reference failed; what was measured means nothing."""
+
+
+class KernelError(MoefluxError, RuntimeError):
+    """A kernel does not compile or run on this GPU; the process does not launch it again."""

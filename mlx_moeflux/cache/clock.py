@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError
+from mlx_moeflux.kernels import failures
 
 
 class Mark:
@@ -307,7 +308,8 @@ def check_positions(cache: Sequence[SequenceClock]) -> list[int]:
 
 @contextmanager
 def transaction(cache: list[Any] | None) -> Iterator[None]:
-    """On any exception inside, puts every entry of ``cache`` back as it was, then re-raises.
+    """On any exception inside, puts every entry of ``cache`` back as it was, then re-raises; a
+    kernel's failure as :class:`~mlx_moeflux.errors.KernelError`.
 
     Entering costs a few Python attributes per layer; for recurrent entries it keeps the old
     state arrays alive until the block ends. ``None`` is allowed and does nothing.
@@ -315,7 +317,8 @@ def transaction(cache: list[Any] | None) -> Iterator[None]:
     entries = list(cache or ())
     marks = [entry.mark() for entry in entries]
     try:
-        yield
+        with failures.reported():
+            yield
     except BaseException:
         for entry, mark in zip(entries, marks, strict=True):
             entry.rollback(mark)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
+import resource
 import sys
 import threading
 import weakref
@@ -26,6 +28,23 @@ MAX_BOUNCE_BYTES = 8 << 20
 LEAST_PIECE = 1 << 18
 
 
+# Files that a process has open besides: libraries, sockets, a second reader's.
+OTHER_FILES = 512
+
+
+def make_room(files: int) -> None:
+    """Raise the limit of open files so that so many more can be opened, as far as the system lets
+    us: macOS gives 256, and DeepSeek-V3 has 163 shards, which two readers keep open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
 class FileReader:
     """What the readers of files share: ranges, file descriptors, errors. See :class:`Reader`."""
 
@@ -41,6 +60,7 @@ class FileReader:
         self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
         self._fds: list[int] = []
         self._close_files = weakref.finalize(self, _close_all, self._fds)
+        make_room(len(self.ranges.files))
         try:
             for file in self.ranges.files:
                 self._fds.append(os.open(file, self._flags))

@@ -35,6 +35,7 @@ from mlx_moeflux.kernels import (
     expert_ffn,
     expert_mix,
     expert_rows,
+    failures,
     gated_delta,
     gated_delta_fused,
     heads,
@@ -215,7 +216,7 @@ class Operation:
             rows = self._special.get(auto.kind(self.name, args, kwargs), rows)
         name = auto.pick(rows, auto.size(self.name, args, kwargs))
         form = self._forms[name]
-        if name == REFERENCE:
+        if name == REFERENCE or failures.failed(form):
             return None
         if (
             active.checks_first_use

@@ -6,6 +6,7 @@ first use on Metal, all of them by ``mlx_moeflux check``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -232,10 +233,15 @@ EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
 OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {"sdpa=blas": _sdpa_blas}
 
 
+def fresh_key() -> mx.array:
+    """For random numbers that leave MLX's own generator, which users seed, as it is."""
+    return mx.random.key(int.from_bytes(os.urandom(8), "little"))
+
+
 def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:
     """Positional and keyword arguments; activations and weights in `dtype`."""
 
     def normal(*shape: int, dtype: mx.Dtype = dtype) -> mx.array:
-        return mx.random.normal(shape).astype(dtype)
+        return mx.random.normal(shape, key=fresh_key()).astype(dtype)
 
     return OF_FORMS.get(f"{operation}={form}", EXAMPLES[operation])(normal)

@@ -1,14 +1,16 @@
 """Is a kernel right on this machine? Its first use on Metal asks, and ``mlx_moeflux check``.
 
 A form runs beside its reference on a small case. Verdicts are kept in a file, for this version of
-MLX, this GPU and this text of the kernels.
+MLX, this GPU, this build of macOS and this text of the kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import plistlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,13 +20,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import kept_files
+from mlx_moeflux.kernels import failures, kept_files
 from mlx_moeflux.kernels.examples import example
 
 Form = Callable[..., Any]
 
 # Of the largest value; the reference rounds too.
 LIMITS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+
+# Of macOS.
+SYSTEM_VERSION = Path("/System/Library/CoreServices/SystemVersion.plist")
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def compare(operation: str, name: str, forms: Mapping[str, Form], dtype: mx.Dtyp
     except (ShapeError, UnsupportedError) as error:
         return Verdict(False, reason=f"refuses the small case: {error}")
     except (RuntimeError, ValueError) as error:
+        if failures.lacks_memory(error):
+            raise  # it says nothing of the kernel
         # What MLX raises when Metal's compiler or a launch fails.
         return Verdict(False, reason=" ".join(str(error).split())[:300])
     if describe(actual) != describe(expected):
@@ -65,6 +72,8 @@ def compare(operation: str, name: str, forms: Mapping[str, Form], dtype: mx.Dtyp
 def _arrays(value: Any) -> list[mx.array]:
     if isinstance(value, mx.array):
         return [value]
+    if not isinstance(value, (tuple, list)):
+        return []
     return [array for entry in value for array in _arrays(entry)]
 
 
@@ -88,7 +97,9 @@ def describe(value: Any) -> str:
 
 def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence[Any]) -> bool:
     """Whether a form may be used on this GPU; compared once, and a failure warned of once."""
-    dtype = args[0].dtype if args[0].dtype in LIMITS else mx.float32
+    # An operation's first argument may be several arrays, such as keys and values.
+    dtypes = (array.dtype for array in _arrays(args) if array.dtype in LIMITS)
+    dtype = next(dtypes, mx.float32)
     key = f"{operation}={name} {str(dtype).removeprefix('mlx.core.')}"
     if key not in _verdicts:
         _verdicts[key] = kept(key, forms[name])
@@ -119,7 +130,18 @@ def gpu() -> str:
 
 
 def _place() -> str:
-    return f"MLX {mx.__version__} on {gpu()}"
+    """Where a verdict holds: Metal's compiler is a part of macOS."""
+    build = _macos_build()
+    return f"MLX {mx.__version__} on {gpu()}" + (f", macOS {build}" if build else "")
+
+
+@functools.cache
+def _macos_build() -> str:
+    """Such as 24G90; nothing elsewhere."""
+    try:
+        return str(plistlib.loads(SYSTEM_VERSION.read_bytes())["ProductBuildVersion"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def _text_hash(form: Form) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import auto, metal
 from mlx_moeflux.kernels.choice import FORMS, REFERENCE
 from mlx_moeflux.kernels.examples import Arguments
@@ -116,7 +116,8 @@ def seconds(
         try:
             run(form, len(calls))  # compiles, and evaluates the arguments
             once[form], slopes[form] = run(form, 1), []
-        except (ShapeError, UnsupportedError, RuntimeError) as error:
+        except (RuntimeError, ValueError) as error:
+            # Metal raises ValueError for too many threads, and so do shapes that a form refuses.
             report(f"{form} refuses: {str(error).splitlines()[0]}")
     for _ in range(ROUNDS):
         for form, whole in once.items():

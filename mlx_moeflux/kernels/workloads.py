@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.examples import Arguments, Normal
+from mlx_moeflux.kernels.examples import Arguments, Normal, fresh_key
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.heads import HeadMatrices
 from mlx_moeflux.kernels.project import Weight
@@ -48,7 +48,7 @@ SMALL = Sizes(768, 256, 32, 4, 8, 2, 128, 4, 8, 128, 16, 512)
 
 def _normal(default: mx.Dtype) -> Normal:
     def normal(*shape: int, dtype: mx.Dtype = default) -> mx.array:
-        return mx.random.normal(shape).astype(dtype)
+        return mx.random.normal(shape, key=fresh_key()).astype(dtype)
 
     return normal
 
@@ -179,12 +179,12 @@ def _bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
 
 
 def _slots(s: Sizes, n: int) -> mx.array:
-    order = mx.argsort(mx.random.uniform(shape=(n, s.E)), axis=-1)[:, : s.K]
+    order = mx.argsort(mx.random.uniform(shape=(n, s.E), key=fresh_key()), axis=-1)[:, : s.K]
     return mx.sort(order, axis=-1).astype(mx.uint32)
 
 
 def _expert_mix(s: Sizes, n: int, x: Normal) -> Arguments:
-    weights = mx.random.uniform(shape=(n, s.K))
+    weights = mx.random.uniform(shape=(n, s.K), key=fresh_key())
     rows = x(n, s.C)
     return (rows, _slots(s, n), weights, _bank(s, rows.dtype)), {}
 

@@ -22,6 +22,7 @@ from mlx_moeflux.experts.attribution import Attribution
 from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.events import both
 from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
+from mlx_moeflux.kernels import failures
 from mlx_moeflux.kernels.choice import Kernels
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
@@ -54,7 +55,7 @@ class StreamingModel(nn.Module):
         self._step: CompiledStep | None = None
         self._noted_step: CompiledStep | None = None
         self._segments: SegmentedStep | None = None
-        self._recordings = self._generation = 0
+        self._recordings, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
         self._store = None
         self._state_spec: StateSpec | None = None
@@ -107,7 +108,7 @@ class StreamingModel(nn.Module):
     def _can_compile(self) -> bool:
         """Whether a step of one token may run from a trace. compile_steps: None is where it pays,
         on GPUs."""
-        generation = getattr(self._store, "generation", 0)
+        generation = getattr(self._store, "generation", 0), failures.generation()
         if generation != self._generation:
             self._generation = generation
             self.forget_steps()

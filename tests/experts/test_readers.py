@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -280,3 +281,37 @@ def test_window_is_the_slice_of_the_concatenation():
             parts = window(views, start, stop)
             assert b"".join(parts) == whole[start:stop]
             assert all(len(part) for part in parts)
+
+
+def test_more_files_than_macos_lets_a_process_open(tmp_path):
+    """A second reader of DeepSeek-V3's 163 shards, where a process begins with 256 files."""
+    experts = random_experts()
+    stored = write_experts(tmp_path / "x", experts, "packed")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        held += [os.dup(0) for _ in range(200 - len(os.listdir("/dev/fd")))]
+        readers = [make_reader("pread", stored.refs) for _ in range(2)]
+        held += [os.dup(0) for _ in range(163)]
+        for reader in readers:
+            reader.close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 256 < soft <= hard
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_limit_that_cannot_be_raised_stays(monkeypatch):
+    def refuse(*_):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 300))
+    asked = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    file_readers.make_room(170)
+    assert asked == [(300, 300)]
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    file_readers.make_room(170)

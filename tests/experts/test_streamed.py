@@ -1,5 +1,7 @@
 """Oracle: the resident store, bit for bit; the reader's own count of bytes."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -144,6 +146,7 @@ def test_bytes_read_are_misses(experts, open_store, slots, n):
     assert bank_is_right(store, experts)
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
 def test_the_process_reads_no_more(open_store, experts):
     """rchar of the process, which counts every byte that read calls return."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import plistlib
 import warnings
 
 import mlx.core as mx
@@ -10,9 +11,10 @@ import pytest
 
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import auto, metal, router, selfcheck
+from mlx_moeflux.kernels import auto, metal, router, selfcheck, stock
 from mlx_moeflux.kernels.choice import FORMS, Kernels, choose_kernels
 from mlx_moeflux.kernels.examples import EXAMPLES, example
+from mlx_moeflux.kernels.workloads import SMALL, WORKLOADS, workload
 from tests.kernels.harness import emulated
 
 FUSED = [(op, name) for op, forms in FORMS.items() for name in forms
@@ -250,6 +252,57 @@ def test_a_kernel_that_fails_its_check_is_not_used(on_metal, calls, monkeypatch,
     assert calls == ["reference"] * 3
 
 
+def test_want_of_memory_is_no_verdict(on_metal, calls, monkeypatch):
+    def large(logits, *, k, normalise=True):
+        raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes")
+
+    large.kernels = FORMS["softmax_top_k"]["fused"].kernels
+    monkeypatch.setitem(FORMS["softmax_top_k"], "fused", large)
+    with pytest.raises(RuntimeError, match="Attempting to allocate"):
+        Kernels().softmax_top_k(LOGITS, k=2)
+    assert selfcheck._verdicts == {"softmax_top_k=fused float32": None}
+    assert not selfcheck.file().exists()
+
+
+def test_a_first_argument_may_be_several_arrays(on_metal, monkeypatch):
+    """append_row's are the newest keys and values."""
+    asked = []
+    monkeypatch.setattr(
+        selfcheck, "compare", lambda *args: asked.append(args) or selfcheck.Verdict(True, 0.0)
+    )
+    args, _ = example("append_row", mx.bfloat16)
+    forms = FORMS["append_row"]
+    assert isinstance(args[0], tuple)
+    assert selfcheck.trusted("append_row", "fused", forms, args)
+    assert asked == [("append_row", "fused", forms, mx.bfloat16)]
+
+
+def test_another_macos_compares_again(on_metal, calls, monkeypatch, tmp_path):
+    file = tmp_path / "SystemVersion.plist"
+    monkeypatch.setattr(selfcheck, "SYSTEM_VERSION", file)
+    for build in ("24G90", "25A354"):
+        file.write_bytes(plistlib.dumps({"ProductBuildVersion": build}))
+        selfcheck._macos_build.cache_clear()
+        monkeypatch.setattr(selfcheck, "_verdicts", {})
+        calls.clear()
+        Kernels().softmax_top_k(LOGITS, k=2)
+        assert sorted(calls) == ["fused", "fused", "reference"]
+    assert [place[-5:] for place in json.loads(selfcheck.file().read_text())] == ["24G90", "5A354"]
+    selfcheck._macos_build.cache_clear()
+
+
+def test_checks_leave_the_random_numbers_of_users_alone(on_metal):
+    mx.random.seed(5)
+    expected = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    Kernels().softmax_top_k(LOGITS, k=2)
+    for name in EXAMPLES:
+        example(name)
+    for name in WORKLOADS:
+        workload(name, SMALL, 2, mx.float32)
+    assert mx.array_equal(mx.random.uniform(shape=(3,)), expected)
+
+
 def test_a_changed_kernel_is_compared_again(on_metal, calls, monkeypatch):
     Kernels().softmax_top_k(LOGITS, k=2)
     monkeypatch.setattr(selfcheck, "_verdicts", {})
@@ -264,16 +317,32 @@ def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
     with emulated():
         assert main(["check", "--operation", "softmax_top_k"]) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
-    assert len(lines) == len(selfcheck.LIMITS)
-    assert all("fused" in line and "right" in line for line in lines)
+    assert len(lines) == 2 * len(selfcheck.LIMITS)
+    assert sum("reference" in line for line in lines) == len(selfcheck.LIMITS)
+    assert all("right" in line for line in lines)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_check_without_a_gpu_says_so(capsys):
+def test_check_without_a_gpu_says_so(capsys, monkeypatch):
+    found = stock.Worst("gather_mm", 1e-7, "3 of [7, 2, 2]")
+    monkeypatch.setattr(stock, "worst", lambda dtype: [found])
     assert main(["check"]) == 0
-    lines = capsys.readouterr().out.splitlines()[3:]
-    assert len(lines) == len(FUSED) * len(selfcheck.LIMITS)
+    first, second = capsys.readouterr().out.split("\n\n")[1:]
+    assert first.count("right") == len(stock.DTYPES)
+    lines = second.splitlines()[1:]
+    assert len(lines) == (len(FUSED) + len(FORMS)) * len(selfcheck.LIMITS)
     assert all(line.endswith("no GPU") for line in lines)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("error", [1.0, float("inf"), float("nan")])
+def test_check_fails_when_a_stock_operation_is_wrong(capsys, monkeypatch, error):
+    found = stock.Worst("gather_mm", error, "124 of [5, 24, 40] sorted")
+    monkeypatch.setattr(stock, "worst", lambda dtype: [found])
+    assert main(["check"]) == 1
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("gather_mm"))
+    assert "wrong" in line
+    assert "124 of [5, 24, 40] sorted" in line
 
 
 def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):

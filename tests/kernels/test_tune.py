@@ -109,3 +109,18 @@ def test_a_kind_of_call_has_rows_of_its_own(own_table):
     for width, T, form in ((64, 8, fused), (64, 9, reference), (32, 9, fused)):
         q = mx.zeros((1, 2, T, width))
         assert op.form(q, q, q, scale=1.0, mask=None) is form
+
+
+@pytest.mark.parametrize("error", [RuntimeError("does not compile"), ValueError("640 threads")])
+def test_a_form_that_metal_refuses_is_left_out(error):
+    """Metal raises ValueError where a threadgroup has too many threads."""
+    said = []
+
+    def refused(x):
+        raise error
+
+    found = tune.seconds(
+        {"reference": mx.abs, "kernel": refused}, [((mx.ones((3,)),), {})], report=said.append
+    )
+    assert found.keys() == {"reference"}
+    assert f"kernel refuses: {error}" in said[0]
