@@ -88,7 +88,10 @@ def describe(value: Any) -> str:
 
 def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence[Any]) -> bool:
     """Whether a form may be used on this GPU; compared once, and a failure warned of once."""
-    dtype = args[0].dtype if args[0].dtype in LIMITS else mx.float32
+    first = args[0]
+    while isinstance(first, (tuple, list)):
+        first = first[0]
+    dtype = first.dtype if first.dtype in LIMITS else mx.float32
     key = f"{operation}={name} {str(dtype).removeprefix('mlx.core.')}"
     if key not in _verdicts:
         _verdicts[key] = kept(key, forms[name])
