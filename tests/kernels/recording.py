@@ -108,6 +108,10 @@ class Recorder:
         self.launches: list[Launch] = []
         self.refused: list[str] = []
 
+    def names(self) -> set[str]:
+        """Of the kernels that were launched."""
+        return {launch.name for launch in self.launches}
+
     def build(self, kernel: MetalKernel):
         def launch(*, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
             outputs = [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]

@@ -17,6 +17,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map_with_path
 
+from mlx_moeflux.cache.paged import BLOCK_TOKENS
+from mlx_moeflux.cache.tail import TAIL_ROWS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.experts.compute import SCRATCH_BYTES
@@ -29,6 +31,7 @@ from mlx_moeflux.kernels.heads import HeadMatrices
 from mlx_moeflux.kernels.latent_step import Queries, latent_step_fused
 from mlx_moeflux.kernels.latent_values import attend_values, takes
 from mlx_moeflux.kernels.moe_combine import moe_combine_fused
+from mlx_moeflux.kernels.paged_attention import paged_sdpa_fused
 from mlx_moeflux.kernels.project import Weight, project_fused
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.layers import stack
@@ -167,13 +170,34 @@ def test_a_model_stays_within_the_limits(name, dtype, apart):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("name", [n for n in MODELS if hasattr(MODELS[n][1], "head_dim")])
+def test_attention_out_of_a_pool_stays_within_the_limits(name, dtype):
+    """By itself: what takes sequences into a pool evaluates their states."""
+    config, pages, scale = MODELS[name][1], 64, 0.1
+    Hq, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    with recorded() as recorder:
+        for B, gated in product((1, *BATCHES, 256), (False, True)):
+            pool = mx.zeros((pages * BLOCK_TOKENS, Hkv, D), dtype)
+            tail = mx.zeros((B, Hkv, TAIL_ROWS, D), dtype)
+            paged_sdpa_fused(
+                mx.zeros((B, Hq, 1, D), dtype), pool, pool, tail=(tail, tail), scale=scale,
+                table=mx.zeros((B, pages), mx.int32), page=BLOCK_TOKENS,
+                length=mx.zeros(B, mx.int32),
+                gate=mx.zeros((B, 1, Hq, 2 * D), dtype) if gated else None,
+            )  # fmt: skip
+    assert {"attend_paged", "attend_paged_gated", "attend_paged_parts"} <= recorder.names()
+    wrong = [fault for launch in recorder.launches for fault in faults(launch)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_operation_of_a_step_is_met():
     """A walk would say nothing of kernels that it never launched."""
     met = set()
     for name, apart in product(("qwen3.5-35b-a3b", "deepseek-v3"), (False, True)):
         with recorded(every_form=True) as recorder:
             walk(model_of(name, BF16, apart=apart), prompts=(2048,), batches=(4,))
-        met |= {launch.name for launch in recorder.launches}
+        met |= recorder.names()
     assert met >= {
         *("add_shared", "append_row", "attend_latents", "attend_tail_parts", "attend_values"),
         *("delta_step", "expert_inner", "expert_inner_wide", "expert_outer", "expert_outer_wide"),
