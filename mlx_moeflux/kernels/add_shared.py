@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import moe_combine
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, launches, most_threads
 from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
@@ -158,7 +158,8 @@ def add_shared_fused(
             f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
+    known = routed, score is not None, matrix, most_threads()
+    launch = _launch(residual.shape, F, residual.dtype, *known)
     scores = gate if score is None else score
     if isinstance(launch, tuple):
         product, rest = launch
@@ -169,12 +170,18 @@ def add_shared_fused(
 
 @functools.lru_cache(maxsize=64)
 def _launch(
-    shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
+    shape: tuple[int, ...],
+    F: int,
+    dtype: mx.Dtype,
+    routed: bool,
+    scored: bool,
+    matrix: Matrix,
+    threads: int,
 ) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
     """The launch, or the two."""
     *leading, C = shape
-    groups, tile, memory = tiling(matrix, C, F, dtype)
-    simdgroups = simdgroups_of(F)
+    groups, tile, memory = tiling(matrix, C, F, dtype, threads)
+    simdgroups = simdgroups_of(F, threads)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
     rows = math.prod(leading)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta_gates import normalise_qk
@@ -188,9 +189,22 @@ def _moe_step(x: Normal) -> Arguments:
     shared = Weight(
         *mx.quantize(0.2 * x(2 * F, C), group_size=32, bits=4), QuantSpec(4, 32), (F, F)
     )
-    weights = [Weight(0.2 * x(E + 1, C), outs=(E, 1)), shared]
-    options = {"norm": x(C), "eps": 1e-6, "k": K, "down": _weight(x, C, F)}
-    return (x(3, C), weights, bank), options | {"table": mx.arange(E, dtype=mx.uint32)}
+    rows, norm, router = _decisive(x)
+    weights = [Weight(router, outs=(E, 1)), shared]
+    options = {"norm": norm, "eps": 1e-6, "k": K, "down": _weight(x, C, F)}
+    return (rows, weights, bank), options | {"table": mx.arange(E, dtype=mx.uint32)}
+
+
+def _decisive(x: Normal) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows, a norm's weight and a router that no rounding moves to another expert. Evaluates."""
+    while True:
+        rows, norm, router = x(3, C), x(C), 0.2 * x(E + 1, C)
+        arrays = (array.astype(mx.float32) for array in (rows, norm, router[:E]))
+        rows32, norm32, router32 = (np.array(array) for array in arrays)
+        normed = norm32 * rows32 / np.sqrt((rows32**2).mean(axis=-1, keepdims=True))
+        scores = np.sort(normed @ router32.T, axis=-1)
+        if (scores[:, -K] - scores[:, -K - 1]).min() > 0.05 * np.abs(scores).max():
+            return rows, norm, router
 
 
 def _moe_combine(x: Normal) -> Arguments:

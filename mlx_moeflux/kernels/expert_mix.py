@@ -25,7 +25,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, launches, most_threads
 from mlx_moeflux.kernels.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.tiling import WIDE_COLUMNS, rows_at_once, simdgroups_of, words_at_once
 
@@ -102,12 +102,17 @@ def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) ->
     return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
 
 
+def readable_in_pairs(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
+    """The same for forms that take a simdgroup for each of a token's experts."""
+    return 32 * weights.shape[1] <= most_threads() and readable(x, slots, weights, bank)
+
+
 def expert_inner(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
     """x ``[N, C]``, slots ``[N, K]`` -> ``[N * K, F]`` float32, silu(gate x) * (up x) of each
     pair, in an order that :func:`expert_outer` knows: the first half of :func:`expert_mix_pairs`.
     Rows of absent experts hold anything."""
     checked(x, slots, None, bank, None)
-    kernel, launch = _inner_launch(bank.layout, *slots.shape, x.dtype)
+    kernel, launch = _inner_launch(bank.layout, *slots.shape, x.dtype, most_threads())
     gate, up, _ = bank.arrays
     return kernel(x, slots, *gate, *up, **launch)[0]
 
@@ -122,7 +127,8 @@ def expert_outer(
     initial: mx.array | None = None,
 ) -> mx.array:
     """What :func:`expert_inner` gave for x of `dtype` -> ``[N, C]`` float32: the second half."""
-    kernel, launch = _outer_launch(bank.layout, *slots.shape, dtype, initial is not None)
+    known = dtype, initial is not None, most_threads()
+    kernel, launch = _outer_launch(bank.layout, *slots.shape, *known)
     start = weights if initial is None else initial
     return kernel(h, slots, weights, *bank.arrays[2], start, **launch)[0]
 
@@ -237,17 +243,17 @@ WIDE_EXPERTS, MOST_SIMDGROUPS = 6144, 16
 
 
 @functools.lru_cache(maxsize=256)
-def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> Launch:
+def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads: int) -> Launch:
     C, F, matrix = layout.C, layout.F, layout.inner
     rows, groups, kernel = INNER_ROWS, INNER_SIMDGROUPS, _INNER
     template = {"K": K, "IN": C, "OUT": F, "BITS": matrix.bits, "GROUP": matrix.group}
     template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
     blocks = F // (rows * groups)
     if is_wide(layout):
-        kernel, groups = _INNER_WIDE, simdgroups_of(C)
+        kernel, groups = _INNER_WIDE, simdgroups_of(C, threads)
         rows, template["TOGETHER"] = rows_at_once(matrix, F, dtype, K * F, groups)
         template["V"] = words_at_once(matrix, C)
-        template["DEAL"] = _dealt(layout, K)
+        template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
     return kernel, {
         "template": template | {"ROWS": rows, "SIMDGROUPS": groups},
@@ -259,16 +265,20 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype) -> Laun
 
 
 @functools.lru_cache(maxsize=256)
-def _outer_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool) -> Launch:
+def _outer_launch(
+    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool, threads: int
+) -> Launch:
     C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER
     template = {"K": K, "IN": F, "OUT": C, "BITS": matrix.bits, "GROUP": matrix.group}
     template |= {"V": matrix.access(F, 16), "EXACT": dtype == mx.float32, "CONTINUES": continues}
-    groups, parts = K, -(-F // WIDE_COLUMNS)
-    if _shares_outer(layout, K):
+    groups, parts = K, _outer_parts(layout, K, threads)
+    if parts:
         kernel, groups = _OUTER_WIDE, K * parts
         rows, template["TOGETHER"] = rows_at_once(matrix, C, dtype, C, groups)
         template["V"] = words_at_once(matrix, F)
-        template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K))}
+        template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
+    if 32 * groups > threads:
+        raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
     return kernel, {
         "template": template | {"ROWS": rows},
         "grid": (32 * groups * (C // rows), N, 1),
@@ -278,17 +288,21 @@ def _outer_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continu
     }
 
 
-def _shares_outer(layout: ExpertLayout, K: int) -> bool:
-    """Whether simdgroups share the columns of the second matrix too."""
-    return is_wide(layout) and K * -(-layout.F // WIDE_COLUMNS) <= MOST_SIMDGROUPS
+def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:
+    """Simdgroups for each expert that share the columns of the second matrix too: each has twice
+    as many where a threadgroup may not have the threads. 0: They share none."""
+    parts = -(-layout.F // WIDE_COLUMNS)
+    if not is_wide(layout) or K * parts > MOST_SIMDGROUPS:
+        return 0
+    return next((n for n in (parts, -(-parts // 2)) if 32 * K * n <= threads), 0)
 
 
-def _dealt(layout: ExpertLayout, K: int) -> int:
+def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
     """Columns of a lane if the inner values lie as lanes of the second launch take them (H100, F
     2048: 25.1 us instead of 26.2), 0 if they lie in order."""
     matrix, F = layout.down, layout.F
     columns = words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
-    return columns if _shares_outer(layout, K) and F % (32 * columns) == 0 else 0
+    return columns if _outer_parts(layout, K, threads) and F % (32 * columns) == 0 else 0
 
 
 def is_wide(layout: ExpertLayout) -> bool:
@@ -304,7 +318,8 @@ def _pair_launches(
     initial: mx.array | None,
 ) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
-    key = (x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
+    threads = most_threads()
+    key = (threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
         () if initial is None else (initial.shape, initial.dtype)
     )
     found = bank.launches.get(key)
@@ -312,13 +327,13 @@ def _pair_launches(
         checked(x, slots, weights, bank, initial)
         N, K = slots.shape
         found = bank.launches[key] = (
-            _inner_launch(bank.layout, N, K, x.dtype),
-            _outer_launch(bank.layout, N, K, x.dtype, initial is not None),
+            _inner_launch(bank.layout, N, K, x.dtype, threads),
+            _outer_launch(bank.layout, N, K, x.dtype, initial is not None, threads),
         )
     return found
 
 
-for _form in (expert_mix_pairs, expert_mix_grouped):
-    _form.takes, _form.pair_bytes = readable, pair_bytes
+expert_mix_pairs.takes, expert_mix_pairs.pair_bytes = readable_in_pairs, pair_bytes
+expert_mix_grouped.takes, expert_mix_grouped.pair_bytes = readable, pair_bytes
 launches(_INNER, _OUTER, _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)
 launches(*expert_tiles.KERNELS)(expert_mix_grouped)

@@ -20,7 +20,7 @@ from mlx_moeflux.kernels.expert_mix import (
     checked,
     expert_mix_pairs,
     pair_bytes,
-    readable,
+    readable_in_pairs,
 )
 from mlx_moeflux.kernels.expert_tiles import LISTING, combine, list_pairs, list_tiles
 from mlx_moeflux.kernels.metal import MetalKernel, launches
@@ -95,7 +95,7 @@ def expert_mix_rows(
     return combine(out, slots, weights, bank.slots, initial)
 
 
-expert_mix_rows.takes, expert_mix_rows.pair_bytes = readable, pair_bytes
+expert_mix_rows.takes, expert_mix_rows.pair_bytes = readable_in_pairs, pair_bytes
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.metal import MetalKernel, backend
+from mlx_moeflux.kernels.metal import MetalKernel, most_bytes
 from mlx_moeflux.kernels.quantised import Matrix
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Tile:
 
     def fits(self, matrices: int, matrix: Matrix, dtype: mx.Dtype) -> bool:
         """Whether there is memory for it, and a thread's weights belong to one group."""
-        limit = MOST_BYTES.get(backend().name, min(MOST_BYTES.values()))
         values = self.BN * self.bytes // dtype.size // self.threads
-        return self.memory(matrices) <= limit and (matrix.bits == 0 or values <= matrix.group)
+        even = matrix.bits == 0 or values <= matrix.group
+        return even and self.memory(matrices) <= most_bytes()
 
 
 SMALL, MIDDLE, LARGE = Tile(16, 64, 128, 1, 4), Tile(32, 64, 128, 1, 4), Tile(64, 64, 128, 2, 2)
@@ -60,8 +60,6 @@ TILES = {
         (Tile(128, 128, 128, 2, 2), Tile(128, 64, 128, 4, 2)),
     ),
 }
-# What a threadgroup may have: Metal's limit, and CUDA's without asking for more.
-MOST_BYTES = {"metal": 32 * 1024, "cuda": 48 * 1024}
 LIST_SIMDGROUPS, TABLE_SIMDGROUPS = 8, 8
 
 _LISTS = MetalKernel(

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.dequantise import dequantise, made_dense
-from mlx_moeflux.kernels.metal import MetalKernel, launches, on_nvidia
+from mlx_moeflux.kernels.metal import MetalKernel, launches, most_threads, on_nvidia
 from mlx_moeflux.kernels.project import Weight
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
@@ -174,8 +174,9 @@ def head_product_fused(
         )
     layout = matrix_of(matrices, matrices.width)
     launch = _launch(
-        x.shape, matrices.weight.shape, layout, matrices.first, matrices.count, x.dtype, transposed
-    )
+        x.shape, matrices.weight.shape, layout, matrices.first, matrices.count, x.dtype, transposed,
+        most_threads(),
+    )  # fmt: skip
     kernel, launch = launch
     return kernel(x, *arrays_of(matrices), **launch)[0]
 
@@ -189,6 +190,7 @@ def _launch(
     count: int,
     dtype: mx.Dtype,
     transposed: bool,
+    threads: int,
 ) -> tuple[MetalKernel, dict[str, Any]]:
     B, H, T, width = x
     kernel, narrow = _MATVEC, narrow_rows(layout, count, width)
@@ -207,8 +209,8 @@ def _launch(
         template |= {"OUT": count, "PACKS": weight[2], "BITS": layout.bits, "GROUP": layout.group}
         template |= {"EXACT": dtype == mx.float32, **narrow}
     else:
-        groups, tile, memory = tiling(layout, count, width, dtype)
-        columns, simdgroups = count, simdgroups_of(width)
+        groups, tile, memory = tiling(layout, count, width, dtype, threads)
+        columns, simdgroups = count, simdgroups_of(width, threads)
         template |= {"OUT": count, "PACKS": weight[2], "MEMORY": memory, **tile}
         template |= {"EXACT": dtype == mx.float32}
     return kernel, {

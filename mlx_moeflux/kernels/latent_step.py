@@ -25,7 +25,13 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import append, heads, latent_prepare, project
 from mlx_moeflux.kernels.append import Pair
 from mlx_moeflux.kernels.heads import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
-from mlx_moeflux.kernels.metal import MetalKernel, backend, float_bits, launches
+from mlx_moeflux.kernels.metal import (
+    MetalKernel,
+    backend,
+    float_bits,
+    launches,
+    most_threads,
+)
 from mlx_moeflux.kernels.norm_rope import offsets
 from mlx_moeflux.kernels.numbers import filled, on_the_device
 from mlx_moeflux.kernels.project import Weight
@@ -223,7 +229,7 @@ def latent_step_fused(
     kernel, launch = _launch(
         q.shape if made is None else made.shape, kv.shape, tail[0].shape, tail[1].shape,
         norm.shape, frequencies.shape[0], matrices.weight.shape, layout, matrices.first,
-        matrices.count, q.dtype, made,
+        matrices.count, q.dtype, made, most_threads(),
     )  # fmt: skip
     if made is not None and kernel is _KERNEL:
         q = queries.of(q, matrices.number, steps)
@@ -278,6 +284,7 @@ def _launch(
     out: int,
     dtype: mx.Dtype,
     made: _Made | None,
+    threads: int,
 ) -> tuple[MetalKernel, dict[str, Any]]:
     (B, T, H, D), Dr, rows = q, 2 * pairs, latents[2]
     Dn, R = D - Dr, norm[0]
@@ -300,10 +307,10 @@ def _launch(
     }
     outputs = {"output_shapes": [(B, H, 1, R), (B, H, 1, Dr), latents, keys]}
     outputs["output_dtypes"] = [dtype] * 4
-    own = None if made is None else _with_queries(made, layout, narrow["V"], R, Dn, dtype)
+    own = None if made is None else _with_queries(made, layout, narrow["V"], R, Dn, dtype, threads)
     if own is not None:
-        threads = own["THREADS"]
-        grid = {"grid": ((H + OTHERS) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
+        used = own["THREADS"]
+        grid = {"grid": ((H + OTHERS) * used, 1, 1), "threadgroup": (used, 1, 1)}
         return _WITH_QUERIES, {"template": template | own, **grid, **outputs}
     simdgroups = NARROW_SIMDGROUPS
     each = -(-R // (simdgroups * narrow["ROWS"]))
@@ -318,18 +325,20 @@ def _launch(
 
 
 def _with_queries(
-    made: _Made, layout: Matrix, words: int, R: int, Dn: int, dtype: mx.Dtype
+    made: _Made, layout: Matrix, words: int, R: int, Dn: int, dtype: mx.Dtype, threads: int
 ) -> dict[str, Any] | None:
     """Template arguments of the launch that makes queries too: as many simdgroups as there are
-    registers for, among which both matrices' rows of a head come out even; None: they do not."""
+    registers and threads for, among which both matrices' rows of a head come out even; None: they
+    do not, as with 128 heads of DeepSeek's on Metal."""
     D, L = made.shape[3], made.width
-    tile, parts = tiling(made.layout, D, L, dtype)[1], simdgroups_of(L)
+    tile, parts = tiling(made.layout, D, L, dtype, threads)[1], simdgroups_of(L, threads)
     lanes = Dn // (words * (32 // layout.bits if layout.bits else 1))
     known = [n for n in range(32 // lanes, R + 1, 32 // lanes) if R % n == 0]
     # With these 76 registers at most, of the 80 that 24 simdgroups may have (H100: 12.0 us, with 18
     # 12.7).
     few = layout.bits == 4 and made.layout.bits in (0, 4)
-    for teams in range((MIDDLE_AT_ONCE if few else MOST_SIMDGROUPS) // parts, 0, -1):
+    most = min(MIDDLE_AT_ONCE if few else MOST_SIMDGROUPS, threads // 32)
+    for teams in range(most // parts, 0, -1):
         simdgroups = teams * parts
         rows = next((n for n in known if n * simdgroups >= R), 0)
         steps, even = rows * lanes // 32, D % (teams * tile["SPLIT"]) == 0

@@ -18,11 +18,11 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.heads import HeadMatrices, narrow_rows
-from mlx_moeflux.kernels.metal import MetalKernel
+from mlx_moeflux.kernels.metal import MetalKernel, most_threads
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
 
-# MOST_STEPS: a lane holds so many parts of rows. MOST_COLUMNS: threadgroup memory holds ten floats
-# for each.
+# SIMDGROUPS: or half as many, where there may not be so many threads. MOST_STEPS: a lane holds so
+# many parts of rows. MOST_COLUMNS: threadgroup memory holds ten floats for each.
 SIMDGROUPS, MOST_STEPS, MOST_COLUMNS = 16, 8, 512
 
 KERNEL = MetalKernel(
@@ -48,17 +48,18 @@ def takes(matrices: HeadMatrices, R: int) -> bool:
     except UnsupportedError:
         return False
     known = matrices.heads is None and matrices.width == R <= MOST_COLUMNS
-    return known and _rows(layout, matrices.count, R) is not None
+    return known and _rows(layout, matrices.count, R, most_threads()) is not None
 
 
-def _rows(layout: Matrix, out: int, R: int) -> dict[str, int] | None:
+def _rows(layout: Matrix, out: int, R: int, threads: int) -> dict[str, int] | None:
     """Template arguments for rows of the matrices: each simdgroup has equally many."""
-    narrow, rows = narrow_rows(layout, out, R), out // SIMDGROUPS
-    if R % 32 or out % SIMDGROUPS or narrow is None:
+    simdgroups = SIMDGROUPS if threads >= 32 * SIMDGROUPS else SIMDGROUPS // 2
+    narrow, rows = narrow_rows(layout, out, R), out // simdgroups
+    if R % 32 or out % simdgroups or narrow is None:
         return None
     numbers = narrow["V"] * (32 // layout.bits if layout.bits else 1)
     even = rows * R % (32 * numbers) == 0 and rows * R // (32 * numbers) <= MOST_STEPS
-    return {"ROWS": rows, "V": narrow["V"]} if even else None
+    return {"ROWS": rows, "V": narrow["V"], "SIMDGROUPS": simdgroups} if even else None
 
 
 def attend_values(
@@ -71,8 +72,9 @@ def attend_values(
     """
     layout = matrix_of(matrices, matrices.width)
     launch = _launch(
-        partial.shape, matrices.weight.shape, layout, matrices.first, matrices.count, dtype
-    )
+        partial.shape, matrices.weight.shape, layout, matrices.first, matrices.count, dtype,
+        most_threads(),
+    )  # fmt: skip
     return KERNEL(partial, stats, *arrays_of(matrices), **launch)[0]
 
 
@@ -84,17 +86,18 @@ def _launch(
     first: int,
     out: int,
     dtype: mx.Dtype,
+    threads: int,
 ) -> dict[str, Any]:
-    B, _, H, R = partial
+    (B, _, H, R), rows = partial, _rows(layout, out, partial[3], threads)
     return {
         "template": {
-            **{"T": dtype, **_rows(layout, out, R), "SIMDGROUPS": SIMDGROUPS, "HEADS": H},
+            **{"T": dtype, **rows, "HEADS": H},
             **{"DV": R, "OUT": out, "FIRST": first, "BLOCK": weight[1], "PACKS": weight[2]},
             **{"BITS": layout.bits, "GROUP": layout.group},
             "EXACT": dtype == mx.float32,
         },
-        "grid": (32 * SIMDGROUPS * H, B, 1),
-        "threadgroup": (32 * SIMDGROUPS, 1, 1),
+        "grid": (32 * rows["SIMDGROUPS"] * H, B, 1),
+        "threadgroup": (32 * rows["SIMDGROUPS"], 1, 1),
         "output_shapes": [(B, H, 1, out)],
         "output_dtypes": [dtype],
     }

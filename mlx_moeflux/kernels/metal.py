@@ -24,6 +24,12 @@ from mlx_moeflux.kernels import cuda_cache, packing, source
 # MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
 # take `device` pointers do not compile.
 LEAST_INPUT = 8
+# Threads that a threadgroup may have. Apple's GPUs refuse a launch of more than the compiled kernel
+# allows: 1024, but the fewer the more registers a thread takes (640 and 896 were seen). So many
+# threads may have 128 registers each, which is all that there are for one.
+MOST_THREADS, MOST_THREADS_ELSEWHERE = {"metal": 384}, 1024
+# Bytes of threadgroup memory: Metal's limit, and CUDA's without asking for more.
+MOST_BYTES = {"metal": 32 * 1024, "cuda": 48 * 1024}
 
 KERNELS: dict[str, MetalKernel] = {}
 
@@ -117,6 +123,17 @@ def backend() -> Backend:
     if _Active.backend is None:
         _Active.backend = _detected()
     return _Active.backend
+
+
+def most_threads() -> int:
+    """Threads that a threadgroup may have on the back end in use. What lays a launch out by them
+    and remembers it takes them as an argument."""
+    return MOST_THREADS.get(backend().name, MOST_THREADS_ELSEWHERE)
+
+
+def most_bytes() -> int:
+    """Bytes of threadgroup memory, as :func:`most_threads`."""
+    return MOST_BYTES.get(backend().name, min(MOST_BYTES.values()))
 
 
 def on_nvidia() -> bool:
@@ -215,7 +232,7 @@ class MetalKernel:
         self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher | None = None
-        self._pads = False
+        self._pads, self._most = False, 0
 
     def __repr__(self) -> str:
         return f"MetalKernel({self.name!r}, file={self.file!r})"
@@ -243,8 +260,9 @@ class MetalKernel:
 
         Raises:
             UnsupportedError: MLX drives no GPU.
-            ShapeError: `grid` is not divisible, an input is too small for Metal and the body
-                reads its shape, or a number of `template` is negative: MLX makes it part of a name.
+            ShapeError: `grid` is not divisible, `threadgroup` is larger than the back end allows,
+                an input is too small for Metal and the body reads its shape, or a number of
+                `template` is negative: MLX makes it part of a name.
         """
         if self._packed and packing.PLACES:
             found = self._arranger(inputs)
@@ -273,6 +291,11 @@ class MetalKernel:
         if grid[0] % x or grid[1] % y or grid[2] % z:
             raise ShapeError(
                 f"kernel '{self.name}': grid {grid} is not divisible by threadgroup {threadgroup}."
+            )
+        if x * y * z > self._most:
+            raise ShapeError(
+                f"kernel '{self.name}': threadgroup {threadgroup} is larger than the {self._most} "
+                "threads that it may have here."
             )
         if self._pads:
             source.refuse_negative(self.name, template or {})
@@ -311,7 +334,7 @@ class MetalKernel:
         active = backend()
         if active is not self._bound:
             self._launch = active.build(self)
-            self._bound, self._pads = active, active.pads_inputs
+            self._bound, self._pads, self._most = active, active.pads_inputs, most_threads()
 
     def _padded(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Inputs of fewer than 8 elements become flat ones of 8."""

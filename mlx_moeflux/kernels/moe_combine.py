@@ -15,7 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, most_threads
 
 MOST_THREADS = 512
 
@@ -86,7 +86,7 @@ def moe_combine_fused(
         _check("norm", norm, (C,), dtype)
     if C % 4 or C < 8:
         raise ShapeError(f"moe_combine: rows of {C} values; the kernel takes multiples of 4.")
-    threads = min(MOST_THREADS, -(-C // 128) * 32)
+    threads = min(MOST_THREADS, most_threads(), -(-C // 128) * 32)
     template = {
         "T": dtype,
         "C": C,

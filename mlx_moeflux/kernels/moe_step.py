@@ -30,7 +30,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import add_shared, expert_mix, moe_combine, project, router
 from mlx_moeflux.kernels.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
-from mlx_moeflux.kernels.metal import MetalKernel, launches
+from mlx_moeflux.kernels.metal import MetalKernel, launches, most_threads
 from mlx_moeflux.kernels.project import (
     ENTRIES,
     Weight,
@@ -171,7 +171,7 @@ def moe_step_fused(
     launch = _launch(
         *(x.shape, x.dtype, parts, bank.layout, bank.slots),
         None if down is None else (matrix_of(down, _inner_width(parts)), down.weight.shape[0]),
-        *(_described(table), k, normalise),
+        *(_described(table), k, normalise, most_threads()),
     )
     row = project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
@@ -191,6 +191,7 @@ def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any
         _launch(
             *(x.shape, x.dtype, parts, bank.layout, bank.slots, shared),
             *(_described(options.get("table")), options["k"], options.get("normalise", True)),
+            most_threads(),
         )
     except (ShapeError, UnsupportedError):
         return False
@@ -221,6 +222,7 @@ def _launch(
     table: tuple[tuple[int, ...], mx.Dtype] | None,
     k: int,
     normalise: bool,
+    threads: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     *leading, C = shape
     widths = [out for _, outs in parts for out in outs]
@@ -231,6 +233,9 @@ def _launch(
     matrix, outer = layout.inner, layout.down
     if is_wide(layout):
         raise UnsupportedError(f"expert_mix takes experts of {C} in another order.")
+    used = 32 * (k + (shared is not None))
+    if used > threads:
+        raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
     inner = {
         "template": {
             **{"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C},
@@ -266,8 +271,8 @@ def _launch(
             **{"GROUP": outer.group, "V": outer.access(layout.F, 16)},
             **{"EXACT": dtype == mx.float32, **options},
         },
-        "grid": (32 * (k + options["SHARED"]) * (C // OUTER_ROWS), N, 1),
-        "threadgroup": (32 * (k + options["SHARED"]), 1, 1),
+        "grid": (used * (C // OUTER_ROWS), N, 1),
+        "threadgroup": (used, 1, 1),
         "output_shapes": [shape],
         "output_dtypes": [dtype],
     }

@@ -24,7 +24,13 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.dequantise import made_dense
-from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, on_nvidia
+from mlx_moeflux.kernels.metal import (
+    MetalKernel,
+    float_bits,
+    launches,
+    most_threads,
+    on_nvidia,
+)
 from mlx_moeflux.kernels.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.structures import before_and_after, chosen, declared, operands
 from mlx_moeflux.kernels.tiling import simdgroups_of, tiling
@@ -191,7 +197,7 @@ def project_fused(
     """
     kernel, ends, parts = chosen(_KERNELS, x, weights, norm=norm, residual=residual, normed=normed)
     shape = (x.size // x.shape[-1], x.shape[-1]) if flat else x.shape
-    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts)
+    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts, most_threads())
     return kernel(x, *operands(weights, norm, residual), **launch)
 
 
@@ -214,9 +220,8 @@ def project_joined(
     if key not in _KERNELS:
         raise UnsupportedError(f"no kernel joins the results of matrices by {key[0]}.")
     arrays = [array for weight in weights for array in arrays_of(weight)]
-    launch = _launch(
-        (x.size // C, C), x.dtype, eps, "joined", tuple((*part, False) for part in parts)
-    )
+    common = tuple((*part, False) for part in parts)
+    launch = _launch((x.size // C, C), x.dtype, eps, "joined", common, most_threads())
     return _KERNELS[key](x, norm, *arrays, **launch)[0]
 
 
@@ -341,9 +346,10 @@ def _launch(
     eps: float | None,
     ends: str,
     parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
+    threads: int,
 ) -> dict[str, Any]:
     *leading, C = shape
-    simdgroups = simdgroups_of(C)
+    simdgroups = simdgroups_of(C, threads)
     template = {"IN": C, "FORM": int(eps is not None), "RESIDUAL": ends == "residual"}
     if eps is not None:
         template["EPSILON"] = float_bits(eps)
@@ -351,7 +357,7 @@ def _launch(
     groups, most, shapes, dtypes = 0, 0, [], []
     for m, (matrix, outs, precise) in enumerate(parts):
         for out, end in zip(outs, accumulate(outs), strict=True):
-            own, tile, memory = tiling(matrix, out, C, dtype, sum(outs))
+            own, tile, memory = tiling(matrix, out, C, dtype, threads, sum(outs))
             groups += own
             most = max(most, memory)
             i = len(shapes)

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.add_shared import add_shared
-from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.metal import MetalKernel, float_bits, launches, most_bytes
 from mlx_moeflux.kernels.numbers import filled
 from mlx_moeflux.kernels.project import BARE, ENTRIES, STRUCTURES, Weight, project
 from mlx_moeflux.kernels.quantised import Matrix, arrays_of, matrix_of
@@ -67,9 +67,10 @@ def tiling(matrix: Matrix, outs: Sequence[int], width: int) -> Tiling:
     return Tiling(tiles, fitting[-1], matrix)
 
 
-def token_tiles(tokens: int, simdgroups: int) -> int:
-    """Tiles of 8 tokens that a threadgroup takes; simdgroups: of all that take the same ones."""
-    tiles = min(1 << (-(-tokens // 8) - 1).bit_length(), MOST_TOKEN_TILES)
+def token_tiles(tokens: int, simdgroups: int, most: int) -> int:
+    """Tiles of 8 tokens that a threadgroup takes, `most` at most; simdgroups: of all that take the
+    same ones."""
+    tiles = min(1 << (-(-tokens // 8) - 1).bit_length(), most)
     while tiles > 1 and simdgroups * -(-tokens // (8 * tiles)) < ENOUGH_SIMDGROUPS:
         tiles //= 2
     return tiles
@@ -91,6 +92,14 @@ def _count(tokens: int) -> mx.array:
 def partial_floats(tiles: int, NT: int, W: int) -> int:
     """Floats of threadgroup memory for the sums of all simdgroups."""
     return W * 8 * NT * (16 * tiles + 4)
+
+
+def most_token_tiles(tiles: int, W: int, memory: int) -> int:
+    """Tiles of 8 tokens whose sums, and a norm's factors, fit into `memory` bytes."""
+    most = MOST_TOKEN_TILES
+    while most > 1 and 4 * (partial_floats(tiles, most, W) + 8 * most) > memory:
+        most //= 2
+    return most
 
 
 def project_rows(
@@ -119,7 +128,7 @@ def project_rows(
     kernel, ends, parts = chosen(_KERNELS, x, weights, norm=norm, residual=residual, normed=normed)
     tokens = x.size // x.shape[-1]
     shape = (tokens, x.shape[-1]) if flat else x.shape
-    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts)
+    launch = _launch(shape, x.dtype, None if norm is None else eps, ends, parts, most_bytes())
     return kernel(x, _count(tokens), *operands(weights, norm, residual), **launch)
 
 
@@ -209,6 +218,7 @@ def _launch(
     eps: float | None,
     ends: str,
     parts: tuple[tuple[Matrix, tuple[int, ...], bool], ...],
+    memory: int,
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens, W, normed = math.prod(leading), simdgroups(C), ends == "normed"
@@ -226,7 +236,7 @@ def _launch(
             template |= {f"OUT{i}": out, f"BASE{i}": end - out, f"GROUPS{i}": own}
             groups += own
             shapes.append((*leading, out))
-    NT = token_tiles(tokens, W * groups)
+    NT = token_tiles(tokens, W * groups, most_token_tiles(most, W, memory))
     shapes += [shape] * normed
     return {
         "template": template | {"NT": NT, "PARTIAL": partial_floats(most, NT, W)},
@@ -286,19 +296,26 @@ def add_shared_rows(
             f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    launch = _shared_launch(residual.shape, F, residual.dtype, routed, score is not None, matrix)
+    known = routed, score is not None, matrix, most_bytes()
+    launch = _shared_launch(residual.shape, F, residual.dtype, *known)
     scores = gate if score is None else score
     return _SHARED(residual, summed, gate, up, scores, _count(N), *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
 def _shared_launch(
-    shape: tuple[int, ...], F: int, dtype: mx.Dtype, routed: bool, scored: bool, matrix: Matrix
+    shape: tuple[int, ...],
+    F: int,
+    dtype: mx.Dtype,
+    routed: bool,
+    scored: bool,
+    matrix: Matrix,
+    memory: int,
 ) -> dict[str, Any]:
     *leading, C = shape
     tokens = math.prod(leading)
     tile, W = tiling(matrix, (C,), F), simdgroups(F)
-    NT = token_tiles(tokens, W * tile.groups(C))
+    NT = token_tiles(tokens, W * tile.groups(C), most_token_tiles(tile.MT, W, memory))
     template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
     template |= {"ROUTED": routed, "SCORED": scored}
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}

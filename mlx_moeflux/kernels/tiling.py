@@ -27,23 +27,24 @@ WIDE_COLUMNS, MIDDLE_COLUMNS = 1024, 512
 # Rows at a time, and threadgroups that are there at once: of AT_ONCE simdgroups for each of
 # PROCESSORS, of rows of middle widths MIDDLE_AT_ONCE (1536 -> 24576: 9.8 us, with 18 it is 10.3).
 # More simdgroups than MOST_SIMDGROUPS have no registers, which are one for each of a lane's columns
-# and some 70 besides: with twice the columns MOST_OF_TWO.
+# and some 70 besides: with twice the columns MOST_OF_TWO. A back end may allow fewer.
 TOGETHER, PROCESSORS, AT_ONCE, MIDDLE_AT_ONCE = 4, 132, 18, 24
 MOST_SIMDGROUPS, MOST_OF_TWO = 18, 14
 
 
 def tiling(
-    matrix: Matrix, out: int, width: int, dtype: mx.Dtype, rows: int | None = None
+    matrix: Matrix, out: int, width: int, dtype: mx.Dtype, threads: int, rows: int | None = None
 ) -> tuple[int, dict[str, int], int]:
     """How ``rows_of`` in matvec.metal is laid out for a matrix ``[out, width]``: threadgroups,
     template arguments, floats of threadgroup memory.
 
-    dtype: Of x. rows: Of which those are a part, if not of themselves.
+    dtype: Of x. threads: That a threadgroup may have. rows: Of which those are a part, if not of
+        themselves.
 
     Raises:
         UnsupportedError: The rows are too wide.
     """
-    simdgroups = simdgroups_of(width)
+    simdgroups = simdgroups_of(width, threads)
     tile = {"BITS": matrix.bits, "GROUP": matrix.group}
     if shares_columns(width):
         tile["V"] = words_at_once(matrix, width, 16 if width >= WIDE else 8)
@@ -87,9 +88,9 @@ def shares_columns(width: int) -> bool:
 
 
 @functools.cache
-def simdgroups_of(width: int) -> int:
-    """Simdgroups for each threadgroup; what is summed in which order depends on them, and so on
-    `width` alone.
+def simdgroups_of(width: int, threads: int) -> int:
+    """Simdgroups for each threadgroup, which may have so many threads; what is summed in which
+    order depends on them, and so on `width` and the back end alone.
 
     Raises:
         UnsupportedError: The rows are too wide.
@@ -97,8 +98,8 @@ def simdgroups_of(width: int) -> int:
     if not shares_columns(width):
         return SIMDGROUPS
     parts = -(-width // (WIDE_COLUMNS if width >= WIDE else MIDDLE_COLUMNS))
-    if parts <= MOST_SIMDGROUPS:
+    if parts <= min(MOST_SIMDGROUPS, threads // 32):
         return parts
-    if parts > 2 * MOST_OF_TWO:
+    if parts > 2 * min(MOST_OF_TWO, threads // 32):
         raise UnsupportedError(f"kernels take no rows of {width} columns.")
     return -(-parts // 2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import expert_mix as module
 from mlx_moeflux.kernels import expert_tiles
 from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.expert_mix import (
@@ -21,8 +22,9 @@ from mlx_moeflux.kernels.expert_mix import (
     expert_outer,
     pair_bytes,
 )
+from mlx_moeflux.kernels.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
-from tests.kernels.harness import Case, error
+from tests.kernels.harness import Case, emulated, error, launched, patched
 
 FORMS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
 
@@ -30,7 +32,7 @@ FORMS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
 SIZES = [
     (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
     (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
-    (2, 16, 17, 64, 192, 8, 64, mx.float16, 4),
+    (2, 12, 17, 64, 192, 8, 64, mx.float16, 4),
     (2, 1, 3, 256, 128, 2, 128, mx.bfloat16, None),
     (16, 2, 4, 32, 96, 0, 32, mx.float32, None),
     (1, 5, 7, 160, 32, 0, 32, mx.bfloat16, 8),
@@ -67,6 +69,30 @@ def test_agrees_with_float64(whole_device, sizes, absent):
     naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
     assert y.dtype == mx.float32
     assert error(y, truth) <= 2 * naive
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+def test_wide_experts_in_any_layout(name):
+    """Two simdgroups for each of seven experts, or one of twice the columns."""
+    sizes = 1, 7, 7, 128, 1088, 4, 64, mx.bfloat16, None
+    caches = module._inner_launch, module._outer_launch
+    with patched(module, *caches, WIDE_EXPERTS=128), emulated(name=name), launched() as names:
+        test_agrees_with_float64("emulator", sizes, 0.0)
+    assert names == ["expert_inner_wide", "expert_outer_wide"]
+
+
+def test_more_experts_than_a_threadgroup_has_room_for():
+    sizes = 2, 16, 17, 64, 192, 8, 64, mx.float16, 4
+    x, slots, weights, bank = case(*sizes)
+    with emulated(name="cuda"):
+        test_agrees_with_float64("emulator", sizes, 0.0)
+        assert expert_mix_pairs.takes(x, slots, weights, bank)
+    with emulated(name="metal"):
+        assert not expert_mix_pairs.takes(x, slots, weights, bank)
+        assert not expert_mix_rows.takes(x, slots, weights, bank)
+        assert expert_mix_grouped.takes(x, slots, weights, bank)
+        with pytest.raises(UnsupportedError, match="no room for 16 experts"):
+            expert_mix_pairs(x, slots, weights, bank)
 
 
 @pytest.mark.parametrize("absent", [0.0, 0.3])

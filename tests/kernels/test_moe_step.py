@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import moe_step as module
 from mlx_moeflux.kernels.add_shared import add_shared_fused
 from mlx_moeflux.kernels.expert_mix import expert_mix_pairs
@@ -16,7 +16,7 @@ from mlx_moeflux.kernels.moe_step import moe_step, moe_step_fused
 from mlx_moeflux.kernels.project import Weight, project_fused
 from mlx_moeflux.kernels.router import softmax_top_k_fused
 from tests.kernels.experts import dense, mix, random_array, random_bank, random_matrix
-from tests.kernels.harness import Case, error, float64
+from tests.kernels.harness import Case, emulated, error, float64
 
 EPS = 1e-5
 
@@ -37,7 +37,7 @@ SIZES = [
     (1, 8, 37, 128, 64, 32, True, 4, 4, 32, mx.bfloat16, False, True),
     (3, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
     (2, 2, 40, 64, 96, 64, False, 8, 2, 32, mx.float16, True, False),
-    (2, 16, 16, 64, 32, 0, False, 4, 4, 32, mx.bfloat16, True, True),
+    (2, 12, 16, 64, 32, 0, False, 4, 4, 32, mx.bfloat16, True, True),
     (1, 1, 9, 160, 32, 0, False, 0, 0, 32, mx.float32, False, True),
     (2, 5, 33, 96, 32, 64, True, 0, 4, 32, mx.bfloat16, True, True),
 ]
@@ -73,6 +73,19 @@ def test_the_bits_of_the_launches_that_it_replaces(device, sizes):
     assert y.dtype == args[0].dtype
     assert np.isfinite(float64(y)).all()
     assert mx.array_equal(y, expected).item()
+
+
+def test_more_experts_than_a_threadgroup_has_room_for():
+    for K, inner in ((16, 0), (12, 64)):
+        sizes = 2, K, 16, 64, 32, inner, False, 4, 4, 32, mx.bfloat16, True, True
+        args, options = arguments(sizes)
+        with emulated(name="cuda"):
+            test_the_bits_of_the_launches_that_it_replaces("emulator", sizes)
+            assert moe_step_fused.takes(*args, **options)
+        with emulated(name="metal"):
+            assert not moe_step_fused.takes(*args, **options)
+            with pytest.raises(UnsupportedError, match=f"no room for {K} experts"):
+                moe_step_fused(*args, **options)
 
 
 @pytest.mark.usefixtures("device")

@@ -47,6 +47,8 @@ SIZES = [
     (4, 128, [(33, 0, 32)], mx.float16),
     # Columns shared out, the last share smaller.
     (1, 16416, [(5, 4, 32)], mx.bfloat16),
+    (1, 16384, [(4, 4, 64)], mx.bfloat16),
+    (2, 18432, [(4, 4, 64), (1, 0, 32)], mx.float32),
     (2, 6144, [(3, 2, 32), (2, 0, 32)], mx.float32),
     (2, 4128, [(16, 4, 32), (8, 0, 32)], mx.bfloat16),
 ]
@@ -90,6 +92,13 @@ def test_agrees_with_float64(device, sizes, with_norm, residual):
     for y, truth, limit in zip(outputs, truths, limits(args, options, truths), strict=True):
         assert y.dtype == args[0].dtype
         assert error(y, truth) <= limit
+
+
+def test_as_many_simdgroups_as_cuda_takes():
+    with harness.emulated(name="cuda"):
+        for sizes in SIZES:
+            if sizes[1] >= 16384:
+                test_agrees_with_float64("emulator", sizes, with_norm=True, residual=False)
 
 
 def test_tokens_together_or_apart_give_the_same_bits(device):

@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import rows
+from mlx_moeflux.kernels import metal, rows
 from mlx_moeflux.kernels.project import Weight, project
 from mlx_moeflux.kernels.quantised import Matrix
-from mlx_moeflux.kernels.rows import _KERNELS, add_shared_rows, project_rows, tiling, token_tiles
+from mlx_moeflux.kernels.rows import (
+    _KERNELS,
+    add_shared_rows,
+    most_token_tiles,
+    project_rows,
+    tiling,
+    token_tiles,
+)
 from tests.kernels import test_add_shared, test_project
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64, patched
@@ -164,10 +171,13 @@ def test_shared_expert_agrees_with_float64(device, at_once, sizes, scored, route
 
 def test_tilings():
     tokens = {1: 1, 8: 1, 9: 2, 16: 2, 17: 4, 25: 4, 32: 4, 200: 4}
-    assert {n: token_tiles(n, 10**6) for n in tokens} == tokens
+    assert {n: token_tiles(n, 10**6, 4) for n in tokens} == tokens
     # 2048 -> 1281, 512 -> 2048, 4096 -> 2048 and 2048 -> 12352.
-    assert [token_tiles(32, n) for n in (320, 512, 1024, 1544)] == [1, 1, 2, 4]
-    assert token_tiles(200, 320) == 4
+    assert [token_tiles(32, n, 4) for n in (320, 512, 1024, 1544)] == [1, 1, 2, 4]
+    assert token_tiles(200, 320, 4) == 4
+    assert token_tiles(200, 320, 2) == 2
+    # Of 8 simdgroups the sums of 32 rows and 32 tokens take 36 KB.
+    assert [most_token_tiles(2, 8, memory) for memory in metal.MOST_BYTES.values()] == [2, 4]
     wide, narrow = (tiling(Matrix(4, 64), (out,), 2048) for out in (12352, 2048))
     assert (wide.MT, wide.V, narrow.MT) == (2, 4, 1)
 
