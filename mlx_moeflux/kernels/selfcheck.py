@@ -41,7 +41,7 @@ class Verdict:
     reason: str = ""
 
 
-_verdicts: dict[str, Verdict | None] = {}
+_verdicts: dict[str, Verdict] = {}
 
 
 def compare(operation: str, name: str, forms: Mapping[str, Form], dtype: mx.Dtype) -> Verdict:
@@ -102,14 +102,16 @@ def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence
     dtype = next(dtypes, mx.float32)
     key = f"{operation}={name} {str(dtype).removeprefix('mlx.core.')}"
     if key not in _verdicts:
-        _verdicts[key] = kept(key, forms[name])
-        if _verdicts[key] is None:
-            _verdicts[key] = compare(operation, name, forms, dtype)
-            keep({key: _verdicts[key]}, forms[name])
-        if not _verdicts[key].ok:
+        verdict = kept(key, forms[name])
+        if verdict is None:
+            # For want of memory this raises, and the next call compares again.
+            verdict = compare(operation, name, forms, dtype)
+            keep({key: verdict}, forms[name])
+        _verdicts[key] = verdict
+        if not verdict.ok:
             warnings.warn(
                 f"{operation}={name} is not used on {gpu()} because its check failed "
-                f"({_verdicts[key].reason}); stock MLX computes instead, see 'mlx_moeflux check'.",
+                f"({verdict.reason}); stock MLX computes instead, see 'mlx_moeflux check'.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Worst:
-    """Of the calls of one operation that with the largest error, or the first that failed."""
+    """The call of an operation that had the largest error; one that fails has an infinite one."""
 
     operation: str
     error: float
