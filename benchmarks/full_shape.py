@@ -25,18 +25,20 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from benchmarks.batching import decode_rate
 from benchmarks.timing import kernel_seconds
+from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.conversion.synthesize import RandomWeight, random_weights
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.kernels.choice import choose_kernels
+from mlx_moeflux.generation.batch import BatchGenerator
+from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.moe import SwitchGLU
 from mlx_moeflux.models.shapes import SHAPES
-from mlx_moeflux.steps import generate_step
-from mlx_moeflux.synthesize import RandomWeight, random_weights
 
 SPEC = QuantSpec(4, 64)
+WARM_STEPS = 4
 
 
 def made(weight: RandomWeight, random: np.random.Generator, skew: float) -> mx.array:
@@ -86,7 +88,6 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
             lambda layer: blocks[layer].switch_mlp.bank(),
             layers=blocks,
             num_experts=config.num_experts,
-            ffn=model.kernels.expert_ffn,
             mix=model.kernels.expert_mix,
         )
     )
@@ -206,13 +207,32 @@ def reading(side: Side, other: Side | None, args: Any, vocabulary: int) -> Itera
         yield line
 
 
+def decode_rate(model: Any, *, size: int, prompt: int, tokens: int) -> tuple[float, float]:
+    """Tokens a second, and milliseconds a step, of sequences that decode at once."""
+    random = np.random.default_rng(size)
+    prompts = random.integers(0, model.config.vocab_size, (size, prompt)).tolist()
+    with BatchGenerator(
+        model,
+        max_tokens=tokens + WARM_STEPS + 1,
+        completion_batch_size=size,
+        prefill_batch_size=size,
+    ) as generator:
+        generator.insert(prompts)
+        for _ in range(WARM_STEPS):
+            generator.next()
+        start = time.perf_counter()
+        for _ in range(tokens):
+            assert len(generator.next()) == size
+        seconds = time.perf_counter() - start
+    return size * tokens / seconds, 1000 * seconds / tokens
+
+
 def batches(model: Any, args: Any) -> Iterator[str]:
     for size in args.batches:
         rates = [
-            decode_rate(model, size=size, prompt=128, tokens=args.steps // 4, pool=None)
-            for _ in range(2)
+            decode_rate(model, size=size, prompt=128, tokens=args.steps // 4) for _ in range(2)
         ]
-        rate, step, _ = max(rates)
+        rate, step = max(rates)
         yield f"{size:3} sequences {step:26.2f} ms a step {rate:13.1f} tok/s (the better of two)"
 
 
@@ -236,6 +256,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5, help="2 or more")
     parser.add_argument("--most-theirs", type=int, default=2048, help="longest prompt of mlx-lm")
     args = parser.parse_args()
+    set_device_variables()
     config = SHAPES[args.like]
     config = replace(config, num_hidden_layers=args.layers or config.num_hidden_layers)
     model, arrays = ours(config, args.skew)

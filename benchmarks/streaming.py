@@ -20,7 +20,6 @@ model takes; a first one compiles what the process or the machine has not compil
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -31,19 +30,18 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.experts.fetch import Fetch, ReadThreads, Target
-from mlx_moeflux.experts.readers import make_reader
-from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
+from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.models import model_class
+from mlx_moeflux.measure.benchmark.pages import bytes_from_disk, evict
+from mlx_moeflux.models import map_checkpoint
 
-BASE = {"reader": "pread", "threads": 8, "prefetch": "none", "overlap": False}
+BASE = {"reader": "pread", "threads": 8, "prefetch": "none"}
 CHANGES = {
     "again": {},
     "look-ahead": {"prefetch": "ahead"},
     "last token": {"prefetch": "last"},
-    "hits first": {"overlap": True},
-    "both": {"prefetch": "ahead", "overlap": True},
     "direct": {"reader": "direct"},
     "lru": {"eviction": "lru"},
     **{f"{n} threads": {"threads": n} for n in (1, 2, 4, 16, 32)},
@@ -62,9 +60,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt, 0 for none")
     args = parser.parse_args()
-    checkpoint = open_checkpoint(args.model)
-    rules = model_class(checkpoint.config.get("model_type")).NAME_RULES
-    experts = checkpoint.mapped(rules).experts
+    experts = map_checkpoint(open_checkpoint(args.model)).experts
     with load_model(args.model, expert_memory="100%") as model:
         full = median(decode(model, args.tokens)[0] for _ in range(args.repeats))
         filled = min(prompt(model, args.prompt)[0] for _ in range(3)) if args.prompt else 0.0
@@ -102,7 +98,7 @@ class Bench:
         """See :func:`decode`; cold. forgets: Before each token."""
 
         def measure(reader) -> tuple[float, ...]:
-            return decode(self.model, self.tokens, lambda: forgets and forget(reader))
+            return decode(self.model, self.tokens, lambda: forgets and evict(reader.ranges.files))
 
         return self._cold(change, measure)
 
@@ -124,11 +120,10 @@ class Bench:
         self, change: Mapping, measure: Callable[..., tuple[float, ...]]
     ) -> tuple[float, ...]:
         """What `measure` gives of a reader, with an empty bank and nothing in the page cache."""
-        options, kernels = BASE | change, self.model.kernels
+        options = BASE | change | {"mix": self.model.kernels.expert_mix}
         reader = make_reader(options.pop("reader"), self.experts)
-        options |= {"ffn": kernels.expert_ffn, "mix": kernels.expert_mix}
         store = StreamedStore(reader, self.slots, **options)
-        forget(reader)
+        evict(reader.ranges.files)
         self.model.set_store(store)
         try:
             return measure(reader)
@@ -205,7 +200,7 @@ def disk_speed(experts: Mapping, blocks: int = 64) -> float:
     try:
         sizes = [c.nbytes for c in reader.layout(reader.layers[0]).components]
         for count in (4, 8, 16) * 2:
-            threads, layer = ReadThreads(count), int(random.choice(reader.layers))
+            threads, layer = ReadPool(count), int(random.choice(reader.layers))
             buffers = [[memoryview(bytearray(n)) for n in sizes] for _ in range(blocks)]
             chosen = random.choice(reader.num_experts, min(blocks, reader.num_experts), False)
             targets = [Target(int(e), i, buffers[i]) for i, e in enumerate(chosen)]
@@ -226,19 +221,9 @@ def block_bytes(experts: Mapping) -> int:
     return sum(refs[0].nbytes for refs in experts[min(experts)].values())
 
 
-def forget(reader) -> None:
-    """Drop the reader's files from the page cache, where the system can be asked to."""
-    for fd in reader._fds if hasattr(os, "posix_fadvise") else ():
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def disk_bytes() -> int:
     """What this process has had the disk read, 0 where nobody counts."""
-    try:
-        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    except OSError:
-        return 0
-    return int(fields["read_bytes"])
+    return bytes_from_disk() or 0
 
 
 if __name__ == "__main__":

@@ -24,24 +24,16 @@ class CallTime:
     """Seconds of a call.
 
     wall: Slope over the number of calls in one `mx.eval`. A call cannot take less than the host
-    takes to launch it. kernels: While one of its kernels ran, gaps left out; None if nothing saw
-    them.
+    takes to launch it. kernels: While one of its kernels ran, gaps left out; None if CUPTI was not
+    there to see them.
     """
 
     wall: float
     kernels: float | None = None
 
-    @property
-    def gpu(self) -> float:
-        """What the GPU needs, as near as it is known."""
-        return self.wall if self.kernels is None else min(self.wall, self.kernels)
 
-
-def call_time(
-    calls: Callable[[int], Any], few: int, many: int, *, profiled: bool = False
-) -> CallTime:
-    """calls: n -> results of so many calls, not evaluated. few: 0 for the time of one evaluation
-    of `many` calls. profiled: Ask CUPTI too, through PyTorch where it is installed with CUDA."""
+def call_time(calls: Callable[[int], Any], few: int, many: int) -> CallTime:
+    """calls: n -> results of so many calls, not evaluated."""
 
     def run(n: int) -> float:
         results = calls(n)
@@ -50,24 +42,18 @@ def call_time(
         mx.synchronize()
         return time.perf_counter() - start
 
-    run(max(few, 1))
-    if few == 0:
-        return CallTime(run(many) / many)
+    run(few)
     run(many)
     slopes = [(run(many) - run(few)) / (many - few) for _ in range(SLOPES)]
-    seen = kernel_seconds(lambda: run(many)) if profiled else None
+    seen = kernel_seconds(lambda: run(many))
     kernels = None if seen is None else sum(seen.values()) / many
     return CallTime(statistics.median(slopes), kernels)
 
 
-def _cupti() -> bool:
-    return torch is not None and mx.cuda.is_available() and torch.cuda.is_available()
-
-
-def kernel_events(run: Callable[[], Any]) -> list[Any] | None:
-    """What CUPTI says of the kernels of `run`, in the order in which they began (``name``,
-    ``time_range`` in microseconds); None if nothing sees them."""
-    if not _cupti():
+def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
+    """Name -> seconds of the kernels of `run`, gaps left out and what overlaps counted once; None
+    unless PyTorch is installed with CUDA to ask CUPTI."""
+    if torch is None or not mx.cuda.is_available() or not torch.cuda.is_available():
         return None
     torch.zeros(1).cuda()  # CUPTI sees what runs after PyTorch has a context
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -75,18 +61,9 @@ def kernel_events(run: Callable[[], Any]) -> list[Any] | None:
         mx.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [e for e in profiler.events() if e.device_type == on_gpu]
-    return sorted(events, key=lambda event: event.time_range.start)
-
-
-def kernel_seconds(run: Callable[[], Any]) -> dict[str, float] | None:
-    """Name -> seconds of the kernels of `run`, gaps left out and what overlaps counted once; None
-    if nothing sees them."""
-    events = kernel_events(run)
-    if events is None:
-        return None
     seconds: dict[str, float] = {}
     until = 0.0
-    for event in events:
+    for event in sorted(events, key=lambda event: event.time_range.start):
         start, end = event.time_range.start, event.time_range.end
         own = max(0.0, end - max(start, until)) * 1e-6
         seconds[event.name] = seconds.get(event.name, 0.0) + own

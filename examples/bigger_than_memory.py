@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3)
     args = parser.parse_args()
 
-    from mlx_moeflux.synthesize import synthesize
+    from mlx_moeflux.conversion.synthesize import synthesize
 
     with tempfile.TemporaryDirectory() as folder:
         path = synthesize(args.shape, Path(folder) / "model", layers=args.layers)

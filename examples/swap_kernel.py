@@ -1,56 +1,55 @@
-"""Replace an operation, the norm behind the delta rule, by a kernel for Metal and CUDA alike."""
+"""Replace an operation, the end of a MoE layer, by a kernel for Metal and CUDA alike."""
 
 import mlx.core as mx
 
 from mlx_moeflux import generate, load
-from mlx_moeflux.kernels import metal
-from mlx_moeflux.kernels.choice import FORMS
+from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 KERNEL = metal.MetalKernel(
-    "my_gated_norm", file="common.metal", inputs=("x", "z", "weight"), outputs=("y",), body="""
-    const uint lane = thread_index_in_simdgroup, row = threadgroup_position_in_grid.x * D;
-    float squares = 0.0f;
-    for (uint i = lane; i < D; i += 32) { squares += float(x[row + i]) * float(x[row + i]); }
-    const float scale = metal::rsqrt(simd_sum(squares) / D + 1e-6f);
-    for (uint i = lane; i < D; i += 32) {
-        const float gate = float(z[row + i]);
-        const float silu = gate / (1.0f + metal::exp(-gate));
-        y[row + i] = T(float(x[row + i]) * scale * float(weight[i]) * silu);
-    }""")  # fmt: skip
-
+    "my_swiglu", file="common.metal", inputs=("gate", "up"), outputs=("y",), body="""
+    const uint i = thread_position_in_grid.x;
+    const float x = float(gate[i]);
+    y[i] = T(x / (1.0f + metal::exp(-x)) * float(up[i]));
+    """)  # fmt: skip
 
 calls = 0
 
 
-def my_gated_norm(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) -> mx.array:
-    """rms_norm(x) * weight * silu(z): x, z [..., D], weight [D] -> [..., D]; plain without GPU."""
+def my_add_shared(
+    residual: mx.array, experts: mx.array, gate: mx.array, up: mx.array, down: Weight,
+    *, score: mx.array,
+) -> mx.array:  # fmt: skip
+    """residual + experts + sigmoid(score) down(silu(gate) up): residual [..., C], experts [N, C]
+    float32, gate and up [N, F], score [N, 1] -> like residual; plain without GPU."""
     global calls
     calls += 1
     if isinstance(metal.backend(), metal.NoBackend):
-        norm = mx.sqrt(mx.square(x.astype(mx.float32)).mean(axis=-1, keepdims=True) + eps)
-        return (x * weight * (z * mx.sigmoid(z)) / norm).astype(z.dtype)
-    D = x.shape[-1]
-    return KERNEL(
-        x, z, weight, template={"T": z.dtype, "D": D}, grid=(32 * (x.size // D), 1, 1),
-        threadgroup=(32, 1, 1), output_shapes=[z.shape], output_dtypes=[z.dtype],
-    )[0]  # fmt: skip
+        inner = gate * mx.sigmoid(gate) * up
+    else:
+        inner = KERNEL(
+            gate, up, template={"T": gate.dtype}, grid=(gate.size, 1, 1), threadgroup=(32, 1, 1),
+            output_shapes=[gate.shape], output_dtypes=[gate.dtype],
+        )[0]  # fmt: skip
+    total = residual.reshape(experts.shape) + experts + mx.sigmoid(score) * down.matmul(inner)
+    return total.astype(residual.dtype).reshape(residual.shape)
 
 
 def main() -> None:
-    reference = FORMS["gated_rms_norm"]["reference"]
-    x, z, weight = (mx.random.normal(shape) for shape in ((512, 128), (512, 128), (128,)))
-    difference = mx.abs(my_gated_norm(x, z, weight, eps=1e-6) - reference(x, z, weight, eps=1e-6))
-    print(f"difference from the reference: {difference.max().item():.1e}")
+    args, options = example("add_shared")
+    expected = IMPLEMENTATIONS["add_shared"]["reference"](*args, **options)
+    difference = mx.abs(my_add_shared(*args, **options) - expected).max().item()
+    print(f"difference from the reference: {difference:.1e}")
     prompt, texts = "def push(self, item):\n", []
-    # The mixer as a whole has a fused form, too, which would not ask for its steps.
-    whole = {"delta_mixer": "reference"}
-    for kernels in (whole, whole | {"gated_rms_norm": my_gated_norm}):
+    for kernels in (None, {"add_shared": my_add_shared}):
         model, tokenizer = load(BUNDLED_MODEL, kernels=kernels)
         with model:
             before = calls
             texts.append(generate(model, tokenizer, prompt, max_tokens=24))
-            print(f"{model.kernels.gated_rms_norm}: called {calls - before} times")
+            print(f"{model.kernels.add_shared}: called {calls - before} times")
     print(f"same text: {texts[0] == texts[1]}")
 
 

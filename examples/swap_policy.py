@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 import mlx_moeflux
-from mlx_moeflux.experts.simulate import simulate
-from mlx_moeflux.experts.trace import Trace
+from mlx_moeflux.experts.telemetry.simulate import simulate
+from mlx_moeflux.experts.telemetry.trace import Trace
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 

@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 import mlx_moeflux
-from mlx_moeflux.experts.bounds import shuffled
-from mlx_moeflux.experts.evictions import EVICTIONS
-from mlx_moeflux.experts.forecast import Profile, forecast
-from mlx_moeflux.experts.simulate import simulate
-from mlx_moeflux.experts.trace import Trace
+from mlx_moeflux.experts.policies.evictions import EVICTIONS
+from mlx_moeflux.experts.telemetry.bounds import shuffled
+from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
+from mlx_moeflux.experts.telemetry.simulate import simulate
+from mlx_moeflux.experts.telemetry.trace import Trace
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n"

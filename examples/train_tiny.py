@@ -29,7 +29,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlx_moeflux.kernels.router import top_k_ids
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.kernels.moe.router import top_k_ids
 from mlx_moeflux.models.moe import SwitchGLU
 from mlx_moeflux.models.qwen3_5_moe import Config, Model
 
@@ -128,7 +129,7 @@ def make_config(preset: Preset) -> Config:
     )
 
 
-class DenseExperts:
+class DenseExperts(ExpertStore):
     """An expert store for training: every expert sees every token, weights are 0 where not
     chosen. Same result as a sparse store, and nothing but large matrix products."""
 

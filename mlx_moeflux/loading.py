@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
-from mlx_moeflux.experts.balance import Balance, make_balance
-from mlx_moeflux.experts.block import BlockLayout
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
-from mlx_moeflux.experts.events import EventHook
-from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
-from mlx_moeflux.experts.forecast import open_tuning
-from mlx_moeflux.experts.policy import Eviction, make_eviction
-from mlx_moeflux.experts.prefetch import Prefetch, make_prefetch
-from mlx_moeflux.experts.readers import Reader, check_reader, make_reader
+from mlx_moeflux.experts.io.cuda_upload import staging_bytes
+from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
+from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
+from mlx_moeflux.experts.policies.rebalance import Balance, make_balance
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
-from mlx_moeflux.experts.streamed import DEFAULT_THREADS, StreamedStore
-from mlx_moeflux.experts.uploads import staging_bytes
-from mlx_moeflux.kernels import metal
-from mlx_moeflux.kernels.choice import Kernels, choose_kernels
+from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.experts.telemetry.events import EventHook
+from mlx_moeflux.experts.telemetry.forecast import open_tuning
+from mlx_moeflux.kernels.registry import Kernels, choose_kernels
+from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
@@ -58,6 +60,22 @@ def load(
     return load_model(directory, **options), tokenizer
 
 
+@contextmanager
+def _prepared_process() -> Iterator[None]:
+    """Set what MLX reads when it first uses a GPU; put MLX's random state back at the end.
+
+    Layers draw first weights, which no one reads: a seed of the caller's must outlive them.
+    """
+    set_device_variables()
+    metal.cuda_files()
+    high, low = mx.random.state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)
+
+
+@_prepared_process()
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -85,6 +103,9 @@ def load_model(
 ) -> StreamingModel:
     """Load a checkpoint directory without its tokenizer; everything is evaluated.
 
+    The first call sets the environment variables of
+    :func:`~mlx_moeflux.backend.set_device_variables`. No call changes the state of ``mx.random``.
+
     Args:
         expert_memory: Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of
             all of them), a number, or ``auto``. Everything: the experts become parameters.
@@ -111,7 +132,6 @@ def load_model(
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
-    metal.cuda_files()
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     tuned: dict[str, Any] = {}
@@ -188,7 +208,6 @@ def load_model(
         store.stats().mark_lossy(f"experts_per_token {router.num_experts_per_tok} of {own_k}")
     if kv_bits is not None:
         store.stats().mark_lossy(f"kv_bits {kv_bits}")
-        model.state_spec()  # asks every layer for a row
     if fuse or (fuse is None and mx.default_device() != mx.cpu):
         model.prepare()
     return model
@@ -274,7 +293,6 @@ def _make_store(
             balance=balance,
             threads=threads,
             events=events,
-            ffn=model.kernels.expert_ffn,
             mix=model.kernels.expert_mix,
         ), plan
     except BaseException:
@@ -297,7 +315,6 @@ def _resident(
         layers=blocks,
         num_experts=model.config.num_experts,
         events=events,
-        ffn=model.kernels.expert_ffn,
         mix=model.kernels.expert_mix,
         block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
     )
@@ -308,6 +325,8 @@ def _check_store(
 ) -> None:
     """Ask a given store once: its answer must be [N, C] float32."""
     name, N, C = type(store).__name__, 3, model.config.hidden_size
+    if not isinstance(store, ExpertStore):
+        raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
     router, layer = model._router, min(layouts)
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cache import AttentionCache, LatentCache, RecurrentCache
-from mlx_moeflux.cache.prompt import PromptCache
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, UnsupportedError
-from mlx_moeflux.experts.rewarm import rewarm
+from mlx_moeflux.experts.streaming.warm_up import warm_up
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
@@ -77,7 +77,8 @@ def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]
 
 
 class SharedPrompts:
-    """A :class:`~mlx_moeflux.cache.prompt.PromptCache` in the place of mlx-lm's ``LRUPromptCache``.
+    """A :class:`~mlx_moeflux.cache.prompt.cache.PromptCache` in the place of mlx-lm's
+    ``LRUPromptCache``.
 
     provider: Has the ``model`` that is asked for; tokens alone tell its states apart.
     """
@@ -98,7 +99,7 @@ class SharedPrompts:
         resumed = self._cache.resume(self._provider.model, tokens)
         if resumed.position == len(tokens):
             resumed = self._cache.resume(self._provider.model, tokens[:-1])
-        rewarm(self._provider.model.store, resumed.experts)
+        warm_up(self._provider.model.store, resumed.experts)
         if resumed.position == 0:
             return None, tokens
         return resumed.state, tokens[resumed.position :]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
-from mlx_moeflux.checkpoint.gguf import find_gguf, gguf_metadata
-from mlx_moeflux.checkpoint.gguf_tokenizer import tokenizer_json
+from mlx_moeflux.checkpoint.formats.gguf import find_gguf, gguf_metadata
+from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 

@@ -55,7 +55,7 @@ def pytest_collection():
 def uncompiled():
     """What ``mx.compile`` returned runs as it is: for what follows from steps that are traced,
     where the CPU would compile 46 kernels at first. That a trace gives what its model gives is
-    tests/models/test_step.py's."""
+    tests/models/test_compiled.py's."""
     import mlx.core as mx
 
     if mx.default_device() == mx.cpu:

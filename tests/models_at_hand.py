@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux import synthesize
+from mlx_moeflux.conversion import synthesize
+from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.steps import generate_step
 
 TWIN = Path(__file__).parent / "golden" / "text_top3"
 VOCABULARY = 64

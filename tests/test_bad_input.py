@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.convert import convert
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
@@ -160,7 +160,6 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, layout):
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", filling)
-    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: filling(fd, b"".join(views), at))
     out = tmp_path / "out"
     refused((CheckpointError, ExpertFileError), lambda: convert(BUNDLED_MODEL, out, layout=layout))
     assert not (out / "config.json").exists()
@@ -190,7 +189,7 @@ def test_two_conversions_into_one_directory(tmp_path):
     code = (
         "import sys, os\nreal = os.pwrite\n"
         "os.pwrite = lambda *a: (print('go', flush=True), sys.stdin.readline(), real(*a))[2]\n"
-        "from mlx_moeflux.convert import convert\n"
+        "from mlx_moeflux.conversion.convert import convert\n"
         f"convert({str(BUNDLED_MODEL)!r}, {str(out)!r}, layout='safetensors')\n"
     )
     child = subprocess.Popen(
@@ -232,7 +231,7 @@ def kill_and_resume(tmp_path: Path, delay: float) -> None:
     code = (
         "import sys, os, time\nreal = os.pwrite\n"
         "os.pwrite = lambda *a: (time.sleep(0.0005), real(*a))[1]\n"
-        "from mlx_moeflux.convert import convert\nprint('go', flush=True)\n"
+        "from mlx_moeflux.conversion.convert import convert\nprint('go', flush=True)\n"
         f"convert({str(BUNDLED_MODEL)!r}, {str(out)!r})\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

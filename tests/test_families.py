@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.cli import main
-from mlx_moeflux.convert import convert
-from mlx_moeflux.generation import generate_step
+from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.generation.text import generate_step
 from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.mlx_lm_plugin import register_cache_classes
 from mlx_moeflux.models.shapes import SHAPES
-from mlx_moeflux.synthesize import synthesize
 
 TINY = sorted(name for name in SHAPES if name.endswith("-tiny"))
 PROMPTS = [5, 17, 2]

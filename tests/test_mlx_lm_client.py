@@ -13,7 +13,7 @@ import pytest
 
 from mlx_moeflux.cache import check_positions
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.experts.events import Chosen
+from mlx_moeflux.experts.telemetry.events import Chosen
 from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.mlx_lm_plugin import register_cache_classes, register_with_mlx_lm
 from mlx_moeflux.models.base import StreamingModel

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux import synthesize
+from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, model_of, run, same_bits, tokens_of
 

@@ -7,19 +7,20 @@ they run on our models unchanged, yet nothing here imports mlx_lm. All entries o
 together are a ``SequenceState``, which can be kept, rewound and saved.
 """
 
-from mlx_moeflux.cache.attention import AttentionCache, KVCache, LatentCache
-from mlx_moeflux.cache.clock import Mark, SequenceClock, check_positions, transaction
-from mlx_moeflux.cache.portable import StateSpec
-from mlx_moeflux.cache.recurrent import RecurrentCache
-from mlx_moeflux.cache.sequence import SequenceState, Snapshot
+from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction
+from mlx_moeflux.cache.delta import RecurrentCache
+from mlx_moeflux.cache.kv import AttentionCache, KVCache, LatentCache
+from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
+from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
 
 __all__ = [
     "AttentionCache",
+    "BaseCache",
+    "EntrySpec",
     "KVCache",
     "LatentCache",
     "Mark",
     "RecurrentCache",
-    "SequenceClock",
     "SequenceState",
     "Snapshot",
     "StateSpec",

@@ -2,7 +2,7 @@
 
 The same block numbers hold a sequence's rows in every layer. Block 0 belongs to nobody: padding
 reads it. A call gathers each sequence's rows so that all end at the last column, as
-:class:`~mlx_moeflux.cache.attention.AttentionCache` has them: the same arrays, the same bits. A
+:class:`~mlx_moeflux.cache.kv.AttentionCache` has them: the same arrays, the same bits. A
 traced step gathers nothing: its attention reads the blocks through their table.
 """
 
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.cache.attention import AttentionCache
-from mlx_moeflux.cache.clock import as_ints
-from mlx_moeflux.cache.portable import EntrySpec, StateSpec
-from mlx_moeflux.cache.tail import TAIL_ROWS, Tail, tail_start
-from mlx_moeflux.checkpoint.refs import mlx_dtype
+from mlx_moeflux.cache.base import as_ints
+from mlx_moeflux.cache.kv import TAIL_ROWS, AttentionCache, Tail, tail_start
+from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
+from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.errors import CacheError, InputError
 
 BLOCK_TOKENS = 16
@@ -172,14 +171,12 @@ class PagedCache(AttentionCache):
         row = (self.keys.nbytes + self.values.nbytes) // self.capacity
         return row * self._pool.block * sum(map(len, self._pool.tables))
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """See :meth:`AttentionCache.update_and_fetch`."""
+    def _write(self, keys: mx.array, values: mx.array) -> None:
         T = keys.shape[2]
         keys, values = self._kind.packed(keys), self._kind.packed(values)
         index = self._pool.rows([n + T for n in self.seen()])
-        self._write(index[:, index.shape[1] - T :], keys, values)
+        self._scatter(index[:, index.shape[1] - T :], keys, values)
         self.advance(T)
-        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
@@ -200,7 +197,7 @@ class PagedCache(AttentionCache):
 
     @property
     def takes_steps(self) -> bool:
-        """See :attr:`SequenceClock.takes_steps`."""
+        """See :attr:`BaseCache.takes_steps`."""
         return (
             self._kind is AttentionCache and not self._windowed and self._pool.block == BLOCK_TOKENS
         )
@@ -245,7 +242,7 @@ class PagedCache(AttentionCache):
         S = min(other.columns, index.shape[1])
         if S:
             columns = slice(other.columns - S, other.columns)
-            self._write(
+            self._scatter(
                 index[:, index.shape[1] - S :],
                 other.keys[:, :, columns],
                 other.values[:, :, columns],
@@ -268,7 +265,7 @@ class PagedCache(AttentionCache):
             mx.async_eval(single.keys, single.values)
         return single
 
-    def _write(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
+    def _scatter(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
         """rows [B, T]; keys, values [B, Hkv, T, D]."""
         rows = rows.reshape(-1)
         self.keys, self.values = (

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 
-# One read call moves at most 2 GiB - 4 KiB on Linux and fails beyond 2 GiB - 1 on macOS.
-_MAX_READ = 1 << 30
+# One call moves at most 2 GiB - 4 KiB on Linux and fails beyond 2 GiB - 1 on macOS.
+_MAX_PIECE = 1 << 30
 
 TEMPORARY_SUFFIX = ".tmp"
 HASH_BYTES = 32
@@ -28,7 +28,7 @@ def read_exact(
     done, wanted = 0, view.nbytes
     while done < wanted:
         try:
-            count = os.preadv(fd, [view[done : done + _MAX_READ]], offset + done)
+            count = os.preadv(fd, [view[done : done + _MAX_PIECE]], offset + done)
         except OSError as cause:
             raise error(
                 f"Reading {file} at offset {offset + done} failed: {cause.strerror or cause}."
@@ -39,6 +39,13 @@ def read_exact(
                 " download or convert it again."
             )
         done += count
+
+
+def write_exact(fd: int, view: memoryview, *, offset: int) -> None:
+    """Write all of ``view`` (bytes) at ``offset`` of an open file; raises OSError."""
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done : done + _MAX_PIECE], offset + done)
 
 
 def parse_json_object(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mlx_moeflux.checkpoint.refs import ExpertRefs, StackedRefs, TensorRef
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mlx_moeflux.checkpoint.foreign import check_compressed_tensors, check_fp8
+from mlx_moeflux.checkpoint.formats.foreign import check_compressed_tensors, check_fp8
 from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
 BITS = (2, 3, 4, 5, 6, 8)

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object
-from mlx_moeflux.checkpoint.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
-from mlx_moeflux.checkpoint.gguf import find_gguf, open_gguf
-from mlx_moeflux.checkpoint.gguf_tokenizer import tokenizer_json
-from mlx_moeflux.checkpoint.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
+from mlx_moeflux.checkpoint.formats.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
+from mlx_moeflux.checkpoint.formats.gguf import find_gguf, open_gguf
+from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
+from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
+from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
-from mlx_moeflux.checkpoint.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
-from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef
-from mlx_moeflux.checkpoint.tensors import TensorIndex
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from mlx_moeflux.checkpoint.files import write_atomically
-from mlx_moeflux.checkpoint.refs import ITEMSIZE
-from mlx_moeflux.checkpoint.tensors import INDEX_NAME, SINGLE_NAME
+from mlx_moeflux.checkpoint.files import write_atomically, write_exact
+from mlx_moeflux.checkpoint.tensors import INDEX_NAME, ITEMSIZE, SINGLE_NAME
 from mlx_moeflux.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000
@@ -92,7 +91,7 @@ class SafetensorsWriter:
         view = memoryview(data).cast("B")
         assert offset + view.nbytes <= size, name
         try:
-            _pwrite(self._fds[number], view, start + offset)
+            write_exact(self._fds[number], view, offset=start + offset)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -124,7 +123,8 @@ class SafetensorsWriter:
             position = end
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        _pwrite(self._fds[number], memoryview(len(header).to_bytes(8, "little") + header), 0)
+        start = memoryview(len(header).to_bytes(8, "little") + header)
+        write_exact(self._fds[number], start, offset=0)
         os.ftruncate(self._fds[number], 8 + len(header) + position)
         for name, tensor in shard.items():
             start = 8 + len(header) + entries[name]["data_offsets"][0]
@@ -157,12 +157,6 @@ def write_json(file: Path, value: object) -> None:
         write_atomically(file, (json.dumps(value, indent=2) + "\n").encode())
     except OSError as error:
         raise CheckpointError(f"Writing {file} failed: {error.strerror or error}.") from error
-
-
-def _pwrite(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done : done + (1 << 30)], offset + done)
 
 
 def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -25,7 +25,7 @@ COMMANDS = {
     "trace": "draw or replay what generate --trace wrote",
     "plan": "say whether a model fits and how fast it can be",
     "tune": "find the memory and threads that suit this machine",
-    "evaluate-knob": "compare a lossy choice with the exact model",
+    "compare-quality": "compare a lossy choice with the exact model",
     "policies": "list who may decide which experts stay in memory",
     "benchmark": "measure speed and memory, and what bounds them",
 }
@@ -81,9 +81,10 @@ def run_command(name: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(name: str, args: argparse.Namespace) -> int:
-    from mlx_moeflux.backend import require_mlx
+    from mlx_moeflux.backend import require_mlx, set_device_variables
 
     require_mlx()
+    set_device_variables()
     return command_module(name).run(args) or 0
 
 

@@ -10,22 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.generate import Refuse
-from mlx_moeflux.cli.look import add_look_arguments, trace_file
-from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.cli.generate import refuse
+from mlx_moeflux.cli.profile_flags import add_look_arguments, trace_file
+from mlx_moeflux.errors import InputError
 
 REFUSED = {
     "--pipeline": "one machine is measured",
     "--quantize-activations": "activations stay in the compute dtype",
     "--trust-remote-code": "no code from a checkpoint ever runs",
 }
-
-
-class _Refuse(Refuse):
-    def __call__(self, parser, namespace, values, option_string=None):
-        raise UnsupportedError(
-            f"{option_string} does not apply: {REFUSED[self.option_strings[0]]}."
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,14 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--markdown", type=_file, metavar="FILE", help="append a table of the results")
     add("--plot", type=_file, metavar="FILE.png", help="draw the results")
     add_look_arguments(parser)
-    for flag in REFUSED:
-        add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=_Refuse)
+    refuse(parser, REFUSED, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_moeflux.benchmarking import report as output
-    from mlx_moeflux.benchmarking.bench import benchmark
-    from mlx_moeflux.benchmarking.options import Options
+    from mlx_moeflux.measure.benchmark import report as output
+    from mlx_moeflux.measure.benchmark.bench import Options, benchmark
 
     if args.plot:
         output.require_matplotlib()
@@ -159,7 +150,7 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
 
 
 def _synthesize(args: argparse.Namespace, folder: Path) -> Path:
-    from mlx_moeflux.synthesize import synthesize
+    from mlx_moeflux.conversion.synthesize import synthesize
 
     return synthesize(args.synthetic, folder, layers=args.layers, skew=args.skew, seed=args.seed)
 

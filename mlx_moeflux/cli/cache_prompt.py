@@ -7,10 +7,10 @@ import sys
 
 from mlx_moeflux.cli.generate import (
     PrefillBar,
-    Refuse,
     add_expert_arguments,
     load_options,
     read_prompt,
+    refuse,
     stats_table,
 )
 
@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eos-token", help="end of the sequence, for the template")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_expert_arguments(parser)
-    for flag in REFUSED:
-        add(flag, action=Refuse)
+    refuse(parser, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_moeflux import generation, loading
+    from mlx_moeflux import loading
+    from mlx_moeflux.generation import text
 
     settings = {"eos_token": args.eos_token} if args.eos_token else {}
     model, tokenizer = loading.load(
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             options = {"continue_final_message": True}
         state = model.make_cache()
         with PrefillBar() as bar:
-            (last,) = generation.stream_generate(
+            (last,) = text.stream_generate(
                 model,
                 tokenizer,
                 prompt,

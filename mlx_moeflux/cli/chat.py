@@ -10,11 +10,11 @@ from typing import Any
 
 from mlx_moeflux.cli import say
 from mlx_moeflux.cli.generate import (
-    Refuse,
     add_cache_arguments,
     add_expert_arguments,
     load_options,
     prompt_cache,
+    refuse,
     stats_table,
     template_options,
 )
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
     add_expert_arguments(parser)
-    for flag in REFUSED:
-        add(flag, action=Refuse)
+    refuse(parser, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would spoil every reply."""
-    from mlx_moeflux.generation import check_numbers
-    from mlx_moeflux.sampling import make_sampler
+    from mlx_moeflux.generation.sampling import make_sampler
+    from mlx_moeflux.generation.text import check_numbers
 
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
     make_sampler(
@@ -128,11 +127,11 @@ class Conversation:
             print(stats_table(last.experts, self._model), file=sys.stderr)
 
     def _stream(self) -> Iterator[Any]:
-        from mlx_moeflux import generation
+        from mlx_moeflux.generation import text
 
         args, tokenizer = self._args, self._tokenizer
         kept = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
-        return generation.stream_generate(
+        return text.stream_generate(
             self._model,
             tokenizer,
             self._prompt(),
@@ -197,7 +196,7 @@ class Thinking:
 
 @contextlib.contextmanager
 def _cache(args: argparse.Namespace) -> Iterator[Any]:
-    from mlx_moeflux.cache.prompt import PromptCache
+    from mlx_moeflux.cache.prompt.cache import PromptCache
 
     with prompt_cache(args, replies=True) as on_disk:
         yield PromptCache(replies=True) if on_disk is None else on_disk

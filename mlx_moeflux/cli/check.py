@@ -13,16 +13,19 @@ def run(args: argparse.Namespace) -> int:
     """Prints two tables; 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels import metal, selfcheck, stock
-    from mlx_moeflux.kernels.choice import FORMS, REFERENCE
+    from mlx_moeflux.kernels import selfcheck, stock
+    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+    from mlx_moeflux.kernels.runtime import metal
 
-    if args.operation is not None and args.operation not in FORMS:
-        raise InputError(f"no operation is called '{args.operation}'; there are {list(FORMS)}.")
+    if args.operation is not None and args.operation not in IMPLEMENTATIONS:
+        raise InputError(
+            f"no operation is called '{args.operation}'; there are {list(IMPLEMENTATIONS)}."
+        )
     print(f"{describe_backend()}\n")
     failed = 0 if args.operation else _check_stock(stock)
     print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'back end':<8} {'verdict':<8} error")
     active = metal.backend()
-    for operation, forms in FORMS.items():
+    for operation, forms in IMPLEMENTATIONS.items():
         if args.operation not in (None, operation):
             continue
         for name, form in forms.items():

@@ -5,19 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli.generate import Refuse
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.cli.generate import refuse
 
 REFUSED = {
     "--upload-repo": "upload with 'hf upload'",
     "--trust-remote-code": "no code from a checkpoint ever runs",
     "--quant-predicate": "mixed-bit recipes are not offered yet",
 }
-
-
-class _Refuse(Refuse):
-    def __call__(self, parser, namespace, values, option_string=None):
-        raise UnsupportedError(f"{option_string} does not apply: {REFUSED[option_string]}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-d", "--dequantize", action="store_true", help="make quantised weights floats")
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the floats")
     add("--verify", action="store_true", help="read back what was written and compare hashes")
-    for flag in REFUSED:
-        add(flag, action=_Refuse)
+    refuse(parser, REFUSED, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from mlx_moeflux.convert import convert
+    from mlx_moeflux.conversion.convert import convert
 
     with tqdm(unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
 

@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_moeflux.cli.look import add_look_arguments, looking
+from mlx_moeflux.cli.profile_flags import add_look_arguments, looking
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.experts.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
@@ -29,16 +29,24 @@ REFUSED = {
 }
 
 
-class Refuse(argparse.Action):
+class _Refuse(argparse.Action):
     """A flag that is known and refused in one line."""
 
-    def __init__(self, option_strings, dest, **_):
+    def __init__(self, option_strings, dest, *, why: str):
         super().__init__(option_strings, dest, nargs="*", help=argparse.SUPPRESS)
+        self._why = why
 
     def __call__(self, parser, namespace, values, option_string=None):
-        raise UnsupportedError(
-            f"{option_string} does not apply: {REFUSED[self.option_strings[0]]}."
-        )
+        raise UnsupportedError(f"{option_string} does not apply: {self._why}.")
+
+
+def refuse(
+    parser: argparse.ArgumentParser, flags: Iterable[str], reasons: Mapping[str, str] = REFUSED
+) -> None:
+    """Make the parser refuse each of `flags`, for the reason that `reasons` gives."""
+    for flag in flags:
+        names = [flag, "-qa"] if flag == "--quantize-activations" else [flag]
+        parser.add_argument(*names, action=_Refuse, why=reasons[flag])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_expert_arguments(parser)
     add("--trace", metavar="FILE", help="record which experts every token chooses")
     add_look_arguments(parser)
-    for flag in REFUSED:
-        add(*([flag, "-qa"] if flag == "--quantize-activations" else [flag]), action=Refuse)
+    refuse(parser, REFUSED)
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +112,8 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_moeflux import generation, loading
+    from mlx_moeflux import loading
+    from mlx_moeflux.generation import text
 
     if args.prompt_cache and args.prompt_cache_file:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
@@ -119,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             prompt = rest_of_prompt(prompt, options, tokenizer)
         last = None
         with looking(args, model), PrefillBar() as bar:
-            stream = generation.stream_generate(
+            stream = text.stream_generate(
                 model,
                 tokenizer,
                 prompt,
@@ -141,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         if args.stats:
             print(stats_table(last.experts, model), file=sys.stderr)
         if args.verbose:
-            print(generation.summary(last), file=sys.stderr)
+            print(text.summary(last), file=sys.stderr)
     return 0
 
 
@@ -155,7 +163,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
     """The cache that :func:`add_cache_arguments` asks for, or None; written out at the end."""
-    from mlx_moeflux.cache.prompt import PromptCache
+    from mlx_moeflux.cache.prompt.cache import PromptCache
     from mlx_moeflux.experts.budget import parse_budget
 
     if args.prompt_cache is None:
@@ -172,7 +180,7 @@ def _model_of(args: argparse.Namespace) -> Any:
     from mlx_moeflux import loading
 
     if args.model is None and args.prompt_cache_file:
-        from mlx_moeflux.cache.sequence import read_notes
+        from mlx_moeflux.cache.state.sequence import read_notes
 
         args.model = read_notes(args.prompt_cache_file).get("model")
     return args.model or loading.BUNDLED_MODEL
@@ -260,7 +268,7 @@ def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
 def stats_table(experts: Any, model: Any) -> str:
     """What the experts cost, a line for each layer, the active kernels, and on NVIDIA how many
     variants of them were compiled."""
-    from mlx_moeflux.kernels import metal
+    from mlx_moeflux.kernels.runtime import metal
 
     columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
     columns += ("read_seconds", "stall_seconds", "compute_seconds")
@@ -276,6 +284,7 @@ def stats_table(experts: Any, model: Any) -> str:
         lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
     kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
     lines.append(f"kernels: {kernels}")
+    lines += model.kernels.fallbacks()
     if (files := metal.cuda_files()) is not None:
         lines.append(f"compiled: {files.count}")
     return "\n".join([*lines, *(f"lossy: {what}" for what in experts.lossy)])

@@ -7,8 +7,7 @@ import json
 import sys
 
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.planning import MEMORY_GBPS, SSD_GBPS, plan_model
-from mlx_moeflux.sizes import open_sizes
+from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS, open_sizes, plan_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from textwrap import fill
 from typing import Any
 
-from mlx_moeflux.experts.balance import BALANCES
-from mlx_moeflux.experts.evictions import DEFAULT_EVICTION, EVICTIONS
-from mlx_moeflux.experts.prefetch import NONE, PREFETCHES
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION, EVICTIONS
+from mlx_moeflux.experts.policies.prefetch import NONE, PREFETCHES
+from mlx_moeflux.experts.policies.rebalance import BALANCES
 
 POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "--eviction": EVICTIONS,

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from mlx_moeflux.cli.generate import (
-    Refuse,
     add_cache_arguments,
     add_expert_arguments,
     load_options,
     prompt_cache,
+    refuse,
 )
 from mlx_moeflux.errors import (
     CacheError,
@@ -35,7 +35,7 @@ from mlx_moeflux.errors import (
 )
 
 if TYPE_CHECKING:
-    from mlx_moeflux.cache.prompt import PromptCache
+    from mlx_moeflux.cache.prompt.cache import PromptCache
 
 REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
 REFUSED += ("--pipeline", "--trust-remote-code")
@@ -57,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, help="see mlx_lm.server")
     add_cache_arguments(parser)
     add_expert_arguments(parser)
-    for flag in REFUSED:
-        add(flag, action=Refuse)
+    refuse(parser, REFUSED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,7 +125,8 @@ def _load_or_stop(load: Callable[[], None], failures: list[Exception]) -> None:
         load()
     except MoefluxError as error:
         failures.append(error)
-        _thread.interrupt_main()
+        # Scripts start what runs in the background with SIGINT ignored; run() handles SIGTERM.
+        _thread.interrupt_main(signal.SIGTERM)
         sys.exit()  # this thread alone, without a word
 
 
@@ -302,7 +302,7 @@ def models(path: str) -> dict:
 def metrics(provider) -> dict:
     """The model's name and the account of its experts since it was loaded."""
     model = provider.model
-    if model is None or getattr(model, "store", None) is None:
+    if model is None:
         return {"model": None}
     return {"model": provider.model_key[0], "experts": model.store.stats().as_dict()}
 

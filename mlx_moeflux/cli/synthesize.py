@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from mlx_moeflux.synthesize import measure_skew, synthesize
+    from mlx_moeflux.conversion.synthesize import measure_skew, synthesize
 
     with tqdm(unit="B", unit_scale=True, desc="write", disable=not sys.stderr.isatty()) as bar:
 

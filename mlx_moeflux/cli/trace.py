@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_moeflux.experts.forecast import Profile
-    from mlx_moeflux.experts.trace import Trace
+    from mlx_moeflux.experts.telemetry.forecast import Profile
+    from mlx_moeflux.experts.telemetry.trace import Trace
 
     trace = Trace.open(args.file)
     if not trace.calls:
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "replay":
         print(replays(trace, args.budget))
         return 0
-    from mlx_moeflux.plots import show
+    from mlx_moeflux.measure.plots import show
 
     for file in show(trace, args.out, profile=profile):
         print(file)
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
 def replays(trace, budgets: list[str]) -> str:
     """Hit rates in percent, a line for each policy."""
-    from mlx_moeflux.experts.evictions import EVICTIONS
-    from mlx_moeflux.experts.simulate import simulate
+    from mlx_moeflux.experts.policies.evictions import EVICTIONS
+    from mlx_moeflux.experts.telemetry.simulate import simulate
 
     lines = ["hit rate " + "".join(f"{budget:>9}" for budget in budgets)]
     for name in (*EVICTIONS, "belady"):

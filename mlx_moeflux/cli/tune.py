@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_kernels(args)
     from mlx_moeflux.experts.budget import parse_budget
     from mlx_moeflux.loading import BUNDLED_MODEL
-    from mlx_moeflux.tuning import tune
+    from mlx_moeflux.measure.tune import tune
 
     out = args.out or "tuning.json"
     if args.tokens < 1 or args.repeats < 1:
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_kernels(args: argparse.Namespace) -> int:
-    from mlx_moeflux.kernels import auto, metal
+    from mlx_moeflux.kernels import dispatch
+    from mlx_moeflux.kernels.runtime import metal
     from mlx_moeflux.kernels.tune import tune, write
 
     out = args.out or "dispatch.json"
@@ -63,8 +64,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
     write(table, out)
     backend = metal.backend().name
     for operation, backends in table.items():
-        if operation != auto.MEASURED and backend in backends:
+        if operation != dispatch.MEASURED and backend in backends:
             forms = [f"{row['form']} from {row['from']}" for row in backends[backend]]
             print(f"{operation:<18} {', '.join(forms)}")
-    print(f"{out}: use it with {auto.ENVIRONMENT}={out}")
+    print(f"{out}: use it with {dispatch.ENVIRONMENT}={out}")
     return 0

@@ -1,28 +1,30 @@
 """The numeric form of the routed experts, shared by every store.
 
 What a token gets depends on its own row, its experts' bytes and the order of their ids, never on
-slots, hits, or how the work was cut. There are two ways: pair by pair through an operation like
-:func:`~mlx_moeflux.kernels.expert_ffn.expert_ffn`, whose rows do not see each other, with sums
-over ascending ids in one routine; or token by token through an operation like
-:func:`~mlx_moeflux.kernels.expert_mix.expert_mix`, which weights and adds as well. -0.0 is what
-absent terms contribute, because adding it changes no bit.
+slots, hits, or how the work was cut. The reference of ``expert_mix`` is computed pair by pair with
+:func:`~mlx_moeflux.kernels.moe.expert_ffn.expert_ffn`, whose rows do not see each other, and sums
+over ascending ids in one routine; any other form of it gets whole tokens, and weights and adds as
+well. -0.0 is what absent terms contribute, because adding it changes no bit.
+
+:func:`from_whole_bank` takes ids that are on the device. Where the host knows them, a call is
+:class:`Pairs`: :func:`few_pairs` computes few in one piece, :class:`ExpertSum` some at a time, as
+experts come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.kernels.blas import KEPT_BYTES
-from mlx_moeflux.kernels.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
-from mlx_moeflux.kernels.expert_mix import expert_mix
-
-if TYPE_CHECKING:
-    from mlx_moeflux.experts.pairs import Pairs
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix
+from mlx_moeflux.kernels.runtime import metal
 
 # Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
 FEW_PAIRS = 64
@@ -32,30 +34,46 @@ SCRATCH_BYTES = {"cpu": 64 << 20, "gpu": 256 << 20}
 # Bounds the copy of chosen experts that the CPU computes with.
 TAKE_BYTES = 64 << 20
 
-ExpertFFN = Callable[..., mx.array]
 ExpertMix = Callable[..., mx.array]
 
 
+def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> None:
+    """Raise :class:`ShapeError` unless the arguments of `experts` fit each other."""
+    shapes = f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)}"
+    if x.ndim != 2 or ids.ndim != 2 or x.shape[0] != ids.shape[0] or ids.shape != weights.shape:
+        raise ShapeError(f"layer {layer}: {shapes}; expected [N, C], [N, K], [N, K].")
+    if ids.dtype != mx.uint32 or weights.dtype != mx.float32:
+        raise ShapeError(
+            f"layer {layer}: ids are {ids.dtype} and weights {weights.dtype}; expected uint32 and "
+            "float32."
+        )
+    if not ids.size:
+        raise ShapeError(f"layer {layer}: {shapes}; there must be a token and an expert.")
+
+
+def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
+    """Raise :class:`ShapeError` unless ids ``[N, K]``, read from the device, are in range."""
+    if ids.max() > num_experts or (ids[:, 1:] < ids[:, :-1]).any():
+        raise ShapeError(
+            f"layer {layer}: ids must ascend in each row and be at most {num_experts}, got "
+            f"{ids[0].tolist()} in the first row."
+        )
+
+
 @dataclass(frozen=True)
-class Form:
+class ExpertCompute:
     """How experts are computed.
 
-    ffn, mix: The operations. Where `mix` is the reference, pairs go through `ffn` as suits the
-    device; another form of it gets whole tokens, and `ffn` is not asked. scratch_bytes: None is
-    what suits the device.
+    mix: The operation. scratch_bytes: None is what suits the device.
     """
 
-    ffn: ExpertFFN = expert_ffn
     mix: ExpertMix = expert_mix
     scratch_bytes: int | None = None
     take_bytes: int = TAKE_BYTES
 
     def mixer(self, x: mx.array, weights: mx.array, bank: ExpertBank) -> ExpertMix | None:
-        """The form of `mix` for a whole call, which all of its parts take; None: the reference,
-        also where a form of `ffn` was chosen and none of `mix`."""
-        if getattr(self.mix, "choice", "") == "auto" != getattr(self.ffn, "choice", "auto"):
-            return None
-        choose = getattr(self.mix, "form", None)
+        """The form of `mix` for a whole call, which all of its parts take; None: the reference."""
+        choose = getattr(self.mix, "implementation", None)
         # Where experts are is not known yet, and must not matter.
         mix = self.mix if choose is None else choose(x, None, weights, bank)
         return None if mix is expert_mix else mix
@@ -72,7 +90,7 @@ class Form:
         """x ``[n, C]``, slots and weights ``[n, K]`` -> ``[n, C]`` float32 through `mix`, as many
         rows at a time as the scratch holds."""
         n = x.shape[0]
-        chunk = self.rows_at_once(mix, weights, bank, x.dtype)
+        chunk = 1 if n == 1 else self.rows_at_once(mix, weights, bank, x.dtype)
         if n <= chunk:
             return mix(x, slots, weights, bank, initial=initial)
         chunk = -(-n // -(-n // chunk))  # of one size: small remainders use a GPU badly
@@ -96,7 +114,7 @@ class Form:
         """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there."""
         if on_cpu():
             x = x.astype(mx.float32)
-        return self.ffn(x, slots, bank, ascending=ascending)
+        return expert_ffn(x, slots, bank, ascending=ascending)
 
     def few_rows(
         self, x: mx.array, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
@@ -151,7 +169,7 @@ def from_whole_bank(
     ids: mx.array,
     weights: mx.array,
     bank: ExpertBank,
-    form: Form,
+    form: ExpertCompute,
     *,
     table: mx.array | None = None,
     padded: bool = True,
@@ -183,7 +201,9 @@ def from_whole_bank(
     return totals[0] if len(totals) == 1 else mx.concatenate(totals)
 
 
-def _chunk_of_whole_bank(x: mx.array, slots: mx.array, bank: ExpertBank, form: Form) -> mx.array:
+def _chunk_of_whole_bank(
+    x: mx.array, slots: mx.array, bank: ExpertBank, form: ExpertCompute
+) -> mx.array:
     n, K = slots.shape
     flat = slots.reshape(-1)
     if not form.takes_few(n * K, n, bank):
@@ -202,3 +222,189 @@ def _chunk_of_whole_bank(x: mx.array, slots: mx.array, bank: ExpertBank, form: F
 def indices(values: np.ndarray) -> mx.array:
     """As MLX looks rows up."""
     return mx.array(values.astype(np.uint32))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The (token, expert) pairs of a call without padding, token by token, ids ascending.
+
+    token, rank, expert: ``[P]``; rank is the column in ids and weights.
+    """
+
+    token: np.ndarray
+    rank: np.ndarray
+    expert: np.ndarray
+
+    @classmethod
+    def of(cls, ids: np.ndarray, num_experts: int) -> Pairs:
+        """ids ``[N, K]``; entries equal to `num_experts` are padding."""
+        token, rank = np.nonzero(ids < num_experts)
+        return cls(token, rank, ids[token, rank])
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def between(self, first: int, last: int) -> Pairs:
+        """The pairs whose expert is in [first, last]."""
+        return self.where((self.expert >= first) & (self.expert <= last))
+
+    def where(self, keep: np.ndarray | slice) -> Pairs:
+        """The pairs that a mask or a slice keeps."""
+        return Pairs(self.token[keep], self.rank[keep], self.expert[keep])
+
+    def grid(self, shape: tuple[int, int], slot_of: np.ndarray) -> np.ndarray:
+        """Their slots by token and rank, ``[N, K]`` uint32; ABSENT where there is no pair."""
+        slots = np.full(shape, ABSENT, np.uint32)
+        slots[self.token, self.rank] = slot_of[self.expert]
+        return slots
+
+
+def few_pairs(
+    x: mx.array,
+    weights: mx.array,
+    pairs: Pairs,
+    slot_of: np.ndarray,
+    bank: ExpertBank,
+    form: ExpertCompute,
+) -> mx.array:
+    """x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32 in one lazy piece, without padding."""
+    N, K = weights.shape
+    mix = form.mixer(x, weights, bank)
+    if mix is not None:
+        return form.mixed(mix, x, mx.array(pairs.grid(weights.shape, slot_of)), weights, bank)
+    out = form.few_rows(x, pairs, slot_of, bank)
+    return accumulate_experts(out.reshape(N, K, -1), weights)
+
+
+class ExpertSum:
+    """Sums a call's experts into ``total [N, C]`` float32, some ascending ids at a time.
+
+    :meth:`add` must be given the pairs of lower experts before those of higher ones. A form of
+    the mix that `adds` to an array of the host is left to do so.
+
+    Evaluates: all of its work but the last step of the last :meth:`add`.
+    """
+
+    def __init__(self, x: mx.array, weights: mx.array, form: ExpertCompute):
+        N, C = x.shape
+        self.x, self.form = x, form
+        self._total = mx.full((N, C), -0.0, mx.float32)
+        self._on_host: np.ndarray | None = None
+        self.weights = weights
+        self._weights = mx.concatenate([weights.reshape(-1), mx.zeros((1,), mx.float32)])
+        self._K = weights.shape[1]
+        self._started = False
+
+    def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
+        """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
+        mix = self.form.mixer(self.x, self.weights, bank)
+        if hasattr(mix, "adds"):
+            self._add_on_host(mix, pairs, slot_of, bank)
+            return
+        if mix is not None:
+            self._mix(mix, pairs, slot_of, bank)
+            return
+        if not needs_cast(bank):
+            self._add_chunks(pairs, slot_of, bank, cast=False)
+            return
+        experts = np.unique(pairs.expert)
+        group = max(1, self.form.take_bytes // block_bytes(bank))
+        for i in range(0, len(experts), group):
+            chosen = experts[i : i + group]
+            part = pairs.between(chosen[0], chosen[-1])
+            self._add_chunks(part, slot_of, bank, cast=True)
+
+    @property
+    def total(self) -> mx.array:
+        """The sum so far."""
+        return self._total if self._on_host is None else mx.array(self._on_host)
+
+    def evaluate(self) -> None:
+        """Wait until nothing reads a bank any more."""
+        if self._on_host is None:
+            metal.settle()
+            mx.eval(self._total)
+
+    def _add_on_host(
+        self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
+    ) -> None:
+        if self._on_host is None:
+            self._on_host = np.full(self.x.shape, -0.0, np.float32)
+        pairs = pairs.where(np.argsort(pairs.expert, kind="stable"))
+        mix.adds(
+            self._on_host,
+            self.x,
+            self.weights,
+            token=pairs.token,
+            rank=pairs.rank,
+            slot=slot_of[pairs.expert],
+            bank=bank,
+            at_once=self.form.pairs_at_once(bank),
+        )
+
+    def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
+        # Tokens without a pair come along: where a slot is ABSENT nothing is read or added, and
+        # MLX compiles the kernels that pick rows for each process anew, 1 s each on an H100.
+        slots = mx.array(pairs.grid(self.weights.shape, slot_of))
+        N, chunk = len(slots), self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
+        if chunk >= N:
+            self._next_step()
+            self._total = mix(self.x, slots, self.weights, bank, initial=self._total)
+            return
+        for start in range(0, N, chunk):
+            self._next_step()
+            some = slice(start, start + chunk)
+            self._total[some] = mix(
+                self.x[some], slots[some], self.weights[some], bank, initial=self._total[some]
+            )
+
+    def _next_step(self) -> None:
+        """Evaluate the steps before: only one step's scratch is allocated at a time."""
+        if self._started:
+            self.evaluate()
+        self._started = True
+
+    def _add_chunks(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+        if not len(pairs):
+            return
+        firsts, counts = np.unique(pairs.token, return_index=True, return_counts=True)[1:]
+        # A chunk is whole tokens; each costs its pairs and a row of the padded grid.
+        cost = np.cumsum(counts + counts.max())
+        chunk_of = cost // max(1, self.form.pairs_at_once(bank))
+        starts = np.append(firsts[np.flatnonzero(np.diff(chunk_of, prepend=-1))], len(pairs))
+        for start, stop in pairwise(starts):
+            self._next_step()
+            self._add_chunk(pairs.where(slice(start, stop)), slot_of, bank, cast)
+
+    def _add_chunk(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank, cast: bool) -> None:
+        slots = slot_of[pairs.expert]
+        if cast:
+            chosen, slots = np.unique(slots, return_inverse=True)
+            bank = bank.take(indices(chosen), mx.float32)
+        order = np.argsort(slots, kind="stable")
+        rows = self.x[indices(pairs.token[order])]
+        out = self.form.rows(rows, indices(slots[order]), bank, ascending=True)  # [P, C]
+        grid, weights = self._grid(pairs, order)
+        out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
+        out, weights = out[indices(grid)], self._weights[indices(weights)]  # [n, R, C], [n, R]
+        if len(grid) == self._total.shape[0]:
+            self._total = accumulate_experts(out, weights, self._total)
+            return
+        tokens = indices(np.unique(pairs.token))
+        self._total[tokens] = accumulate_experts(out, weights, self._total[tokens])
+
+    def _grid(self, pairs: Pairs, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each token with pairs, where its outputs are in the sorted rows, and its weights:
+        two index arrays ``[n, R]``, filled up with the entry that contributes -0.0."""
+        P = len(pairs)
+        _, first, row, counts = np.unique(
+            pairs.token, return_index=True, return_inverse=True, return_counts=True
+        )
+        column = np.arange(P) - first[row]
+        grid = np.full((len(first), counts.max()), P)
+        weights = np.full(grid.shape, self._weights.shape[0] - 1)
+        position = np.empty(P, np.int64)
+        position[order] = np.arange(P)
+        grid[row, column] = position
+        weights[row, column] = pairs.token * self._K + pairs.rank
+        return grid, weights

@@ -1,26 +1,85 @@
 """What a model asks for its routed experts, whatever holds them.
 
 :class:`~mlx_moeflux.experts.resident.ResidentStore` has all of them in memory,
-:class:`~mlx_moeflux.experts.streamed.StreamedStore` reads what is missing. Both give the same
-bits.
+:class:`~mlx_moeflux.experts.streaming.store.StreamedStore` reads what is missing. Both give the
+same bits.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.experts.stats import ExpertStats
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.telemetry.events import EventHook
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+
+# Ways to compute experts that do not lead through `experts`.
+PAST_EXPERTS = ("whole", "partial", "stays_on_device", "parts_calls")
 
 
-class ExpertStore(Protocol):
-    """Computes the experts that the router chose. Replace it with ``load(store=...)``."""
+class ExpertStore:
+    """Computes the experts that the router chose. Replace it with ``load(store=...)``.
+
+    A store of one's own sets `layers` and `num_experts` and defines :meth:`experts` and
+    :meth:`stats`. What else models ask has an answer here. A class that defines :meth:`experts`
+    and not the ways past it (`whole`, `partial`, `stays_on_device`, `parts_calls`) has none of
+    these: it is asked for every token.
+
+    looks_ahead: :meth:`experts` is also given ``ahead=``, ``[N, K]`` uint32: what the router of the
+        next MoE layer would choose now, the likeliest first; E marks padding. It is None for the
+        last layer and for long calls. generation: Grows when arrays that a trace may have met are
+        replaced. cold: No expert is in memory and none was asked for. slots: MoE layer id -> number
+        of slots, of a store that reads what is missing. nbytes: Bytes that experts may take.
+        block_bytes: MoE layer id -> bytes of one expert. eviction, prefetch, reader: If it has any.
+    """
 
     num_experts: int
     layers: tuple[int, ...]
+    looks_ahead = False
+    generation = 0
+    cold = True
+    slots: Mapping[int, int] = MappingProxyType({})
+    nbytes = 0
+    block_bytes: Mapping[int, int] = MappingProxyType({})
+    eviction: Any = None
+    prefetch: Any = None
+    reader: Any = None
+    stays_on_device = False
+    """Whether all calls are lazy, and a trace may stand for them."""
+    parts_calls = False
+    """Whether a call may be made in the steps of
+    :class:`~mlx_moeflux.experts.streaming.store.StreamedStore`."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+
+        def place(name: str) -> int:
+            return next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind))
+
+        for name in PAST_EXPERTS:
+            if place("experts") < place(name):
+                setattr(cls, name, vars(ExpertStore)[name])
+
+    @property
+    def events(self) -> EventHook | None:
+        """Listener that is told of events, or None. A class that tells of them says
+        ``events = None``, and the listener may be replaced between steps.
+
+        Raises:
+            InputError: When set: this store tells nobody.
+        """
+        return None
+
+    @events.setter
+    def events(self, listener: EventHook | None) -> None:
+        if listener is not None:
+            raise InputError(f"{type(self).__name__} has no events to listen to.")
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """The weighted sum of each token's experts: sum over k of weights[n, k] expert(x[n]).
@@ -29,40 +88,51 @@ class ExpertStore(Protocol):
             x: ``[N, C]``; ids: ``[N, K]`` uint32, ascending in each row; weights: ``[N, K]``
             float32. An id equal to E marks padding: no expert, whatever its weight.
             returns: ``[N, C]`` float32.
-
-        A store with a true attribute `looks_ahead` is also given ``ahead=``, ``[N, K]`` uint32:
-        what the router of the next MoE layer would choose now, the likeliest first; E marks
-        padding. It is None for the last layer and for long calls.
         """
-        ...
+        raise NotImplementedError
 
     def stats(self) -> ExpertStats:
         """The live account of this store."""
-        ...
+        raise NotImplementedError
+
+    def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
+        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: e is in slot e),
+        if all experts are in it and nobody is to be told of calls: who computes with them says so
+        to :meth:`count`."""
+        return None
+
+    def partial(self) -> tuple[int, ...]:
+        """The layers whose calls the host must look at."""
+        return self.layers
+
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+
+    def residents(self, layer: int) -> dict[int, int]:
+        """Expert -> slot of a layer, as it is now; none where nothing is read."""
+        return {}
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Hold the store for a whole step."""
+        return nullcontext()
+
+    def read_missing(
+        self, layer: int, experts: Iterable[int], *, protected: Collection[int]
+    ) -> bool | None:
+        """Read those that are missing, in the place of others than `protected`; False if that must
+        wait, None if there is nothing to read into. Counted as reads, not as misses."""
+        return None
+
+    def start_eval(self) -> None:
+        """Begin to evaluate what this thread built, so that others need not keep away from it."""
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """Give every layer its number of slots.
+
+        Raises:
+            InputError: The experts are not streamed.
+        """
+        raise InputError("these experts are not streamed; load with a smaller expert_memory.")
 
     def close(self) -> None:
         """Free memory, files and threads; the store cannot be asked afterwards."""
-        ...
-
-
-def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> None:
-    """Raise :class:`ShapeError` unless the arguments of `experts` fit each other."""
-    shapes = f"x {list(x.shape)}, ids {list(ids.shape)}, weights {list(weights.shape)}"
-    if x.ndim != 2 or ids.ndim != 2 or x.shape[0] != ids.shape[0] or ids.shape != weights.shape:
-        raise ShapeError(f"layer {layer}: {shapes}; expected [N, C], [N, K], [N, K].")
-    if ids.dtype != mx.uint32 or weights.dtype != mx.float32:
-        raise ShapeError(
-            f"layer {layer}: ids are {ids.dtype} and weights {weights.dtype}; expected uint32 and "
-            "float32."
-        )
-    if not ids.size:
-        raise ShapeError(f"layer {layer}: {shapes}; there must be a token and an expert.")
-
-
-def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
-    """Raise :class:`ShapeError` unless ids ``[N, K]``, read from the device, are in range."""
-    if ids.max() > num_experts or (ids[:, 1:] < ids[:, :-1]).any():
-        raise ShapeError(
-            f"layer {layer}: ids must ascend in each row and be at most {num_experts}, got "
-            f"{ids[0].tolist()} in the first row."
-        )

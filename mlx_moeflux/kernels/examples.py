@@ -1,250 +1,74 @@
-"""Small random arguments of every operation: every size different, no seed kept.
+"""Random arguments of every operation, in the sizes of models or small; no seed kept.
 
-Forms are held against references on them: a replacement when it is given, a kernel before its
-first use on Metal, all of them by ``mlx_moeflux check``.
+Forms are held against references on small examples: a replacement when it is given, a kernel before
+its first use on Metal, all of them by ``mlx_moeflux check``. They are timed on workloads, at the
+sizes at which models call them. A builder takes :class:`Sizes`, a number of tokens and a drawer of
+random arrays.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.delta_gates import normalise_qk
-from mlx_moeflux.kernels.delta_mixer import References
-from mlx_moeflux.kernels.expert_ffn import ExpertBank
-from mlx_moeflux.kernels.heads import HeadMatrices
-from mlx_moeflux.kernels.latent_step import Queries
-from mlx_moeflux.kernels.project import Weight
+from mlx_moeflux.kernels.delta.delta_mixer import normalise_qk
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Normal = Callable[..., mx.array]
 
-B, T, HQ, HK, HV, DK, DV, W = 2, 5, 4, 2, 6, 64, 32, 4
-N, E, K, C, F = 7, 9, 3, 64, 32
-LATENT, DR, DN = 64, 32, 48
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's widths: hidden C, inside an expert F, experts E and K, and heads; then what a call
+    has: sequences, rows of a tail, positions before the new tokens, and those that a buffer grows
+    by."""
+
+    C: int
+    F: int
+    E: int
+    K: int
+    Hq: int
+    Hkv: int
+    Dh: int
+    Dhv: int  # of its values
+    Hk: int
+    Hv: int
+    Dk: int
+    heads: int  # of latent attention
+    latent: int
+    Dn: int = 128
+    Dr: int = 64
+    Dv: int = 128  # of the delta rule and of latent attention
+    group: int = 64
+    B: int = 1
+    tail: int = 64
+    keys: int = 2048
+    step: int = 256
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(4, self.group)
 
 
-def _causal_conv(x: Normal) -> Arguments:
-    return (x(B, T, C), x(C, W), x(B, W - 1, C)), {}
-
-
-def _normalise_qk(x: Normal) -> Arguments:
-    return (x(B, T, HK, DK), x(B, T, HK, DK)), {}
-
-
-def _decay_beta(x: Normal) -> Arguments:
-    gates = {"a_log": x(HV, dtype=mx.float32), "dt_bias": x(HV, dtype=mx.float32)}
-    return (x(B, T, HV), x(B, T, HV)), gates
-
-
-def _gated_delta(x: Normal) -> Arguments:
-    q, k = normalise_qk(x(B, T, HK, DK), x(B, T, HK, DK))
-    return (q, k, x(B, T, HV, DV)), {
-        "log_decay": -mx.abs(x(B, T, HV, dtype=mx.float32)),
-        "beta": mx.sigmoid(x(B, T, HV, dtype=mx.float32)),
-        "state": x(B, HV, DV, DK, dtype=mx.float32),
-    }
-
-
-def _gated_rms_norm(x: Normal) -> Arguments:
-    return (x(B, T, HV, DV), x(B, T, HV, DV), x(DV)), {"eps": 1e-6}
-
-
-def _delta_mixer(x: Normal) -> Arguments:
-    D, gates = 2 * HK * DK + HV * DV, (B, T, HV)
-    return (x(B, T, D), x(B, T, HV * DV), x(*gates), x(*gates)), {
-        "conv_weight": x(D, W),
-        "conv_state": x(B, W - 1, D),
-        "state": x(B, HV, DV, DK, dtype=mx.float32),
-        "a_log": x(HV, dtype=mx.float32),
-        "dt_bias": x(HV, dtype=mx.float32),
-        "norm_weight": x(DV),
-        "eps": 1e-6,
-        "steps": References,
-    }
-
-
-def _norm_rope(x: Normal) -> Arguments:
-    options = {"eps": 1e-6, "dims": 16, "base": 1e4, "offset": 3}
-    weights = {"q_weight": x(DK), "k_weight": x(DK)}
-    return (x(B, T, HQ, 2 * DK), x(B, T, HK, DK), x(B, T, HK, DV)), weights | options
-
-
-def _append_row(x: Normal) -> Arguments:
-    tail = (x(B, HK, 16, DK), x(B, HK, 16, DV))
-    position = mx.array([35], dtype=mx.int32)
-    return (tail, x(B, HK, 1, DK), x(B, HK, 1, DV)), {"position": position}
-
-
-def _sdpa(x: Normal) -> Arguments:
-    keys, values = x(B, HK, T + 7, DK), x(B, HK, T + 7, DV)
-    options = {"mask": "causal", "length": T + 2, "start": mx.array([0, 1])}
-    return (x(B, HQ, T, DK), keys, values), {"scale": 0.1, **options, "gate": x(B, T, HQ, 2 * DV)}
-
-
-def _latent_prepare(x: Normal) -> Arguments:
-    frequencies = 1e4 ** (-mx.arange(0, DR, 2) / DR)
-    options = {"norm": x(LATENT), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
-    arrays = (x(B, T, HQ, DN + DR), x(B, T, LATENT + DR))
-    return arrays, options | {"factor": 1.2, "interleaved": True}
-
-
-def _latent_step(x: Normal) -> Arguments:
-    # One sequence and wide rows to make queries of: the kernel that does most. Of floats, because
-    # MLX adds quantised products up in the dtype of x on the CPU.
-    D, L = LATENT + DR, 1536
-    frequencies = 1e4 ** (-mx.arange(0, DR, 2) / DR)
-    options = {"norm": x(LATENT), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
-    options |= {"position": mx.array([19], dtype=mx.int32), "factor": 1.2, "interleaved": True}
-    options["queries"] = Queries(Weight(L**-0.5 * x(HQ * D, L)), x(L), 1e-6)
-    parts = mx.quantize(0.2 * x(HQ, LATENT, LATENT), group_size=32, bits=4)
-    tail = (x(1, 1, 16, LATENT), x(1, 1, 16, DR))
-    arrays = (x(1, 1, L), x(1, 1, LATENT + DR), tail)
-    return (*arrays, HeadMatrices(*parts, QuantSpec(4, 32), 0, LATENT)), options
-
-
-def _head_product(x: Normal) -> Arguments:
-    parts = mx.quantize(0.2 * x(HQ, DN + DV, LATENT), group_size=32, bits=4)
-    return (x(B, HQ, 1, LATENT), HeadMatrices(*parts, QuantSpec(4, 32), DN, DV)), {}
-
-
-def _sdpa_blas(x: Normal) -> Arguments:
-    args, kwargs = _sdpa(x)
-    del kwargs["start"]
-    return args, kwargs
-
-
-def _paged_sdpa(x: Normal) -> Arguments:
-    tail = (x(B, HK, 16, DK), x(B, HK, 16, DV))
-    table = mx.array([[2, 0, 3, 0], [1, 4, 5, 0]], dtype=mx.int32)
-    length, start = (mx.array(n, dtype=mx.int32) for n in ([40], [7, 0]))
-    options = {"table": table, "page": 16, "length": length, "start": start, "tail": tail}
-    return (x(B, HQ, 1, DK), x(96, HK, DK), x(96, HK, DV)), options | {"scale": DK**-0.5}
-
-
-def _latent_attention(x: Normal) -> Arguments:
-    queries = x(B, HQ, T, LATENT), x(B, HQ, T, DR)
-    cache = x(B, 1, T + 5, LATENT), x(B, 1, T + 5, DR)
-    return (*queries, *cache), {"length": T + 2, "scale": 0.1, "mask": "causal"}
-
-
-def _latent_prefill(x: Normal) -> Arguments:
-    w_k, w_v = x(HQ, LATENT, DN), x(HQ, LATENT, DV)
-
-    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
-        return latent @ w_k[first:last], latent @ w_v[first:last]
-
-    (_, *rest), options = _latent_attention(x)
-    return (x(B, T, HQ, DN + DR), *rest), options | {"expand": expand}
-
-
-def _softmax_top_k(x: Normal) -> Arguments:
-    return (x(N, E),), {"k": K}
-
-
-def _sigmoid_top_k(x: Normal) -> Arguments:
-    options = {"k": K, "groups": 4, "kept_groups": 2, "scale": 2.5}
-    return (x(N, 4 * E), x(4 * E, dtype=mx.float32)), options
-
-
-def _expert_ffn(x: Normal) -> Arguments:
-    shapes = {"gate_proj": (E, F, C), "up_proj": (E, F, C), "down_proj": (E, C, F)}
-    arrays, specs = {}, dict.fromkeys(shapes, QuantSpec(bits=4, group_size=32))
-    for name, shape in shapes.items():
-        parts = mx.quantize(0.2 * x(*shape), group_size=32, bits=4)
-        for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
-            arrays[f"{name}.{part}"] = array
-    slots = mx.arange(N).astype(mx.uint32)
-    return (x(N, C), slots, ExpertBank.of(arrays, specs)), {}
-
-
-def _expert_mix(x: Normal) -> Arguments:
-    (rows, _, bank), _ = _expert_ffn(x)
-    slots = (mx.arange(N)[:, None] + mx.arange(K)).astype(mx.uint32)
-    options = {"initial": x(N, C, dtype=mx.float32)}
-    return (rows, slots, x(N, K, dtype=mx.float32), bank), options
-
-
-def _weight(x: Normal, rows: int, width: int) -> Weight:
-    return Weight(*mx.quantize(0.2 * x(rows, width), group_size=32, bits=4), QuantSpec(4, 32))
-
-
-def _project(x: Normal) -> Arguments:
-    weights = [_weight(x, F, C), Weight(0.2 * x(N, C))]
-    return (x(3, C), weights), {"norm": x(C), "eps": 1e-6, "normed": True}
-
-
-def _add_shared(x: Normal) -> Arguments:
-    inner = (x(3, F), x(3, F), _weight(x, C, F))
-    return (x(3, C), x(3, C, dtype=mx.float32), *inner), {"score": x(3, 1)}
-
-
-def _moe_step(x: Normal) -> Arguments:
-    (_, _, bank), _ = _expert_ffn(x)
-    shared = Weight(
-        *mx.quantize(0.2 * x(2 * F, C), group_size=32, bits=4), QuantSpec(4, 32), (F, F)
-    )
-    rows, norm, router = _decisive(x)
-    weights = [Weight(router, outs=(E, 1)), shared]
-    options = {"norm": norm, "eps": 1e-6, "k": K, "down": _weight(x, C, F)}
-    return (rows, weights, bank), options | {"table": mx.arange(E, dtype=mx.uint32)}
-
-
-def _decisive(x: Normal) -> tuple[mx.array, mx.array, mx.array]:
-    """Rows, a norm's weight and a router that no rounding moves to another expert. Evaluates."""
-    while True:
-        rows, norm, router = x(3, C), x(C), 0.2 * x(E + 1, C)
-        arrays = (array.astype(mx.float32) for array in (rows, norm, router[:E]))
-        rows32, norm32, router32 = (np.array(array) for array in arrays)
-        normed = norm32 * rows32 / np.sqrt((rows32**2).mean(axis=-1, keepdims=True))
-        scores = np.sort(normed @ router32.T, axis=-1)
-        if (scores[:, -K] - scores[:, -K - 1]).min() > 0.05 * np.abs(scores).max():
-            return rows, norm, router
-
-
-def _moe_combine(x: Normal) -> Arguments:
-    return (x(N, C), x(N, C, dtype=mx.float32)), {"shared": x(N, C), "score": x(N, 1)}
-
-
-def _collect(x: Normal) -> Arguments:
-    log = x(20 * K, dtype=mx.float32)
-    return (log, [x(K, F + 2, dtype=mx.float32) for _ in range(3)]), {"count": 2 * K}
-
-
-EXAMPLES: dict[str, Callable[[Normal], Arguments]] = {
-    "project": _project,
-    "causal_conv": _causal_conv,
-    "normalise_qk": _normalise_qk,
-    "decay_beta": _decay_beta,
-    "gated_delta": _gated_delta,
-    "gated_rms_norm": _gated_rms_norm,
-    "delta_mixer": _delta_mixer,
-    "norm_rope": _norm_rope,
-    "latent_prepare": _latent_prepare,
-    "latent_step": _latent_step,
-    "head_product": _head_product,
-    "append_row": _append_row,
-    "sdpa": _sdpa,
-    "paged_sdpa": _paged_sdpa,
-    "latent_attention": _latent_attention,
-    "latent_prefill": _latent_prefill,
-    "softmax_top_k": _softmax_top_k,
-    "sigmoid_top_k": _sigmoid_top_k,
-    "expert_ffn": _expert_ffn,
-    "expert_mix": _expert_mix,
-    "moe_combine": _moe_combine,
-    "add_shared": _add_shared,
-    "moe_step": _moe_step,
-    "collect": _collect,
-}
-
-# "operation=form" -> a case that the form takes, where it refuses the operation's own.
-OF_FORMS: dict[str, Callable[[Normal], Arguments]] = {"sdpa=blas": _sdpa_blas}
+# Qwen3.6-35B-A3B with DeepSeek-V3's latents; what a CPU is asked to run; and what a check takes,
+# whose tokens are T or, of a step that has one token a sequence, N.
+LARGE = Sizes(2048, 512, 256, 8, 16, 2, 256, 256, 16, 32, 128, 128, 512)
+SMALL = Sizes(768, 256, 32, 4, 8, 2, 128, 128, 4, 8, 128, 16, 512)
+TINY = Sizes(
+    64, 32, 9, 3, 4, 2, 64, 32, 2, 6, 64, 4, 64,
+    Dn=64, Dr=32, Dv=32, group=32, B=2, tail=16, keys=2, step=10,
+)  # fmt: skip
+T, N, BLOCK = 5, 7, 16  # BLOCK: Rows of a block of a pool
 
 
 def fresh_key() -> mx.array:
@@ -252,10 +76,252 @@ def fresh_key() -> mx.array:
     return mx.random.key(int.from_bytes(os.urandom(8), "little"))
 
 
-def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:
-    """Positional and keyword arguments; activations and weights in `dtype`."""
-
-    def normal(*shape: int, dtype: mx.Dtype = dtype) -> mx.array:
+def _normal(default: mx.Dtype) -> Normal:
+    def normal(*shape: int, dtype: mx.Dtype = default) -> mx.array:
         return mx.random.normal(shape, key=fresh_key()).astype(dtype)
 
-    return OF_FORMS.get(f"{operation}={form}", EXAMPLES[operation])(normal)
+    return normal
+
+
+def _quantised(s: Sizes, x: Normal, *shape: int) -> tuple[mx.array, mx.array, mx.array]:
+    return mx.quantize(x(*shape) * shape[-1] ** -0.5, group_size=s.group, bits=4)
+
+
+def _weight(s: Sizes, x: Normal, *outs: int, width: int) -> Weight:
+    parts = _quantised(s, x, sum(outs), width)
+    return Weight(*parts, s.spec, outs if len(outs) > 1 else ())
+
+
+def _project(s: Sizes, n: int, x: Normal) -> Arguments:
+    widths = (2 * s.Hk * s.Dk + s.Hv * s.Dv, s.Hv * s.Dv)
+    return (x(1, n, s.C), [_weight(s, x, *widths, width=s.C)]), {"norm": x(s.C)}
+
+
+def _project_two(s: Sizes, n: int, x: Normal) -> Arguments:
+    weights = [Weight(0.2 * x(N, s.C)), _weight(s, x, s.F, s.F, width=s.C)]
+    return (x(3, s.C), weights), {"norm": x(s.C), "eps": 1e-6, "normed": True}
+
+
+def _gated_delta(s: Sizes, n: int, x: Normal) -> Arguments:
+    q, k = normalise_qk(x(s.B, n, s.Hk, s.Dk), x(s.B, n, s.Hk, s.Dk))
+    return (q, k, x(s.B, n, s.Hv, s.Dv)), {
+        "log_decay": -0.3 * mx.abs(x(s.B, n, s.Hv, dtype=mx.float32)),
+        "beta": mx.sigmoid(x(s.B, n, s.Hv, dtype=mx.float32)),
+        "state": x(s.B, s.Hv, s.Dv, s.Dk, dtype=mx.float32),
+    }
+
+
+def _delta_mixer(s: Sizes, n: int, x: Normal) -> Arguments:
+    D, gates = 2 * s.Hk * s.Dk + s.Hv * s.Dv, (s.B, n, s.Hv)
+    return (x(s.B, n, D), x(s.B, n, s.Hv * s.Dv), x(*gates), x(*gates)), {
+        "conv_weight": x(D, 4),
+        "conv_state": x(s.B, 3, D),
+        "state": x(s.B, s.Hv, s.Dv, s.Dk, dtype=mx.float32),
+        "a_log": x(s.Hv, dtype=mx.float32),
+        "dt_bias": x(s.Hv, dtype=mx.float32),
+        "norm_weight": x(s.Dv),
+        "eps": 1e-6,
+    }
+
+
+def _norm_rope(s: Sizes, n: int, x: Normal, *, gates: int = 0) -> Arguments:
+    q, k, v = (x(s.B, n, h, d) for h, d in ((s.Hq, s.Dh + gates), (s.Hkv, s.Dh), (s.Hkv, s.Dhv)))
+    options = {"eps": 1e-6, "dims": s.Dh // 4, "base": 1e4, "offset": 3}
+    return (q, k, v), {"q_weight": x(s.Dh), "k_weight": x(s.Dh), **options}
+
+
+def _append_row(s: Sizes, n: int, x: Normal) -> Arguments:
+    tail, row = (x(s.B, s.Hkv, s.tail, s.Dh), x(s.B, s.Hkv, s.tail, s.Dhv)), (s.B, s.Hkv, 1)
+    position = mx.array([2 * s.tail + 3], dtype=mx.int32)
+    return (tail, x(*row, s.Dh), x(*row, s.Dhv)), {"position": position}
+
+
+def _sdpa(s: Sizes, n: int, x: Normal, Dh: int, Dv: int, Hq: int, Hkv: int) -> Arguments:
+    rows = s.keys + -(-n // s.step) * s.step  # buffers are larger than what they hold
+    keys, values = x(s.B, Hkv, rows, Dh), x(s.B, Hkv, rows, Dv)
+    options = {"scale": Dh**-0.5, "mask": None if n == 1 else "causal", "length": s.keys + n}
+    return (x(s.B, Hq, n, Dh), keys, values), options
+
+
+def _sdpa_gated(s: Sizes, n: int, x: Normal) -> Arguments:
+    args, options = _sdpa(s, n, x, s.Dh, s.Dhv, s.Hq, s.Hkv)
+    return args, options | {"start": mx.array([0, 1]), "gate": x(s.B, n, s.Hq, 2 * s.Dhv)}
+
+
+def _paged_sdpa(s: Sizes, n: int, x: Normal) -> Arguments:
+    """Of n sequences, their blocks one behind another."""
+    pages, tail = (s.keys + 256) // BLOCK, (x(n, s.Hkv, s.tail, s.Dh), x(n, s.Hkv, s.tail, s.Dh))
+    rows = (n * pages + 1) * BLOCK
+    table = (1 + mx.arange(n * pages)).reshape(n, pages).astype(mx.int32)
+    options = {"table": table, "page": BLOCK, "length": mx.array([s.keys + 1], dtype=mx.int32)}
+    return (x(n, s.Hq, 1, s.Dh), x(rows, s.Hkv, s.Dh), x(rows, s.Hkv, s.Dh)), {
+        **options, "tail": tail, "scale": s.Dh**-0.5
+    }  # fmt: skip
+
+
+def _paged_anywhere(s: Sizes, n: int, x: Normal) -> Arguments:
+    tail = (x(2, s.Hkv, s.tail, s.Dh), x(2, s.Hkv, s.tail, s.Dhv))
+    table = mx.array([[2, 0, 3, 0], [1, 4, 5, 0]], dtype=mx.int32)
+    length, start = (mx.array(value, dtype=mx.int32) for value in ([40], [7, 0]))
+    options = {"table": table, "page": BLOCK, "length": length, "start": start, "tail": tail}
+    return (x(2, s.Hq, 1, s.Dh), x(6 * BLOCK, s.Hkv, s.Dh), x(6 * BLOCK, s.Hkv, s.Dhv)), {
+        **options, "scale": s.Dh**-0.5
+    }  # fmt: skip
+
+
+def _latent_attention(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows = s.keys + -(-n // s.step) * s.step
+    cache = x(s.B, 1, rows, s.latent), x(s.B, 1, rows, s.Dr)
+    return (x(s.B, s.heads, n, s.latent), x(s.B, s.heads, n, s.Dr), *cache), {
+        "length": s.keys + n, "scale": (s.Dn + s.Dr) ** -0.5, "mask": None if n == 1 else "causal"
+    }  # fmt: skip
+
+
+def _latent_prefill(s: Sizes, n: int, x: Normal) -> Arguments:
+    w_k, w_v = x(s.heads, s.latent, s.Dn), x(s.heads, s.latent, s.Dv)
+
+    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
+        return latent @ w_k[first:last], latent @ w_v[first:last]
+
+    (_, *rest), options = _latent_attention(s, n, x)
+    options |= {"expand": expand, "mask": "causal"}
+    return (x(s.B, n, s.heads, s.Dn + s.Dr), *rest), options
+
+
+def _latent_prepare(s: Sizes, n: int, x: Normal) -> Arguments:
+    frequencies = 1e4 ** (-mx.arange(0, s.Dr, 2) / s.Dr)
+    options = {"norm": x(s.latent), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
+    arrays = (x(s.B, n, s.heads, s.Dn + s.Dr), x(s.B, n, s.latent + s.Dr))
+    return arrays, options | {"factor": 1.2, "interleaved": True}
+
+
+def _latent_step(s: Sizes, n: int, x: Normal) -> Arguments:
+    arrays, options = _latent_prepare(s, 1, x)
+    tail = x(s.B, 1, s.tail, s.latent), x(s.B, 1, s.tail, s.Dr)
+    matrices = HeadMatrices(*_quantised(s, x, s.heads, s.latent, s.Dn), s.spec, 0, s.latent)
+    position = mx.array([s.tail + 3], dtype=mx.int32)
+    return (*arrays, tail, matrices), options | {"position": position}
+
+
+def _head_product(s: Sizes, n: int, x: Normal) -> Arguments:
+    parts = _quantised(s, x, s.heads, s.Dn + s.Dv, s.latent)
+    return (x(s.B, s.heads, n, s.latent), HeadMatrices(*parts, s.spec, s.Dn, s.Dv)), {}
+
+
+def _softmax_top_k(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.E),), {"k": s.K}
+
+
+def _sigmoid_top_k(s: Sizes, n: int, x: Normal) -> Arguments:
+    E, options = s.E + -s.E % 8, {"k": s.K, "groups": 8, "kept_groups": 4, "scale": 2.5}
+    return (x(n, E), x(E, dtype=mx.float32)), options
+
+
+@functools.lru_cache(maxsize=1)
+def _bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
+    """One for all calls, which differ in their routes."""
+    shapes = ((s.F, s.C), (s.F, s.C), (s.C, s.F))
+    parts = [_quantised(s, _normal(dtype), s.E, *shape) for shape in shapes]
+    mx.eval(parts)
+    return ExpertBank(*(ProjectionBank(*part, s.spec) for part in parts))
+
+
+def _expert_mix(s: Sizes, n: int, x: Normal) -> Arguments:
+    order = mx.argsort(mx.random.uniform(shape=(n, s.E), key=fresh_key()), axis=-1)[:, : s.K]
+    slots = mx.sort(order, axis=-1).astype(mx.uint32)
+    weights, rows = mx.random.uniform(shape=(n, s.K), key=fresh_key()), x(n, s.C)
+    return (rows, slots, weights, _bank(s, rows.dtype)), {}
+
+
+def _expert_mix_continued(s: Sizes, n: int, x: Normal) -> Arguments:
+    return _expert_mix(s, n, x)[0], {"initial": x(n, s.C, dtype=mx.float32)}
+
+
+def _moe_combine(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
+
+
+def _add_shared(s: Sizes, n: int, x: Normal) -> Arguments:
+    inner = (x(n, s.F), x(n, s.F), _weight(s, x, s.C, width=s.F))
+    return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
+
+
+def _moe_step(s: Sizes, n: int, x: Normal) -> Arguments:
+    spec = QuantSpec(8, 64)
+    router = Weight(*mx.quantize(x(s.E + 1, s.C), group_size=64, bits=8), spec, (s.E, 1))
+    rows, weights = x(1, n, s.C), [router, _weight(s, x, s.F, s.F, width=s.C)]
+    options = {"norm": x(s.C), "eps": 1e-6, "k": s.K, "down": _weight(s, x, s.C, width=s.F)}
+    return (rows, weights, _bank(s, rows.dtype)), options
+
+
+def _moe_step_decisive(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows, norm, router = _decisive(s, x)
+    (_, (_, shared), bank), options = _moe_step(s, n, x)
+    options |= {"norm": norm, "table": mx.arange(s.E, dtype=mx.uint32)}
+    return (rows, [Weight(router, outs=(s.E, 1)), shared], bank), options
+
+
+def _decisive(s: Sizes, x: Normal) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows, a norm's weight and a router that no rounding moves to another expert. Evaluates."""
+    while True:
+        rows, norm, router = x(3, s.C), x(s.C), 0.2 * x(s.E + 1, s.C)
+        arrays = (array.astype(mx.float32) for array in (rows, norm, router[: s.E]))
+        rows32, norm32, router32 = (np.array(array) for array in arrays)
+        normed = norm32 * rows32 / np.sqrt((rows32**2).mean(axis=-1, keepdims=True))
+        scores = np.sort(normed @ router32.T, axis=-1)
+        if (scores[:, -s.K] - scores[:, -s.K - 1]).min() > 0.05 * np.abs(scores).max():
+            return rows, norm, router
+
+
+# Names are those of dispatch.json: an operation, or one and the kind of call that has rows of its
+# own.
+WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
+    "project": _project,
+    "gated_delta": _gated_delta,
+    "delta_mixer": _delta_mixer,
+    "norm_rope": _norm_rope,
+    "append_row": _append_row,
+    "sdpa": lambda s, n, x: _sdpa(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),
+    "sdpa 64": lambda s, n, x: _sdpa(s, n, x, 64, 64, 2 * s.Hq, s.Hq // 2),
+    "sdpa 128": lambda s, n, x: _sdpa(s, n, x, 128, 128, 2 * s.Hq, 2 * s.Hkv),
+    "sdpa 192": lambda s, n, x: _sdpa(s, n, x, 192, 128, s.heads, s.heads),
+    "paged_sdpa": _paged_sdpa,
+    "latent_attention": _latent_attention,
+    "latent_prefill": _latent_prefill,
+    "latent_prepare": _latent_prepare,
+    "latent_step": _latent_step,
+    "head_product": _head_product,
+    "softmax_top_k": _softmax_top_k,
+    "sigmoid_top_k": _sigmoid_top_k,
+    "expert_mix": _expert_mix,
+    "moe_combine": _moe_combine,
+    "moe_step": _moe_step,
+    "add_shared": _add_shared,
+}
+# Examples have every option that the operation has.
+EXAMPLES = {name: build for name, build in WORKLOADS.items() if " " not in name} | {
+    "project": _project_two,
+    "norm_rope": lambda s, n, x: _norm_rope(s, n, x, gates=s.Dh),
+    "sdpa": _sdpa_gated,
+    "paged_sdpa": _paged_anywhere,
+    "expert_mix": _expert_mix_continued,
+    "moe_step": _moe_step_decisive,
+}
+# Of those with one row a sequence or token.
+TOKENS = {"head_product": 1, "add_shared": 3} | dict.fromkeys(
+    ("softmax_top_k", "sigmoid_top_k", "expert_mix", "moe_combine"), N
+)
+
+
+def workload(name: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments:
+    """Arguments of one call, not evaluated."""
+    return WORKLOADS[name](sizes, tokens, _normal(dtype))
+
+
+def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:
+    """Positional and keyword arguments; activations and weights in `dtype`. form: What is to take
+    them."""
+    args, options = EXAMPLES[operation](TINY, TOKENS.get(operation, T), _normal(dtype))
+    if form == "blas":
+        options.pop("start", None)  # which BLAS refuses
+    return args, options

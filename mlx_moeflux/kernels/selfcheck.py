@@ -20,10 +20,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels import failures, kept_files
 from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.runtime import failures, user_cache
 
-Form = Callable[..., Any]
+Implementation = Callable[..., Any]
 
 # Of the largest value; the reference rounds too.
 LIMITS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
@@ -44,7 +44,9 @@ class Verdict:
 _verdicts: dict[str, Verdict] = {}
 
 
-def compare(operation: str, name: str, forms: Mapping[str, Form], dtype: mx.Dtype) -> Verdict:
+def compare(
+    operation: str, name: str, forms: Mapping[str, Implementation], dtype: mx.Dtype
+) -> Verdict:
     """Run a form and the reference on a small case; the reference on the CPU, because on CUDA stock
     products of float32 are TF32."""
     args, kwargs = example(operation, dtype, form=name)
@@ -95,7 +97,9 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
-def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence[Any]) -> bool:
+def trusted(
+    operation: str, name: str, forms: Mapping[str, Implementation], args: Sequence[Any]
+) -> bool:
     """Whether a form may be used on this GPU; compared once, and a failure warned of once."""
     # An operation's first argument may be several arrays, such as keys and values.
     dtypes = (array.dtype for array in _arrays(args) if array.dtype in LIMITS)
@@ -123,7 +127,7 @@ def trusted(operation: str, name: str, forms: Mapping[str, Form], args: Sequence
 
 def file() -> Path:
     """Where verdicts are kept."""
-    return kept_files.root() / "kernels.json"
+    return user_cache.root() / "kernels.json"
 
 
 def gpu() -> str:
@@ -146,7 +150,7 @@ def _macos_build() -> str:
         return ""
 
 
-def _text_hash(form: Form) -> str:
+def _text_hash(form: Implementation) -> str:
     texts = "".join("".join(kernel.metal_text()) for kernel in form.kernels)
     return hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
 
@@ -158,7 +162,7 @@ def _read() -> dict[str, dict[str, Any]]:
         return {}
 
 
-def kept(key: str, form: Form) -> Verdict | None:
+def kept(key: str, form: Implementation) -> Verdict | None:
     """The verdict of an earlier process on the same text, if there is one."""
     entry = dict(_read().get(_place(), {}).get(key, {}))
     if entry.pop("text", None) != _text_hash(form):
@@ -166,11 +170,11 @@ def kept(key: str, form: Form) -> Verdict | None:
     return Verdict(**entry)
 
 
-def keep(verdicts: Mapping[str, Verdict], form: Form) -> None:
+def keep(verdicts: Mapping[str, Verdict], form: Implementation) -> None:
     """Write verdicts for other processes; where the file cannot be written, they check again."""
     known = _read()
     place = known.setdefault(_place(), {})
     place.update({k: {**asdict(v), "text": _text_hash(form)} for k, v in verdicts.items()})
     with contextlib.suppress(OSError):
         file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept_files.write(file(), json.dumps(known, indent=1).encode())
+        user_cache.write(file(), json.dumps(known, indent=1).encode())

@@ -18,14 +18,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.kernels import auto, metal
-from mlx_moeflux.kernels.choice import FORMS, REFERENCE
-from mlx_moeflux.kernels.examples import Arguments
-from mlx_moeflux.kernels.workloads import LARGE, SMALL, WORKLOADS, workload
+from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+from mlx_moeflux.kernels.runtime import metal
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
-OF_ONE_SIZE = frozenset(("append_row", "latent_step", "collect"))
+OF_ONE_SIZE = frozenset(("append_row", "latent_step"))
 # Of one measurement, and of one call that is still repeated.
 SECONDS, LONGEST = 0.02, 0.2
 ROUNDS = 3
@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 def tune(operations: Iterable[str] | None = None, *, report: Report = lambda line: None) -> dict:
     """The table in use with the rows of this back end measured anew.
 
-    operations: Only these; names of :data:`~mlx_moeflux.kernels.workloads.WORKLOADS`.
+    operations: Only these; names of :data:`~mlx_moeflux.kernels.examples.WORKLOADS`.
 
     Raises:
         InputError: There is no such operation.
@@ -45,14 +45,14 @@ def tune(operations: Iterable[str] | None = None, *, report: Report = lambda lin
     for name in wanted:
         if name not in WORKLOADS:
             raise InputError(f"'{name}' cannot be measured; there are {', '.join(WORKLOADS)}.")
-    table, backend = auto.read(), metal.backend().name
+    table, backend = dispatch.read(), metal.backend().name
     for name in wanted:
         times = measure(name, report)
         if times:
             table.setdefault(name, {})[backend] = rows(times)
     place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
     said = f"{place}, MLX {mx.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
-    table[auto.MEASURED] = table.get(auto.MEASURED, {}) | {backend: said}
+    table[dispatch.MEASURED] = table.get(dispatch.MEASURED, {}) | {backend: said}
     return table
 
 
@@ -74,7 +74,7 @@ def rows(times: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
 def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
     """Tokens -> form -> seconds; nothing if there is but one form."""
     operation = name.partition(" ")[0]
-    forms = {form: call for form, call in FORMS[operation].items() if _runs(call)}
+    forms = {form: call for form, call in IMPLEMENTATIONS[operation].items() if _runs(call)}
     if len(forms) < 2:
         return {}
     device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
@@ -96,9 +96,9 @@ def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
 def seconds(
     forms: Mapping[str, Callable[..., Any]], calls: Sequence[Arguments], *, report: Report
 ) -> dict[str, float]:
-    """Form -> seconds of one call: the slope over their number in one evaluation, the median of
-    some. Forms take turns, so that a machine that slows down slows all alike. Those that do not
-    take such a call are left out."""
+    """Implementation -> seconds of one call: the slope over their number in one evaluation, the
+    median of some. Forms take turns, so that a machine that slows down slows all alike. Those that
+    do not take such a call are left out."""
 
     def run(form: str, count: int) -> float:
         outputs, start = [], time.perf_counter()
@@ -139,7 +139,7 @@ def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
     """
     entries = []
     for operation, backends in table.items():
-        if operation == auto.MEASURED:
+        if operation == dispatch.MEASURED:
             entries.append(f'  "{operation}": {json.dumps(backends)}')
             continue
         lists = []

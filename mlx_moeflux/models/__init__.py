@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from mlx_moeflux.checkpoint.names import MappedTensors
+    from mlx_moeflux.checkpoint.source import Checkpoint
 
 # model_type -> module in this package. Adding an architecture is one file and one line here.
 MODEL_TYPES = {
@@ -29,3 +33,14 @@ def model_class(model_type: Any, *, file: Any = "config.json") -> type:
             f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}."
         )
     return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}").Model
+
+
+def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
+    """A checkpoint under the names of its model.
+
+    Raises:
+        MoefluxError: Its config or its names are not of a model that runs here.
+    """
+    kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
+    config = kind.Config.from_dict(checkpoint.config, file=checkpoint.config_file)
+    return checkpoint.mapped(kind.name_rules(config))

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache
-from mlx_moeflux.kernels.blas import reshaped
-from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.models.layers import project
+from mlx_moeflux.kernels.cpu.blas import reshaped
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.layers import weights_of
 
 
 class Attention(nn.Module):
@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(Hq * Dh, C, bias=bias)
         self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+        self._rotary_dims = config.rotary_dims
         yarn, self._turns = getattr(config, "yarn", None), {}
         self._factors = None
         if yarn is not None:
@@ -52,18 +53,23 @@ class Attention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        q, k, v = project(kernels, x, *self.stacks()[0], norm=norm)
+        weights = weights_of(*self.stacks()[0])
+        q, k, v = kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
         q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
         k, v = reshaped(k, B, T, Hkv, Dh), reshaped(v, B, T, Hkv, Dh)
         gate = q if self.gated else None
+        q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        if self._factors is not None:
+            # YaRN's factor of what is turned; rotations keep it.
+            q_weight, k_weight = q_weight * self._factors, k_weight * self._factors
         q, k, v = kernels.norm_rope(  # heads before tokens
             q,
             k,
             v,
-            q_weight=self._scaled(self.q_norm.weight),
-            k_weight=self._scaled(self.k_norm.weight),
+            q_weight=q_weight,
+            k_weight=k_weight,
             eps=config.rms_norm_eps,
-            dims=config.rotary_dims,
+            dims=self._rotary_dims,
             base=config.rope_theta,
             offset=cache.positions(T),
             **self._turns,
@@ -78,11 +84,7 @@ class Attention(nn.Module):
             mask = "causal" if T > 1 else None
             y = kernels.sdpa(q, **{"mask": mask, **held, **options})
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
-        return project(kernels, y, self.o_proj, residual=x)[0]
-
-    def _scaled(self, weight: mx.array) -> mx.array:
-        """A norm's weight with YaRN's factor of what is turned; rotations keep it."""
-        return weight if self._factors is None else weight * self._factors
+        return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

@@ -8,31 +8,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache import SequenceClock, SequenceState, StateSpec, check_positions
-from mlx_moeflux.cache.quantized import KV_BITS, quantized
+from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, check_positions
+from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.attribution import Attribution
 from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
-from mlx_moeflux.experts.events import both
-from mlx_moeflux.experts.trace import TraceInfo, TraceWriter
-from mlx_moeflux.kernels import failures
-from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.attribution import Attribution
+from mlx_moeflux.experts.telemetry.events import both
+from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import forget_dense, stack
-from mlx_moeflux.models.moe import Following, SparseMoeBlock, traceable
-from mlx_moeflux.models.packing import EXPERTS, pack, release
+from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
+from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.record import record
-from mlx_moeflux.models.state_spec import state_spec
-
-if TYPE_CHECKING:
-    from mlx_moeflux.models.segments import SegmentedStep
-    from mlx_moeflux.models.step import CompiledStep
+from mlx_moeflux.models.state_spec import entry_specs, state_spec
 
 # Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
 PREFILL_CHUNK = 2048
@@ -41,8 +38,8 @@ PREFILL_CHUNK = 2048
 class StreamingModel(nn.Module):
     """Base of the models: layers, expert store, inspection and clean-up.
 
-    Subclasses set ``config``, ``model.layers``, ``_kernels``, ``_router`` and define ``__call__``
-    and ``make_cache``.
+    Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers``,
+    ``__call__`` and ``make_cache``.
     """
 
     def __init__(self):
@@ -53,18 +50,14 @@ class StreamingModel(nn.Module):
         self.identity = ""
         self.compile_steps: bool | None = None
         self._step: CompiledStep | None = None
-        self._noted_step: CompiledStep | None = None
         self._segments: SegmentedStep | None = None
         self._recordings, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
         self._store = None
         self._state_spec: StateSpec | None = None
+        self._entry_specs: tuple[EntrySpec, ...] | None = None
         self.kv_bits: int | None = None
         self.kv_group_size = 64
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self.model.layers
 
     @property
     def kernels(self) -> Kernels:
@@ -75,6 +68,7 @@ class StreamingModel(nn.Module):
         """See ``nn.Module.update``. Parameters that are assigned in other ways after the first
         step need ``model.forget_steps()``."""
         self.forget_steps()
+        self._entry_specs = None
         super().update(*args, **kwargs)
         release(self)
         return self
@@ -101,27 +95,27 @@ class StreamingModel(nn.Module):
 
     def forget_steps(self) -> None:
         """Trace decode steps again: a trace keeps the parameters and banks that it met."""
-        for step in (self._step, self._noted_step, self._segments):
+        for step in (self._step, self._segments):
             if step is not None:
                 step.forget()
 
     def _can_compile(self) -> bool:
-        """Whether a step of one token may run from a trace. compile_steps: None is where it pays,
-        on GPUs."""
-        generation = getattr(self._store, "generation", 0), failures.generation()
+        """Whether a step of one token may run from a trace: not while somebody listens or records.
+        compile_steps: None is where it pays, on GPUs."""
+        generation = self._store.generation, failures.generation()
         if generation != self._generation:
             self._generation = generation
             self.forget_steps()
         wanted = self.compile_steps
         if wanted is None:
             wanted = mx.default_device() != mx.cpu
-        steady = not self.training and not self._recordings
-        return wanted and steady and traceable(self._router)
+        watched = self._recordings or self._store.events is not None
+        return wanted and not self.training and not watched and traceable(self._router)
 
     def _can_cut(self, tokens: int) -> bool:
         """Whether a step of so many tokens may run in segments from traces."""
         pairs = tokens * self._router.num_experts_per_tok
-        return getattr(self._store, "parts_calls", False) and self._segments.fits(pairs)
+        return self._store.parts_calls and self._segments.fits(pairs)
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Training mode; operations are then computed by their references, which have
@@ -134,7 +128,12 @@ class StreamingModel(nn.Module):
         return self
 
     @property
-    def store(self):
+    def router(self) -> Router:
+        """Who chooses experts in all layers."""
+        return self._router
+
+    @property
+    def store(self) -> ExpertStore:
         """The :class:`~mlx_moeflux.experts.store.ExpertStore` that all layers ask."""
         return self._store
 
@@ -143,11 +142,9 @@ class StreamingModel(nn.Module):
         """Held by a generator for each step: a second thread's step waits."""
         return self._step_lock
 
-    def hand_over(self) -> None:
+    def start_eval(self) -> None:
         """Let other threads wait for what this one began to evaluate; see the store's method."""
-        hand_over = getattr(self._store, "hand_over", None)
-        if hand_over is not None:
-            hand_over()
+        self._store.start_eval()
 
     def set_context_limit(self, limit: int | None) -> None:
         """Tokens that a sequence may have; None is the config's own limit.
@@ -160,12 +157,12 @@ class StreamingModel(nn.Module):
             raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
         self.max_context = limit or longest
 
-    def new_state(self, entries: Iterable[SequenceClock]) -> SequenceState:
+    def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
         """What ``make_cache`` returns: `entries` as one state of this model, with keys and values
         in ``kv_bits`` bits if that is set."""
         return SequenceState(map(self._quantized, entries), self.state_spec)
 
-    def _quantized(self, entry: SequenceClock) -> SequenceClock:
+    def _quantized(self, entry: BaseCache) -> BaseCache:
         if self.kv_bits is None or entry.token_axis is None or not entry.empty():
             return entry
         return quantized(
@@ -187,17 +184,9 @@ class StreamingModel(nn.Module):
                 f"kv_bits is {bits} in groups of {group_size}; give 4 or 8 and groups of "
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
-        self.kv_bits, self.kv_group_size, self._state_spec = bits, group_size, None
-        if self._store is not None:
-            # Asks every layer for a row.
-            self.state_spec()
-
-    def kept_row_bytes(self, width: int) -> int:
-        """Bytes of `width` numbers as keys and values are kept."""
-        size = self.model.norm.weight.itemsize
-        if self.kv_bits is None:
-            return size * width
-        return width * self.kv_bits // 8 + 2 * size * (width // self.kv_group_size)
+        self.kv_bits, self.kv_group_size = bits, group_size
+        self._state_spec = self._entry_specs = None
+        self.entry_specs()  # packs a row of every layer
 
     def state_spec(self) -> StateSpec:
         """Identity and shapes of this model's states; made when first asked for."""
@@ -205,7 +194,19 @@ class StreamingModel(nn.Module):
             self._state_spec = state_spec(self)
         return self._state_spec
 
-    def context_left(self, cache: Sequence[SequenceClock] | None = None) -> int:
+    def entry_specs(self) -> tuple[EntrySpec, ...]:
+        """What each entry of :meth:`make_cache` holds; made when first asked for."""
+        if self._entry_specs is None:
+            with self.lock:
+                self._entry_specs = entry_specs(self)
+        return self._entry_specs
+
+    def state_bytes(self, positions: int) -> int:
+        """Bytes of one sequence's state after `positions` tokens, with the rows that buffers have
+        in reserve."""
+        return sum(entry.nbytes(positions) for entry in self.entry_specs())
+
+    def context_left(self, cache: Sequence[BaseCache] | None = None) -> int:
         """Tokens that a state has room for; of all its sequences, the longest counts.
 
         Raises:
@@ -216,23 +217,23 @@ class StreamingModel(nn.Module):
 
     def bytes_per_position(self) -> int:
         """Bytes by which a sequence's state grows with each token."""
-        return sum(entry.row_bytes for entry in self.state_spec().entries)
+        return sum(entry.row_bytes for entry in self.entry_specs())
 
     def trunk_bytes(self) -> int:
         """Bytes of all parameters; ask before resident experts are added."""
         return sum(array.nbytes for _, array in tree_flatten(self.parameters()))
 
-    def set_store(self, store) -> None:
+    def set_store(self, store: ExpertStore) -> None:
         """Give every MoE block the store that computes its experts."""
         self._store = store
         self.forget_steps()
         blocks = self.moe_blocks()
         for block in blocks.values():
-            block._store, block._following = store, None
-        if getattr(store, "looks_ahead", False):
+            block._store, block._lookahead = store, None
+        if store.looks_ahead:
             for layer, following in pairwise(blocks):
                 norm = self.layers[following].post_attention_layernorm
-                blocks[layer]._following = Following(norm, blocks[following])
+                blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
         """MoE layer id -> block."""
@@ -254,8 +255,8 @@ class StreamingModel(nn.Module):
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
         """Record which experts every token chooses into a file, see
-        :mod:`mlx_moeflux.experts.trace`. Traced steps are written some steps later, and all of
-        them at the end.
+        :mod:`mlx_moeflux.experts.telemetry.trace`. While this lasts every layer synchronises and
+        decode steps are not traced.
 
         Raises:
             InputError: The file cannot be written, or the store has no events.
@@ -275,18 +276,16 @@ class StreamingModel(nn.Module):
     @contextmanager
     def attribute(self) -> Iterator[None]:
         """While this lasts, ``store.stats().calls`` and the ``experts.calls`` of a response tell
-        what each call of each layer cost, see :mod:`mlx_moeflux.experts.attribution`. If experts
-        are streamed, every layer synchronises.
+        what each call of each layer cost, see :mod:`mlx_moeflux.experts.telemetry.attribution`.
+        Every layer synchronises and decode steps are not traced.
 
         Raises:
             InputError: The store has no events.
         """
         store, stats = self._store, self._store.stats()
-        if not hasattr(store, "events"):
-            raise InputError(f"{type(store).__name__} has no events to attribute costs from.")
-        reads = hasattr(store, "reader")
-        before, listener = store.events, Attribution(stats, late=not reads)
-        stats.calls, store.events = [], both(before, listener)
+        before, listener = store.events, Attribution(stats)
+        store.events = both(before, listener)
+        stats.calls = []
         try:
             yield
         finally:
@@ -303,7 +302,7 @@ class StreamingModel(nn.Module):
             MemoryBudgetError: It is too small for one token.
         """
         store = self._store
-        if not hasattr(store, "resize_all"):
+        if not store.slots:
             raise InputError("these experts are not streamed; load with a smaller expert_memory.")
         with self.lock:
             asked = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)

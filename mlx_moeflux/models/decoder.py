@@ -7,25 +7,22 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from time import perf_counter_ns
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import SequenceClock, SequenceState, transaction
-from mlx_moeflux.checkpoint.names import NameRules, Transform
-from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.cache import BaseCache, SequenceState, transaction
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules, Transform
+from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.listening import collected
-from mlx_moeflux.kernels import metal
-from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.base import StreamingModel
-from mlx_moeflux.models.layers import DenseMlp, project
+from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
+from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
-from mlx_moeflux.models.record import note, recorded
-from mlx_moeflux.models.segments import SegmentedStep
-from mlx_moeflux.models.step import CompiledStep
+from mlx_moeflux.models.record import Recorder
 
 # Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter. Where what
 # lies between two layers has so many numbers (1024 tokens of 7168), it begins each, and the host is
@@ -39,6 +36,8 @@ class DecoderLayer(nn.Module):
     mixer: Its name in the checkpoint (``self_attn``, ``linear_attn``) and the module, which maps
     (x ``[B, T, C]``, cache entry, norm) to ``[B, T, C]``: x itself plus what comes of norm(x).
     """
+
+    _recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -54,20 +53,25 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
+    def __call__(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
         """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer and a dense MLP take `chunk` tokens at a
         time, so that their scratch is bounded; a MoE block takes all, so that every expert is
         read once."""
-        mask, parts = cache.real_tokens(x.shape[1]), _parts(cache, x.shape[1], chunk)
+        T, mlp, norm = x.shape[1], self.mlp, self.post_attention_layernorm
+        mask = cache.real_tokens(T)
+        parts = None if T == 1 else cache.parts(T, chunk)
         h = self.mix(x, cache, chunk=chunk)
-        if isinstance(self.mlp, SparseMoeBlock):
-            out = self.mlp(h, self.post_attention_layernorm, mask)
+        if isinstance(mlp, SparseMoeBlock):
+            out = mlp(h, norm, mask)
         else:
-            norm = self.post_attention_layernorm
-            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
-            if recorded(self, "h_post"):
-                note(self, h_post=norm(h))
-        note(self, input=x, h_mid=h, output=out)
+            if parts is None:
+                out = mlp(h, norm)
+            else:
+                out = _chunked(lambda part: mlp(part, norm), h, parts)
+            if self._recorder is not None and self._recorder.wants("h_post"):
+                self._recorder.note(h_post=norm(h))
+        if self._recorder is not None:
+            self._recorder.note(input=x, h_mid=h, output=out)
         return out
 
     def halves(self) -> list[tuple[nn.Module, ...]]:
@@ -76,7 +80,7 @@ class DecoderLayer(nn.Module):
         return [first, (self.mlp, self.post_attention_layernorm)]
 
     def together(
-        self, xs: Sequence[mx.array], caches: Sequence[SequenceClock], *, chunk: int
+        self, xs: Sequence[mx.array], caches: Sequence[BaseCache], *, chunk: int
     ) -> list[mx.array]:
         """Several sequences, x ``[1, T, C]`` each with its own T: one after the other through the
         mixer, all at once through the MLP or MoE block."""
@@ -85,19 +89,16 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, SparseMoeBlock):
             out = self.mlp(h, norm)
         else:
-            parts = SequenceClock().parts(h.shape[1], chunk)
+            parts = BaseCache().parts(h.shape[1], chunk)
             out = _chunked(lambda part: self.mlp(part, norm), h, parts)
         return mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1)
 
-    def mix(self, x: mx.array, cache: SequenceClock, *, chunk: int) -> mx.array:
+    def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
         """The first half: x ``[B, T, C]`` behind the mixer and its residual."""
-        mixer, parts = self[self._mixer_name], _parts(cache, x.shape[1], chunk)
-        return _chunked(lambda part: mixer(part, cache, self.input_layernorm), x, parts)
-
-
-def _parts(cache: Any, T: int, chunk: int) -> list[tuple[int, int]]:
-    """Where T tokens are cut; a decode step, whose entry may be a trace's stand-in, never is."""
-    return [(0, 1)] if T == 1 else cache.parts(T, chunk)
+        mixer, norm, T = self[self._mixer_name], self.input_layernorm, x.shape[1]
+        if T == 1:  # the entry may be a trace's stand-in, which has no parts
+            return mixer(x, cache, norm)
+        return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
 
 
 def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
@@ -140,12 +141,11 @@ class TextModel(nn.Module):
 class DecoderModel(StreamingModel):
     """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``.
 
-    A subclass is one architecture: it names its ``Config`` and ``NAME_RULES`` and defines
-    ``make_layer``, ``make_cache``, ``state_bytes`` and ``activation_bytes``.
+    A subclass is one architecture: it names its ``Config`` and defines
+    ``make_layer``, ``make_cache`` and ``activation_bytes``.
     """
 
     Config: ClassVar[type]
-    NAME_RULES: ClassVar[NameRules]
     MODEL_TYPE: ClassVar[str]
     MLX_LM_PREFIX: ClassVar[str] = ""
     """Before every name in the layout that mlx-lm loads."""
@@ -160,11 +160,15 @@ class DecoderModel(StreamingModel):
         self._kernels.references_only(self.training)
         self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
-        self._noted_step = CompiledStep(self._forward_noted)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = TextModel(config, layers)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """All layers, dense or sparse."""
+        return self.model.layers
 
     @classmethod
     def make_router(
@@ -177,7 +181,7 @@ class DecoderModel(StreamingModel):
     @classmethod
     def name_rules(cls, config: Any) -> NameRules:
         """The table of tensor names of a checkpoint with this config."""
-        return cls.NAME_RULES
+        return NameRules(experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
@@ -198,7 +202,7 @@ class DecoderModel(StreamingModel):
     def __call__(
         self,
         tokens: mx.array,
-        cache: list[SequenceClock] | None = None,
+        cache: list[BaseCache] | None = None,
         *,
         last_only: bool = False,
     ) -> mx.array:
@@ -212,7 +216,7 @@ class DecoderModel(StreamingModel):
         # As samplers give ids: one look-up of rows for prompts and replies.
         tokens = tokens.astype(mx.uint32)
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
-        if one and not getattr(self.store, "stays_on_device", False):
+        if one and not self.store.stays_on_device:
             if self._can_cut(tokens.shape[0]):
                 return self._segments(tokens, cache)
         elif one:
@@ -221,7 +225,7 @@ class DecoderModel(StreamingModel):
             return self._forward(tokens, cache, last_only=last_only)
 
     def read_together(
-        self, prompts: Sequence[mx.array], states: Sequence[Sequence[SequenceClock]]
+        self, prompts: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
     ) -> mx.array:
         """Tokens ``[T]`` of several sequences, each with its own T, behind their own states -> the
         logits after the last of each, ``[B, V]``. Without padding: mixers take the sequences one
@@ -253,40 +257,19 @@ class DecoderModel(StreamingModel):
             return self.logits(h[:, -1:] if last_only else h)
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """A step as one trace; a recorder is told later what it chose."""
-        store, later = self.store, getattr(self.store, "later", None)
-        step = self._step if later is None else self._noted_step
-        traces = step.traces
-        if later is None:
-            logits = step(tokens, cache)
-        else:
-            later.land()
-            began = perf_counter_ns()
-            run = later.run(tokens.shape[0], store.layers, store.seen)
-            log = later.log("notes", 2 * self._pairs(tokens) * len(store.layers))
-            logits, log = step(tokens, cache, log)
-            later.add(run, began, notes=log)
-        if step.traces == traces:
-            store.count(tokens.shape[0])  # the store itself was not asked
+        """A step as one trace."""
+        traces = self._step.traces
+        logits = self._step(tokens, cache)
+        if self._step.traces == traces:
+            self.store.count(tokens.shape[0])  # the store itself was not asked
         return logits
-
-    def _forward_noted(
-        self, tokens: mx.array, cache: Sequence[Any], log: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """The logits, and `log` with what every layer chose, evaluated with them."""
-        with self.store.notes() as parts:
-            logits = self._forward(tokens, cache)
-            log = collected(self._kernels, log, parts, self._pairs(tokens))
-        return mx.depends([logits], [log])[0], log
-
-    def _pairs(self, tokens: mx.array) -> int:
-        return tokens.size * self._router.num_experts_per_tok
 
     def logits(self, h: mx.array) -> mx.array:
         """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""
         tied = self.config.tie_word_embeddings
         head = self.model.embed_tokens if tied else self.lm_head
-        return project(self._kernels, h, head, norm=self.model.norm)[0]
+        norm = self.model.norm
+        return self._kernels.project(h, weights_of(head), norm=norm.weight, eps=norm.eps)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -21,14 +21,12 @@ from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
-from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.latent import SCORES_AT_ONCE
-from mlx_moeflux.kernels.latent_attention import VALUES_AT_ONCE
+from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, project, weight_of
+from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, weight_of, weights_of
 from mlx_moeflux.models.mla import LatentAttention
-from mlx_moeflux.models.moe import Begun, Router, SparseMoeBlock
-from mlx_moeflux.models.record import note, recorded
+from mlx_moeflux.models.moe import Prepared, Router, SparseMoeBlock
 from mlx_moeflux.models.rope import Rope
 
 
@@ -199,17 +197,15 @@ class MoeBlock(SparseMoeBlock):
             width = config.n_shared_experts * config.moe_intermediate_size
             self.shared_experts = SwiGLU(C, width)
 
-    def begin(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Begun:
-        """See :meth:`SparseMoeBlock.begin`; the shared experts' two products, of the normed row. A
-        GPU computes them beside the choice of experts, but launches that first: of a token it is
+    def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
+        """See :meth:`SparseMoeBlock.prepare`; the shared experts' two products, of the normed row.
+        A GPU computes them beside the choice of experts, but launches that first: of a token it is
         one threadgroup, for which these would leave no room."""
-        begun = super().begin(x, norm, mask)
+        begun = super().prepare(x, norm, mask)
         post = mx.depends([begun.post], [begun.ids])[0]
-        shared = [
-            product
-            for linears in self.stacks()
-            for product in project(self._kernels, post, *linears, flat=True)
-        ]
+        shared = []
+        for linears in self.stacks():
+            shared += self._kernels.project(post, weights_of(*linears), flat=True)
         return begun._replace(shared=shared)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
@@ -223,14 +219,14 @@ class MoeBlock(SparseMoeBlock):
             return self._router(logits, self.gate.e_score_correction_bias)
         return self._router(logits)
 
-    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
-        """See :meth:`SparseMoeBlock.leave`; the shared experts' sum is not scaled."""
+    def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.combine`; the shared experts' sum is not scaled."""
         if not shared:
-            return super().leave(x, experts, shared)
+            return super().combine(x, experts, shared)
         gate, up = shared
         down = weight_of(self.shared_experts.down_proj)
-        if recorded(self, "shared_out"):
-            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        if self._recorder is not None and self._recorder.wants("shared_out"):
+            self._recorder.note(shared_out=down.matmul(nn.silu(gate) * up))
         return self._kernels.add_shared(x, experts, gate, up, down)
 
 
@@ -239,7 +235,6 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "deepseek_v3"
-    NAME_RULES: ClassVar[NameRules] = NameRules(experts=EXPERT_NAMES)
 
     @classmethod
     def make_router(
@@ -265,7 +260,7 @@ class Model(DecoderModel):
             Drop(rf"model\.layers\.{i}\..*", "multi-token prediction is not used at inference")
             for i in further
         ]
-        return NameRules(drops=tuple(drops), experts=cls.NAME_RULES.experts)
+        return NameRules(drops=tuple(drops), experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
@@ -294,15 +289,8 @@ class Model(DecoderModel):
         """One empty state per layer."""
         return self.new_state(LatentCache() for _ in self.layers)
 
-    def state_bytes(self, positions: int) -> int:
-        """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
-        rows that the buffers have in reserve."""
-        config = self.config
-        row = sum(map(self.kept_row_bytes, (config.kv_lora_rank, config.qk_rope_head_dim)))
-        return config.num_hidden_layers * row * LatentCache.rows_for(positions)
-
-    def activation_bytes(self, tokens: int, seen: int = 0) -> int:
-        """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
 
         Residual stream and shared experts of all tokens, attention or dense MLP for one chunk
         (scores, or the keys and values made at once, are bounded), and the scratch of the experts.
@@ -313,7 +301,7 @@ class Model(DecoderModel):
         width = 2 * config.kv_lora_rank + config.qk_nope_head_dim + 3 * config.qk_rope_head_dim
         H, Dn = config.num_attention_heads, config.qk_nope_head_dim
         heads = chunk * H * (width + 4 * config.v_head_dim)
-        expanded = H * (tokens + seen) * 2 * Dn
+        expanded = H * tokens * 2 * Dn
         attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels import blas
-from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.project import Weight
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.registry import Kernels
 
 
 class SwiGLU(nn.Module):
@@ -39,7 +39,8 @@ class DenseMlp(SwiGLU):
         self._kernels = kernels
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-        gate, up = project(self._kernels, x, *self.stacks()[0], norm=norm, flat=True)
+        weights = weights_of(*self.stacks()[0])
+        gate, up = self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps, flat=True)
         return self._kernels.add_shared(x, None, gate, up, weight_of(self.down_proj))
 
 
@@ -187,9 +188,12 @@ def _stacked(group: list[nn.Module], first: Weight) -> Weight:
 def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
     """The matrices of `linears`; those that were stacked, and lead, as one."""
     known = getattr(linears[0], "_stack", None)
-    if known is None or not known.holds(linears[: len(known.linears)]):
-        return [weight_of(each) for each in linears]
-    return [*known.weights, *(weight_of(each) for each in linears[len(known.linears) :])]
+    weights = []
+    if known is not None and known.holds(linears[: len(known.linears)]):
+        weights, linears = list(known.weights), linears[len(known.linears) :]
+    for each in linears:
+        weights.append(weight_of(each))
+    return weights
 
 
 def joined_weight(*linears: nn.Module) -> Weight | None:
@@ -199,27 +203,9 @@ def joined_weight(*linears: nn.Module) -> Weight | None:
 
 
 def forget_dense(model: nn.Module) -> None:
-    """Free what :mod:`mlx_moeflux.kernels.blas` keeps of a model's matrices."""
+    """Free what :mod:`mlx_moeflux.kernels.cpu.blas` keeps of a model's matrices."""
     for module in model.modules():
         known = getattr(module, "_stack", None)
         arrays = [] if known is None else [weight.weight for weight in known.weights]
         for array in (*arrays, *module.values()):
             blas.kept.forget(id(array))
-
-
-def project(
-    kernels: Kernels,
-    x: mx.array,
-    *linears: nn.Module,
-    norm: nn.RMSNorm | None = None,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
-) -> list[mx.array]:
-    """x ``[..., C]``, normalised first if `norm` is given, through every one of `linears`:
-    ``[..., out_i]`` each, `residual` added to the one; with `normed` the normalised x behind
-    them. flat: ``[N, out_i]`` instead."""
-    options = {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
-    return kernels.project(
-        x, weights_of(*linears), **options, residual=residual, normed=normed, flat=flat
-    )

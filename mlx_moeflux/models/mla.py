@@ -10,15 +10,14 @@ import mlx.nn as nn
 
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.heads import HeadMatrices
-from mlx_moeflux.kernels.latent_step import Queries
-from mlx_moeflux.models.layers import project, weight_of
+from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.layers import weight_of, weights_of
 
 # transformers gives the two inner norms this one, whatever rms_norm_eps is.
 INNER_EPS = 1e-6
 # Operations that a step of one token is composed of where it is not one.
-STEPS = ("project", "latent_prepare", "append_row", "head_product")
+STEPS = ("latent_prepare", "append_row", "head_product")
 
 
 class HeadLinear(nn.Module):
@@ -48,7 +47,7 @@ class HeadLinear(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values are linear maps of one latent per position.
 
-    config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.latent`.
+    config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.mla.latent`.
 
     Shapes:
         x: ``[B, T, C]``; returns x plus what comes of norm(x).
@@ -93,9 +92,8 @@ class LatentAttention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         H, Dv = config.num_attention_heads, config.v_head_dim
-        queries, (q, kv) = self._queries(), self._enter(x, norm)
-        if queries is None:
-            q = q.reshape(B, T, H, -1)
+        q, kv = self._enter(x, norm)
+        q = q.reshape(B, T, H, -1)
         turning = {
             "norm": self.kv_a_layernorm.weight,
             "eps": INNER_EPS,
@@ -105,25 +103,23 @@ class LatentAttention(nn.Module):
             "interleaved": config.rope_interleave,
         }
         keys, values = self._matrices()
-        transposed, q_latent = "embed_q" not in self, None
+        transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
         newest = getattr(cache, "newest", None)
         if newest is not None and T == 1:
             turning |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
             form = None if kernels.are_auto(*STEPS) else "reference"
             q_latent, q_rope, newest = kernels.latent_step(
-                q, kv, newest, keys, **turning, queries=queries, use_kernel=form
+                q, kv, newest, keys, **turning, use_kernel=form
             )
             options = cache.appended(newest)
         else:
-            if queries is not None:
-                q = queries.of(q, H, kernels)
             q_nope, q_rope, latent, key_rope = kernels.latent_prepare(
-                q, kv, **turning, nope=self.absorbs(T)
+                q, kv, **turning, nope=absorbs
             )
             options = cache.append(kernels, latent, key_rope)
         buffers = options.pop("k"), options.pop("v")
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
-        if self.absorbs(T):
+        if absorbs:
             if q_latent is None:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
             if T == 1 and kernels.are_auto("latent_attention", "head_product"):
@@ -134,7 +130,7 @@ class LatentAttention(nn.Module):
         else:
             y = kernels.latent_prefill(q, q_rope, *buffers, expand=self._expand, **options)
         y = y.swapaxes(1, 2).reshape(B, T, H * Dv)
-        return project(kernels, y, self.o_proj, residual=x)[0]
+        return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
 
     def absorbs(self, T: int) -> bool:
         """Whether T queries cost less against latents than against keys and values, which have
@@ -143,17 +139,15 @@ class LatentAttention(nn.Module):
         R, Dn, Dv = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
         return T * (2 * R - Dn - Dv) <= (Dn + Dv) * R
 
-    def _enter(self, x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
-        """Queries, or what :meth:`_queries` makes them of; and latent with rotary key."""
-        q = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
-        return project(self._kernels, x, q, self.kv_a_proj_with_mqa, norm=norm)
-
-    def _queries(self) -> Queries | None:
-        """How queries are made of what :meth:`_enter` gives; None: it gives them."""
-        if self.config.q_lora_rank is None:
-            return None
-        norm = self.q_a_layernorm
-        return Queries(weight_of(self.q_b_proj), norm.weight, norm.eps)
+    def _enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
+        """Queries ``[B, T, H (Dn + Dr)]``, and latent with rotary key."""
+        project, low = self._kernels.project, self.config.q_lora_rank is not None
+        weights = weights_of(self.q_a_proj if low else self.q_proj, self.kv_a_proj_with_mqa)
+        q, kv = project(x, weights, norm=norm.weight, eps=norm.eps)
+        if low:
+            norm = self.q_a_layernorm
+            (q,) = project(q, weights_of(self.q_b_proj), norm=norm.weight, eps=norm.eps)
+        return q, kv
 
     def _expand(self, latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
         """Keys ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of latents ``[B, 1, s, R]``."""
@@ -166,12 +160,11 @@ class LatentAttention(nn.Module):
         if "embed_q" in self:
             return self.embed_q.matrices(), self.unembed_out.matrices()
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
-        parts = [self.kv_b_proj.get(part) for part in ("weight", "scales", "biases")]
-        parts = [None if p is None else p.reshape(H, p.shape[0] // H, -1) for p in parts]
-        spec = None
-        if parts[1] is not None:
-            spec = QuantSpec(self.kv_b_proj.bits, self.kv_b_proj.group_size)
-        whole = HeadMatrices(*parts, spec, 0, parts[0].shape[1])
+        stored, parts = weight_of(self.kv_b_proj), []
+        rows = stored.weight.shape[0] // H
+        for part in (stored.weight, stored.scales, stored.biases):
+            parts.append(None if part is None else part.reshape(H, rows, -1))
+        whole = HeadMatrices(*parts, stored.spec, 0, rows)
         return replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

@@ -15,22 +15,22 @@ import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.experts.prefetch import MOST_PAIRS
-from mlx_moeflux.kernels.choice import Kernels
-from mlx_moeflux.kernels.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.moe_step import moe_step
-from mlx_moeflux.models.layers import SwiGLU, project, weight_of, weights_of
-from mlx_moeflux.models.record import note, recorded
+from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.moe.moe_step import moe_step
+from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.models.layers import SwiGLU, weight_of, weights_of
+from mlx_moeflux.models.record import Recorder
 
 # Operations that a block is composed of.
-STEPS = ("project", "softmax_top_k", "expert_ffn", "expert_mix", "add_shared", "moe_combine")
+STEPS = ("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine")
 
 
 class Router(Protocol):
     """Chooses experts. Replace it with ``load(router=...)``.
 
     A class that says ``traceable = True`` itself promises to depend on nothing but the logits:
-    steps are then traced, see :mod:`mlx_moeflux.models.step`. Others are asked every time.
+    steps are then traced, see :mod:`mlx_moeflux.models.compiled`. Others are asked every time.
     """
 
     num_experts_per_tok: int
@@ -89,7 +89,7 @@ def check_router(router: Router, num_experts: int) -> None:
 
 
 @dataclass(frozen=True)
-class Following:
+class RouterLookahead:
     """What the next MoE layer's router would choose on a hidden state of this one: a guess, since
     the layers between have not seen it yet."""
 
@@ -106,7 +106,7 @@ class Following:
 
 class ExpertProjection(nn.Module):
     """One projection of all experts of a layer as parameters: weight, and scales and biases
-    when quantised. See :class:`~mlx_moeflux.kernels.expert_ffn.ProjectionBank` for shapes."""
+    when quantised. See :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
 
     def __init__(self, num_experts: int, output_dims: int, input_dims: int):
         super().__init__()
@@ -144,11 +144,11 @@ class SwitchGLU(nn.Module):
         return bank
 
 
-class Begun(NamedTuple):
+class Prepared(NamedTuple):
     """A call of a block once its experts are chosen.
 
-    post: norm(x) ``[N, C]``; ids, weights: ``[N, K]``; shared: what :meth:`SparseMoeBlock.leave`
-    takes, None or a tuple of arrays; ahead: what :class:`Following` says, None if nobody asked.
+    post: norm(x) ``[N, C]``; ids, weights: ``[N, K]``; shared: what :meth:`SparseMoeBlock.combine`
+    takes, None or a tuple of arrays; ahead: what :class:`RouterLookahead` says, or None.
     """
 
     post: mx.array
@@ -175,8 +175,9 @@ class SparseMoeBlock(nn.Module):
     Source: transformers `Qwen3MoeSparseMoeBlock`.
     """
 
+    _recorder: Recorder | None = None
     has_step: ClassVar[bool] = True
-    """Whether :func:`~mlx_moeflux.kernels.moe_step.moe_step` computes what the block does; a
+    """Whether :func:`~mlx_moeflux.kernels.moe.moe_step.moe_step` computes what the block does; a
     subclass says so for itself."""
 
     def __init__(
@@ -192,22 +193,21 @@ class SparseMoeBlock(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
-        self._store = self._following = None
+        self._store = self._lookahead = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
         if mask is None:
-            y = self._at_once(x, norm)
+            y = self._fused_step(x, norm)
             if y is not None:
                 return y
-        begun = self.begin(x, norm, mask)
-        options = {} if begun.ahead is None else {"ahead": begun.ahead}
-        ids, weights = begun.ids, begun.weights
-        experts = self._store.experts(self.layer, begun.post, ids, weights, **options)  # [N, C] f32
-        return self.leave(x, experts, begun.shared)
+        post, ids, weights, shared, ahead = self.prepare(x, norm, mask)
+        options = {} if ahead is None else {"ahead": ahead}
+        experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
+        return self.combine(x, experts, shared)
 
-    def begin(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Begun:
+    def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
         """Everything up to the choice of experts."""
-        post, logits, shared = self.enter(x, norm)  # [N, C], [N, E]
+        post, logits, shared = self.project_inputs(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
             # Padding asks for no expert: nothing is read for it and no expert is shared with it.
@@ -215,14 +215,15 @@ class SparseMoeBlock(nn.Module):
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
         ahead = None
-        if self._following is not None and ids.size <= MOST_PAIRS:
-            ahead = self._following(x.reshape(post.shape), ids)
-        if recorded(self, "h_post"):
-            note(self, h_post=post.reshape(x.shape))
-        note(self, router_logits=logits, ids=ids, weights=weights)
-        return Begun(post, ids, weights, shared, ahead)
+        if self._lookahead is not None and ids.size <= MOST_PAIRS:
+            ahead = self._lookahead(x.reshape(post.shape), ids)
+        if self._recorder is not None:
+            self._recorder.note(
+                h_post=post.reshape(x.shape), router_logits=logits, ids=ids, weights=weights
+            )
+        return Prepared(post, ids, weights, shared, ahead)
 
-    def _at_once(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
+    def _fused_step(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
         """The whole block as one operation, with the same bits, where there is a form for it, all
         experts are on the device, and nobody chose a step's form or watches the steps."""
         operation = self._kernels.moe_step
@@ -231,16 +232,13 @@ class SparseMoeBlock(nn.Module):
             or type(self._router) is not SoftmaxRouter
             or not operation.goes_beyond_reference(x)
             or not self._kernels.are_auto(*STEPS)
-            or recorded(self)
-            or not hasattr(self._store, "whole")
+            or self._recorder is not None
         ):
             return None
         linears, down = self.matrices()
         weights = weights_of(*linears)
         whole = self._store.whole(self.layer)
-        told = getattr(self._store, "noting", None) is not None
-        # A function of the user's need not know how to tell what it chose.
-        if whole is None or (told and callable(operation.choice)):
+        if whole is None:
             return None
         bank, table = whole
         options = {
@@ -252,31 +250,29 @@ class SparseMoeBlock(nn.Module):
             "down": None if down is None else weight_of(down),
             "steps": self._kernels,
         }
-        form = operation.form(x, weights, bank, **options)
+        form = operation.implementation(x, weights, bank, **options)
         if form is moe_step:
             return None
         self._store.count(x.size // x.shape[-1], self.layer)
-        if not told:
-            return form(x, weights, bank, **options)
-        y, chosen = form(x, weights, bank, **options, tells=True)
-        self._store.noting.append(chosen)
-        return y
+        return form(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
         """What reads norm(x), the router's first; and the shared expert's last matrix."""
         return (self.gate,), None
 
-    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+    def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
-        :meth:`leave` wants to have of the shared expert."""
-        logits, post = project(self._kernels, x, self.gate, norm=norm, normed=True, flat=True)
+        :meth:`combine` wants to have of the shared expert."""
+        logits, post = self._kernels.project(
+            x, weights_of(self.gate), norm=norm.weight, eps=norm.eps, normed=True, flat=True
+        )
         return post, logits, None
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """logits ``[N, E]`` -> ids and weights as a :class:`Router` has them."""
         return self._router(logits)
 
-    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+    def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """The residual ``[B, T, C]``, the routed experts' sum ``[N, C]`` and the shared expert,
         added: ``[B, T, C]``."""
         rows = x.reshape(experts.shape)
@@ -298,12 +294,14 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
-    def enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """See :meth:`SparseMoeBlock.enter`; the shared expert's two products, and its score."""
-        logits, score, gate, up, post = project(
-            self._kernels, x, *self.stacks()[0], norm=norm, normed=True, flat=True
+    def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+        """See :meth:`SparseMoeBlock.project_inputs`; the shared expert's two products and score."""
+        weights = weights_of(*self.stacks()[0])
+        logits, score, gate, up, post = self._kernels.project(
+            x, weights, norm=norm.weight, eps=norm.eps, normed=True, flat=True
         )
-        note(self, gate_score=score)
+        if self._recorder is not None:
+            self._recorder.note(gate_score=score)
         return post, logits, (gate, up, score)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
@@ -315,10 +313,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         expert = self.shared_expert
         return [(self.gate, self.shared_expert_gate, expert.gate_proj, expert.up_proj)]
 
-    def leave(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
-        """See :meth:`SparseMoeBlock.leave`."""
+    def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
+        """See :meth:`SparseMoeBlock.combine`."""
         gate, up, score = shared
         down = weight_of(self.shared_expert.down_proj)
-        if recorded(self, "shared_out"):
-            note(self, shared_out=down.matmul(nn.silu(gate) * up))
+        if self._recorder is not None and self._recorder.wants("shared_out"):
+            self._recorder.note(shared_out=down.matmul(nn.silu(gate) * up))
         return self._kernels.add_shared(x, experts, gate, up, down, score=score)

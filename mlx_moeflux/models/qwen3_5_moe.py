@@ -8,19 +8,18 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, Transform
-from mlx_moeflux.checkpoint.refs import TensorRef
+from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.experts.compute import compute_scratch_bytes
-from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import joined_weight, project
+from mlx_moeflux.models.layers import joined_weight, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
@@ -87,7 +86,8 @@ class GatedDeltaNet(nn.Module):
         linears = self.stacks()[0]
         joined = joined_weight(*linears)
         if joined is None:
-            return project(self._kernels, x, *linears, norm=norm)
+            weights = weights_of(*linears)
+            return self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
         rows = self._kernels.project(x, [joined], norm=norm.weight, eps=norm.eps)[0]
         return rows, None, None, None
 
@@ -100,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         B, T, _ = x.shape
         Dk = config.linear_key_head_dim
         Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
-        mask = cache.make_mask(T)  # [B, T] or None
+        mask = cache.real_tokens(T)  # [B, T] or None
         conv, state = cache.conv, cache.delta
         if conv is None:
             conv = mx.zeros((B, config.linear_conv_kernel_dim - 1, config.conv_dim), x.dtype)
@@ -116,10 +116,10 @@ class GatedDeltaNet(nn.Module):
             eps=config.rms_norm_eps,
             mask=mask,
             lengths=cache.lengths,
-            steps=kernels,
+            rule=kernels.gated_delta,
         )
         cache.advance(T)
-        return project(kernels, y, self.out_proj, residual=x)[0]
+        return kernels.project(y, weights_of(self.out_proj), residual=x)[0]
 
 
 class Model(DecoderModel):
@@ -152,20 +152,8 @@ class Model(DecoderModel):
             RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers
         )
 
-    def state_bytes(self, positions: int) -> int:
-        """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
-        rows that the key-value buffers have in reserve."""
-        config, size = self.config, self.model.norm.weight.itemsize
-        linear = sum(config.is_linear(i) for i in range(config.num_hidden_layers))
-        full = config.num_hidden_layers - linear
-        Hv, Dk = config.linear_num_value_heads, config.linear_key_head_dim
-        recurrent = 4 * Hv * config.linear_value_head_dim * Dk
-        convolution = size * (config.linear_conv_kernel_dim - 1) * config.conv_dim
-        kv = 2 * config.num_key_value_heads * self.kept_row_bytes(config.head_dim)
-        return linear * (recurrent + convolution) + full * kv * KVCache.rows_for(positions)
-
-    def activation_bytes(self, tokens: int, seen: int = 0) -> int:
-        """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
 
         Residual stream, the widest mixer for one chunk (attention scores included, which stock
         MLX writes out on the CPU), and the scratch of the experts.
@@ -174,24 +162,25 @@ class Model(DecoderModel):
         residual = 10 * tokens * config.hidden_size
         linear = chunk * (6 * config.conv_dim + 8 * config.value_dim)
         heads = config.num_attention_heads
-        full = chunk * heads * (8 * config.head_dim + 3 * (tokens + seen))
+        full = chunk * heads * (8 * config.head_dim + 3 * tokens)
         return 4 * (residual + max(linear, full)) + compute_scratch_bytes()
 
-    NAME_RULES: ClassVar[NameRules] = NameRules(
-        prefixes=(
+    @classmethod
+    def name_rules(cls, config: Config) -> NameRules:
+        """See :meth:`DecoderModel.name_rules`."""
+        prefixes = (
             ("model.language_model.", "model."),
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
-        ),
-        drops=(
+        )
+        drops = (
             Drop(r"(model\.)?(visual|vision_tower)\..*", "images are not read"),
             Drop(
                 r"((model\.)?language_model\.)?(model\.)?mtp\..*",
                 "multi-token prediction is not used at inference",
             ),
-        ),
-        experts=EXPERT_NAMES,
-    )
+        )
+        return NameRules(prefixes=prefixes, drops=drops, experts=EXPERT_NAMES)
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

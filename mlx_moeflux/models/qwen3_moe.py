@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from mlx_moeflux.cache import KVCache, SequenceState
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
@@ -111,7 +110,6 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "qwen3_moe"
-    NAME_RULES: ClassVar[NameRules] = NameRules(experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
@@ -138,15 +136,8 @@ class Model(DecoderModel):
         """One empty state per layer."""
         return self.new_state(KVCache() for _ in self.layers)
 
-    def state_bytes(self, positions: int) -> int:
-        """Bytes of one sequence's state after `positions` tokens, in the model's dtype, with the
-        rows that the buffers have in reserve."""
-        config = self.config
-        kv = 2 * config.num_key_value_heads * self.kept_row_bytes(config.head_dim)
-        return config.num_hidden_layers * kv * KVCache.rows_for(positions)
-
-    def activation_bytes(self, tokens: int, seen: int = 0) -> int:
-        """An upper bound of what a call on `tokens` tokens after `seen` others allocates.
+    def activation_bytes(self, tokens: int) -> int:
+        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
 
         Residual stream, attention or dense MLP for one chunk (attention scores included, which
         stock MLX writes out on the CPU), and the scratch of the experts.
@@ -154,6 +145,6 @@ class Model(DecoderModel):
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         residual = 10 * tokens * config.hidden_size
         heads = config.num_attention_heads
-        attention = chunk * heads * (8 * config.head_dim + 3 * (tokens + seen))
+        attention = chunk * heads * (8 * config.head_dim + 3 * tokens)
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()

@@ -19,7 +19,7 @@ from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer
-from mlx_moeflux.models.layers import DenseMlp, project
+from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.rope import stretched
 
@@ -77,7 +77,8 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         B, T, _ = x.shape
         Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.value_dim // Hk
-        qkvz, ba = project(self._kernels, x, *self.stacks()[0], norm=norm)
+        weights = weights_of(*self.stacks()[0])
+        qkvz, ba = self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
         parts = mx.split(qkvz.reshape(B, T, Hk, -1), [Dk, 2 * Dk, 2 * Dk + values], axis=-1)
         q, k, v, z = (part.reshape(B, T, -1) for part in parts)
         b, a = mx.split(ba.reshape(B, T, Hk, -1), 2, axis=-1)

@@ -26,18 +26,20 @@ NAMES = (
 )
 
 
-def note(module: nn.Module, **arrays: mx.array) -> None:
-    """Keep `arrays` if someone records this module."""
-    recorder = getattr(module, "_recorder", None)
-    if recorder is not None:
-        names, kept = recorder
-        kept.update((name, array) for name, array in arrays.items() if name in names)
+class Recorder:
+    """Keeps arrays of one layer. It is the attribute `_recorder` of the modules that it listens to,
+    which is None while nobody records."""
 
+    def __init__(self, names: Iterable[str]):
+        self._names, self.kept = frozenset(names), {}
 
-def recorded(module: nn.Module, name: str | None = None) -> bool:
-    """Whether someone records this array of this module, or any."""
-    recorder = getattr(module, "_recorder", None)
-    return recorder is not None and (name is None or name in recorder[0])
+    def wants(self, name: str) -> bool:
+        """Whether to keep the array of this name."""
+        return name in self._names
+
+    def note(self, **arrays: mx.array) -> None:
+        """Keep those of `arrays` that are wanted."""
+        self.kept.update((name, array) for name, array in arrays.items() if self.wants(name))
 
 
 @contextmanager
@@ -62,14 +64,14 @@ def record(
             f"nothing is recorded as '{sorted(names - set(NAMES))[0]}'; there are "
             f"{', '.join(NAMES)}."
         )
-    kept: dict[int, dict[str, mx.array]] = {layer: {} for layer in chosen}
+    recorders = {layer: Recorder(names) for layer in chosen}
     modules = []
     for layer in chosen:
         for module in (layers[layer], layers[layer].mlp):
-            module._recorder = (names, kept[layer])
+            module._recorder = recorders[layer]
             modules.append(module)
     try:
-        yield kept
+        yield {layer: recorder.kept for layer, recorder in recorders.items()}
     finally:
         for module in modules:
             module._recorder = None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache.portable import EntrySpec, StateSpec
-
-if TYPE_CHECKING:
-    from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
+from mlx_moeflux.models.protocol import Decoder
 
 # Elements of each parameter that tell two checkpoints of one shape apart.
 SAMPLES = 64
@@ -22,21 +19,21 @@ SAMPLES = 64
 Parameters = list[tuple[str, mx.array]]
 
 
-def state_spec(model: StreamingModel) -> StateSpec:
+def state_spec(model: Decoder) -> StateSpec:
     """Identity and shapes of the states of `model`. Evaluates: some elements of each parameter."""
     parameters = sorted(tree_flatten(model.parameters()))
-    entries = tuple(_entries(model, parameters))
-    return StateSpec(state_identity(model, parameters), entries, model.config.vocab_size)
+    identity = state_identity(model, parameters)
+    return StateSpec(identity, model.entry_specs(), model.config.vocab_size)
 
 
-def state_identity(model: StreamingModel, parameters: Parameters) -> str:
+def state_identity(model: Decoder, parameters: Parameters) -> str:
     """A hash of the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
     router's settings and every mark of lossy choices.
 
     Where experts live, what memory they have and which kernels run do not count: they change no
     state beyond rounding.
     """
-    router = model._router
+    router = model.router
     settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
     facts = [
         model.identity,
@@ -61,20 +58,26 @@ def _trunk_samples(parameters: Parameters) -> bytes:
     return bytes(memoryview(mx.concatenate(pieces)))
 
 
-def _entries(model: StreamingModel, parameters: Parameters) -> Iterator[EntrySpec]:
-    """What each layer's entry holds once it has seen a token, of which nothing need be computed:
-    shapes need no values. One mixer of each kind is asked."""
+def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
+    """What each entry of ``model.make_cache()`` holds once it has seen a token. One mixer of each
+    kind computes that token by the references, of which nothing is evaluated: parameters need no
+    values."""
     shapes: dict[str, list[Any]] = {}
-    for name, array in parameters:
+    for name, array in sorted(tree_flatten(model.parameters())):
         place, _, rest = name.partition("_attn.")
         shapes.setdefault(place, []).append((rest, array.shape, array.dtype))
-    weight, known = model.model.norm.weight, {}
+    weight, known, specs = model.model.norm.weight, {}, []
     x = mx.zeros((1, 1, weight.shape[0]), weight.dtype)
-    for i, (layer, entry) in enumerate(zip(model.layers, model.make_cache(), strict=True)):
-        name = "linear_attn" if "linear_attn" in layer else "self_attn"
-        own = shapes.get(f"model.layers.{i}.{name.removesuffix('_attn')}", [])
-        kind = type(layer[name]), type(entry), tuple(own)
-        if kind not in known:
-            layer[name](x, entry, layer.input_layernorm)
-            known[kind] = EntrySpec.of(entry)
-        yield known[kind]
+    model.kernels.references_only(True)
+    try:
+        for i, (layer, entry) in enumerate(zip(model.layers, model.make_cache(), strict=True)):
+            name = "linear_attn" if "linear_attn" in layer else "self_attn"
+            own = shapes.get(f"model.layers.{i}.{name.removesuffix('_attn')}", [])
+            kind = type(layer[name]), type(entry), tuple(own)
+            if kind not in known:
+                layer[name](x, entry, layer.input_layernorm)
+                known[kind] = EntrySpec.of(entry)
+            specs.append(known[kind])
+    finally:
+        model.kernels.references_only(model.training)
+    return tuple(specs)

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.refs import ExpertRefs, TensorRef, mlx_dtype
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, mlx_dtype
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import ExpertProjection, SwitchGLU

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_moeflux.cache import KVCache, RecurrentCache, check_positions
 from mlx_moeflux.errors import CacheError
-from mlx_moeflux.kernels.causal_conv import causal_conv_silu
-from mlx_moeflux.kernels.gated_delta import gated_delta_recurrent
+from mlx_moeflux.kernels.delta.delta_mixer import causal_conv_silu
+from mlx_moeflux.kernels.delta.gated_delta import gated_delta_recurrent
 from tests.cache.entries import DK, DV, HKV, filled, recurrent, rows, same, tokens_of
 
 

@@ -214,7 +214,6 @@ def test_transaction_restores_every_entry_on_any_exception(error):
         (lambda c: (c.prepare(lengths=[1, 1]), c.prepare(lengths=[1, 1])), "twice"),
         (lambda c: (c.prepare(lengths=[1, 1]), c.extend(c)), "finalize"),
         (lambda c: c.filter(None), "list of integers"),
-        (lambda c: c.positions(0), "at least one token"),
     ],
 )
 @pytest.mark.parametrize("make", [lambda: filled(4, B=2)[0], lambda: recurrent(4, B=2)])
@@ -222,6 +221,11 @@ def test_calls_that_cannot_be_right_are_refused(make, call, message):
     cache = make()
     with pytest.raises(CacheError, match=message):
         call(cache)
+
+
+def test_a_call_without_columns_is_refused():
+    with pytest.raises(CacheError, match="at least one token"):
+        filled(4, B=2)[0].positions(0)
 
 
 def test_damaged_states_are_refused():

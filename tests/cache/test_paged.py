@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.batch import Batch
-from mlx_moeflux.batching import BatchGenerator
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, KVPool
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
+from mlx_moeflux.generation.batch import Batch, BatchGenerator
 from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits, tokens_of
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_moeflux.cache.prompt_tree import Node, best_start, child_key, deepest, shared
+from mlx_moeflux.cache.prompt.tree import Node, best_start, child_key, deepest, shared
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 entries = st.lists(st.tuples(prompts, st.booleans()), max_size=8)

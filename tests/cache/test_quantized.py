@@ -8,7 +8,7 @@ import pytest
 
 from mlx_moeflux import loading
 from mlx_moeflux.cache import KVCache
-from mlx_moeflux.cache.quantized import quantized
+from mlx_moeflux.cache.kv import quantized
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import RESERVE_BYTES, Memory

@@ -11,13 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.checkpoint.decoded import E4M3, BlockScaledRef
+from mlx_moeflux.checkpoint.formats.decoded import E4M3, BlockScaledRef
 from mlx_moeflux.checkpoint.quantization import Quantization
-from mlx_moeflux.checkpoint.refs import TensorRef
-from mlx_moeflux.convert import convert
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.loading import load_model
-from tests import foreign
+from tests.checkpoint import foreign
 
 TWIN = Path(__file__).parents[1] / "golden" / "deepseek_v3_yarn40"
 
@@ -84,7 +84,7 @@ def test_scales_in_bfloat16(tmp_path):
     assert np.array_equal(bits(ref.rows(31, 66).load()), expected[31:66])
 
 
-FORMS = {
+IMPLEMENTATIONS = {
     "fp8": lambda out: foreign.write_fp8(TWIN, out, (48, 40)),
     "fp8 in blocks of 128": lambda out: foreign.write_fp8(TWIN, out, (128, 128)),
     "int4": lambda out: foreign.write_int4(TWIN, out, 32),
@@ -99,13 +99,13 @@ def forms(tmp_path_factory):
 
     def form(name: str) -> Path:
         if name not in known:
-            known[name] = FORMS[name](tmp_path_factory.mktemp("foreign"))
+            known[name] = IMPLEMENTATIONS[name](tmp_path_factory.mktemp("foreign"))
         return known[name]
 
     return form
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=IMPLEMENTATIONS)
 def written(request, forms) -> tuple[Path, Path]:
     path = forms(request.param)
     return path, path.parent / "meaning"

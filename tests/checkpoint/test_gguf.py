@@ -10,16 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.checkpoint.gguf_blocks import KINDS, BlocksRef
-from mlx_moeflux.checkpoint.refs import TensorRef
-from mlx_moeflux.convert import convert
+from mlx_moeflux.checkpoint.formats.gguf import KINDS, BlocksRef
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
-from mlx_moeflux.generation import generate
+from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import load, load_model, open_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="extra: gguf")
 
-from tests import gguf_files  # noqa: E402
+from tests.checkpoint import gguf_files  # noqa: E402
 from tests.models.twins import relative_error  # noqa: E402
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, gguf_files.V, (2, 29)))
@@ -50,7 +50,7 @@ def dequantised(parts, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("chunk", [1 << 18, 700])
 @pytest.mark.parametrize("kind", EXACT)
 def test_blocks_are_affine_exactly(tmp_path, kind, chunk, monkeypatch):
-    monkeypatch.setattr("mlx_moeflux.checkpoint.gguf_blocks.ELEMENTS_AT_ONCE", chunk)
+    monkeypatch.setattr("mlx_moeflux.checkpoint.formats.gguf.ELEMENTS_AT_ONCE", chunk)
     parts, expected = parts_of(kind, 37, 512, tmp_path / "x")
     assert np.array_equal(dequantised(parts, KINDS[kind].bits), expected)
     some = {part: ref.rows(5, 19) for part, ref in parts.items()}

@@ -10,14 +10,14 @@ from math import prod
 import numpy as np
 import pytest
 
-from mlx_moeflux.checkpoint.packed import (
+from mlx_moeflux.checkpoint.formats.packed import (
     ALIGNMENT,
     PackedExperts,
     PackedWriter,
     is_packed,
     verify,
 )
-from mlx_moeflux.checkpoint.refs import ITEMSIZE
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE
 from mlx_moeflux.errors import ExpertFileError
 
 E = 3
@@ -52,6 +52,11 @@ def random_blocks(parts, seed=0, experts=E):
     return [[rng.bytes(part.nbytes) for part in parts] for _ in range(experts)]
 
 
+def write_block(out, expert, parts):
+    for component, data in zip(out.plan.components, parts, strict=True):
+        out.write(expert, component.name, 0, data)
+
+
 def write(directory, layers, source="source", experts=E):
     """Write layers (id -> parts) of random blocks and finish; returns id -> blocks."""
     writer = PackedWriter(directory, experts, source)
@@ -59,7 +64,7 @@ def write(directory, layers, source="source", experts=E):
     for layer, parts in layers.items():
         with writer.layer(layer, parts) as out:
             for e, block in enumerate(blocks[layer]):
-                out.write_expert(e, block)
+                write_block(out, e, block)
     writer.finish(layers)
     return blocks
 
@@ -152,20 +157,20 @@ def test_buffers_may_be_arrays_of_any_type(tmp_path):
     arrays.append(rng.integers(0, 2**16, PLAIN[2].shape, np.uint16))
     writer = PackedWriter(tmp_path, 1, "source")
     with writer.layer(0, PLAIN) as out:
-        out.write_expert(0, arrays)
+        write_block(out, 0, arrays)
     writer.finish()
     refs = PackedExperts.open(tmp_path).refs(0)
     assert [read(refs[part.name][0]) for part in PLAIN] == [a.tobytes() for a in arrays]
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
-    real, calls = os.pwritev, []
+    real, calls = os.pwrite, []
 
-    def short(fd, views, offset):
+    def short(fd, view, offset):
         calls.append(offset)
-        return real(fd, [views[0][:999]], offset)
+        return real(fd, view[:999], offset)
 
-    monkeypatch.setattr(os, "pwritev", short)
+    monkeypatch.setattr(os, "pwrite", short)
     blocks = write(tmp_path, {0: PLAIN}, experts=1)
     assert len(calls) == sum(-(-part.nbytes // 999) for part in PLAIN)
     refs = PackedExperts.open(tmp_path).refs(0)
@@ -176,10 +181,8 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda out, b: out.write_expert(E, b), "has 3 experts: there is no 3"),
-    (lambda out, b: out.write_expert(-1, b), "there is no -1"),
-    (lambda out, b: out.write_expert(0, b[:-1]), "has 3 components, but 2 buffers"),
-    (lambda out, b: out.write_expert(0, [b[0], b[1], b[2][1:]]), "41999 bytes at row 0 of down_pr"),
+    (lambda out, b: out.write(E, "up_proj.weight", 0, b[1]), "has 3 experts: there is no 3"),
+    (lambda out, b: out.write(-1, "up_proj.weight", 0, b[1]), "there is no -1"),
     (lambda out, b: out.write(0, "gate_proj.scales", 0, b""), "no component 'gate_proj.scales'"),
     (lambda out, b: out.write(0, "up_proj.weight", 6, bytes(240)), "240 bytes at row 6 of up_proj"),
     (lambda out, b: out.write(0, "up_proj.weight", -1, bytes(120)), "at row -1 of up_proj.weight"),
@@ -201,8 +204,8 @@ def test_a_layer_with_a_hole_is_not_finished(tmp_path):
 
     def write_all_but_one_row():
         with writer.layer(7, PLAIN) as out:
-            out.write_expert(0, blocks[0])
-            out.write_expert(2, blocks[2])
+            write_block(out, 0, blocks[0])
+            write_block(out, 2, blocks[2])
             out.write(1, "gate_proj.weight", 0, blocks[1][0])
             out.write(1, "up_proj.weight", 0, blocks[1][1][:480])
             out.write(1, "up_proj.weight", 5, blocks[1][1][600:])
@@ -218,9 +221,9 @@ def test_writing_after_the_end_is_refused(tmp_path):
     writer = PackedWriter(tmp_path, 1, "source")
     block = random_blocks(PLAIN)[0]
     with writer.layer(0, PLAIN) as out:
-        out.write_expert(0, block)
+        write_block(out, 0, block)
     with pytest.raises(ExpertFileError, match="is closed"):
-        out.write_expert(0, block)
+        write_block(out, 0, block)
 
 
 @pytest.mark.parametrize("parts", [
@@ -314,7 +317,7 @@ def test_directories_that_are_not_packed(tmp_path):
         PackedExperts.open(tmp_path)
     writer = PackedWriter(tmp_path, 1, "source")
     with writer.layer(0, PLAIN) as out:
-        out.write_expert(0, random_blocks(PLAIN)[0])
+        write_block(out, 0, random_blocks(PLAIN)[0])
     assert is_packed(tmp_path)
     with pytest.raises(ExpertFileError, match="unfinished conversion; run the same conversion"):
         PackedExperts.open(tmp_path)

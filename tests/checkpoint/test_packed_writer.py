@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlx_moeflux.checkpoint.packed import PackedExperts, PackedWriter, verify
+from mlx_moeflux.checkpoint.formats.packed import PackedExperts, PackedWriter, verify
 from mlx_moeflux.errors import ExpertFileError
 
 
@@ -27,10 +27,15 @@ def block(layer, expert):
     return [bytes([layer, expert, i]) * 18 + b"!" for i in range(3)]
 
 
+def write_block(out, expert, parts):
+    for component, data in zip(out.plan.components, parts, strict=True):
+        out.write(expert, component.name, 0, data)
+
+
 def write_layer(writer, layer):
     with writer.layer(layer, PARTS) as out:
         for e in range(writer.num_experts):
-            out.write_expert(e, block(layer, e))
+            write_block(out, e, block(layer, e))
 
 
 def assert_holds(directory, layers, experts):
@@ -54,7 +59,7 @@ def test_finished_layers_are_kept_and_skipped(tmp_path):
 
     def interrupted():
         with first.layer(4, PARTS) as out:
-            out.write_expert(0, block(4, 0))
+            write_block(out, 0, block(4, 0))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -134,7 +139,7 @@ def test_a_progress_file_that_leads_outside_deletes_nothing(tmp_path):
     assert (tmp_path / "precious.bin").exists()
 
 
-CALLS = ("posix_fallocate", "pwritev", "fsync", "replace")
+CALLS = ("posix_fallocate", "pwrite", "fsync", "replace")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -168,14 +173,14 @@ def test_a_full_disk_says_what_was_needed_and_keeps_what_is_finished(
 
 
 def test_an_input_output_error_names_file_and_offset(tmp_path, monkeypatch):
-    real = os.pwritev
+    real = os.pwrite
 
-    def fails_later(fd, views, offset):
-        if offset:
+    def fails_later(fd, view, offset):
+        if offset >= 16384:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, views, offset)
+        return real(fd, view, offset)
 
-    monkeypatch.setattr(os, "pwritev", fails_later)
+    monkeypatch.setattr(os, "pwrite", fails_later)
     with pytest.raises(ExpertFileError) as caught:
         write_layer(PackedWriter(tmp_path, 2, "a"), 1)
     assert "layer_01.bin.tmp at offset 16384" in str(caught.value)
@@ -233,7 +238,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 KILL_EVERYWHERE = """
 import os, signal, sys, tempfile
 from pathlib import Path
-import mlx_moeflux.checkpoint.packed as packed
+import mlx_moeflux.checkpoint.formats.packed as packed
 from test_packed_writer import assert_holds, write_layer
 
 LAYERS = (3, 4)
@@ -262,7 +267,7 @@ def killed_at(directory, point):
                         result = real(*args, **kwargs)
                 return result
             return call
-        for name in ("pwritev", "fsync", "replace", "unlink", "posix_fallocate", "ftruncate"):
+        for name in ("pwrite", "fsync", "replace", "unlink", "posix_fallocate", "ftruncate"):
             if hasattr(os, name):
                 setattr(os, name, guarded(getattr(os, name)))
         packed.LayerWriter._commit = guarded(packed.LayerWriter._commit)

@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import numpy as safetensors_numpy
 
-from mlx_moeflux.checkpoint import tensors
 from mlx_moeflux.checkpoint.tensors import (
     ITEMSIZE,
     StackedRefs,
@@ -331,16 +329,9 @@ def test_opening_20_gb_of_experts_reads_headers_only(tmp_path, write_safetensors
     write_index(tmp_path, weight_map)
     read, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: read.append(real(*args)) or read[-1])
-    start = time.perf_counter()
     index = TensorIndex.open(tmp_path)
     experts = {name: StackedRefs(ref) for name, ref in index.items()}
-    seconds = time.perf_counter() - start
     assert size > 18e9
     assert len(experts) == 360
     assert sum(read) == index.header_bytes < 100_000
     assert len(read) == 80
-    assert seconds < 2
-
-
-def test_the_module_says_what_it_offers():
-    assert all(hasattr(tensors, name) for name in tensors.__all__)

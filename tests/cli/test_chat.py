@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux import generate, generation, load
+from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
 from mlx_moeflux.cli.chat import HELP, Thinking
+from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -71,14 +72,14 @@ def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
 
 def test_only_what_is_new_is_read(monkeypatch, capsys, talking, tmp_path):
     seen = []
-    original = generation.stream_generate
+    original = text.stream_generate
 
     def spy(*arguments, **options):
         for last in original(*arguments, **options):
             yield last
         seen.append((last.prompt_tokens, last.cached_tokens))
 
-    monkeypatch.setattr(generation, "stream_generate", spy)
+    monkeypatch.setattr(text, "stream_generate", spy)
     queries = ["import os", "return self", "class A"]
     say(monkeypatch, capsys, queries, "--model", str(talking))
     # The next turn goes on behind the question at least: the template drops the mark of thinking
@@ -117,7 +118,7 @@ def test_a_full_context_is_said_in_one_line_and_r_makes_room(monkeypatch, capsys
 
 
 def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
-    original, turns = generation.stream_generate, []
+    original, turns = text.stream_generate, []
 
     def interrupted(*arguments, **options):
         turns.append(0)
@@ -127,7 +128,7 @@ def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
             if len(turns) == 1 and turns[-1] == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "stream_generate", interrupted)
+    monkeypatch.setattr(text, "stream_generate", interrupted)
     out, _ = say(monkeypatch, capsys, ["import os", "class A"], "--model", str(talking))
     monkeypatch.undo()
     assert turns == [3, 8]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux import generate, generation, load, stream_generate
+from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
-from mlx_moeflux.experts.balance import BALANCES
-from mlx_moeflux.experts.evictions import EVICTIONS
-from mlx_moeflux.experts.prefetch import PREFETCHES
+from mlx_moeflux.experts.policies.evictions import EVICTIONS
+from mlx_moeflux.experts.policies.prefetch import PREFETCHES
+from mlx_moeflux.experts.policies.rebalance import BALANCES
+from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -72,7 +73,7 @@ OPTIONS = {
     """,
     "policies": "",
     "tune": "--budgets --kernels --model --out --repeats --tokens",
-    "evaluate-knob": """
+    "compare-quality": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other
     """,
     "trace": "--budget --out --profile",
@@ -149,13 +150,13 @@ def test_extra_ends_by_token_and_by_id(capsys):
 
 def test_xtc_never_excludes_the_end_of_a_line(capsys, monkeypatch):
     seen = {}
-    original = generation.stream_generate
+    original = text.stream_generate
 
     def spy(*arguments, **options):
         seen.update(options)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(generation, "stream_generate", spy)
+    monkeypatch.setattr(text, "stream_generate", spy)
     assert main(["generate", "-p", "a\\n\\tb", "-m", "1"]) == 0
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     ends = tokenizer.encode("\n", add_special_tokens=False)
@@ -184,7 +185,7 @@ def test_ctrl_c_is_quiet(capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "stream_generate", interrupted)
+    monkeypatch.setattr(text, "stream_generate", interrupted)
     assert main(["generate", "-p", "a"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.experts.readers import make_reader
-from mlx_moeflux.experts.streamed import StreamedStore
+from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import K, Wrapped, random_experts, write_experts
 
 

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.checkpoint.refs import ExpertRefs, StackedRefs, StridedRefs, TensorRef
-from mlx_moeflux.experts.block import BlockLayout
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, StridedRefs, TensorRef
+from mlx_moeflux.experts.io.layout import BlockLayout, Component
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
 E, K, C, F = 7, 3, 64, 128
 LAYERS = (3, 5)
-FORMS = ("packed", "stacked", "separate")
+IMPLEMENTATIONS = ("packed", "stacked", "separate")
 FOUR_BIT = (QuantSpec(4), QuantSpec(4), QuantSpec(4))
 MIXED = (QuantSpec(3, 32), None, QuantSpec(8, 128))
 
@@ -45,13 +45,27 @@ class Experts:
         return ResidentStore(self.bank, layers=LAYERS, num_experts=self.num_experts, **options)
 
 
+def affine_layout(hidden: int, inner: int, **specs: QuantSpec | None) -> BlockLayout:
+    """A block of experts of these widths, quantised by `gate`, `up` and `down` or bfloat16."""
+    components = []
+    for part, spec in specs.items():
+        rows, width = (hidden, inner) if part == "down" else (inner, hidden)
+        if spec is None:
+            components.append(Component(f"{part}_proj.weight", "BF16", (rows, width)))
+            continue
+        components.append(Component(f"{part}_proj.weight", "U32", (rows, spec.words(width))))
+        groups = (rows, spec.groups(width))
+        components += [Component(f"{part}_proj.{n}", "BF16", groups) for n in ("scales", "biases")]
+    return BlockLayout(tuple(components))
+
+
 def random_experts(specs=FOUR_BIT, *, num_experts=E, hidden=C, inner=F, seed=0) -> Experts:
     """Experts in memory only, every value random."""
     mx.random.seed(seed)
     experts = Experts({}, {})
     for layer in LAYERS:
         gate, up, down = specs
-        layout = BlockLayout.affine(hidden, inner, gate=gate, up=up, down=down)
+        layout = affine_layout(hidden, inner, gate=gate, up=up, down=down)
         arrays = {}
         for projection, spec in zip(("gate_proj", "up_proj", "down_proj"), specs, strict=True):
             shape = (hidden, inner) if projection == "down_proj" else (inner, hidden)
@@ -149,7 +163,7 @@ def bank_is_right(store, experts: Experts) -> bool:
     """Every expert that a streamed store believes resident is there, byte for byte."""
     for layer in LAYERS:
         for expert, slot in store.residents(layer).items():
-            views = store._bank[layer].slot_views(slot)
+            views = store._layers[layer].bank.slot_views(slot)
             if b"".join(views) != experts.block(layer, expert):
                 return False
     return True
@@ -157,8 +171,8 @@ def bank_is_right(store, experts: Experts) -> bool:
 
 def banks(model) -> list[int]:
     """Which arrays hold the experts; others would after a thread kept a result to itself."""
-    model.hand_over()
-    return [id(bank.arrays) for bank in model.store._bank.layers.values()]
+    model.start_eval()
+    return [id(state.bank.arrays) for state in model.store._layers.values()]
 
 
 class Wrapped:

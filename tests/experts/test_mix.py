@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.experts.compute import Form
-from mlx_moeflux.experts.readers import make_reader
-from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.kernels import auto, metal
-from mlx_moeflux.kernels.choice import choose_kernels
-from mlx_moeflux.kernels.expert_mix import expert_mix_grouped, expert_mix_pairs
+from mlx_moeflux.experts.compute import ExpertCompute
+from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.moe.expert_mix import expert_mix_grouped, expert_mix_pairs
+from mlx_moeflux.kernels.registry import choose_kernels
+from mlx_moeflux.kernels.runtime import metal
 from tests.experts.helpers import (
     LAYERS,
     E,
@@ -29,7 +30,7 @@ FEW_TOKENS = 3
 class BySize:
     """What a store gets as `mix`: asked once a call which form all parts of it take."""
 
-    def form(self, x, slots, weights, bank):
+    def implementation(self, x, slots, weights, bank):
         assert slots is None
         return expert_mix_pairs if x.shape[0] <= FEW_TOKENS else expert_mix_grouped
 
@@ -48,10 +49,9 @@ def kernels(request):
             yield
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("slots", [K, 4, E - 1, E])
-def test_bank_size_changes_no_bit(experts, open_store, slots, overlap):
-    store = open_store(slots, overlap=overlap, **FUSED)
+def test_bank_size_changes_no_bit(experts, open_store, slots):
+    store = open_store(slots, **FUSED)
     resident = experts.resident(**FUSED)
     for seed, n in enumerate((1, 2, 1, FEW_TOKENS, FEW_TOKENS + 1, 1, 40)):
         call = random_call(n, seed=seed, padding=n // 7)
@@ -98,23 +98,23 @@ def test_the_table_and_names_decide(experts):
     x, _, weights = random_call(2)
     bank = experts.bank(3)
     by_name = choose_kernels({"expert_mix": "grouped"}).expert_mix
-    assert Form(mix=by_name).mixer(x, weights, bank) is expert_mix_grouped
+    assert ExpertCompute(mix=by_name).mixer(x, weights, bank) is expert_mix_grouped
     by_name = choose_kernels(environment="expert_mix=reference").expert_mix
-    assert Form(mix=by_name).mixer(x, weights, bank) is None
+    assert ExpertCompute(mix=by_name).mixer(x, weights, bank) is None
     training = choose_kernels({"expert_mix": "pairs"})
     training.references_only()
-    assert Form(mix=training.expert_mix).mixer(x, weights, bank) is None
+    assert ExpertCompute(mix=training.expert_mix).mixer(x, weights, bank) is None
 
 
 def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
     experts = random_experts((QuantSpec(3, 32),) * 3)
-    rows = (auto.Row("grouped"),)
-    monkeypatch.setattr(auto, "rows", lambda operation, backend: rows)
+    rows = (dispatch.Row("grouped"),)
+    monkeypatch.setattr(dispatch, "rows", lambda operation, backend: rows)
     kernels = choose_kernels("auto")
     x, _, weights = random_call(2)
-    assert Form(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
+    assert ExpertCompute(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
     four = random_experts().bank(3)
-    assert Form(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
+    assert ExpertCompute(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
 
 
 @pytest.mark.parametrize(("n", "slots"), [(40, K), (40, E - 1), (FEW_TOKENS + 2, K)])

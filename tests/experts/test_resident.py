@@ -7,9 +7,9 @@ import pytest
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts import compute, resident
-from mlx_moeflux.experts.events import Chosen
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.kernels.expert_ffn import ExpertBank
+from mlx_moeflux.experts.telemetry.events import Chosen
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from tests.experts.helpers import (
     FOUR_BIT,
     LAYERS,
@@ -97,7 +97,8 @@ def test_the_bank_is_not_cast_whole(n, monkeypatch):
         seen.append((bank.slots, bank.gate.scales.dtype))
         return real(x, slots, bank, ascending=ascending)
 
-    y = experts.resident(ffn=ffn).experts(3, x, ids, weights)
+    monkeypatch.setattr(compute, "expert_ffn", ffn)
+    y = experts.resident().experts(3, x, ids, weights)
     assert seen == ([(K, mx.float32)] if n == 1 else [(40, mx.bfloat16)])
     assert same_bits(y, experts.resident().experts(3, x, ids, weights))
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 from pathlib import Path
 from types import ModuleType
 
 import mlx_moeflux.kernels
-from mlx_moeflux.kernels.metal import KERNELS, MetalKernel
+from mlx_moeflux.kernels.runtime.metal import KERNELS, MetalKernel
 from tests.kernels.harness import Case, emulated
-from tests.kernels.variant import Variant
+from tests.kernels.metal.variant import Variant
 
 HERE = Path(__file__).parent
 
@@ -24,16 +25,18 @@ HERE = Path(__file__).parent
 @functools.cache
 def registered() -> dict[str, MetalKernel]:
     """Name -> kernel, all modules of the package imported."""
-    for file in sorted(Path(mlx_moeflux.kernels.__path__[0]).glob("*.py")):
-        importlib.import_module(f"mlx_moeflux.kernels.{file.stem}")
+    package = mlx_moeflux.kernels
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
     return dict(KERNELS)
 
 
 @functools.cache
 def _modules() -> tuple[ModuleType, ...]:
     registered()
-    files = [f for f in sorted(HERE.glob("test_*.py")) if "\nCASES = " in f.read_text()]
-    return tuple(importlib.import_module(f"tests.kernels.{file.stem}") for file in files)
+    files = [f for f in sorted(HERE.rglob("test_*.py")) if "\nCASES = " in f.read_text()]
+    names = (".".join(f.relative_to(HERE).with_suffix("").parts) for f in files)
+    return tuple(importlib.import_module(f"{__package__}.{name}") for name in names)
 
 
 @functools.cache

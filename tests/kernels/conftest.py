@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.emulator import Emulator
 from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import emulated, require_gpu
+from tests.kernels.metal.emulator import Emulator
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])

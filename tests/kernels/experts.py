@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.expert_ffn import ExpertBank
-from mlx_moeflux.kernels.expert_mix import ABSENT
-from mlx_moeflux.kernels.quantised import Stored
+from mlx_moeflux.kernels.linear.quantised import Stored
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT
 from tests.kernels.harness import float64
 
 # What the launches between hold for absent experts is never read.

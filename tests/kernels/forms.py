@@ -6,8 +6,7 @@ import dataclasses
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.choice import FORMS, REFERENCE
-from mlx_moeflux.kernels.delta_mixer import References
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
 from mlx_moeflux.kernels.selfcheck import LIMITS, describe
 from tests.kernels.harness import error
 
@@ -17,11 +16,11 @@ KEYS = {"sdpa": 1, "latent_attention": 2, "latent_prefill": 2}
 
 def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
     """What is wrong with what a form returned for a call; nothing: an empty list."""
-    shapes = describe(apart(FORMS[operation][REFERENCE](*args, **kwargs), kwargs))
-    if describe(apart(actual, kwargs)) != shapes:
-        return [f"gives {describe(apart(actual, kwargs))}, not {shapes}"]
-    expected = apart(truth(operation, args, kwargs), kwargs)
-    pairs = list(zip(apart(actual, kwargs), expected, strict=True))
+    shapes = describe(arrays_of(IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)))
+    if describe(arrays_of(actual)) != shapes:
+        return [f"gives {describe(arrays_of(actual))}, not {shapes}"]
+    expected = arrays_of(truth(operation, args, kwargs))
+    pairs = list(zip(arrays_of(actual), expected, strict=True))
     if operation in KEYS and kwargs.get("start") is not None:
         length = kwargs.get("length")
         length = args[KEYS[operation]].shape[2] if length is None else length
@@ -36,16 +35,6 @@ def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
     if not all(mx.array_equal(a, b).item() for a, b in pairs if a.dtype == mx.uint32):
         found.append(f"chooses others: {shapes}")
     return found
-
-
-def apart(result, kwargs: dict) -> list[mx.array]:
-    """Its arrays; what a block tells ends with weights and the bits of ids."""
-    arrays = list(arrays_of(result))
-    if kwargs.get("tells"):
-        pairs = arrays[0].size // arrays[0].shape[-1] * kwargs["k"]
-        weights, ids = mx.split(arrays.pop().reshape(-1)[-2 * pairs :], 2)
-        arrays += [weights, ids.view(mx.uint32)]
-    return arrays
 
 
 def in_float32(value):
@@ -65,11 +54,9 @@ def in_float32(value):
 def truth(operation, args, kwargs):
     """What the reference gives in float32; of a whole block, in whose middle experts are chosen,
     as it is: rounding decides which."""
-    reference = FORMS[operation][REFERENCE]
+    reference = IMPLEMENTATIONS[operation][REFERENCE]
     if operation == "moe_step":
         return reference(*args, **kwargs)
-    if operation == "delta_mixer":
-        kwargs = kwargs | {"steps": References}
     return reference(*in_float32(args), **in_float32(kwargs))
 
 

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.kernels.metal import KERNELS, MetalKernel, set_backend
-from tests.kernels.emulator import Emulator, missing
+from mlx_moeflux.kernels.runtime.metal import KERNELS, MetalKernel, set_backend
+from tests.kernels.metal.emulator import Emulator, missing
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -32,7 +32,7 @@ def _shared_emulator(name: str) -> Emulator:
 @contextlib.contextmanager
 def emulated(*, name: str = "metal", **options: Any) -> Iterator[None]:
     """Launch every kernel on the CPU; options are those of
-    :class:`~tests.kernels.emulator.Emulator`."""
+    :class:`~tests.kernels.metal.emulator.Emulator`."""
     require_emulator()
     # Compiled variants live as long as their emulator: the plain one is kept.
     before = set_backend(Emulator(name=name, **options) if options else _shared_emulator(name))

@@ -12,14 +12,14 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import examples
-from mlx_moeflux.kernels.choice import FORMS, REFERENCE
-from mlx_moeflux.kernels.project import Weight
-from tests.kernels.emulator import Emulator
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
 from tests.kernels.experts import BETWEEN
 from tests.kernels.forms import differences
 from tests.kernels.harness import emulated
+from tests.kernels.metal.emulator import Emulator
 
-B, T, C = examples.B, examples.T, examples.C
+T, C, E, F = examples.T, examples.TINY.C, examples.TINY.E, examples.TINY.F
 SELDOM = {
     "project": {
         "weights": lambda dtype: [Weight(mx.random.normal((C, C)).astype(dtype))],
@@ -39,8 +39,8 @@ SELDOM = {
     "latent_prefill": {"start": lambda _: mx.array([0, 1], mx.int32)},
     "moe_step": {
         "weights": lambda dtype: [
-            Weight(mx.random.normal((examples.E, C)), precise=True),
-            Weight(mx.random.normal((2 * examples.F, C)).astype(dtype), outs=(examples.F,) * 2),
+            Weight(mx.random.normal((E, C)), precise=True),
+            Weight(mx.random.normal((2 * F, C)).astype(dtype), outs=(F, F)),
         ]
     },
     "sdpa": {"length": lambda _: mx.array([T + 2, T + 3], mx.int32)},
@@ -49,7 +49,9 @@ SELDOM = {
 
 def changes(operation: str):
     """Name of an argument and what else it may be."""
-    for name, parameter in inspect.signature(FORMS[operation][REFERENCE]).parameters.items():
+    for name, parameter in inspect.signature(
+        IMPLEMENTATIONS[operation][REFERENCE]
+    ).parameters.items():
         if "None" in str(parameter.annotation):
             yield name, lambda _: None
         elif parameter.annotation == "bool":
@@ -57,13 +59,14 @@ def changes(operation: str):
     yield from SELDOM.get(operation, {}).items()
 
 
-def calls(operation: str, dtype: mx.Dtype, form: str):
-    """A call of the operation with one argument changed, with two, and with all: words and the
-    arguments. Those that the reference does not take are left out."""
-    reference = FORMS[operation][REFERENCE]
+def calls(operation: str, dtype: mx.Dtype, form: str, pairs: bool):
+    """A call of the operation with one argument changed, with two (`pairs`), and with all: words
+    and the arguments. Those that the reference does not take are left out."""
+    reference = IMPLEMENTATIONS[operation][REFERENCE]
     names = list(inspect.signature(reference).parameters)
     every = list(changes(operation))
-    for chosen in [(), *combinations(every, 1), *combinations(every, 2), tuple(every)]:
+    several = combinations(every, 2) if pairs else ()
+    for chosen in [(), *combinations(every, 1), *several, tuple(every)]:
         args, kwargs = examples.example(operation, dtype, form=form)
         given = dict(zip(names, args, strict=False)) | kwargs
         given |= {name: value(dtype) for name, value in chosen}
@@ -75,19 +78,23 @@ def calls(operation: str, dtype: mx.Dtype, form: str):
         yield ", ".join(name for name, _ in chosen), args, given
 
 
-NAMED = [(op, name) for op, forms in FORMS.items() for name in forms if name != REFERENCE]
+NAMED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms if name != REFERENCE]
 
 
+@pytest.mark.parametrize(
+    "pairs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["singly", "in pairs"]
+)
 @pytest.mark.parametrize("back_end", ["cuda", "metal"])
 @pytest.mark.parametrize(("operation", "name"), NAMED, ids=map("=".join, NAMED))
-def test_a_form_takes_what_its_reference_takes(operation, name, back_end):
+def test_a_form_takes_what_its_reference_takes(operation, name, back_end, pairs):
     mx.random.seed(0)
-    form, wrong, taken = FORMS[operation][name], [], 0
+    form, wrong, taken = IMPLEMENTATIONS[operation][name], [], 0
     # Where experts are chosen in the middle, float32 alone chooses the same; so does BLAS.
     exact = operation == "moe_step" or not hasattr(form, "kernels")
     options = {"name": back_end, "schedules": Emulator.FIRST, "partly_written": BETWEEN}
     with emulated(**options):
-        for words, args, kwargs in calls(operation, mx.float32 if exact else mx.bfloat16, name):
+        dtype = mx.float32 if exact else mx.bfloat16
+        for words, args, kwargs in calls(operation, dtype, name, pairs):
             try:
                 actual = form(*args, **kwargs)
             except (ShapeError, UnsupportedError) as error:

@@ -8,16 +8,16 @@ import mlx.core as mx
 import pytest
 
 import mlx_moeflux.kernels
-from mlx_moeflux.kernels import source
-from mlx_moeflux.kernels.metal import KERNELS
-from tests.kernels import cuda, lint
+from mlx_moeflux.kernels.runtime import source
+from mlx_moeflux.kernels.runtime.metal import KERNELS
 from tests.kernels.cases import all_cases, kernels, registered, variants
 from tests.kernels.harness import emulated, require, scratch_kernel
+from tests.kernels.metal import cuda, lint
 
 # On Metal MLX builds and hashes the text at each call that it does not trace (4 KB: some 2 us); on
 # NVIDIA it lies in files. The longest makes queries within a step: it is two launches in one.
 MOST_BYTES = 14_000
-FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).glob("*.metal"))
+FILES = sorted(Path(mlx_moeflux.kernels.__path__[0]).rglob("*.metal"))
 NAMES = sorted(kernels())
 # Each is a text that the emulator compiles: by default one of every kernel.
 CASES_OF = [

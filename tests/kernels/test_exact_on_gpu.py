@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.experts.readers import make_reader
-from mlx_moeflux.experts.streamed import StreamedStore
-from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.experts.helpers import LAYERS, random_call, random_experts, same_bits, write_experts
 from tests.kernels.harness import require_gpu
@@ -31,8 +31,7 @@ def stored(tmp_path_factory):
 @pytest.mark.parametrize("T", TOKENS)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
 def test_every_bank_gives_the_bits_of_all_experts(stored, dtype, T):
-    kernels = Kernels()
-    options = {"mix": kernels.expert_mix, "ffn": kernels.expert_ffn}
+    options = {"mix": Kernels().expert_mix}
     x, ids, weights = random_call(T, k=K, num_experts=E, hidden=C, padding=T // 9)
     call = x.astype(dtype), ids, weights
     layer = LAYERS[0]

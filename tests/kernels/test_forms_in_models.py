@@ -14,15 +14,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux import synthesize
-from mlx_moeflux.kernels import auto
-from mlx_moeflux.kernels.choice import FORMS, REFERENCE
-from mlx_moeflux.kernels.metal import backend
+from mlx_moeflux.conversion import synthesize
+from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+from mlx_moeflux.kernels.runtime.metal import backend
 from mlx_moeflux.loading import load_model
-from tests.kernels.emulator import Emulator
 from tests.kernels.experts import BETWEEN
 from tests.kernels.forms import differences
 from tests.kernels.harness import emulated
+from tests.kernels.metal.emulator import Emulator
 
 # Family -> what makes two layers of it hold every kind, and prompts of it take every way.
 SHAPES = {
@@ -47,7 +47,7 @@ class Comparison:
         self._comparing = False
 
     def form(self, operation: str, name: str):
-        form = FORMS[operation][name]
+        form = IMPLEMENTATIONS[operation][name]
 
         @functools.wraps(form)
         def call(*args, **kwargs):
@@ -67,7 +67,7 @@ class Comparison:
 def compared(request, monkeypatch):
     """A :class:`Comparison` of all forms, on the emulator under the table of a back end."""
     comparison = Comparison()
-    for operation, forms in FORMS.items():
+    for operation, forms in IMPLEMENTATIONS.items():
         for name in forms:
             if name != REFERENCE:
                 monkeypatch.setitem(forms, name, comparison.form(operation, name))
@@ -123,6 +123,6 @@ def test_forms_give_what_references_give(family, compared, tmp_path, monkeypatch
         walk(model)
     assert not compared.wrong, "\n".join(compared.wrong)
     for operation in {operation for operation, _ in compared.taken}:
-        rows = auto.rows(operation, backend().name)
+        rows = dispatch.rows(operation, backend().name)
         forms = {row.form for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
         assert {(operation, form) for form in forms} <= compared.taken

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from mlx_moeflux.steps import generate_step
-from mlx_moeflux.synthesize import synthesize
 from mlx_moeflux.tokenizer import load_tokenizer
 from tests.kernels.harness import on_the_cpu, require_gpu
 

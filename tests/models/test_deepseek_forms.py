@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.shapes import SHAPES
-from mlx_moeflux.synthesize import synthesize
-from tests import foreign
+from tests.checkpoint import foreign
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 1023, (2, 19)))
 
@@ -133,9 +133,9 @@ def test_full_layers_convert_and_generate_in_little_memory(tmp_path):
         "def hwm():\n"
         "    line = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
         "    return int(line.split()[1]) * 1024\n"
-        "from mlx_moeflux.convert import convert\n"
+        "from mlx_moeflux.conversion.convert import convert\n"
         "from mlx_moeflux.loading import load_model\n"
-        "from mlx_moeflux.generation import generate_step\n"
+        "from mlx_moeflux.generation.text import generate_step\n"
         "start = time.time()\n"
         f"convert({str(tmp_path / 'fp8')!r}, {str(tmp_path / 'q')!r}, quantize=True)\n"
         "converted = hwm(), time.time() - start\n"

@@ -15,10 +15,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.cache import LatentCache
-from mlx_moeflux.convert import convert
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
-from mlx_moeflux.kernels import latent as kernel
-from mlx_moeflux.kernels.router import sigmoid_top_k
+from mlx_moeflux.kernels.mla import latent as kernel
+from mlx_moeflux.kernels.moe.router import sigmoid_top_k
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.deepseek_v3 import GroupedRouter
@@ -232,7 +232,7 @@ def test_experts_are_chosen_before_the_shared_ones_begin(monkeypatch):
             return mx.bitwise_invert(mx.bitwise_invert(ids)), weights
 
         monkeypatch.setattr(block, "route", marked)
-        begun = block.begin(mx.ones((1, 3, model.config.hidden_size)), norm)
+        begun = block.prepare(mx.ones((1, 3, model.config.hidden_size)), norm)
         for product in begun.shared:
             graph = io.StringIO()
             mx.export_to_dot(graph, product)

@@ -13,9 +13,9 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_moeflux.errors import InputError, ShapeError
-from mlx_moeflux.kernels import numbers
-from mlx_moeflux.kernels.attention import causal_sdpa
-from mlx_moeflux.kernels.gated_delta import gated_delta_chunked, gated_delta_recurrent
+from mlx_moeflux.kernels.attention.attention import causal_sdpa
+from mlx_moeflux.kernels.delta.gated_delta import gated_delta_chunked, gated_delta_recurrent
+from mlx_moeflux.kernels.runtime import launch_args
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import decoder, qwen3_5_moe
 from tests.kernels.harness import emulated
@@ -228,8 +228,8 @@ def test_what_several_threads_see_is_evaluated(monkeypatch):
     kept = taps.taps()
     assert seen == [None]
     assert kept is taps.taps()
-    numbers._zeros.cache_clear()
-    for array in (kept, numbers._zeros(8)):
+    launch_args._zeros.cache_clear()
+    for array in (kept, launch_args._zeros(8)):
         mx.export_to_dot(graph := io.StringIO(), array)
         assert "rectangle" not in graph.getvalue(), "it has inputs"
 
@@ -246,14 +246,16 @@ def test_components_can_be_swapped():
         calls.append(q.shape)
         return causal_sdpa(q, k, v, **options)
 
-    with load_model(BUNDLED_MODEL, kernels={"sdpa": spy, "gated_delta": "recurrent"}) as model:
+    with load_model(BUNDLED_MODEL, kernels={"sdpa": spy, "delta_mixer": "reference"}) as model:
         calls.clear()
         mx.eval(model(tokens))
         assert len(calls) == 2
-        assert model.kernels.names()["gated_delta"] == "recurrent"
+        assert model.kernels.names()["delta_mixer"] == "reference"
         store = model.store
         with load_model(BUNDLED_MODEL, store=store) as other:
             assert other.store is store
+    with pytest.raises(InputError, match="subclass of ExpertStore"):
+        load_model(BUNDLED_MODEL, store=object())
     with load_model(BUNDLED_MODEL, experts_per_token=2) as model:
         assert model.store.stats().lossy == ["experts_per_token 2 of 4"]
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.convert import convert
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.generation import generate_step
+from mlx_moeflux.generation.text import generate_step
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from tests.models.twins import GOLDEN, LIMIT, relative_error

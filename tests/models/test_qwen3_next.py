@@ -10,9 +10,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_moeflux.convert import convert
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.kernels.choice import Kernels
+from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.qwen3_next import FusedDeltaNet

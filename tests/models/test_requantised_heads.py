@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.synthesize import synthesize
 from tests.models.twins import LIMIT, relative_error
 
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 1000, (2, 33)))

@@ -6,6 +6,7 @@ at most twice as far from the truth as references.
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.convert import convert
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import MemoryBudgetError
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.synthesize import synthesize
 from tests.kernels.harness import on_the_cpu, require_gpu
 from tests.models.twins import CASES, GOLDEN, LIMIT, relative_error
 
@@ -27,8 +29,16 @@ pytestmark = pytest.mark.gpu
 ROUNDING = 0.05
 # Twins whose widths can be quantised in any way, one of each family.
 QUANTISED = ("text_top3", "qwen3_moe_top2", "qwen3_next_top3", "deepseek_v3_yarn40")
-# Published widths with few experts: layers that hold each kind of layer once.
-PUBLISHED = {"qwen3.5-35b-a3b": 4, "qwen3-30b-a3b": 1, "qwen3-next-80b-a3b": 4}
+# Bits of each projection of the experts, as mixed recipes choose them.
+MIXED = {"gate_proj": 4, "up_proj": 3, "down_proj": 8}
+# Published widths with few experts: layers that hold each kind of layer once. DeepSeek's first
+# three layers are dense.
+PUBLISHED = {
+    "qwen3.5-35b-a3b": 4,
+    "qwen3-30b-a3b": 1,
+    "qwen3-next-80b-a3b": 4,
+    "deepseek-v3": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -93,11 +103,40 @@ def test_in_bfloat16_rounding_is_all_that_differs(case):
     assert all(a <= 2 * b for a, b in zip(ours, naive, strict=True)), (ours, naive)
 
 
-@pytest.mark.parametrize("experts", ["4 bits", "8 bits"])
+def quantised(case: str, experts: str, out: Path) -> Path:
+    """The twin's checkpoint with all weights at some bits, or each projection at its own."""
+
+    def at(bits: int, layout: str) -> Path:
+        options = {"quantize": True, "q_bits": bits, "q_group_size": 32, "layout": layout}
+        return convert(GOLDEN / case, out / f"{bits}", **options)
+
+    if experts != "mixed":
+        return at(int(experts[0]), "packed")
+    directories = {bits: at(bits, "safetensors") for bits in MIXED.values()}
+    directory = directories[MIXED["gate_proj"]]
+    weights = {bits: _tensors(path) for bits, path in directories.items()}
+    config = json.loads((directory / "config.json").read_text())
+    tensors = weights[MIXED["gate_proj"]]
+    for projection, bits in MIXED.items():
+        for name in [n for n in tensors if f"switch_mlp.{projection}." in n]:
+            tensors[name] = weights[bits][name]
+            for key in ("quantization", "quantization_config"):
+                config[key][name.rpartition(".")[0]] = QuantSpec(bits, 32).to_config()
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    mx.save_safetensors(str(directory / "model.safetensors"), tensors, {"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _tensors(directory: Path) -> dict[str, mx.array]:
+    return {k: v for f in directory.glob("*.safetensors") for k, v in mx.load(str(f)).items()}
+
+
+@pytest.mark.parametrize("experts", ["4 bits", "8 bits", "mixed"])
 @pytest.mark.parametrize("case", QUANTISED)
 def test_quantised_twins(case, experts, kernels, memory, tmp_path):
-    bits = int(experts[0])
-    directory = convert(GOLDEN / case, tmp_path / "q", quantize=True, q_bits=bits, q_group_size=32)
+    directory = quantised(case, experts, tmp_path)
     tokens = mx.load(str(GOLDEN / case / "golden.safetensors"))["tokens"]
     with on_the_cpu():
         expected = answers(directory, tokens, dtype=mx.float32, kernels="reference")
@@ -115,6 +154,6 @@ def test_published_widths(shape, kernels, memory, tmp_path):
     tokens = mx.array(np.random.default_rng(2).integers(0, 1000, (1, 24)))
     with on_the_cpu():
         expected = answers(directory, tokens, dtype=mx.float32, kernels="reference")
-    options = {"expert_memory": "100%" if memory == "resident" else "60%", "kernels": kernels}
+    options = {"expert_memory": budget(memory, directory), "kernels": kernels}
     for a, b in zip(answers(directory, tokens, dtype=mx.float32, **options), expected, strict=True):
         assert relative_error(a, b) <= LIMIT

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.convert import convert
+from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class

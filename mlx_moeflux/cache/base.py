@@ -1,0 +1,319 @@
+"""The bookkeeping that all cache entries share: columns, padding, and the way back.
+
+Every call of a model adds T columns to each of B sequences. A column is a real token
+unless it is padding:
+
+    column        0 1 2 3 4 5 6
+    sequence 0    . . a b c d e      padding 2: these columns precede the first token
+    sequence 1    f g h i j . .      end 5: in a right-padded prompt the tokens end here
+
+``prepare(lengths=...)`` announces right padding and ``finalize()`` turns it into left
+padding, so that all sequences append their next token at the same column. Counts are
+Python integers: reading them never waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import CacheError
+from mlx_moeflux.kernels.runtime import failures
+
+
+class Mark:
+    """A moment of one cache entry, made by ``mark()``; only ``rollback()`` looks inside."""
+
+    __slots__ = ("__weakref__", "columns", "fields", "spent")
+
+    def __init__(self, columns: int, fields: dict[str, Any]):
+        self.columns = columns
+        self.fields = fields
+        self.spent = False
+
+
+def as_ints(numbers: Sequence[int] | mx.array, what: str) -> list[int]:
+    """A list of Python ints from a list, tuple or integer array; ``what`` names it in errors."""
+    if isinstance(numbers, mx.array):
+        numbers = numbers.tolist()
+    try:
+        return [int(number) for number in numbers]
+    except TypeError:
+        raise CacheError(f"{what} must be a list of integers, not {numbers!r}.") from None
+
+
+def _one_width(lengths: list[int], right: list[int]) -> bool:
+    return (
+        len(lengths) == len(right)
+        and len({a + b for a, b in zip(lengths, right, strict=True)}) <= 1
+    )
+
+
+class BaseCache:
+    """Counts the columns of B sequences; the base of every cache entry.
+
+    ``columns``: columns written so far, padding included, the same for all sequences.
+
+    A subclass says what it is when saved, see :mod:`mlx_moeflux.cache.state.spec`.
+    """
+
+    kind: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
+    token_axis: ClassVar[int | None] = None
+    step: ClassVar[int] = 1
+    """Rows of tokens by which arrays grow."""
+    takes_steps: ClassVar[bool] = True
+    """Whether a traced step may take its arrays by ``begin_step``."""
+
+    def __init__(self) -> None:
+        self.columns = 0
+        self._padding: list[int] | None = None
+        self._ends: list[int] | None = None
+
+    def _arrays(self) -> tuple[mx.array | None, ...]:
+        return tuple(getattr(self, name) for name in self.fields)
+
+    @property
+    def batch_size(self) -> int:
+        """B; 1 for an entry that has seen nothing and was not merged."""
+        for array in self._arrays():
+            if array is not None:
+                return array.shape[0]
+        return 1 if self._padding is None else len(self._padding)
+
+    def _batch_known(self) -> bool:
+        return self._padding is not None or any(a is not None for a in self._arrays())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays held, unused rows included."""
+        return sum(array.nbytes for array in self._arrays() if array is not None)
+
+    def empty(self) -> bool:
+        """True while no column was written."""
+        return self.columns == 0
+
+    def seen(self) -> list[int]:
+        """Tokens read so far by each sequence, padding not counted."""
+        last = [self.columns] * self.batch_size if self._ends is None else self._ends
+        first = self._padding or [0] * len(last)
+        return [max(min(self.columns, b) - a, 0) for a, b in zip(first, last, strict=True)]
+
+    def size(self) -> int:
+        """Tokens read by the longest sequence."""
+        return max(self.seen(), default=0)
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next column's token: an int, or int32 [B] where sequences differ."""
+        first = self._padding
+        if not first:
+            return self.columns
+        if min(first) == max(first):
+            return self.columns - first[0]
+        return mx.array([self.columns - a for a in first], dtype=mx.int32)
+
+    @property
+    def left_padding(self) -> mx.array | None:
+        """int32 [B]: padding columns before each sequence's first token; None without any."""
+        if not self._padding or not any(self._padding):
+            return None
+        return mx.array(self._padding, dtype=mx.int32)
+
+    @property
+    def lengths(self) -> mx.array | None:
+        """int32 [B]: columns still to come up to each sequence's end; None unless prepared."""
+        if self._ends is None:
+            return None
+        return mx.array([end - self.columns for end in self._ends], dtype=mx.int32)
+
+    def real_tokens(self, T: int) -> mx.array | None:
+        """Which of the next T columns are tokens: bool [B, T], or None when all are."""
+        now = self.columns
+        masked_left = self._padding is not None and any(a > now for a in self._padding)
+        masked_right = self._ends is not None and any(b < now + T for b in self._ends)
+        if not masked_left and not masked_right:
+            return None
+        column = mx.arange(now, now + T)
+        mask = None
+        if masked_left:
+            mask = column >= mx.array(self._padding)[:, None]
+        if masked_right:
+            before_end = column < mx.array(self._ends)[:, None]
+            mask = before_end if mask is None else mask & before_end
+        return mask
+
+    def advance(self, T: int) -> None:
+        """Counts T columns as written (``update_and_fetch`` does so itself)."""
+        self.columns += T
+
+    def parts(self, T: int, size: int) -> list[tuple[int, int]]:
+        """How the next T columns go through a layer's mixer: (start, stop) of at most `size`."""
+        return [(start, min(start + size, T)) for start in range(0, T, size)]
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | mx.array | None = None,
+        lengths: Sequence[int] | mx.array | None = None,
+        right_padding: Sequence[int] | mx.array | None = None,
+    ) -> None:
+        """Announces the padding of the columns to come, one number per sequence.
+
+        ``left_padding``: columns before the first token; only for an empty entry.
+        ``lengths``: tokens among the columns that arrive until ``finalize()``, counted after
+        the left padding; the rest is right padding, and ``right_padding`` (optional) must
+        agree with it.
+        """
+        if self._ends is not None:
+            raise CacheError("prepare() was called twice; call finalize() between two prompts.")
+        lengths = None if lengths is None else as_ints(lengths, "lengths")
+        if right_padding is not None:
+            right = as_ints(right_padding, "right_padding")
+            if lengths is None and any(right):
+                raise CacheError("right_padding needs lengths; pass both to prepare().")
+            if lengths is not None and not _one_width(lengths, right):
+                raise CacheError(
+                    f"lengths {lengths} and right_padding {right} do not add up to one width; "
+                    "pad every sequence to the longest."
+                )
+        if left_padding is not None:
+            left = as_ints(left_padding, "left_padding")
+            if not self.empty():
+                raise CacheError(
+                    f"left_padding was given after {self.columns} columns; it must come first."
+                )
+            self._set_padding(left)
+        if lengths is not None:
+            self._set_ends(lengths)
+
+    def _set_padding(self, left: list[int]) -> None:
+        if min(left, default=0) < 0:
+            raise CacheError(f"left_padding must not be negative, got {left}.")
+        if self._padding is not None and len(left) != len(self._padding):
+            raise CacheError(
+                f"left_padding has {len(left)} numbers for {len(self._padding)} sequences."
+            )
+        self._padding = left
+
+    def _set_ends(self, lengths: list[int]) -> None:
+        if self._batch_known() and len(lengths) != self.batch_size:
+            raise CacheError(f"lengths has {len(lengths)} numbers for {self.batch_size} sequences.")
+        if min(lengths, default=0) < 0:
+            raise CacheError(f"lengths must not be negative, got {lengths}.")
+        if self._padding is None:
+            self._padding = [0] * len(lengths)
+        start = [max(a, self.columns) for a in self._padding]
+        self._ends = [a + n for a, n in zip(start, lengths, strict=True)]
+
+    def finalize(self) -> None:
+        """Ends a right-padded prompt: its padding becomes left padding of what follows."""
+        if self._ends is None:
+            return
+        extra = [max(self.columns - end, 0) for end in self._ends]
+        if any(extra):
+            self._move_right(extra)
+            self._padding = [a + e for a, e in zip(self._padding or [], extra, strict=True)]
+        self._ends = None
+
+    def _move_right(self, extra: list[int]) -> None:
+        """Moves each sequence's last columns by ``extra[b]``, where columns are stored."""
+
+    def _require_final(self, what: str) -> None:
+        if self._ends is not None:
+            raise CacheError(f"{what} inside a right-padded prompt; call finalize() first.")
+
+    def _keep(self, keep: list[int]) -> int:
+        """Keeps these sequences' counts; drops and returns the columns that pad them all."""
+        padding = self._padding or [0] * self.batch_size
+        padding = [padding[i] for i in keep]
+        drop = min(min(padding, default=0), self.columns)
+        self.columns -= drop
+        self._padding = [first - drop for first in padding]
+        if self._ends is not None:
+            self._ends = [self._ends[i] - drop for i in keep]
+        return drop
+
+    def _join_counts(self, parts: list[Any]) -> None:
+        """Counts of all sequences of ``parts``, aligned at the right, where tokens arrive."""
+        for part in parts:
+            part._require_final("merge() or extend()")
+        self.columns = max(part.columns for part in parts)
+        self._padding = [
+            first + self.columns - part.columns
+            for part in parts
+            for first in part._padding or [0] * part.batch_size
+        ]
+        self._ends = None
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        """An independent entry. Arrays are shared: a write replaces the writer's only."""
+        return copy.copy(self)
+
+    @classmethod
+    def from_state(cls, state):
+        """An entry with the given ``state``, as ``load_prompt_cache`` of mlx-lm makes it."""
+        entry = cls()
+        entry.state = state
+        return entry
+
+    def _padding_state(self) -> tuple[mx.array | None, mx.array | None]:
+        def array(numbers):
+            return None if numbers is None else mx.array(numbers, dtype=mx.int32)
+
+        return array(self._padding), array(self._ends)
+
+    def _load_padding(self, columns, padding, ends) -> None:
+        self.columns = int(columns)
+        self._padding = None if padding is None else as_ints(padding, "left_padding")
+        self._ends = None if ends is None else as_ints(ends, "ends")
+        for numbers in (self._padding, self._ends):
+            if numbers is not None and len(numbers) != self.batch_size:
+                raise CacheError(
+                    f"The saved state pads {len(numbers)} sequences but holds {self.batch_size}; "
+                    "the file belongs to another cache."
+                )
+
+
+def check_positions(cache: Sequence[BaseCache]) -> list[int]:
+    """Tokens seen by each sequence, the same in every entry of one model's cache.
+
+    Raises CacheError naming the first entry that disagrees: a call was interrupted without
+    ``transaction``, or entries of different caches were mixed.
+    """
+    expected: list[int] | None = None
+    for index, entry in enumerate(cache):
+        seen = entry.seen()
+        if expected is None:
+            expected = seen
+        elif seen != expected:
+            raise CacheError(
+                f"Cache entry {index} has seen {seen} tokens but entry 0 has seen {expected}; "
+                "start again from a new cache."
+            )
+    return expected or [0]
+
+
+@contextmanager
+def transaction(cache: list[Any] | None) -> Iterator[None]:
+    """On any exception inside, puts every entry of ``cache`` back as it was, then re-raises; a
+    kernel's failure as :class:`~mlx_moeflux.errors.KernelError`.
+
+    Entering costs a few Python attributes per layer; for recurrent entries it keeps the old
+    state arrays alive until the block ends. ``None`` is allowed and does nothing.
+    """
+    entries = list(cache or ())
+    marks = [entry.mark() for entry in entries]
+    try:
+        with failures.reported():
+            yield
+    except BaseException:
+        for entry, mark in zip(entries, marks, strict=True):
+            entry.rollback(mark)
+        if isinstance(cache, list):
+            cache[:] = entries
+        raise

@@ -1,0 +1,1 @@
+"""States of prompts, kept in memory and on disk."""

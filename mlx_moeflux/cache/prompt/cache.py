@@ -1,0 +1,292 @@
+"""Reuse of what prompts have in common, in memory and across restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.cache.prompt.disk import PromptDirectory
+from mlx_moeflux.cache.prompt.tree import Match, Node, best_start, deepest, shared
+from mlx_moeflux.cache.state.sequence import SequenceState
+from mlx_moeflux.cache.state.spec import StateSpec, adopt, export
+from mlx_moeflux.errors import CacheError, InputError
+
+MEMORY_BYTES = 2_000_000_000
+DISK_BYTES = 20_000_000_000
+EVERY = 2048
+
+# A common beginning of fewer tokens is not worth a call of its own.
+LEAST_SHARED = 16
+
+
+class Resumed:
+    """A prompt whose beginning need not be read again; made by :meth:`PromptCache.resume`.
+
+    state: Of ``model.make_cache()``, behind the first `position` tokens. logits: ``[V]`` after
+    the last token if the whole prompt is known, else None. experts: MoE layer id -> those that were
+    in memory then. stops: What the state must :meth:`~SequenceState.watch` before it passes them,
+    for a call of :meth:`reached` afterwards.
+    """
+
+    def __init__(
+        self,
+        cache: PromptCache,
+        model: Any,
+        tokens: np.ndarray,
+        *,
+        state: SequenceState,
+        position: int,
+        logits: mx.array | None,
+        experts: Mapping[int, list[int]],
+        stops: Iterable[int],
+    ):
+        self._cache, self._model, self._tokens = cache, model, tokens
+        self.state, self.position, self.logits = state, position, logits
+        self.experts = experts
+        self.stops = sorted({stop for stop in stops if position < stop < len(tokens)})
+
+    @property
+    def keeps_reply(self) -> bool:
+        """The state behind the reply is wanted too: call :meth:`replied`."""
+        return self._cache.replies
+
+    def reached(self, position: int, logits: mx.array | None = None) -> None:
+        """The state is behind `position` tokens, or was: keep that. logits: ``[V]``."""
+        self._cache.store(self._model, self._tokens[:position], self.state, logits)
+
+    def replied(self, reply: Sequence[int]) -> None:
+        """The state is now behind the prompt and `reply`: keep it, unless an interruption left it
+        elsewhere."""
+        tokens = [*self._tokens.tolist(), *reply]
+        if self.state.position == len(tokens):
+            self._cache.store(self._model, tokens, self.state)
+
+
+class PromptCache:
+    """States at places in prompts, for any number of models.
+
+    directory: Where they outlive the process; None keeps them in memory only. memory_bytes,
+    disk_bytes: Limits; the least recently used go. every: Tokens between two places at which a
+    long prompt's state is kept, besides its end, the places that the caller names, and where it
+    first differs from an earlier prompt. Models without recurrent layers need none of these: they
+    go on from any token. replies: Keep the state behind a reply too, for conversations. warm: Say
+    which experts were in memory, for the generator to read them again.
+
+    All methods may be called from any thread.
+
+    Raises:
+        CacheError: The directory cannot be made. InputError: A limit is not positive.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        disk_bytes: int = DISK_BYTES,
+        every: int | None = EVERY,
+        replies: bool = False,
+        warm: bool = True,
+    ):
+        for name, number in {
+            "memory_bytes": memory_bytes, "disk_bytes": disk_bytes, "every": every,
+        }.items():  # fmt: skip
+            if number is not None and number < 1:
+                raise InputError(f"{name} is {number}; it must be at least 1.")
+        self.memory_bytes, self.every = memory_bytes, every
+        self.replies, self.warm = replies, warm
+        self.tokens_reused = self.tokens_asked = 0
+        self._disk = None if directory is None else PromptDirectory(directory, disk_bytes)
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Places that are known, of all models."""
+        return sum(1 for root in self._roots.values() for _ in root.family()) - len(self._roots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(node.nbytes for root in self._roots.values() for node in root.family())
+
+    @property
+    def bytes_written(self) -> int:
+        """To the directory, by this object."""
+        return self._disk.written if self._disk else 0
+
+    def resume(
+        self, model: Any, tokens: Sequence[int], *, breakpoints: Iterable[int] = ()
+    ) -> Resumed:
+        """The longest known beginning of a prompt. breakpoints: More places to keep.
+
+        Warns of stored files that cannot be believed, once each.
+        """
+        spec, state = model.state_spec(), model.make_cache()
+        ids = np.asarray(tokens, np.int32)
+        cut = all(entry.token_axis is not None for entry in state)
+        with self._lock:
+            root = self._root(spec)
+            while True:
+                match = best_start(root, ids, cut=cut)
+                # A node whose file is gone or damaged has left the tree: look again.
+                with contextlib.suppress(CacheError):
+                    arrays = self._gathered(match, root, spec, state)
+                    break
+            stops = set(breakpoints)
+            if not cut:
+                stops |= set(range(self.every, len(ids), self.every)) if self.every else set()
+                common = shared(root, ids)
+                if common - match.tokens >= LEAST_SHARED:
+                    stops.add(common)
+            self._use(match.node, root)
+            self._shrink()
+            self.tokens_asked += len(ids)
+            self.tokens_reused += match.tokens
+        logits = arrays.pop("logits", None)
+        if match.tokens:
+            adopt(state, arrays, position=match.tokens)
+        return Resumed(
+            self,
+            model,
+            ids,
+            state=state,
+            position=match.tokens,
+            logits=logits if match.tokens == len(ids) else None,
+            experts=match.node.experts if self.warm else {},
+            stops=stops,
+        )
+
+    def store(
+        self,
+        model: Any,
+        tokens: Sequence[int],
+        state: Sequence[Any],
+        logits: mx.array | None = None,
+    ) -> None:
+        """Keep the state behind `tokens`, which it is at or was at while it watched; nothing is
+        done where it is kept already.
+
+        Evaluates: a copy of what the state added since the last place that is kept.
+
+        Raises:
+            CacheError: The state has not seen so many tokens, or did not watch there.
+        """
+        ids = np.array(tokens, np.int32)
+        seen = [entry.seen() for entry in state]
+        if any(one != seen[0] or one[0] < len(ids) for one in seen):
+            raise CacheError(f"The state has seen {seen[0]} tokens, not these {len(ids)}.")
+        with self._lock:
+            root = self._root(model.state_spec())
+            parent = deepest(root, ids)
+            known = parent.end == len(ids)
+            if known and (parent.has_logits or logits is None):
+                return
+            node = parent if known else parent.add(ids[parent.end :].copy())
+            try:
+                node.arrays = export(state, node.end - len(node.tokens), node.end)
+            except CacheError:
+                if not known:
+                    node.remove()
+                raise
+            if logits is not None:
+                node.arrays["logits"] = mx.array(logits)
+            node.has_logits = logits is not None
+            node.experts = _experts_in_memory(model.store)
+            mx.eval(node.arrays)
+            if self._disk:
+                node.disk = ""
+                for one in node.path():
+                    if not one.disk and one.arrays is not None:
+                        self._disk.write_later(one, root)
+            self._use(node, root)
+            self._shrink()
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        if self._disk:
+            self._disk.flush()
+            with self._lock:
+                self._shrink()
+
+    def close(self) -> None:
+        """Write what is pending and forget everything in memory."""
+        if self._disk:
+            self._disk.close()
+        self._roots.clear()
+
+    def __enter__(self) -> PromptCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _root(self, spec: StateSpec) -> Node:
+        root = self._roots.setdefault(spec.identity, Node.root(spec.identity))
+        if self._disk:
+            self._disk.update(root)
+        return root
+
+    def _gathered(
+        self, match: Match, root: Node, spec: StateSpec, state: Sequence[Any]
+    ) -> dict[str, mx.array]:
+        """The whole state behind a match.
+
+        Raises:
+            CacheError: A file of its path cannot be read; that node is no longer in the tree.
+        """
+        path = match.node.path()
+        for node in path:
+            if node.arrays is None:
+                try:
+                    node.arrays = self._disk.read(node, root, spec)
+                except CacheError:
+                    node.remove()
+                    raise
+                node.has_logits = "logits" in node.arrays
+        if not path:
+            return {}
+        arrays = dict(path[-1].arrays)
+        if not match.whole:
+            arrays.pop("logits", None)
+        for i, entry in enumerate(state):
+            axis = entry.token_axis
+            for name in [f"layers.{i}.{field}" for field in entry.fields if axis is not None]:
+                rows = mx.concatenate([node.arrays[name] for node in path], axis=axis)
+                arrays[name] = rows[(slice(None),) * axis + (slice(0, match.tokens),)]
+        mx.eval(arrays)
+        return arrays
+
+    def _use(self, node: Node, root: Node) -> None:
+        path = node.path()
+        for one in path[::-1]:
+            self._clock += 1
+            one.used = self._clock
+        if self._disk:
+            self._disk.touch([one for one in path if one.disk == "stored"], root)
+
+    def _shrink(self) -> None:
+        """Keep to the memory limit: stored nodes lose their arrays, leaves that are not leave.
+
+        What is being written stays a little longer: the writer holds it anyway.
+        """
+        nodes = [node for root in self._roots.values() for node in root.family() if node.arrays]
+        excess = sum(node.nbytes for node in nodes) - self.memory_bytes
+        for node in sorted(nodes, key=lambda node: node.used):
+            if excess <= 0:
+                return
+            if node.disk == "stored" or (not node.disk and not node.children):
+                excess -= node.nbytes
+                if node.disk != "stored":
+                    node.remove()
+                node.arrays = None
+
+
+def _experts_in_memory(store: Any) -> dict[int, list[int]]:
+    return {layer: sorted(store.residents(layer)) for layer in store.slots}

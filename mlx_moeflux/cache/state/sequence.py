@@ -1,0 +1,265 @@
+"""The state of a sequence as a whole: snapshots, checkpoints by position, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.base import BaseCache, check_positions
+from mlx_moeflux.cache.state.files import Format, open_file, to_host, write_file
+from mlx_moeflux.cache.state.spec import ArraySpec, StateSpec, adopt, check_arrays, export
+from mlx_moeflux.errors import CacheError
+
+STATE_FORMAT = Format("mlx_moeflux.state", 1)
+
+# As many as an API client may set in one request.
+MAX_CHECKPOINTS = 4
+
+
+class Snapshot:
+    """A moment of a state. Nothing changes it; it shares its arrays with the state, whose next
+    token then copies the buffers that it writes to.
+
+    position: Tokens seen (of the longest sequence). logits: What the model said after the last
+    one, ``[V]``, if it was given. nbytes: Bytes of all arrays.
+    """
+
+    def __init__(self, entries: Iterable[BaseCache], logits: mx.array | None):
+        self.entries = tuple(copy.deepcopy(entry) for entry in entries)
+        self.logits = logits
+        self.position = max(check_positions(self.entries))
+        mx.eval([entry._arrays() for entry in self.entries], logits)
+
+    @property
+    def nbytes(self) -> int:
+        logits = 0 if self.logits is None else self.logits.nbytes
+        return logits + sum(entry.nbytes for entry in self.entries)
+
+
+class SequenceState(list):
+    """One cache entry for each layer, as ``model.make_cache()`` gives it: a list to those who only
+    want entries.
+
+    spec: Asked when the state meets a file; its model's
+    :meth:`~mlx_moeflux.models.base.StreamingModel.state_spec`.
+    max_checkpoints: How many :meth:`checkpoint` keeps; a lower number counts from its next call.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[BaseCache] = (),
+        spec: Callable[[], StateSpec] | None = None,
+    ):
+        super().__init__(entries)
+        self._spec = spec
+        self.max_checkpoints = MAX_CHECKPOINTS
+        # Least recently used first.
+        self._checkpoints: dict[int, Snapshot] = {}
+
+    @property
+    def position(self) -> int:
+        """Tokens seen, of the longest sequence.
+
+        Raises:
+            CacheError: The entries disagree.
+        """
+        return max(check_positions(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, unused rows included, without the checkpoints."""
+        return sum(entry.nbytes for entry in self)
+
+    def spec(self) -> StateSpec:
+        """What the entries must be.
+
+        Raises:
+            CacheError: The state is of no model.
+        """
+        if self._spec is None:
+            raise CacheError("This state knows no model; make it with model.make_cache().")
+        return self._spec()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceState:
+        """An independent state that shares arrays, without the checkpoints."""
+        other = type(self)(copy.deepcopy(list(self), memo), self._spec)
+        other.max_checkpoints = self.max_checkpoints
+        return other
+
+    def watch(self, positions: Iterable[int]) -> None:
+        """Let recurrent layers remember their states at these positions when they are passed."""
+        positions = list(positions)
+        for entry in self:
+            if entry.token_axis is None:
+                entry.watch(positions)
+
+    # In memory.
+
+    def snapshot(self, logits: mx.array | None = None) -> Snapshot:
+        """This moment. logits: Those after the last token, ``[V]``, for :attr:`Snapshot.logits`.
+
+        Evaluates: the state.
+        """
+        return Snapshot(self, logits)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Back (or over) to the moment of `snapshot`; checkpoints of later positions go.
+
+        Raises:
+            CacheError: It is of another kind of model.
+        """
+        mine, its = ([entry.kind for entry in entries] for entries in (self, snapshot.entries))
+        if mine != its:
+            raise CacheError(
+                f"The snapshot has {len(its)} entries of other kinds than this state's "
+                f"{len(mine)}; restore it into a state of its own model."
+            )
+        self[:] = [copy.deepcopy(entry) for entry in snapshot.entries]
+        self._forget_after(snapshot.position)
+
+    def reset(self) -> None:
+        """Forget everything, checkpoints included."""
+        self[:] = [type(entry)() for entry in self]
+        self._checkpoints.clear()
+
+    def truncate(self, position: int) -> None:
+        """Forget all tokens from `position` on.
+
+        Raises:
+            CacheError: There are not so many, or a layer's state has no past.
+        """
+        excess = self.position - position
+        if position < 0 or excess < 0:
+            raise CacheError(
+                f"There is no position {position} in a state of {self.position} tokens; give one "
+                "that was passed."
+            )
+        if excess and not all(entry.is_trimmable() for entry in self):
+            raise CacheError(
+                f"A model with recurrent layers cannot go back from {self.position} to {position} "
+                "tokens by truncation; restore a snapshot or a checkpoint taken there."
+            )
+        for entry in self:
+            entry.trim(excess)
+        self._forget_after(position)
+
+    # Checkpoints.
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Positions of all checkpoints, ascending."""
+        return sorted(self._checkpoints)
+
+    def checkpoint(self, position: int | None = None) -> int:
+        """Keep this moment under its position, which is returned; `position`, if given, is checked.
+
+        Above ``max_checkpoints`` the least recently used goes, but never that of position 0 nor
+        this one.
+
+        Raises:
+            CacheError: The state is at another position.
+        """
+        now = self.position
+        if position not in (None, now):
+            raise CacheError(f"The state is at position {now}, not {position}; checkpoint there.")
+        snapshot = self.snapshot()
+        self._checkpoints.pop(now, None)
+        self._checkpoints[now] = snapshot
+        oldest = [p for p in self._checkpoints if p not in (0, now)]
+        excess = max(len(self._checkpoints) - self.max_checkpoints, 0)
+        for old in oldest[:excess]:
+            del self._checkpoints[old]
+        return now
+
+    def restore_to(self, position: int) -> None:
+        """Back to a checkpoint; those of later positions go.
+
+        Raises:
+            CacheError: There is none of exactly this position.
+        """
+        if position not in self._checkpoints:
+            raise CacheError(
+                f"There is no checkpoint at position {position}; there are {self.checkpoints}."
+            )
+        self._checkpoints[position] = self._checkpoints.pop(position)
+        self.restore(self._checkpoints[position])
+
+    def forget(self, position: int) -> None:
+        """Drop a checkpoint, if there is one; the state stays as it is."""
+        self._checkpoints.pop(position, None)
+
+    def _forget_after(self, position: int) -> None:
+        for later in [p for p in self._checkpoints if p > position]:
+            del self._checkpoints[later]
+
+    # Files.
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        logits: mx.array | None = None,
+        *,
+        notes: Mapping[str, str] | None = None,
+    ) -> int:
+        """Write the state of one sequence to a safetensors file; its size in bytes.
+
+        logits: Those after the last token, ``[V]``; :meth:`load` gives them back. notes: For
+        :func:`read_notes`. The same state gives the same bytes.
+
+        Raises:
+            CacheError: It holds several sequences, or the disk is full or failed.
+        """
+        spec, position = self.spec(), self.position
+        arrays = export(self)
+        if logits is not None:
+            arrays["logits"] = logits
+        facts = {
+            "identity": spec.identity,
+            "position": str(position),
+            "kinds": json.dumps([entry.kind for entry in self]),
+            "notes": json.dumps(dict(notes or {}), sort_keys=True),
+        }
+        return write_file(path, STATE_FORMAT, facts=facts, arrays=to_host(arrays))
+
+    def load(self, path: str | os.PathLike[str]) -> mx.array | None:
+        """Become what was saved; the logits that were saved with it. Checkpoints of later
+        positions go.
+
+        Raises:
+            CacheError: The file is damaged, of another version, or of another model; the state is
+                as it was.
+        """
+        spec, file = self.spec(), open_file(path, STATE_FORMAT)
+        if file.facts.get("identity") != spec.identity:
+            raise CacheError(
+                f"{file.path} was saved by another model (or dtype, or experts per token); "
+                "load the model that it belongs to."
+            )
+        position = file.number("position")
+        kinds = [entry.kind for entry in spec.entries]
+        if file.json("kinds") != kinds:
+            raise CacheError(f"{file.path} has entries of other kinds than {kinds}; remove it.")
+        expected = spec.expected(position) if position else {}
+        if "logits" in file.specs:
+            expected["logits"] = ArraySpec(file.specs["logits"].dtype, (spec.vocabulary,))
+        check_arrays(file.path, file.specs, expected)
+        arrays = file.read()
+        logits = arrays.pop("logits", None)
+        adopt(self, arrays, position=position)
+        self._forget_after(position)
+        return logits
+
+
+def read_notes(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What was noted when a state was saved; its arrays are not read.
+
+    Raises:
+        CacheError: It is no file of a state.
+    """
+    notes = open_file(path, STATE_FORMAT).json("notes")
+    return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

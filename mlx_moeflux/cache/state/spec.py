@@ -1,0 +1,169 @@
+"""A cache entry as named arrays, and what arrays a model's entries must have.
+
+Saved states and prompt caches are made of these: an entry says its ``kind``, the ``fields`` that
+hold arrays, and along which ``token_axis`` they have a row for each token (None: they are of one
+size however long the sequence is).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.base import BaseCache
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE
+from mlx_moeflux.errors import CacheError
+
+# safetensors code of each dtype that a state or its logits may have.
+DTYPE_CODES = {
+    mx.float32: "F32",
+    mx.bfloat16: "BF16",
+    mx.float16: "F16",
+    mx.int32: "I32",
+    mx.uint32: "U32",
+    mx.uint16: "U16",
+    mx.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """dtype: safetensors code. shape: 0 stands for the rows of tokens."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of such an array."""
+        return ITEMSIZE[self.dtype] * prod(self.shape)
+
+    def rows(self, count: int) -> ArraySpec:
+        """The same with `count` rows of tokens."""
+        return ArraySpec(self.dtype, tuple(n or count for n in self.shape))
+
+
+@dataclass(frozen=True)
+class EntrySpec:
+    """What an entry holds once a token went in; one for each layer of a model.
+
+    step: Rows of tokens by which its arrays grow.
+    """
+
+    kind: str
+    arrays: Mapping[str, ArraySpec]
+    step: int = 1
+
+    @classmethod
+    def of(cls, entry: BaseCache) -> EntrySpec:
+        """That of an entry which has seen a token; nothing is evaluated."""
+        arrays = {}
+        for name in entry.fields:
+            array = getattr(entry, name)
+            shape = list(array.shape)
+            if entry.token_axis is not None:
+                shape[entry.token_axis] = 0
+            arrays[name] = ArraySpec(DTYPE_CODES[array.dtype], tuple(shape))
+        return cls(entry.kind, arrays, entry.step)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token; 0 where entries do not grow."""
+        return sum(array.rows(1).nbytes for array in self.arrays.values() if 0 in array.shape)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes after `tokens` tokens, with the rows in reserve."""
+        rows = -(-tokens // self.step) * self.step
+        return sum(array.rows(rows).nbytes for array in self.arrays.values())
+
+    def expected(self, tokens: int) -> dict[str, ArraySpec]:
+        """Name -> array of an export of `tokens` tokens."""
+        return {name: array.rows(tokens) for name, array in self.arrays.items()}
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Whose states these are.
+
+    identity: A hash of everything that decides what is in a state. vocabulary: How many logits.
+    """
+
+    identity: str
+    entries: tuple[EntrySpec, ...]
+    vocabulary: int
+
+    def expected(self, tokens: int) -> dict[str, ArraySpec]:
+        """``layers.<i>.<field>`` -> array of a whole state's export of its last `tokens` tokens."""
+        return {
+            f"layers.{i}.{name}": array
+            for i, entry in enumerate(self.entries)
+            for name, array in entry.expected(tokens).items()
+        }
+
+
+def export(
+    entries: Sequence[BaseCache], start: int = 0, stop: int | None = None
+) -> dict[str, mx.array]:
+    """The arrays of one sequence by ``layers.<i>.<field>``; of those with a row for each token
+    the rows of tokens `start` to `stop`, without the reserve. Copies, not yet evaluated.
+
+    stop: Where the others were watched; None is now.
+
+    Raises:
+        CacheError: The entries hold several sequences, or one did not watch there.
+    """
+    found = {}
+    for i, entry in enumerate(entries):
+        if entry.batch_size != 1:
+            raise CacheError(
+                f"The state holds {entry.batch_size} sequences; extract() one of them first."
+            )
+        if entry.columns != entry.seen()[0]:
+            entry = entry.extract(0)
+        for name, array in zip(entry.fields, _at(entry, stop), strict=True):
+            if array is None:
+                continue
+            if entry.token_axis is not None:
+                rows = [slice(None)] * array.ndim
+                rows[entry.token_axis] = slice(start, entry.columns if stop is None else stop)
+                array = array[tuple(rows)]
+            found[f"layers.{i}.{name}"] = mx.contiguous(array)
+    return found
+
+
+def _at(entry: BaseCache, position: int | None) -> Sequence[mx.array | None]:
+    if position in (None, entry.columns) or entry.token_axis is not None:
+        return [getattr(entry, name) for name in entry.fields]
+    found = entry.seen_at(position)
+    if found is None:
+        raise CacheError(f"The state at position {position} was not watched; it is gone.")
+    return found
+
+
+def adopt(entries: Sequence[BaseCache], arrays: Mapping[str, mx.array], *, position: int) -> None:
+    """Make each entry that of one sequence of `position` tokens; the reverse of :func:`export`.
+
+    The caller has held `arrays` against a :class:`StateSpec`: nothing can fail half way.
+    """
+    for i, entry in enumerate(entries):
+        held = (arrays.get(f"layers.{i}.{name}") for name in entry.fields)
+        entry.state = (*held, position, None, None)
+
+
+def check_arrays(
+    path: os.PathLike[str], found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec]
+) -> None:
+    """Raise CacheError unless the arrays of a file are the expected ones."""
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            has, wants = (
+                f"{array.dtype} {list(array.shape)}" if array else "nothing"
+                for array in (found.get(name), expected.get(name))
+            )
+            raise CacheError(
+                f"{path} has {has} as {name!r}, this model's states have {wants}; remove the file."
+            )

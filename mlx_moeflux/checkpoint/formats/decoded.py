@@ -1,0 +1,225 @@
+"""Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4.
+
+A :class:`DecodedRef` stands where a :class:`~mlx_moeflux.checkpoint.tensors.TensorRef` does. It
+says which byte ranges it needs and how they become its bytes, in NumPy alone, so that reading
+threads can decode what they read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, TensorRef, mlx_dtype
+from mlx_moeflux.errors import ShapeError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+# Bounds the scratch of decoding: float32, its rounding, indices.
+ELEMENTS_AT_ONCE = 1 << 18
+SCRATCH_PER_ELEMENT = 16
+
+
+class DecodedRef(ABC):
+    """One tensor made of others' bytes; nothing is read until asked.
+
+    `sources` are the byte ranges that it is made of, `dtype` and `shape` what comes out.
+    """
+
+    __slots__ = ("dtype", "name", "shape", "sources")
+
+    def __init__(
+        self, name: str, sources: tuple[TensorRef, ...], *, dtype: str, shape: tuple[int, ...]
+    ) -> None:
+        self.name, self.sources, self.dtype, self.shape = name, sources, dtype, shape
+
+    @property
+    def file(self) -> Path:
+        """The file of the first source, for messages."""
+        return self.sources[0].file
+
+    @property
+    def offset(self) -> int:
+        """Where the first source begins in its file."""
+        return self.sources[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes once decoded."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> DecodedRef:
+        """Entries `start` to `stop` of axis 0, which is kept."""
+
+    @abstractmethod
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """The bytes of the sources (uint8, flat, in their order) -> this tensor's, into `out`
+        (uint8, flat). Allocates no more than :attr:`scratch_bytes`."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What :meth:`decode` allocates at most: some rows in float32 and on the way."""
+        return SCRATCH_PER_ELEMENT * min(prod(self.shape), ELEMENTS_AT_ONCE + self.shape[-1])
+
+    def _row_chunks(self) -> Iterator[tuple[int, int]]:
+        rows, width = self.shape
+        step = max(1, ELEMENTS_AT_ONCE // width)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def read_into(self, view: memoryview) -> None:
+        """Read and decode into a writable buffer of exactly `nbytes` bytes.
+
+        Raises CheckpointError, naming file and offset, if a file cannot be read or ends early.
+        """
+        if view.nbytes != self.nbytes:
+            raise ShapeError(
+                f"{self.name!r} has {self.nbytes} bytes, but the buffer to fill has {view.nbytes};"
+                " pass a view of exactly the tensor's size."
+            )
+        raw = [np.empty(ref.nbytes, np.uint8) for ref in self.sources]
+        for ref, array in zip(self.sources, raw, strict=True):
+            ref.read_into(array.data)
+        self.decode(raw, np.frombuffer(view.cast("B"), np.uint8))
+
+    def load(self) -> mx.array:
+        """The tensor as an evaluated array."""
+        import mlx.core as mx
+
+        raw = np.empty(self.nbytes, np.uint8)
+        self.read_into(raw.data)
+        array = mx.array(raw).view(mlx_dtype(self.dtype)).reshape(self.shape)
+        mx.eval(array)
+        return array
+
+    def _check_rows(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise IndexError(f"{self.name!r} has shape {list(self.shape)}: no rows {start}:{stop}.")
+
+
+class BlockScaledRef(DecodedRef):
+    """bfloat16 of an FP8 (E4M3) weight ``[R, W]`` with one scale per block.
+
+    sources: the weight's rows and the scales ``[blocks, ceil(W / block columns)]`` of the blocks
+    that hold them; `first` is the first row's place in its block. The product is computed in
+    float32 and rounded once.
+    """
+
+    __slots__ = ("block", "first")
+
+    def __init__(
+        self,
+        name: str,
+        weight: TensorRef,
+        scales: TensorRef,
+        *,
+        block: tuple[int, int],
+        first: int = 0,
+    ) -> None:
+        super().__init__(name, (weight, scales), dtype="BF16", shape=weight.shape)
+        self.block, self.first = block, first
+
+    def rows(self, start: int, stop: int) -> BlockScaledRef:
+        """See :meth:`DecodedRef.rows`; only the scales of their blocks come along."""
+        self._check_rows(start, stop)
+        weight, scales = self.sources
+        begin, rows = self.first + start, self.block[0]
+        last = -(-(self.first + stop) // rows)
+        return BlockScaledRef(
+            f"{self.name}[{start}:{stop}]",
+            weight.rows(start, stop),
+            scales.rows(begin // rows, max(last, begin // rows)),
+            block=self.block,
+            first=begin % rows,
+        )
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`."""
+        rows, width = self.shape
+        codes, decoded = raw[0].reshape(rows, width), out.view(np.uint16).reshape(rows, width)
+        scales = floats(raw[1], self.sources[1].dtype).reshape(-1, -(-width // self.block[1]))
+        step, columns = self.block
+        for i in range(scales.shape[0]):
+            part = slice(max(i * step - self.first, 0), max((i + 1) * step - self.first, 0))
+            # What each of the 256 codes means in each block of these rows.
+            meaning = bfloat16(E4M3 * scales[i][:, None])  # [blocks, 256]
+            for j in range(scales.shape[1]):
+                place = part, slice(j * columns, (j + 1) * columns)
+                decoded[place] = meaning[j][codes[place]]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`: tables of a row of blocks, and one block."""
+        blocks = -(-self.shape[1] // self.block[1])
+        one = min(self.block[0] * self.block[1], prod(self.shape))
+        return SCRATCH_PER_ELEMENT * (256 * blocks + one)
+
+
+class ScaledRef(DecodedRef):
+    """`factor` times a float tensor, in its own dtype: the biases of a symmetric quantisation,
+    where q means (q - 8) scale. A power of two, so nothing is rounded."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, name: str, tensor: TensorRef, factor: float) -> None:
+        super().__init__(name, (tensor,), dtype=tensor.dtype, shape=tensor.shape)
+        self.factor = factor
+
+    def rows(self, start: int, stop: int) -> ScaledRef:
+        """See :meth:`DecodedRef.rows`."""
+        self._check_rows(start, stop)
+        part = self.sources[0].rows(start, stop)
+        return ScaledRef(f"{self.name}[{start}:{stop}]", part, self.factor)
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`."""
+        width = self.shape[1]
+        size = ITEMSIZE[self.dtype] * width
+        for start, stop in self._row_chunks():
+            part = slice(start * size, stop * size)
+            values = floats(raw[0][part], self.dtype) * np.float32(self.factor)
+            out[part] = encoded(values, self.dtype)
+
+
+def _e4m3() -> np.ndarray:
+    """The 256 values of FP8 E4M3 without infinities, as float32."""
+    code = np.arange(256)
+    sign, exponent, mantissa = 1 - 2 * (code >> 7), (code >> 3) & 15, code & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values[(code & 127) == 127] = np.nan
+    return (sign * values).astype(np.float32)
+
+
+E4M3 = _e4m3()
+
+
+def floats(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 of the bytes of a BF16, F16 or F32 tensor."""
+    if dtype == "F32":
+        return raw.view(np.float32)
+    if dtype == "F16":
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def encoded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 -> the bytes of a BF16, F16 or F32 tensor, rounded to nearest."""
+    if dtype == "F32":
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    if dtype == "F16":
+        return values.astype(np.float16).reshape(-1).view(np.uint8)
+    return bfloat16(values).reshape(-1).view(np.uint8)
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 -> bits of bfloat16 as uint16, ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

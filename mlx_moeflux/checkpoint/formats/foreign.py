@@ -1,0 +1,163 @@
+"""Other libraries' quantised tensors under the names and in the form of this package.
+
+    X.weight F8_E4M3 + X.weight_scale_inv          -> X.weight BF16         (DeepSeek's FP8)
+    X.weight_packed I32 + X.weight_scale           -> X.weight U32 + X.scales + X.biases
+        (+ X.weight_shape)                            (compressed-tensors, symmetric int4)
+
+Nothing is read; both forms are decoded where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, DecodedRef, ScaledRef
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
+
+DEFAULT_BLOCK = (128, 128)
+SCALE_DTYPES = ("F32", "BF16")
+# q of 4 bits stands for q - 8.
+INT4_ZERO = 8
+
+
+def in_our_form(
+    tensors: Mapping[str, TensorRef], block: tuple[int, int] = DEFAULT_BLOCK
+) -> Mapping[str, TensorRef | DecodedRef]:
+    """The tensors of a checkpoint with foreign ones translated; the same mapping if there are none.
+
+    block: Rows and columns that share a scale in FP8.
+
+    Raises:
+        CheckpointError: A tensor lacks the one that belongs to it, or their shapes do not fit.
+        UnsupportedError: A form that is not decoded here.
+    """
+    if not any(_is_foreign(name, ref) for name, ref in tensors.items()):
+        return tensors
+    ours: dict[str, TensorRef | DecodedRef] = {}
+    for name, ref in tensors.items():
+        base, _, leaf = name.rpartition(".")
+        if name.endswith("_scale_inv"):
+            _partner(tensors, name, name.removesuffix("_scale_inv"))
+        elif ref.dtype.startswith("F8"):
+            ours[name] = _fp8(name, ref, tensors, block)
+        elif leaf == "weight_packed":
+            ours |= _int4(base, ref, tensors)
+        elif leaf in ("weight_scale", "weight_shape"):
+            _partner(tensors, name, f"{base}.weight_packed")
+        elif leaf in ("weight_zero_point", "weight_g_idx"):
+            raise UnsupportedError(
+                f"{ref.file}: '{name}' belongs to an asymmetric or reordered quantisation; only "
+                "the symmetric one in order is decoded."
+            )
+        else:
+            ours[name] = ref
+    return ours
+
+
+def _is_foreign(name: str, ref: TensorRef) -> bool:
+    return ref.dtype.startswith("F8") or name.endswith(("_scale_inv", ".weight_packed"))
+
+
+def _partner(tensors: Mapping[str, TensorRef], name: str, wanted: str) -> TensorRef:
+    if wanted not in tensors:
+        raise CheckpointError(
+            f"{tensors[name].file}: '{name}' is there without '{wanted}'; fetch the shard that "
+            "holds it."
+        )
+    return tensors[wanted]
+
+
+def _fp8(
+    name: str, weight: TensorRef, tensors: Mapping[str, TensorRef], block: tuple[int, int]
+) -> BlockScaledRef:
+    if weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
+        raise UnsupportedError(
+            f"{weight.file}: '{name}' is {weight.dtype} {list(weight.shape)}; of FP8 only "
+            "matrices in E4M3 are decoded."
+        )
+    scales = _partner(tensors, name, f"{name}_scale_inv")
+    wanted = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
+    if scales.shape != wanted or scales.dtype not in SCALE_DTYPES:
+        raise CheckpointError(
+            f"{scales.file}: '{scales.name}' is {scales.dtype} {list(scales.shape)}, but "
+            f"'{name}' {list(weight.shape)} in blocks of {list(block)} needs {list(wanted)} in "
+            f"{' or '.join(SCALE_DTYPES)}."
+        )
+    return BlockScaledRef(name, weight, scales, block=block)
+
+
+def _int4(
+    base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]
+) -> dict[str, TensorRef | DecodedRef]:
+    scales = _partner(tensors, f"{base}.weight_packed", f"{base}.weight_scale")
+    fits = packed.dtype in ("I32", "U32") and len(packed.shape) == len(scales.shape) == 2
+    if not fits or packed.shape[0] != scales.shape[0] or not scales.shape[1]:
+        raise CheckpointError(
+            f"{packed.file}: '{packed.name}' {packed.dtype} {list(packed.shape)} with "
+            f"'{scales.name}' {scales.dtype} {list(scales.shape)} is no int4 matrix in groups."
+        )
+    weight = TensorRef(f"{base}.weight", packed.file, packed.offset, "U32", packed.shape)
+    return {
+        f"{base}.weight": weight,
+        f"{base}.scales": scales,
+        f"{base}.biases": ScaledRef(f"{base}.biases", scales, -float(INT4_ZERO)),
+    }
+
+
+def check_fp8(block: Mapping[str, object]) -> tuple[int, int]:
+    """Rows and columns of a block, from the ``quantization_config`` of an FP8 checkpoint.
+
+    Raises:
+        UnsupportedError: Another number format, or no blocks.
+        ConfigError: The block is no pair of sizes.
+    """
+    if block.get("fmt", "e4m3") != "e4m3":
+        raise UnsupportedError(
+            f"quantization_config of config.json has fmt {block['fmt']!r}; only 'e4m3' is decoded."
+        )
+    size = block.get("weight_block_size", list(DEFAULT_BLOCK))
+    if size is None:
+        raise UnsupportedError(
+            "quantization_config of config.json has no weight_block_size; FP8 with one scale for "
+            "a whole tensor is not decoded."
+        )
+    pair = isinstance(size, (list, tuple)) and len(size) == 2
+    if not pair or any(type(n) is not int or n < 1 for n in size):
+        raise ConfigError(
+            f"weight_block_size of config.json is {size!r}, but must be two positive integers."
+        )
+    return tuple(size)
+
+
+def check_compressed_tensors(block: Mapping[str, object]) -> None:
+    """See that the ``quantization_config`` of compressed-tensors means symmetric int4 in groups.
+
+    Raises:
+        UnsupportedError: It means something else.
+    """
+    form, groups = block.get("format", "pack-quantized"), block.get("config_groups")
+    if form != "pack-quantized" or not isinstance(groups, Mapping) or not groups:
+        raise UnsupportedError(
+            f"quantization_config of config.json: the format {form!r} of compressed-tensors is "
+            "not decoded, only 'pack-quantized' with config_groups is."
+        )
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        weights = weights if isinstance(weights, Mapping) else {}
+        for key, wanted in (
+            ("num_bits", 4),
+            ("type", "int"),
+            ("symmetric", True),
+            ("strategy", "group"),
+        ):
+            if weights.get(key, wanted) != wanted:
+                raise UnsupportedError(
+                    f"quantization_config of config.json: {name} has {key} {weights[key]!r}; only "
+                    f"{wanted!r} is decoded."
+                )
+        if weights.get("actorder") not in (None, "weight"):
+            raise UnsupportedError(
+                f"quantization_config of config.json: {name} has actorder "
+                f"{weights['actorder']!r}; only columns in order are decoded."
+            )

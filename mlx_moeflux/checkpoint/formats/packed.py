@@ -1,0 +1,680 @@
+"""The packed directory: blobs of experts beside an ordinary trunk; opened, verified and written.
+
+``experts/layer_NN.bin`` holds E blocks at a fixed stride, a multiple of 16 KiB. A block is the
+components of one expert, one after the other in :data:`COMPONENT_ORDER`; their offsets follow
+from the shapes and are stored nowhere. The rest of the stride is zero.
+
+A crash while writing loses at most one layer: it is written to ``layer_NN.bin.tmp``, hashed, synced
+and renamed; only then is it listed in ``.progress.json``, which a later run with the same source
+reads to skip it. ``index.json``, which makes the directory a checkpoint, comes last and takes the
+place of the progress file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mlx_moeflux.checkpoint.files import (
+    HASH_BYTES,
+    TEMPORARY_SUFFIX,
+    hash_file,
+    inside_path,
+    read_json_object,
+    sync_directory,
+    unreadable,
+    write_atomically,
+    write_exact,
+)
+from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, StridedRefs
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
+
+FORMAT = "mlx_moeflux.experts"
+VERSION = 1
+ALIGNMENT = 16384
+"""Blocks start at multiples of this many bytes: a page of every platform, and of direct I/O."""
+
+EXPERTS_DIRECTORY = "experts"
+INDEX_NAME = "index.json"
+PROGRESS_NAME = ".progress.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedComponent:
+    """One tensor of every block of a layer file, and where in the block it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in one block."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of axis 0."""
+        return self.nbytes // self.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """One layer file: its name in the experts directory, block layout and hash (hex)."""
+
+    file: str
+    components: tuple[PackedComponent, ...]
+    stride: int
+    blake2b: str = ""
+
+    @classmethod
+    def plan(cls, layer: int, components: Iterable[Any]) -> LayerFile:
+        """The file for a layer to be written; ExpertFileError if the components are not usable.
+
+        Each has a name such as ``gate_proj.weight``, a safetensors dtype and one expert's shape.
+        """
+        entries = [{"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in components]
+        name = f"layer_{layer:02d}.bin"
+        parsed = _components(entries, Path(name), f"layer {layer}")
+        block = sum(component.nbytes for component in parsed)
+        return cls(name, parsed, -(-block // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one expert without the padding to the stride."""
+        return sum(component.nbytes for component in self.components)
+
+    def to_json(self, num_experts: int) -> dict[str, object]:
+        """The layer's entry of the index."""
+        return {
+            "file": self.file,
+            "stride": self.stride,
+            "bytes": self.stride * num_experts,
+            "blake2b": self.blake2b,
+            "components": [
+                {"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in self.components
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkFile:
+    """One file of the trunk: its name in the checkpoint's directory, bytes and hash (hex)."""
+
+    file: str
+    nbytes: int
+    blake2b: str
+
+    def to_json(self) -> dict[str, object]:
+        """The file's entry of the index."""
+        return {"file": self.file, "bytes": self.nbytes, "blake2b": self.blake2b}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIndex:
+    """The content of an index: experts a layer, files by layer id, and what they were made of.
+
+    trunk: Its files; empty in an index of before they were hashed.
+    """
+
+    num_experts: int
+    layers: Mapping[int, LayerFile]
+    source: str = ""
+    trunk: tuple[TrunkFile, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """The object that :meth:`from_json` reads."""
+        trunk = {"trunk": [entry.to_json() for entry in self.trunk]} if self.trunk else {}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_experts": self.num_experts,
+            "source": self.source,
+            "layers": {
+                str(layer): self.layers[layer].to_json(self.num_experts)
+                for layer in sorted(self.layers)
+            },
+            **trunk,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping, file: Path) -> PackedIndex:
+        """Check everything that an index says by itself; ExpertFileError names what is wrong."""
+        if value.get("format") != FORMAT:
+            raise _damaged(file, f"format is {value.get('format')!r}, not {FORMAT!r}")
+        if value.get("version") != VERSION:
+            raise ExpertFileError(
+                f"{file} has version {value.get('version')!r}, but this package reads {VERSION};"
+                " use the version of the package that wrote it, or convert again."
+            )
+        num_experts, layers = value.get("num_experts"), value.get("layers")
+        if not _is_positive(num_experts):
+            raise _damaged(file, f"num_experts is {num_experts!r}")
+        if not isinstance(layers, dict):
+            raise _damaged(file, f"layers is {layers!r}")
+        source = value.get("source", "")
+        if not isinstance(source, str):
+            raise _damaged(file, f"source is {source!r}")
+        parsed = {}
+        for key, entry in layers.items():
+            if len(key) > 9 or not (key.isascii() and key.isdigit() and str(int(key)) == key):
+                raise _damaged(file, f"{key!r} is not a layer id")
+            parsed[int(key)] = _layer(entry, file, f"layer {key}", num_experts)
+        names = [layer.file for layer in parsed.values()]
+        if len(set(names)) != len(names):
+            raise _damaged(file, "two layers share one file")
+        return cls(num_experts, dict(sorted(parsed.items())), source, _trunk(value, file))
+
+
+def _trunk(value: Mapping, file: Path) -> tuple[TrunkFile, ...]:
+    entries, result = value.get("trunk", []), []
+    if not isinstance(entries, list):
+        raise _damaged(file, f"trunk is {entries!r}")
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise _damaged(file, f"trunk has {entry!r}")
+        directory = file.parent.parent
+        name = inside_path(directory, entry.get("file"), source=file, error=ExpertFileError)
+        size, digest = entry.get("bytes"), entry.get("blake2b")
+        if not _is_positive(size):
+            raise _damaged(file, f"{name} has bytes {size!r}")
+        if not isinstance(digest, str) or not _is_hash(digest):
+            raise _damaged(file, f"{name} has blake2b {digest!r}")
+        result.append(TrunkFile(name, size, digest))
+    return tuple(result)
+
+
+def _layer(entry: object, file: Path, place: str, num_experts: int) -> LayerFile:
+    if not isinstance(entry, dict):
+        raise _damaged(file, f"{place} is {entry!r}")
+    name = inside_path(file.parent, entry.get("file"), source=file, error=ExpertFileError)
+    stride, total, digest = entry.get("stride"), entry.get("bytes"), entry.get("blake2b")
+    components = _components(entry.get("components"), file, place)
+    result = LayerFile(name, components, stride, digest)
+    if not _is_positive(stride) or stride % ALIGNMENT:
+        raise _damaged(file, f"{place} has stride {stride!r}, no multiple of {ALIGNMENT}")
+    if stride < result.block_bytes:
+        raise _damaged(
+            file, f"{place} has stride {stride}, but its block takes {result.block_bytes} bytes"
+        )
+    if type(total) is not int or total != stride * num_experts:
+        raise _damaged(
+            file, f"{place} has bytes {total!r}, but stride x experts is {stride * num_experts}"
+        )
+    if not isinstance(digest, str) or not _is_hash(digest):
+        raise _damaged(file, f"{place} has blake2b {digest!r}")
+    return result
+
+
+def _components(entries: object, file: Path, place: str) -> tuple[PackedComponent, ...]:
+    if not isinstance(entries, list):
+        raise _damaged(file, f"{place} has components {entries!r}")
+    result, offset = [], 0
+    for entry in entries:
+        name, dtype, shape = (
+            (entry.get(key) for key in ("name", "dtype", "shape"))
+            if isinstance(entry, dict)
+            else (entry, None, None)
+        )
+        if not isinstance(name, str) or name not in COMPONENT_ORDER:
+            raise _damaged(file, f"{place} has the unknown component {name!r}")
+        if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            raise _damaged(file, f"{name} of {place} has dtype {dtype!r}")
+        if not isinstance(shape, list) or not shape or not all(map(_is_positive, shape)):
+            raise _damaged(file, f"{name} of {place} has shape {shape!r}")
+        result.append(PackedComponent(name, dtype, tuple(shape), offset))
+        offset += result[-1].nbytes
+    names = [component.name for component in result]
+    if not names or names != [name for name in COMPONENT_ORDER if name in names]:
+        raise _damaged(
+            file,
+            f"{place} has the components {', '.join(names) or 'none'}, not some of"
+            f" {', '.join(COMPONENT_ORDER)} in this order",
+        )
+    return tuple(result)
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_hash(text: str) -> bool:
+    return len(text) == 2 * HASH_BYTES and set(text) <= set("0123456789abcdef")
+
+
+def _damaged(file: Path, fault: str) -> ExpertFileError:
+    return ExpertFileError(f"{file} is not usable: {fault}; convert the checkpoint again.")
+
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+def is_packed(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds packed experts, or what an interrupted conversion left of them."""
+    experts = Path(directory) / EXPERTS_DIRECTORY
+    return (experts / INDEX_NAME).exists() or (experts / PROGRESS_NAME).exists()
+
+
+class PackedExperts:
+    """The layer files of a packed directory, checked by size; made by :meth:`open`."""
+
+    def __init__(self, directory: Path, index: PackedIndex) -> None:
+        self.directory, self.index = directory, index
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> PackedExperts:
+        """Read ``experts/index.json`` of a directory and check that the files fit it.
+
+        Raises ExpertFileError if the index is missing or wrong, or if a layer file is missing or
+        not exactly as long as the index says. No block is read.
+        """
+        directory = Path(directory)
+        experts = directory / EXPERTS_DIRECTORY
+        file = experts / INDEX_NAME
+        if not file.exists():
+            raise ExpertFileError(_why_no_index(experts))
+        index = PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+        if not index.layers:
+            raise ExpertFileError(f"{file} lists no layers; convert the checkpoint again.")
+        for layer, entry in index.layers.items():
+            size = entry.stride * index.num_experts
+            _check_size(experts / entry.file, f"the experts of layer {layer}", size)
+        return cls(directory, index)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """MoE layer ids, ascending; they need not start at 0."""
+        return tuple(self.index.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """E, the same in every layer."""
+        return self.index.num_experts
+
+    def refs(self, layer: int) -> dict[str, ExpertRefs]:
+        """Component name -> the experts' byte ranges, in the order of the block."""
+        entry = self._entry(layer)
+        file = self.file(layer)
+        return {
+            component.name: StridedRefs(
+                name=f"layer {layer} {component.name}",
+                file=file,
+                offset=component.offset,
+                stride=entry.stride,
+                num_experts=self.num_experts,
+                dtype=component.dtype,
+                shape=component.shape,
+            )
+            for component in entry.components
+        }
+
+    def file(self, layer: int) -> Path:
+        """The layer's file."""
+        return self.directory / EXPERTS_DIRECTORY / self._entry(layer).file
+
+    def _entry(self, layer: int) -> LayerFile:
+        try:
+            return self.index.layers[layer]
+        except KeyError:
+            raise ExpertFileError(
+                f"{self.directory} has no experts of layer {layer}; it has those of layers"
+                f" {', '.join(map(str, self.layers))}."
+            ) from None
+
+
+def verify(directory: str | os.PathLike[str], progress: Progress | None = None) -> None:
+    """Hash every file; the error names those that are not what was written.
+
+    Raises ExpertFileError for layer files, CheckpointError for files of the trunk, which an index
+    of before they were hashed does not list.
+    """
+    packed = PackedExperts.open(directory)
+    index, E = packed.index, packed.num_experts
+    layers = [(packed.file(i), e.stride * E, e.blake2b) for i, e in index.layers.items()]
+    trunk = [(packed.directory / t.file, t.nbytes, t.blake2b) for t in index.trunk]
+    for file, size, _ in trunk:
+        _check_size(file, "the trunk", size, error=CheckpointError)
+    total, done = sum(size for _, size, _ in layers + trunk), 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    for files, error in ((layers, ExpertFileError), (trunk, CheckpointError)):
+        wrong = [
+            str(file)
+            for file, size, digest in files
+            if hash_file(file, size=size, error=error, report=report) != digest
+        ]
+        if wrong:
+            raise error(
+                f"{', '.join(wrong)} differ{'s' if len(wrong) == 1 else ''} from what was written:"
+                " the blake2b hash is another; convert the checkpoint again."
+            )
+
+
+def _why_no_index(experts: Path) -> str:
+    if (experts / PROGRESS_NAME).exists():
+        return (
+            f"{experts} holds an unfinished conversion; run the same conversion again, which goes"
+            " on where it stopped."
+        )
+    return f"{experts / INDEX_NAME} is missing; convert the checkpoint again."
+
+
+def _check_size(
+    file: Path, content: str, expected: int, *, error: type[MoefluxError] = ExpertFileError
+) -> None:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as cause:
+        raise error(f"{file} with {content} is missing; convert the checkpoint again.") from cause
+    except OSError as cause:
+        raise unreadable(file, cause, error=error) from cause
+    if size != expected or not file.is_file():
+        raise error(
+            f"{file} with {content} has {size} bytes, but must have {expected};"
+            " convert the checkpoint again."
+        )
+
+
+_OURS = re.compile(
+    r"(layer_\d{2,}\.bin|index\.json|\.progress\.json)" + re.escape(TEMPORARY_SUFFIX)
+)
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+Buffer = Any
+"""Anything whose memory a C-contiguous ``memoryview`` can show: bytes, bytearray, numpy, mlx."""
+
+
+class PackedWriter:
+    """Writes ``experts/`` of one checkpoint directory, layer by layer, in any order of layers.
+
+    ``source_identity`` names what is converted and how (a hash): layers that an interrupted run
+    with the same identity finished count as :meth:`done`, those of another identity are removed.
+    Raises ExpertFileError if the directory already holds the finished experts of another source.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], num_experts: int, source_identity: str
+    ) -> None:
+        if num_experts < 1:
+            raise ExpertFileError(f"{directory} cannot get {num_experts} experts a layer.")
+        self.directory = Path(directory)
+        self.experts = self.directory / EXPERTS_DIRECTORY
+        self.num_experts, self.source = num_experts, source_identity
+        self._layers: dict[int, LayerFile] = {}
+        try:
+            self.experts.mkdir(parents=True, exist_ok=True)
+            for file in list(self.experts.iterdir()):
+                if _OURS.fullmatch(file.name):
+                    file.unlink()
+            self._resume()
+        except OSError as cause:
+            raise ExpertFileError(
+                f"{self.experts} cannot be prepared: {cause.strerror or cause}; choose a"
+                " directory that can be written."
+            ) from cause
+
+    def done(self, layer: int) -> bool:
+        """Whether a finished file of this layer, from the same source, is there to be kept."""
+        entry = self._layers.get(layer)
+        if entry is None:
+            return False
+        file = self.experts / entry.file
+        return file.is_file() and file.stat().st_size == entry.stride * self.num_experts
+
+    def layer(self, layer: int, components: Iterable[Any]) -> LayerWriter:
+        """A context manager that writes one layer; its file appears when the block ends well.
+
+        ``components`` are those of one expert in block order, such as ``BlockLayout.components``.
+        """
+        return LayerWriter(self, layer, LayerFile.plan(layer, components))
+
+    def finish(self, layers: Iterable[int] | None = None, *, trunk: Iterable[str] = ()) -> None:
+        """Write ``index.json``: the directory is a checkpoint from then on.
+
+        ``layers`` are all that must be done (default: those that are); ExpertFileError if one
+        is not. ``trunk`` are the names of the finished files of the trunk in the directory, to be
+        hashed. Calling it again changes nothing.
+        """
+        wanted = sorted(self._layers if layers is None else layers)
+        missing = [layer for layer in wanted if not self.done(layer)]
+        if missing or not wanted:
+            raise ExpertFileError(
+                f"{self.experts} cannot be finished: layer {missing[0]} is not written."
+                if missing
+                else f"{self.experts} cannot be finished: no layer is written."
+            )
+        files = tuple(_hashed(self.directory, name) for name in trunk)
+        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, files)
+        try:
+            (self.experts / PROGRESS_NAME).unlink(missing_ok=True)
+            sync_directory(self.experts)
+        except OSError as cause:
+            _raise_write_error(self.experts / PROGRESS_NAME, cause, needed=0)
+
+    def _resume(self) -> None:
+        """Take over what an earlier run finished, or clear away what it left."""
+        foreign = (
+            f"{self.experts} already holds the experts of another checkpoint or quantisation;"
+            " delete it or choose another directory."
+        )
+        try:
+            index = self._read(INDEX_NAME)
+        except ExpertFileError as cause:
+            raise ExpertFileError(foreign) from cause
+        if index is not None:
+            if (index.source, index.num_experts) != (self.source, self.num_experts):
+                raise ExpertFileError(foreign)
+            self._layers = dict(index.layers)
+            return
+        try:
+            progress = self._read(PROGRESS_NAME)
+        except ExpertFileError:
+            (self.experts / PROGRESS_NAME).unlink()
+            return
+        if progress is None:
+            return
+        if (progress.source, progress.num_experts) == (self.source, self.num_experts):
+            self._layers = dict(progress.layers)
+            return
+        for entry in progress.layers.values():
+            (self.experts / entry.file).unlink(missing_ok=True)
+        (self.experts / PROGRESS_NAME).unlink()
+
+    def _read(self, name: str) -> PackedIndex | None:
+        file = self.experts / name
+        if not file.exists():
+            return None
+        return PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+
+    def _add(self, layer: int, entry: LayerFile) -> None:
+        self._layers[layer] = entry
+        self._write(PROGRESS_NAME, self._layers)
+
+    def _write(
+        self, name: str, layers: dict[int, LayerFile], trunk: tuple[TrunkFile, ...] = ()
+    ) -> None:
+        index = PackedIndex(self.num_experts, layers, self.source, trunk)
+        content = json.dumps(index.to_json(), indent=1).encode() + b"\n"
+        try:
+            write_atomically(self.experts / name, content)
+        except OSError as cause:
+            _raise_write_error(self.experts / name, cause, needed=len(content))
+
+
+class LayerWriter:
+    """Writes the blocks of one layer at their places, in any order and from any thread.
+
+    A context manager: leaving it after an error removes the temporary file, leaving it well checks
+    that every row of every expert was written, and gives the file its name.
+    """
+
+    def __init__(self, writer: PackedWriter, layer: int, plan: LayerFile) -> None:
+        self.layer, self.plan = layer, plan
+        self._writer = writer
+        self._target = writer.experts / plan.file
+        self._file = self._target.with_name(plan.file + TEMPORARY_SUFFIX)
+        self._components = {component.name: component for component in plan.components}
+        self._fd = -1
+        # One byte for every row of every expert: tells a hole from a finished file exactly.
+        self._written = {
+            component.name: bytearray(writer.num_experts * component.shape[0])
+            for component in plan.components
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.plan.stride * self._writer.num_experts
+
+    def write(self, expert: int, component: str, row_start: int, data: Buffer) -> None:
+        """Write rows of one component of one expert, from ``row_start`` on: whole rows only."""
+        self._check_expert(expert)
+        if component not in self._components:
+            raise ExpertFileError(
+                f"Layer {self.layer} has no component {component!r}; it has"
+                f" {', '.join(self._components)}."
+            )
+        part, view = self._components[component], _bytes_of(data)
+        rows, rest = divmod(view.nbytes, part.row_bytes)
+        if rest or row_start < 0 or row_start + rows > part.shape[0]:
+            raise self._wrong_size(part, expert, row_start, view.nbytes)
+        start = expert * self.plan.stride + part.offset + row_start * part.row_bytes
+        try:
+            write_exact(self._fd, view, offset=start)
+        except OSError as cause:
+            _raise_write_error(self._file, cause, needed=self.nbytes, offset=start)
+        self._mark(part, expert, row_start, rows)
+
+    def __enter__(self) -> LayerWriter:
+        try:
+            self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            _reserve(self._fd, self.nbytes)
+        except BaseException as cause:
+            self._abandon()
+            if isinstance(cause, OSError):
+                _raise_write_error(self._file, cause, needed=self.nbytes)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._commit()
+        finally:
+            self._abandon()
+
+    def _commit(self) -> None:
+        for component in self.plan.components:
+            hole = self._written[component.name].find(0)
+            if hole >= 0:
+                expert, row = divmod(hole, component.shape[0])
+                raise ExpertFileError(
+                    f"Layer {self.layer} is not complete: row {row} of {component.name} of expert"
+                    f" {expert} was not written."
+                )
+        try:
+            os.fsync(self._fd)
+            digest = hash_file(self._file, size=self.nbytes, error=ExpertFileError)
+            os.replace(self._file, self._target)
+            sync_directory(self._target.parent)
+        except OSError as cause:
+            _raise_write_error(self._file, cause, needed=self.nbytes)
+        self._writer._add(self.layer, replace(self.plan, blake2b=digest))
+
+    def _abandon(self) -> None:
+        """Close, and remove the temporary file where it still has that name."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._file.unlink(missing_ok=True)
+
+    def _check_expert(self, expert: int) -> None:
+        if self._fd < 0:
+            raise ExpertFileError(f"Layer {self.layer} is closed; write inside its with block.")
+        if not 0 <= expert < self._writer.num_experts:
+            raise ExpertFileError(
+                f"Layer {self.layer} has {self._writer.num_experts} experts: there is no {expert}."
+            )
+
+    def _mark(self, component: PackedComponent, expert: int, row: int, rows: int) -> None:
+        start = expert * component.shape[0] + row
+        self._written[component.name][start : start + rows] = b"\1" * rows
+
+    def _wrong_size(
+        self, component: PackedComponent, expert: int, row: int, nbytes: int
+    ) -> ExpertFileError:
+        return ExpertFileError(
+            f"{nbytes} bytes at row {row} of {component.name} of expert {expert} do not fit:"
+            f" {component.dtype} {list(component.shape)} has rows of {component.row_bytes} bytes."
+        )
+
+
+def _raise_write_error(
+    file: Path, cause: OSError, *, needed: int, offset: int | None = None
+) -> NoReturn:
+    """Turn a failed write into one sentence; a full disk says what was needed and what is free."""
+    place = str(file) if offset is None else f"{file} at offset {offset}"
+    reason = cause.strerror or str(cause)
+    if cause.errno in _DISK_FULL:
+        try:
+            free = f"{shutil.disk_usage(file.parent).free} are free"
+        except OSError:
+            free = "free space is unknown"
+        raise ExpertFileError(
+            f"Writing {place} failed: {reason}; the file needs {needed} bytes and {free}: make"
+            " room, then run the same command again, which keeps the finished layers."
+        ) from cause
+    raise ExpertFileError(
+        f"Writing {place} failed: {reason}; finished layers are kept, run the same command again."
+    ) from cause
+
+
+def _hashed(directory: Path, name: str) -> TrunkFile:
+    file = directory / name
+    try:
+        size = file.stat().st_size
+    except OSError as cause:
+        raise unreadable(file, cause) from cause
+    return TrunkFile(name, size, hash_file(file, size=size, error=CheckpointError))
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Make the file ``size`` bytes long, on reserved space where the system can do that.
+
+    A full disk then shows before the work, and chunks written out of order lie together.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:
+        os.ftruncate(fd, size)
+    except OSError as cause:
+        if cause.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def _bytes_of(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")

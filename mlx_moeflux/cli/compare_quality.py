@@ -1,0 +1,62 @@
+"""``mlx_moeflux compare-quality``: perplexity, divergence, agreement and JSON of a lossy choice."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from mlx_moeflux.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--experts-per-token", type=int, help="knob: fewer experts a token")
+    add("--bits", type=int, help="knob: a temporary copy quantised to so many bits")
+    add("--other", help="knob: another copy of the model, such as a 2-bit one")
+    add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
+    add("--max-tokens", type=int, default=120, help="of each JSON reply, default %(default)s")
+    add("--json", action="store_true", help="numbers instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux import loading
+    from mlx_moeflux.measure.compare_quality import compare
+
+    model = args.model or loading.BUNDLED_MODEL
+    if args.experts_per_token is None and args.bits is None and args.other is None:
+        raise InputError("choose a knob: --experts-per-token, --bits or --other.")
+    if args.bits is not None and args.other is not None:
+        raise InputError("choose --bits or --other: each is the lossy model.")
+
+    with tempfile.TemporaryDirectory() as folder:
+        lossy = args.other or model
+        if args.bits is not None:
+            lossy = _requantised(model, args.bits, Path(folder))
+        marks = () if lossy is model else (f"weights of {args.other or f'{args.bits} bits'}",)
+        result = compare(
+            lambda: loading.load(model, expert_memory=args.expert_memory),
+            lambda: loading.load(
+                lossy, expert_memory=args.expert_memory, experts_per_token=args.experts_per_token
+            ),
+            max_tokens=args.max_tokens,
+        )
+    result = replace(result, lossy=(*marks, *result.lossy))
+    if args.json:
+        json.dump(result.as_dict(), sys.stdout, indent=2)
+        print()
+    else:
+        print(result)
+    return 0
+
+
+def _requantised(model: str | Path, bits: int, folder: Path) -> Path:
+    """A copy with all weights in `bits` bits; needs room on the disk for one in 16 bits too."""
+    from mlx_moeflux.conversion.convert import convert
+
+    floats = convert(model, folder / "floats", layout="safetensors", dequantize=True)
+    return convert(floats, folder / "lossy", layout="safetensors", quantize=True, q_bits=bits)

@@ -1,0 +1,334 @@
+"""From a checkpoint in any accepted form to our packed directory, or to what mlx-lm loads.
+
+Everything moves in row chunks: no tensor is held whole, and nothing is visible under its final
+name before it is complete. One conversion owns its output directory: a lock while it runs, a marker
+until it is done. A killed conversion goes on where it stopped (packed layout).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX
+from mlx_moeflux.checkpoint.formats.packed import PackedWriter, verify
+from mlx_moeflux.checkpoint.hub import resolve
+from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.source import CONFIG_NAME, open_checkpoint
+from mlx_moeflux.checkpoint.tensors import TensorIndex
+from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
+from mlx_moeflux.conversion.plan import CHUNK_ELEMENTS, CODES, LAYOUTS, Conversion, Recipe
+from mlx_moeflux.errors import CheckpointError, InputError, MemoryBudgetError
+from mlx_moeflux.experts.io.layout import Component
+from mlx_moeflux.models.weights import FLOATS
+
+Progress = Callable[[int, int], None]
+
+
+def convert(
+    path_or_hub_id: str | os.PathLike[str],
+    out: str | os.PathLike[str] = "mlx_model",
+    *,
+    layout: str = "packed",
+    quantize: bool = False,
+    q_bits: int = 4,
+    q_group_size: int = 64,
+    q_mode: str = "affine",
+    dequantize: bool = False,
+    dtype: str | None = None,
+    verify_written: bool = False,
+    strict_config: bool = True,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Convert a checkpoint; returns the directory that was written.
+
+    Args:
+        layout: ``packed`` (one blob of experts per layer, one read each) or ``safetensors``
+            (mlx-lm's names and config).
+        quantize: Float weights become q_bits in groups of q_group_size; the router and the shared
+            expert's gate 8 bits, as mlx-lm does. Without it bits stay as they are.
+        dequantize: Quantised weights become floats.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
+        verify_written: Read everything back and compare hashes.
+        progress: Called with (bytes done, bytes in all).
+
+    Peak memory: one row chunk (64 MiB in float32, a few times) beside the interpreter.
+
+    Raises:
+        InputError, CheckpointError, MemoryBudgetError (the disk has no room), ExpertFileError.
+    """
+    if layout not in LAYOUTS:
+        raise InputError(f"layout is {layout!r}; there are {', '.join(LAYOUTS)}.")
+    if dtype is not None and dtype not in CODES:
+        raise InputError(f"dtype is {dtype!r}; there are {', '.join(CODES)}.")
+    if quantize and dequantize:
+        raise InputError("give either quantize or dequantize, not both.")
+    spec = QuantSpec(q_bits, q_group_size, q_mode) if quantize else None
+    directory, out = resolve(path_or_hub_id, revision=revision), Path(out)
+    checkpoint = open_checkpoint(directory)
+    if out.exists() and out.resolve() == directory.resolve():
+        raise InputError(f"{out} is the checkpoint itself; give another directory.")
+    conversion = Conversion(
+        checkpoint,
+        layout=layout,
+        spec=spec,
+        dequantize=dequantize,
+        dtype=dtype,
+        strict=strict_config,
+    )
+    identity = conversion.identity()
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, conversion.total_bytes)
+
+    with claim(out, identity, needed=conversion.total_bytes):
+        write(conversion, out, identity, report)
+    if verify_written:
+        _verify(out, layout)
+    return out
+
+
+def _verify(out: Path, layout: str) -> None:
+    if layout == "packed":
+        verify(out)
+    for ref in TensorIndex.open(out).values():
+        if ref.dtype in FLOATS and ref.shape:
+            rows = max(1, CHUNK_ELEMENTS * ref.shape[0] // max(1, ref.nbytes))
+            for start in range(0, ref.shape[0], rows):
+                part = ref.rows(start, min(start + rows, ref.shape[0])).load()
+                if not mx.isfinite(part).all().item():
+                    raise CheckpointError(
+                        f"{ref.file}: '{ref.name}' holds values that are not finite."
+                    )
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+Report = Callable[[int], None]
+"""Called with the bytes that were written since the last call."""
+
+
+def write(conversion: Conversion, out: Path, identity: str, report: Report) -> None:
+    """Write everything into `out`; config.json, which makes it a checkpoint, comes last.
+
+    identity: Of what is converted and how; layers that an interrupted run of the same finished
+    are kept (packed layout).
+
+    Raises:
+        CheckpointError, ExpertFileError: The disk is full or failed.
+    """
+    if conversion.layout == "packed":
+        experts = _write_experts(conversion, out, identity, report)
+        experts.finish(trunk=_write_tensors(conversion, out, report))
+    else:
+        _write_tensors(conversion, out, report)
+    source = conversion.checkpoint.directory
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    for name, content in conversion.checkpoint.tokenizer.items():
+        write_json(out / name, content)
+    write_json(out / CONFIG_NAME, conversion.config_json())
+
+
+def _write_experts(
+    conversion: Conversion, out: Path, identity: str, report: Report
+) -> PackedWriter:
+    """One blob a layer; the writer still has to be finished."""
+    E = conversion.config.num_experts
+    writer = PackedWriter(out, num_experts=E, source_identity=identity)
+    for layer, recipes in conversion.experts.items():
+        outputs = {p: recipe.outputs() for p, recipe in recipes.items()}
+        components = [
+            Component(f"{p}.{part}", t.dtype, t.shape)
+            for p in PROJECTIONS
+            for part, t in outputs[p].items()
+        ]
+        assert [c.name for c in components] == [
+            n for n in COMPONENT_ORDER if n in {c.name for c in components}
+        ]
+        if writer.done(layer):
+            report(E * sum(c.nbytes for c in components))
+            continue
+        with writer.layer(layer, components) as blob:
+            for e in range(E):
+                for p in PROJECTIONS:
+                    for part, position, data in conversion.expert_recipe(layer, p, e).chunks():
+                        blob.write(e, f"{p}.{part}", position // _row_bytes(outputs[p][part]), data)
+                        report(len(data))
+    return writer
+
+
+def _write_tensors(conversion: Conversion, out: Path, report: Report) -> list[str]:
+    """The trunk as safetensors, and the experts too unless they are packed; the files' names."""
+    tensors, pieces = _trunk_pieces(conversion)
+    if conversion.layout != "packed":
+        more, expert_pieces = _expert_pieces(conversion)
+        tensors |= more
+        pieces += expert_pieces
+    with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
+        for piece in pieces:
+            for part, position, data in piece.recipe.chunks():
+                writer.write(piece.names[part], piece.offsets.get(part, 0) + position, data)
+                report(len(data))
+    return writer.files
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A recipe, and for each part the tensor it goes into and the byte where it begins there."""
+
+    recipe: Recipe
+    names: dict[str, str]
+    offsets: dict[str, int]
+
+
+def _trunk_pieces(conversion: Conversion) -> tuple[dict[str, Tensor], list[_Piece]]:
+    tensors: dict[str, Tensor] = {}
+    pieces = []
+    for name, recipe in conversion.trunk.items():
+        base = f"{conversion.prefix}{name}".removesuffix(".weight")
+        outputs = recipe.outputs()
+        names = {part: f"{base}.{part}" for part in outputs}
+        if not name.endswith(".weight"):
+            names = {"weight": base}
+        tensors |= {names[part]: tensor for part, tensor in outputs.items()}
+        pieces.append(_Piece(recipe, names, {}))
+    return tensors, pieces
+
+
+def _expert_pieces(conversion: Conversion) -> tuple[dict[str, Tensor], list[_Piece]]:
+    """One tensor ``[E, ...]`` per component of a layer, one piece per expert."""
+    tensors: dict[str, Tensor] = {}
+    pieces, E = [], conversion.config.num_experts
+    for layer, recipes in conversion.experts.items():
+        for projection, first in recipes.items():
+            base = f"{conversion.prefix}model.layers.{layer}.mlp.switch_mlp.{projection}"
+            outputs = first.outputs()
+            names = {part: f"{base}.{part}" for part in outputs}
+            tensors |= {names[part]: Tensor(t.dtype, (E, *t.shape)) for part, t in outputs.items()}
+            for e in range(E):
+                offsets = {part: e * t.nbytes for part, t in outputs.items()}
+                recipe = conversion.expert_recipe(layer, projection, e)
+                pieces.append(_Piece(recipe, names, offsets))
+    return tensors, pieces
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return Tensor(tensor.dtype, tensor.shape[1:]).nbytes
+
+
+MARKER_NAME = ".conversion.json"
+LOCK_NAME = ".conversion.lock"
+# What a conversion that died before its marker was written leaves behind.
+_NOTHING_YET = {LOCK_NAME, MARKER_NAME + TEMPORARY_SUFFIX}
+
+
+@contextmanager
+def claim(out: Path, identity: str, *, needed: int) -> Iterator[None]:
+    """Own `out` for the conversion `identity`, which writes `needed` bytes.
+
+    The directory may be new, empty, or hold an unfinished conversion of the same identity. The
+    system drops the lock when the process dies; the marker goes when the block ends well.
+
+    Raises:
+        InputError: The directory holds something else, cannot be written, or is being written.
+        MemoryBudgetError: The disk has no room.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; give a directory.")
+    _check_content(out, identity)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}.") from error
+    try:
+        _lock(lock, out)
+        try:
+            # Once more: another conversion may have come and gone since the first look.
+            if _check_content(out, identity):
+                for leftover in out.glob("*.tmp"):
+                    leftover.unlink()
+            else:
+                write_json(out / MARKER_NAME, {"identity": identity})
+            _check_disk(out, needed)
+            yield
+            (out / MARKER_NAME).unlink(missing_ok=True)
+        finally:
+            (out / LOCK_NAME).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, out: Path) -> None:
+    busy = InputError(
+        f"{out} is being written by another conversion; wait for it or give another directory."
+    )
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise busy from None
+    except OSError:
+        # A file system without locks: two conversions at once are then the user's business.
+        return
+    try:
+        present = os.stat(out / LOCK_NAME)
+    except FileNotFoundError:
+        raise busy from None
+    if not os.path.samestat(present, os.fstat(lock)):
+        # The owner removed the file that was opened here, and someone made the next.
+        raise busy
+
+
+def _check_content(out: Path, identity: str) -> bool:
+    """Whether an unfinished conversion of the same kind is there; False if nothing is."""
+    marker = out / MARKER_NAME
+    if not out.exists() or all(file.name in _NOTHING_YET for file in out.iterdir()):
+        return False
+    try:
+        before = json.loads(marker.read_text())["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{out} is not empty and holds no unfinished conversion; give another directory."
+        ) from None
+    if before != identity:
+        raise InputError(
+            f"{out} holds an unfinished conversion of another checkpoint or with other "
+            "options; remove it first."
+        )
+    return True
+
+
+def _check_disk(out: Path, needed: int) -> None:
+    present = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
+    free = shutil.disk_usage(out).free
+    if needed > free + present:
+        raise MemoryBudgetError(
+            f"{out} needs {needed} bytes ({needed / 1e9:.2f} GB) and has {free} free "
+            f"({free / 1e9:.2f} GB); make room or choose another disk."
+        )

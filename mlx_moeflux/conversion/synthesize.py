@@ -1,0 +1,274 @@
+"""Checkpoints of random weights in a published shape and layout, at any scale.
+
+For benchmarks and tests of what no one wants to download. Routing is skewed on purpose: all
+embeddings share a direction (their mean), and the router's random rows lean along it more or less,
+so that some experts are asked for more often than others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.models import model_class
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.shapes import SHAPES
+
+CHUNK_BYTES = 16 << 20
+ROUTER_BITS = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How unevenly experts are asked for, measured on random tokens.
+
+    distinct: Mean number of distinct experts that 32 tokens ask a layer for. hit_rate: Of an LRU
+    cache of half the experts. shuffled: The same with the tokens in random order. uniform: The
+    same on choices without any preference.
+    """
+
+    tokens: int
+    distinct: float
+    hit_rate: float
+    shuffled: float
+    uniform: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens: {self.distinct:.1f} distinct experts in 32 tokens, hit rate at "
+            f"half budget {100 * self.hit_rate:.1f} % (shuffled {100 * self.shuffled:.1f} %, "
+            f"uniform {100 * self.uniform:.1f} %)"
+        )
+
+
+def synthesize(
+    like: str,
+    out: str | Path,
+    *,
+    layers: int | None = None,
+    experts: int | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    skew: float = 1.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a checkpoint of random weights in mlx-lm's published layout.
+
+    Args:
+        like: One of :data:`SHAPES`. layers, experts: Fewer (or more) than the shape has.
+        bits, group_size: Of the weights; the router has 8 bits, as published.
+        skew: Mean of the embeddings by their deviation; 0 routes evenly.
+
+    Memory: a few chunks of 16 MiB.
+
+    Raises:
+        InputError: The shape is unknown, or `out` is not empty.
+    """
+    if like not in SHAPES:
+        raise InputError(f"no shape is called '{like}'; there are {', '.join(SHAPES)}.")
+    config = SHAPES[like]
+    config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
+    if experts is not None:
+        config = replace(config, **{getattr(config, "EXPERTS_KEY", "num_experts"): experts})
+    if config.num_experts < config.num_experts_per_tok:
+        raise InputError(
+            f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "
+            "token takes."
+        )
+    if skew < 0:
+        raise InputError(f"skew is {skew}; it must not be negative.")
+    spec, out = QuantSpec(bits, group_size), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is not an empty directory; give another.")
+    out.mkdir(parents=True, exist_ok=True)
+    kind = model_class(config.published()["model_type"])
+    weights, prefix = list(random_weights(kind(config), spec)), kind.MLX_LM_PREFIX
+    tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
+    random = np.random.default_rng(seed)
+    with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
+        done = 0
+        for weight in weights:
+            position = 0
+            for data in weight.chunks(random, skew):
+                writer.write(f"{prefix}{weight.name}", position, data)
+                position += len(data)
+                done += len(data)
+                if progress is not None:
+                    progress(done, writer.total_bytes)
+    overrides = {
+        f"{prefix}{w.name.removesuffix('.weight')}": QuantSpec(ROUTER_BITS, group_size).to_config()
+        for w in weights
+        if w.bits == ROUTER_BITS != bits and w.part == "weight"
+    }
+    block = spec.to_config() | overrides
+    quantization = {"quantization": block, "quantization_config": block}
+    write_json(out / "config.json", config.published() | quantization)
+    _write_tokenizer(out, config.vocab_size)
+    return out
+
+
+@dataclass(frozen=True)
+class RandomWeight:
+    """One tensor: `part` of a weight of `bits` (None: float), `width` elements a row."""
+
+    name: str
+    part: str
+    tensor: Tensor
+    bits: int | None
+    width: int
+
+    def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
+        """Random bytes that mean weights of standard deviation width^-1/2."""
+        if self.part == "weight" and self.bits is not None:
+            for size in _sizes(self.tensor.nbytes):
+                yield random.bytes(size)
+            return
+        for size in _sizes(self.tensor.nbytes):
+            count = size // (4 if self.tensor.dtype == "F32" else 2)
+            yield self._floats(random, count, skew)
+
+    def _floats(self, random: np.random.Generator, count: int, skew: float) -> bytes:
+        if self.bits is not None:
+            # q is uniform on [0, 2^bits - 1]: scale (q - middle) has this deviation. Embeddings
+            # are large, so that what all of them share is still there after many layers.
+            embeds = self.name.startswith("model.embed_tokens")
+            deviation = 1.0 if embeds else self.width**-0.5
+            levels = (1 << self.bits) - 1
+            scale = deviation / (levels / 12**0.5)
+            if self.part == "biases":
+                values = np.full(count, -scale * levels / 2 + (skew if embeds else 0.0))
+            else:
+                values = scale * (1 + 0.05 * random.standard_normal(count))
+        elif self.name.endswith("norm.weight"):
+            values = 1 + 0.1 * random.standard_normal(count)
+        elif self.name.endswith("A_log"):
+            values = np.log(random.uniform(1, 16, count))
+        elif self.name.endswith("dt_bias"):
+            values = random.uniform(-4, -1, count)
+        elif len(self.tensor.shape) == 2:
+            values = self.width**-0.5 * random.standard_normal(count)
+        else:
+            values = 0.3 * random.standard_normal(count)
+        return _encoded(values.astype(np.float32), self.tensor.dtype)
+
+
+def _sizes(total: int) -> Iterator[int]:
+    for start in range(0, total, CHUNK_BYTES):
+        yield min(CHUNK_BYTES, total - start)
+
+
+def _encoded(values: np.ndarray, dtype: str) -> bytes:
+    if dtype == "F32":
+        return values.tobytes()
+    bits = values.view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (rounded >> 16).astype(np.uint16).tobytes()
+
+
+def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeight]:
+    """Every tensor of the checkpoint, in the model's order."""
+    config, modules = model.config, dict(model.named_modules())
+    for name, array in tree_flatten(model.parameters()):
+        shape, base = tuple(array.shape), name.removesuffix(".weight")
+        quantised = base != name and hasattr(modules[base], "to_quantized")
+        if not quantised or shape[-1] % spec.group_size:
+            dtype = "F32" if name.endswith("A_log") else "BF16"
+            yield RandomWeight(name, "weight", Tensor(dtype, shape), None, shape[-1])
+            continue
+        routes = base.endswith(("mlp.gate", "shared_expert_gate"))
+        one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
+        yield from _quantised(base, one, (), *shape)
+    E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    for layer in model.moe_blocks():
+        for projection, rows, width in (
+            ("gate_proj", F, C),
+            ("up_proj", F, C),
+            ("down_proj", C, F),
+        ):
+            base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+            yield from _quantised(base, spec, (E,), rows, width)
+
+
+def _quantised(
+    base: str, spec: QuantSpec, lead: tuple[int, ...], rows: int, width: int
+) -> Iterator[RandomWeight]:
+    packed = Tensor("U32", (*lead, rows, spec.words(width)))
+    groups = Tensor("BF16", (*lead, rows, spec.groups(width)))
+    for part, tensor in (("weight", packed), ("scales", groups), ("biases", groups)):
+        yield RandomWeight(f"{base}.{part}", part, tensor, spec.bits, width)
+
+
+def _write_tokenizer(out: Path, vocabulary: int) -> None:
+    """A word-level tokenizer of the words t0, t1, ...: the ids mean nothing."""
+    words = {f"t{i}": i for i in range(min(vocabulary, 4096))}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+    }
+    write_atomically(out / "tokenizer.json", json.dumps(tokenizer).encode())
+    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> Skew:
+    """Run random tokens through a checkpoint, streamed at the smallest budget that works, and
+    see what its router chose."""
+    import mlx.core as mx
+
+    from mlx_moeflux.experts.telemetry.events import Chosen
+    from mlx_moeflux.loading import load_model
+
+    chosen: dict[int, list[np.ndarray]] = {}
+
+    def listen(event: object) -> None:
+        if isinstance(event, Chosen):
+            chosen.setdefault(event.layer, []).append(event.ids)
+
+    with load_model(directory, expert_memory="auto", events=listen) as model:
+        random = np.random.default_rng(seed)
+        ids = random.integers(0, model.config.vocab_size, (1, tokens))
+        mx.eval(model(mx.array(ids), last_only=True))
+        slots = max(model.config.num_experts // 2, model.config.num_experts_per_tok)
+    traces = [np.concatenate(parts) for parts in chosen.values()]
+    shuffled = [random.permutation(trace) for trace in traces]
+    experts, k = model.config.num_experts, traces[0].shape[1]
+    even = np.stack([random.permutation(experts)[:k] for _ in range(tokens)])
+    return Skew(
+        tokens=tokens,
+        distinct=float(np.mean([len(np.unique(trace[:32])) for trace in traces])),
+        uniform=lru_hit_rate(even, slots),
+        hit_rate=float(np.mean([lru_hit_rate(trace, slots) for trace in traces])),
+        shuffled=float(np.mean([lru_hit_rate(trace, slots) for trace in shuffled])),
+    )
+
+
+def lru_hit_rate(trace: np.ndarray, slots: int) -> float:
+    """Hits of an LRU cache of `slots` experts over ``trace [tokens, K]``, by look-ups."""
+    order: dict[int, None] = {}
+    hits = 0
+    for expert in trace.reshape(-1).tolist():
+        if expert in order:
+            hits += 1
+            del order[expert]
+        elif len(order) >= slots:
+            del order[next(iter(order))]
+        order[expert] = None
+    return hits / max(1, trace.size)

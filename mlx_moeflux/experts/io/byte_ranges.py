@@ -1,0 +1,168 @@
+"""Where every routed expert's bytes lie: files and offsets, whatever the checkpoint's form.
+
+Packed blobs, stacked tensors, one tensor per expert, shards: all are, for each layer, component
+and expert, one byte range. Ranges that touch in a file are one run, hence one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs
+from mlx_moeflux.errors import CheckpointError, ExpertFileError
+from mlx_moeflux.experts.io.layout import Layout, layout_of
+
+
+class Run(NamedTuple):
+    """A stretch of a file that holds components, one after another; a part of one names none."""
+
+    file: int
+    offset: int
+    nbytes: int
+    components: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of blocks that lie in one stretch of a file each.
+
+    parts: Which bytes of which components these are: (component, begin, end).
+    """
+
+    start: int
+    stop: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class ByteRanges:
+    """The byte ranges of all experts.
+
+    experts: MoE layer id -> component name -> one ref per expert, as
+    :func:`mlx_moeflux.checkpoint.names.map_tensors` and the packed directories give them.
+
+    Raises:
+        CheckpointError: Components of a layer disagree about the number of experts, entries of
+            one component about dtype or shape, or there is no layer at all.
+    """
+
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
+        if not experts:
+            raise CheckpointError("the checkpoint has no routed experts; nothing can stream.")
+        self.layers: tuple[int, ...] = tuple(sorted(experts))
+        self._layouts = {layer: layout_of(experts[layer]) for layer in self.layers}
+        first = next(iter(experts[self.layers[0]].values()))
+        self.num_experts: int = len(first)
+        self._file_ids: dict[Path, int] = {}
+        self._files = {}
+        self._offsets = {}
+        self._orders: dict[int, tuple[int, ...]] = {}
+        for layer in self.layers:
+            self._files[layer], self._offsets[layer] = self._table(layer, experts[layer])
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds experts; a :class:`Run` names one by its index."""
+        return tuple(self._file_ids)
+
+    def layout(self, layer: int) -> Layout:
+        """The block layout of a layer; ExpertFileError for a layer without experts."""
+        if layer not in self._layouts:
+            raise ExpertFileError(
+                f"layer {layer} has no routed experts here; layers {self.layers[0]} to "
+                f"{self.layers[-1]} do."
+            )
+        return self._layouts[layer]
+
+    def runs(self, layer: int, expert: int) -> list[Run]:
+        """The stretches that make up one expert's block, ascending by file and offset."""
+        components = self.layout(layer).components
+        if not 0 <= expert < self.num_experts:
+            raise ExpertFileError(
+                f"layer {layer} has no expert {expert}; there are {self.num_experts}."
+            )
+        files = self._files[layer][expert].tolist()
+        offsets = self._offsets[layer][expert].tolist()
+        runs: list[Run] = []
+        for i in sorted(range(len(components)), key=lambda i: (files[i], offsets[i])):
+            nbytes = components[i].nbytes
+            last = runs[-1] if runs else None
+            if last and last.file == files[i] and last.offset + last.nbytes == offsets[i]:
+                merged = (*last.components, i)
+                runs[-1] = Run(last.file, last.offset, last.nbytes + nbytes, merged)
+            else:
+                runs.append(Run(files[i], offsets[i], nbytes, (i,)))
+        return runs
+
+    def piece(self, layer: int, expert: int, piece: Piece) -> Run:
+        """Where a piece of an expert's block lies; the layer has an :meth:`order`."""
+        first = self._orders[layer][0]
+        offset = int(self._offsets[layer][expert, first]) + piece.start
+        return Run(int(self._files[layer][expert, first]), offset, piece.stop - piece.start, ())
+
+    def order(self, layer: int) -> tuple[int, ...]:
+        """In which order components follow one another in every block of a layer, without gaps;
+        empty if that is not so."""
+        if layer not in self._orders:
+            self._orders[layer] = self._order(layer)
+        return self._orders[layer]
+
+    def _order(self, layer: int) -> tuple[int, ...]:
+        files, offsets = self._files[layer], self._offsets[layer]
+        sizes = np.array([c.nbytes for c in self.layout(layer).components])
+        order = np.argsort(offsets[0])
+        ends = (offsets + sizes)[:, order]
+        joined = (ends[:, :-1] == offsets[:, order][:, 1:]).all() and (files == files[:, :1]).all()
+        return tuple(order.tolist()) if joined else ()
+
+    def _table(self, layer: int, refs: Mapping[str, ExpertRefs]) -> tuple[np.ndarray, np.ndarray]:
+        """File index and offset of every (expert, component): two arrays ``[E, components]``."""
+        components = self._layouts[layer].components
+        files = np.empty((self.num_experts, len(components)), np.int32)
+        offsets = np.empty((self.num_experts, len(components)), np.int64)
+        for column, component in enumerate(components):
+            by_expert = refs[component.name]
+            if len(by_expert) != self.num_experts:
+                raise CheckpointError(
+                    f"{by_expert[0].file}: layer {layer} has {len(by_expert)} experts in "
+                    f"'{component.name}', expected {self.num_experts} as elsewhere."
+                )
+            if isinstance(by_expert, StridedRefs):
+                files[:, column] = self._file_id(by_expert.file)
+                offsets[:, column] = by_expert.offset + by_expert.stride * np.arange(
+                    self.num_experts, dtype=np.int64
+                )
+                continue
+            for expert, ref in enumerate(by_expert):
+                if (ref.dtype, tuple(ref.shape)) != (component.dtype, component.shape):
+                    raise CheckpointError(
+                        f"{ref.file}: '{ref.name}' is {ref.dtype} {list(ref.shape)}, but expert 0 "
+                        f"of layer {layer} has {component.dtype} {list(component.shape)}."
+                    )
+                files[expert, column] = self._file_id(ref.file)
+                offsets[expert, column] = ref.offset
+        return files, offsets
+
+    def _file_id(self, file: Path) -> int:
+        return self._file_ids.setdefault(Path(file), len(self._file_ids))
+
+
+def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """The parts of consecutive byte views that hold bytes [start, stop) of their concatenation."""
+    parts, position = [], 0
+    for view in views:
+        begin, end = max(start - position, 0), min(stop - position, view.nbytes)
+        if begin < end:
+            parts.append(view if (begin, end) == (0, view.nbytes) else view[begin:end])
+        position += view.nbytes
+    return parts
+
+
+def copy_into(views: Sequence[memoryview], source: np.ndarray) -> None:
+    """Fill consecutive byte views from a uint8 array of their total size, without the GIL."""
+    position = 0
+    for view in views:
+        np.copyto(np.frombuffer(view, np.uint8), source[position : position + view.nbytes])
+        position += view.nbytes

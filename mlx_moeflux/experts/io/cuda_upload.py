@@ -1,0 +1,248 @@
+"""Blocks on their way into the memory of an NVIDIA GPU.
+
+A bank that the host can address is managed memory there. Written by the host, every page of a block
+first comes over from the GPU and later goes back, fault by fault: a block of 1.8 MB took 0.6 ms to
+write and held the next kernel up for 0.5 ms on an H100. So the pages of a bank stay on the GPU,
+blocks are read into page-locked memory, and the driver copies them: 0.05 ms.
+
+MLX offers none of this, so the driver's own library is called. Where it cannot be loaded, or
+refuses, banks are written as everywhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import MoefluxError
+
+_PREFERRED_LOCATION, _ACCESSED_BY, _PORTABLE, _NON_BLOCKING, _UNTIMED, _DEVICE = 3, 5, 1, 1, 2, 0
+_GRANULE = mmap.PAGESIZE
+BUFFERS = 2
+# Arrays until the driver is told anew where the GPU reads.
+REACHED_FOR = 1000
+
+
+class DriverError(MoefluxError):
+    """A call of the driver failed."""
+
+    def __init__(self, name: str, result: int):
+        super().__init__(f"the GPU's driver refused a copy: {name} returned {result}.")
+
+
+class Driver:
+    """The few functions of ``libcuda`` that uploads need, on the context that MLX uses.
+
+    Raises:
+        OSError: There is no driver.
+        DriverError: It refused.
+    """
+
+    def __init__(self):
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._context = ctypes.c_void_p()
+        self._local = threading.local()
+        # What returns at once is called without giving up the interpreter: eight threads that take
+        # it from one another nine times a block leave the disk without a request for 0.5 ms.
+        quick = ctypes.PyDLL("libcuda.so.1")
+        self._copy, self._record, self._query = (
+            getattr(quick, name)
+            for name in ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+        )
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        self.call("cuInit", 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), _DEVICE)
+        self._enter()
+        self._stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """One function by name."""
+        result = getattr(self._library, name)(*arguments)
+        if result:
+            raise DriverError(name, result)
+
+    def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
+        """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's; `event`, of
+        :meth:`event`, comes when that is done. One copy begins after the other, whoever asks."""
+        self._enter()
+        for to, source, nbytes in pieces:
+            if result := self._copy(to, source, nbytes, self._stream):
+                raise DriverError("cuMemcpyHtoDAsync_v2", result)
+        if result := self._record(event, self._stream):
+            raise DriverError("cuEventRecord", result)
+
+    def event(self) -> object:
+        """Something to wait for; until it is given to :meth:`upload` that is nothing."""
+        self._enter()
+        event = ctypes.c_void_p()
+        self.call("cuEventCreate", ctypes.byref(event), _UNTIMED)
+        weakref.finalize(event, self._forget, event.value).atexit = False
+        return event
+
+    def wait(self, event: object) -> None:
+        """Wait for an event."""
+        if self._query(event):
+            self.call("cuEventSynchronize", event)
+
+    def finish(self) -> None:
+        """Wait for every copy that was begun."""
+        self._enter()
+        self.call("cuStreamSynchronize", self._stream)
+
+    def settle(self, address: int, nbytes: int) -> None:
+        """Let managed memory live on the GPU."""
+        self._enter()
+        where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+        self.call("cuMemAdvise", *where, _PREFERRED_LOCATION, _DEVICE)
+        self.call("cuMemPrefetchAsync", *where, _DEVICE, self._stream)
+        self.call("cuStreamSynchronize", self._stream)
+
+    def advise_gpu(self, address: int, nbytes: int) -> None:
+        """Let the GPU read managed memory where it lies; of other memory nothing is done."""
+        self._enter()
+        where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
+        self._library.cuMemAdvise(*where, _ACCESSED_BY, _DEVICE)
+
+    def locked(self, nbytes: int) -> memoryview:
+        """Page-locked memory, freed with the last view of it."""
+        self._enter()
+        address = ctypes.c_void_p()
+        self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE)
+        memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
+        weakref.finalize(memory, self._free, address.value).atexit = False
+        return memoryview(memory).cast("B")
+
+    def _enter(self) -> None:
+        """Make the context this thread's."""
+        if not hasattr(self._local, "inside"):
+            self.call("cuCtxSetCurrent", self._context)
+            self._local.inside = True
+
+    def _free(self, address: int) -> None:
+        self._enter()
+        self._library.cuMemFreeHost(ctypes.c_void_p(address))
+
+    def _forget(self, event: int) -> None:
+        self._enter()
+        self._library.cuEventDestroy_v2(ctypes.c_void_p(event))
+
+
+def driver() -> Driver | None:
+    """The driver where banks are in its managed memory, else None."""
+    return None if mx.default_device() == mx.cpu else _driver()
+
+
+@functools.cache
+def _driver() -> Driver | None:
+    if not mx.cuda.is_available():
+        return None
+    try:
+        return Driver()
+    except (OSError, AttributeError, DriverError):
+        return None
+
+
+def address_of(view: memoryview) -> int:
+    """Where a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class Uploads:
+    """Page-locked memory of each reading thread: two blocks, of which one is read into while the
+    other is copied. Allocated here, in one piece: eight threads that each locked their own pages
+    before their first read spent 0.12 to 0.16 s on it in all, of a prompt's 1.7.
+    """
+
+    def __init__(self, driver: Driver, nbytes: int, threads: int):
+        self._driver, self._local = driver, threading.local()
+        self._reached: set[int] = set()
+        self._turn = 0
+        size = _buffer_bytes(nbytes)
+        memory = driver.locked(threads * BUFFERS * size)
+        buffers = [memory[i * size : (i + 1) * size] for i in range(threads * BUFFERS)]
+        self._free = [buffers[i : i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
+
+    def staging(self) -> Staging:
+        """This thread's: there are as many as was said."""
+        if not hasattr(self._local, "staging"):
+            self._local.staging = Staging(self._driver, self._free.pop())
+        return self._local.staging
+
+    def advise_gpu(self, array: mx.array) -> None:
+        """Let the GPU read where they lie a few numbers that the host has written. Otherwise their
+        page moves when the first kernel asks for it, which then takes 70 us instead of 14 on an
+        H100, and back when the host writes again. MLX gives the same few addresses again and again,
+        but now and then it gives memory back, and what was said of an address is forgotten.
+        """
+        view = memoryview(array).cast("B")
+        address, self._turn = address_of(view), self._turn + 1
+        if self._turn % REACHED_FOR == 0:
+            self._reached.clear()
+        if address not in self._reached:
+            self._reached.add(address)
+            self._driver.advise_gpu(address, view.nbytes)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._driver.finish()
+
+
+def uploads_for(nbytes: int, threads: int) -> Uploads | None:
+    """For blocks of at most `nbytes`; None where banks are written directly."""
+    found = driver()
+    return None if found is None else Uploads(found, nbytes, threads)
+
+
+class Staging:
+    """Page-locked memory of one thread, and the way from there into slots."""
+
+    def __init__(self, driver: Driver, views: Sequence[memoryview]):
+        self._driver = driver
+        self._buffers = [(view, address_of(view), driver.event()) for view in views]
+        self._address, self._event = self._buffers[0][1:]
+
+    def take(self) -> memoryview:
+        """Memory to read into: from the next one on what was sent is not copied any more."""
+        view, self._address, self._event = buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        self._driver.wait(self._event)
+        return view
+
+    def carve(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory to read into as consecutive views from its beginning."""
+        memory, views, position = self.take(), [], 0
+        for size in sizes:
+            views.append(memory[position : position + size])
+            position += size
+        return views
+
+    def send(self, into: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Begin to copy what was read, from `start` on, to (address, bytes), one after another;
+        :meth:`Uploads.finish` waits for it."""
+        pieces, position = [], self._address + start
+        for address, nbytes in into:
+            pieces.append((address, position, nbytes))
+            position += nbytes
+        self._driver.upload(pieces, self._event)
+
+
+def _buffer_bytes(nbytes: int) -> int:
+    """Whole pages for a block of `nbytes`: direct reads begin at one and end at one."""
+    return (-(-nbytes // _GRANULE) + 2) * _GRANULE
+
+
+def staging_bytes(reader: Any) -> int:
+    """Bytes of private buffers for each thread that reads with `reader`."""
+    own = getattr(reader, "staging_bytes", 0)
+    if driver() is None:
+        return own
+    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
+    return own + BUFFERS * _buffer_bytes(largest)

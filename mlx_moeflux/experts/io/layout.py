@@ -1,0 +1,173 @@
+"""One routed expert as a block of bytes: which components, in which order, how long.
+
+A block is the concatenation of an expert's tensors in a fixed order, gate, up, down projection,
+each with ``weight`` and, when quantised, ``scales`` and ``biases``. Sizes and offsets follow from
+the shapes; nothing here is ever written to a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs
+from mlx_moeflux.errors import CheckpointError, ShapeError, UnsupportedError
+
+_FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One tensor of a block: `name` such as ``gate_proj.weight``, safetensors `dtype`, `shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
+RAW = "raw."
+"""Before the name of a stretch of bytes that means nothing by itself."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Components one after another."""
+
+    components: tuple[Component, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return sum(c.nbytes for c in self.components)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Component name -> offset inside the block."""
+        offsets, position = {}, 0
+        for component in self.components:
+            offsets[component.name] = position
+            position += component.nbytes
+        return offsets
+
+
+def layout_of(refs: Mapping[str, ExpertRefs]) -> Layout:
+    """The layout of what is stored for a layer's experts: a :class:`BlockLayout`, or the bytes
+    that one is decoded from, whose names begin with :data:`RAW`."""
+    if not all(name.startswith(RAW) for name in refs):
+        return BlockLayout.of(refs)
+    first = {name: by_expert[0] for name, by_expert in refs.items()}
+    return Layout(tuple(Component(n, r.dtype, tuple(r.shape)) for n, r in first.items()))
+
+
+@dataclass(frozen=True)
+class BlockLayout(Layout):
+    """The components of one layer's experts, in block order.
+
+    Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
+    ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
+    ``[out, in / group_size]``.
+
+    Raises:
+        ShapeError: Components are missing, in another order, or do not fit each other.
+        UnsupportedError: The shapes mean bits or a group size that MLX has no kernel for.
+    """
+
+    def __post_init__(self) -> None:
+        names = tuple(c.name for c in self.components)
+        if names != tuple(n for n in COMPONENT_ORDER if n in names):
+            raise ShapeError(
+                f"an expert's components are {', '.join(names)}; expected some of "
+                f"{', '.join(COMPONENT_ORDER)}, each once and in this order."
+            )
+        missing = [p for p in PROJECTIONS if f"{p}.weight" not in names]
+        if missing:
+            raise ShapeError(f"an expert has no '{missing[0]}.weight'; it needs three projections.")
+        for component in self.components:
+            if len(component.shape) != 2 or not prod(component.shape):
+                raise ShapeError(f"'{component}' of an expert must have two axes, none empty.")
+        for projection, (rows, width) in self._dims().items():
+            self._check(projection, rows, width)
+
+    @classmethod
+    def of(cls, refs: Mapping[str, ExpertRefs]) -> BlockLayout:
+        """The layout of a layer's experts in a checkpoint: component name -> one ref per expert.
+
+        Raises:
+            CheckpointError: As for the class; the message names the file of the first tensor.
+        """
+        first = {name: by_expert[0] for name, by_expert in refs.items()}
+        known = [name for name in COMPONENT_ORDER if name in first]
+        order = known + [name for name in first if name not in COMPONENT_ORDER]
+        try:
+            return cls(tuple(Component(n, first[n].dtype, tuple(first[n].shape)) for n in order))
+        except (ShapeError, UnsupportedError) as error:
+            raise CheckpointError(f"{first[order[0]].file}: {error}") from error
+
+    @cached_property
+    def specs(self) -> dict[str, QuantSpec | None]:
+        """Projection name -> its quantisation as the shapes tell it, None when it is a float."""
+        return {p: self._spec(p, width) for p, (_, width) in self._dims().items()}
+
+    @property
+    def hidden(self) -> int:
+        """C, the width of a token's hidden state."""
+        return self._by_name["down_proj.weight"].shape[0]
+
+    @property
+    def intermediate(self) -> int:
+        """F, the width inside one expert."""
+        return self._by_name["gate_proj.weight"].shape[0]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Component]:
+        return {c.name: c for c in self.components}
+
+    def _dims(self) -> dict[str, tuple[int, int]]:
+        """Projection name -> (out, in) in elements."""
+        C, F = self.hidden, self.intermediate
+        return {"gate_proj": (F, C), "up_proj": (F, C), "down_proj": (C, F)}
+
+    def _spec(self, projection: str, width: int) -> QuantSpec | None:
+        scales = self._by_name.get(f"{projection}.scales")
+        if scales is None:
+            return None
+        words = self._by_name[f"{projection}.weight"].shape[1]
+        if 32 * words % width or width % scales.shape[1]:
+            raise ShapeError(
+                f"'{projection}' packs {width} elements into {words} words and "
+                f"{scales.shape[1]} groups a row, which no affine quantisation does."
+            )
+        return QuantSpec(bits=32 * words // width, group_size=width // scales.shape[1])
+
+    def _check(self, projection: str, rows: int, width: int) -> None:
+        weight = self._by_name[f"{projection}.weight"]
+        parts = [self._by_name.get(f"{projection}.{part}") for part in ("scales", "biases")]
+        spec = self._spec(projection, width) if None not in parts else None
+        if (parts[0] is None) != (parts[1] is None):
+            raise ShapeError(f"'{projection}' of an expert must have both scales and biases.")
+        if spec is None:
+            expected, dtypes = (rows, width), _FLOATS
+        else:
+            expected, dtypes = (rows, spec.words(width)), ("U32",)
+        if weight.shape != expected or weight.dtype not in dtypes:
+            raise ShapeError(
+                f"'{weight}' of an expert must be {' or '.join(dtypes)} {list(expected)}."
+            )
+        for part in filter(None, parts):
+            if part.shape != (rows, spec.groups(width)) or part.dtype not in _FLOATS:
+                raise ShapeError(
+                    f"'{part}' of an expert must be {' or '.join(_FLOATS)} "
+                    f"{[rows, spec.groups(width)]}."
+                )

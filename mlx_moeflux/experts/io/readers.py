@@ -1,0 +1,154 @@
+"""Ways to fetch one expert's bytes, by name: ``pread``, ``direct``, ``mmap``, ``memory``.
+
+Every reader fills the caller's buffers, one for each component of the block, from the byte ranges
+of :class:`~mlx_moeflux.experts.io.byte_ranges.ByteRanges`. Readers know nothing of MLX, slots or
+policies, and `read` may be called from many threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mlx_moeflux.checkpoint.tensors import ExpertRefs
+from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.experts.io.byte_ranges import copy_into
+from mlx_moeflux.experts.io.decoding import DecodingReader, needs_decoding
+from mlx_moeflux.experts.io.file_readers import DirectReader, MmapReader, PreadReader
+from mlx_moeflux.experts.io.layout import BlockLayout
+
+
+class Reader(Protocol):
+    """Fetches blocks. Replace it with ``load(reader=...)``; checked by :func:`check_reader`."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_experts: int
+
+    def layout(self, layer: int) -> BlockLayout:
+        """The components of that layer's blocks, in the order of `into`."""
+        ...
+
+    def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int:
+        """Fill one writable byte view per component and return the bytes read.
+
+        Called from several threads at once; must not use MLX.
+
+        Raises:
+            ExpertFileError: The bytes cannot be had; `into` is then undefined.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free files and memory; called once, when no read is under way."""
+        ...
+
+
+class MemoryReader:
+    """All experts held in ordinary memory: what a disk of infinite speed would give."""
+
+    name = "memory"
+    staging_bytes = 0
+
+    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
+        files = PreadReader(experts)
+        try:
+            self.layers, self.num_experts = files.layers, files.num_experts
+            self._layouts = {layer: files.layout(layer) for layer in self.layers}
+            self._blocks = {layer: self._load(files, layer) for layer in self.layers}
+        finally:
+            files.close()
+
+    def layout(self, layer: int) -> BlockLayout:
+        """See :meth:`Reader.layout`."""
+        return self._layouts[layer]
+
+    def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int:
+        """See :meth:`Reader.read`."""
+        block = self._blocks[layer][expert]
+        copy_into(into, block)
+        return block.nbytes
+
+    def close(self) -> None:
+        """See :meth:`Reader.close`."""
+        self._blocks = {}
+
+    def _load(self, files: PreadReader, layer: int) -> np.ndarray:
+        """All blocks of a layer: ``[E, block bytes]`` uint8."""
+        layout = self._layouts[layer]
+        blocks = np.empty((self.num_experts, layout.nbytes), np.uint8)
+        for expert in range(self.num_experts):
+            block = blocks[expert].data
+            views = [block[o : o + c.nbytes] for c, o in _placed(layout)]
+            files.read(layer, expert, views)
+        return blocks
+
+
+READERS: dict[str, Callable[[Mapping[int, Mapping[str, ExpertRefs]]], Reader]] = {
+    "pread": PreadReader,
+    "direct": DirectReader,
+    "mmap": MmapReader,
+    "memory": MemoryReader,
+}
+AUTO_READER = "pread"
+
+
+def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> Reader:
+    """The reader called `name` (``auto`` is ``pread``) over a checkpoint's experts.
+
+    experts: MoE layer id -> component name -> one ref per expert.
+
+    Raises:
+        InputError: There is no such reader.
+        CheckpointError: The experts do not fit together.
+        ExpertFileError: A file cannot be opened.
+        UnsupportedError: The file system refuses ``direct``.
+    """
+    chosen = AUTO_READER if name == "auto" else name
+    if chosen not in READERS:
+        raise InputError(f"no reader is called '{name}'; there are auto, {', '.join(READERS)}.")
+    if needs_decoding(experts):
+        return DecodingReader(READERS[chosen], experts)
+    return READERS[chosen](experts)
+
+
+def check_reader(
+    reader: Reader,
+    *,
+    layers: Sequence[int],
+    num_experts: int,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+) -> None:
+    """See that a reader serves a model: its MoE layers, its number of experts, their shapes.
+
+    Raises:
+        InputError: A method is missing.
+        ShapeError: Layers, experts or shapes differ from the model's.
+    """
+    label = f"the reader '{getattr(reader, 'name', type(reader).__name__)}'"
+    for method in ("layout", "read", "close"):
+        if not callable(getattr(reader, method, None)):
+            raise InputError(f"{label} has no method '{method}'; see the Reader protocol.")
+    missing = sorted(set(layers) - set(getattr(reader, "layers", ())))
+    if missing:
+        raise ShapeError(f"{label} has no experts for layer {missing[0]} of the model.")
+    if getattr(reader, "num_experts", None) != num_experts:
+        found = getattr(reader, "num_experts", None)
+        raise ShapeError(f"{label} has {found} experts a layer, the model has {num_experts}.")
+    for layer in layers:
+        layout = reader.layout(layer)
+        if not isinstance(layout, BlockLayout):
+            raise ShapeError(f"{label} gives {type(layout).__name__} as layout, not BlockLayout.")
+        found = layout.hidden, layout.intermediate
+        if (hidden or found[0], intermediate or found[1]) != found:
+            raise ShapeError(
+                f"{label} has experts of hidden width {found[0]} and inner width {found[1]} in "
+                f"layer {layer}, the model has {hidden} and {intermediate}."
+            )
+
+
+def _placed(layout: BlockLayout) -> list[tuple]:
+    return [(c, layout.offsets[c.name]) for c in layout.components]

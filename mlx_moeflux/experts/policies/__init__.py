@@ -1,0 +1,1 @@
+"""Eviction, prefetch and rebalance policies. Pure Python, no MLX."""

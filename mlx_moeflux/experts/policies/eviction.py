@@ -1,0 +1,103 @@
+"""Which expert gives up its slot when another is needed: the protocol. Pure Python, no MLX.
+
+A policy sees a logical clock only, never time, so that a recorded trace can be replayed. It
+advises and does not keep the books: the set of residents that it is given is the truth, also
+after an interrupted call in which it was not told of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+from typing import Protocol
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.evictions import EVICTIONS
+
+
+class Eviction(Protocol):
+    """Chooses victims. Replace it with ``load(eviction=...)``.
+
+    For each call of a layer the store calls `touch` once, with everything that the tokens ask
+    for; then, once or several times, `choose`, `evict` for each victim, and `admit` for each
+    expert whose block has arrived. Between calls `choose`, `evict` and `admit` may come for
+    blocks that nobody has asked for yet, and when the bank is resized.
+    """
+
+    name: str
+
+    def touch(
+        self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
+    ) -> None:
+        """The tokens of a call ask for `experts`, resident or not.
+
+        experts: Different ones, in the order of their last use: by token, then in the router's
+        order (ascending ids). last: The token of that use, counted by the layer since the store
+        was opened. uses: How many tokens of the call ask for it.
+        """
+        ...
+
+    def choose(
+        self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
+    ) -> list[int]:
+        """Exactly `count` different members of `resident` that are not in `protected`; the store
+        never asks for more than there are."""
+        ...
+
+    def evict(self, layer: int, expert: int) -> None:
+        """`expert` has lost its slot."""
+        ...
+
+    def admit(self, layer: int, expert: int) -> None:
+        """`expert` has been read into a slot."""
+        ...
+
+    def reset(self) -> None:
+        """Every bank is empty; forget everything."""
+        ...
+
+
+def make_eviction(policy: str | Eviction) -> Eviction:
+    """A policy by name, or the given object if it has the methods of :class:`Eviction`.
+
+    Raises:
+        InputError: The name is unknown or a method is missing.
+    """
+    if isinstance(policy, str):
+        if policy not in EVICTIONS:
+            raise InputError(f"no eviction is called '{policy}'; there are {', '.join(EVICTIONS)}.")
+        return EVICTIONS[policy]()
+    for method in ("touch", "choose", "evict", "admit", "reset"):
+        if not callable(getattr(policy, method, None)):
+            raise InputError(
+                f"the eviction {type(policy).__name__} has no method '{method}'; see the "
+                "Eviction protocol."
+            )
+    return policy
+
+
+def choose_victims(
+    policy: Eviction,
+    layer: int,
+    count: int,
+    *,
+    resident: Collection[int],
+    protected: Container[int],
+) -> list[int]:
+    """Ask `policy` and hold it to its contract.
+
+    Raises:
+        InputError: It named too few, too many, the same twice, or an expert it may not.
+    """
+    victims = list(policy.choose(layer, count, resident=resident, protected=protected))
+    if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:
+        return victims
+    fair = len(victims) == count == len(set(victims))
+    for expert in victims:
+        if expert not in resident or expert in protected:
+            fair = False
+    if not fair:
+        raise InputError(
+            f"the eviction {getattr(policy, 'name', type(policy).__name__)} chose {victims} in "
+            f"layer {layer}; expected {count} different unprotected residents."
+        )
+    return victims

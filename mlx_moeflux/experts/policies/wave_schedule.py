@@ -1,0 +1,115 @@
+"""In which order a layer takes its turns when its tokens need more experts than it has slots.
+
+No MLX: the store and the simulator both follow this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple, Protocol
+
+# Blocks that a wave reads at most: enough to keep a disk busy, few enough that computing
+# begins early and that most residents can wait for their turn.
+READ_AHEAD = 16
+
+
+class Residents(Container[int], Protocol):
+    """Who is in the slots of a layer."""
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        ...
+
+
+class Wave(NamedTuple):
+    """Consecutive needed experts that are, or are being read, in the bank together."""
+
+    experts: list[int]
+    missing: list[int]
+
+
+class WaveSchedule:
+    """Decides the waves of one sweep.
+
+    Every needed expert is in exactly one, ascending. Residents whose turn comes later are kept
+    if that leaves room to read, so that each block is read at most once and hits stay hits.
+
+    begun: Waves whose reads have begun and that are not computed yet, the oldest first.
+    """
+
+    def __init__(self, table: Residents, needed: Sequence[int]):
+        self._table = table
+        self._waiting = list(reversed(needed))
+        self._kept = {expert for expert in needed if expert in table}
+        self._busy: set[int] = set()
+        self.begun: deque[Wave] = deque()
+        by_turn = sorted(self._kept)
+        while by_turn and self.room() < min(table.slots, 2 * READ_AHEAD):
+            self._kept.remove(by_turn.pop())
+
+    @property
+    def protected(self) -> set[int]:
+        """Experts that must not be evicted now."""
+        return self._kept | self._busy
+
+    def room(self) -> int:
+        """Slots that can be read into now."""
+        return self._table.slots - len(self.protected)
+
+    def next(self, limit: int) -> Wave | None:
+        """The next wave that takes at most `limit` slots; None if it would be empty."""
+        experts, missing = [], []
+        while self._waiting:
+            expert = self._waiting[-1]
+            if expert in self._kept:
+                self._kept.remove(expert)
+            elif limit == 0:
+                break
+            else:
+                limit -= 1
+                if expert not in self._table:
+                    missing.append(expert)
+            self._busy.add(expert)
+            experts.append(self._waiting.pop())
+        return Wave(experts, missing) if experts else None
+
+    def done(self, full: Wave) -> None:
+        """`full` has been computed: its slots may be read into."""
+        self._busy.difference_update(full.experts)
+
+
+def begin_first(plan: WaveSchedule, begin: Callable[[Wave], None]) -> bool:
+    """Begin the first wave, which :func:`run_waves` does unless it was done before."""
+    return _begin_next(plan, max(1, plan.room() // 3), begin)
+
+
+def run_waves(
+    plan: WaveSchedule,
+    begin: Callable[[Wave], None],
+    finish: Callable[[], None],
+    compute: Callable[[Wave], None],
+) -> None:
+    """Play a sweep: `begin` makes room for a wave and starts its reads, `finish` waits for
+    those of the oldest, `compute` uses what arrived.
+
+    While one wave computes, the next is being read, and the one after it waits for the disk,
+    which would rest between the two.
+    """
+    while plan.begun or begin_first(plan, begin):
+        if len(plan.begun) == 1:
+            _begin_next(plan, plan.room() // 2, begin)
+        finish()
+        current = plan.begun.popleft()
+        _begin_next(plan, plan.room(), begin)
+        compute(current)
+        plan.done(current)
+
+
+def _begin_next(plan: WaveSchedule, limit: int, begin: Callable[[Wave], None]) -> bool:
+    full = plan.next(min(limit, READ_AHEAD))
+    if full is not None:
+        plan.begun.append(full)
+        begin(full)
+    return full is not None

@@ -1,0 +1,1 @@
+"""What happens when a layer of a streamed store is called."""

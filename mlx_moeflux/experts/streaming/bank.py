@@ -1,0 +1,121 @@
+"""The memory that resident experts live in: dense arrays of slots that readers write into.
+
+For each layer there is one evaluated array ``[slots, ...]`` per component, all in one buffer where
+they fit, with one byte view of its storage beside it. A slot is filled through the view, never
+through MLX: assigning to an array rebinds it to new storage and orphans the view. Who may write
+when is the store's business: MLX waits for an array's producer, not for its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.tensors import mlx_dtype
+from mlx_moeflux.experts.io.cuda_upload import address_of, driver
+from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.runtime import packing
+
+
+class Slots(NamedTuple):
+    """One allocation: what MLX reads, what readers write. experts: The arrays as the kernels take
+    them; None once the bank is closed."""
+
+    count: int
+    arrays: dict[str, mx.array]
+    experts: ExpertBank | None
+    views: list[tuple[memoryview, int]]
+    addresses: list[tuple[int, int]]
+    packed: packing.Packing | None = None
+
+
+class LayerBank:
+    """The slots of one layer. experts: How many may take turns in them; None: nobody says.
+    current: All that was allocated, replaced in one assignment.
+
+    Evaluates: its new arrays.
+    """
+
+    def __init__(self, layout: BlockLayout, slots: int, experts: int | None = None):
+        assert slots > 0, "a bank without slots"
+        self.layout, self._experts = layout, experts
+        self.current = self._allocate(slots)
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self.current.count
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        """Component name -> ``[slots, ...]``, dense and evaluated; others after :meth:`resize`."""
+        return self.current.arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.layout.nbytes
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """The writable bytes of one slot, one view per component in block order."""
+        return [view[slot * n : (slot + 1) * n] for view, n in self.current.views]
+
+    def slot_addresses(self, slot: int) -> list[int]:
+        """Where each component of one slot begins in memory."""
+        return [address + slot * n for address, n in self.current.addresses]
+
+    def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
+        """Change the number of slots.
+
+        moves: Old slot -> new slot of the contents to keep; by default slots keep their number.
+
+        The arrays are new and the old ones are never written again: work that was given them,
+        evaluated or not, stays right.
+        """
+        if moves is None:
+            moves = {slot: slot for slot in range(min(slots, self.slots))}
+        new = self._allocate(slots)
+        for (source, n), (target, _) in zip(self.current.views, new.views, strict=True):
+            for a, b in moves.items():
+                target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
+        home = driver()
+        for view, _ in new.views if home is not None else ():
+            home.settle(address_of(view), view.nbytes)
+        # One assignment: an interruption leaves all of the old or all of the new.
+        self.current = new
+
+    def close(self) -> None:
+        """Let go of arrays and views; lazy work that still reads them keeps them alive."""
+        self.current = Slots(self.slots, {}, None, [], [])
+
+    def _allocate(self, slots: int) -> Slots:
+        components, packed = self.layout.components, None
+        like = [((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
+        # Storage is viewed once and before any kernel reads it: on CUDA the first host access
+        # moves an array to managed memory.
+        if packing.fits(like):
+            shape = packing.by_rows(like) or (packing.packed_bytes(like) // packing.WORD,)
+            buffer = mx.zeros(shape, mx.uint32)
+            mx.eval(buffer)
+            whole = memoryview(buffer).cast("B")
+            packed = packing.Packing(buffer, like)
+            arrays = packed.arrays
+            views = [
+                whole[start : start + array.nbytes]
+                for start, array in zip(packed.starts, arrays, strict=True)
+            ]
+        else:
+            arrays = [mx.zeros(shape, dtype) for shape, dtype in like]
+            mx.eval(arrays)
+            views = [memoryview(array).cast("B") for array in arrays]
+        home = driver()
+        for view in views if home is not None else ():
+            home.settle(address_of(view), view.nbytes)
+        named = {c.name: array for c, array in zip(components, arrays, strict=True)}
+        sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
+        addresses = [(address_of(view), n) for view, n in sized]
+        experts = ExpertBank.of(named, self.layout.specs, self._experts)
+        return Slots(slots, named, experts, sized, addresses, packed)

@@ -1,0 +1,537 @@
+"""Experts that live on disk and visit memory: the store of a model that does not fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts.compute import (
+    FEW_PAIRS,
+    ExpertCompute,
+    ExpertMix,
+    ExpertSum,
+    Pairs,
+    check_call,
+    check_ids,
+    few_pairs,
+    from_whole_bank,
+    indices,
+)
+from mlx_moeflux.experts.io.cuda_upload import staging_bytes, uploads_for
+from mlx_moeflux.experts.io.read_pool import ReadPool
+from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.prefetch import (
+    MOST_PAIRS,
+    Prefetch,
+    blocks_ahead,
+    make_prefetch,
+    merged,
+    next_layer,
+    proposed,
+)
+from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
+from mlx_moeflux.experts.policies.request import ExpertRequest
+from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, begin_first, run_waves
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.streaming.bank import LayerBank
+from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
+from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_mix import expert_mix
+from mlx_moeflux.kernels.runtime import metal
+
+DEFAULT_THREADS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a layer, from :meth:`StreamedStore.begin_load` to
+    :meth:`StreamedStore.release_after`.
+
+    ids, ahead: On the device, ``[N, K]``. host: The same ids as the host knows them, and request:
+    What they ask for; None if nobody looked. missing: Experts that are being read for it. waves:
+    If they are more than the slots.
+    """
+
+    state: StreamedLayer
+    ids: mx.array
+    ahead: mx.array | None = None
+    host: np.ndarray | None = None
+    request: ExpertRequest | None = None
+    missing: list[int] | None = None
+    waves: WaveSchedule | None = None
+
+
+class StreamedStore(ExpertStore):
+    """Resident slots, a reader for what is missing, a policy for who must go.
+    See :class:`~mlx_moeflux.experts.store.ExpertStore`.
+
+    reader: Closed with the store. slots: For each MoE layer, or one number for all.
+    eviction: A name or an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`. prefetch: A
+    name or a :class:`~mlx_moeflux.experts.policies.prefetch.Prefetch`. keep_all_ahead: Every block
+    that was read ahead is waited for when its layer is called, so that hits do not depend on time;
+    otherwise those that are not needed and not begun are given up. balance: A name or a
+    :class:`~mlx_moeflux.experts.policies.rebalance.Balance`, who moves slots between layers.
+    threads: Reads under way at once. events: Listener, see
+    :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced between steps. mix: The
+    operation that computes experts. scratch_bytes: What one step of a long call may allocate
+    besides its result, None for what suits the device.
+
+    One lock: a second concurrent call waits for the first. An error or interrupt leaves the
+    store usable.
+
+    A call is four steps: :meth:`begin_load`, :meth:`wait`, :meth:`compute`,
+    :meth:`release_after`. :meth:`experts` makes them all; who makes them himself does so inside
+    :meth:`exclusive`.
+
+    Evaluates: the ids of a call, unless the layer holds every expert and there is no listener;
+    long calls altogether.
+
+    Raises:
+        InputError: The policy or the number of threads or slots cannot be used.
+    """
+
+    events: EventHook | None = None
+    parts_calls = True
+
+    def __init__(
+        self,
+        reader: Reader,
+        slots: int | Mapping[int, int],
+        *,
+        eviction: str | Eviction = DEFAULT_EVICTION,
+        prefetch: str | Prefetch | None = None,
+        keep_all_ahead: bool = False,
+        balance: str | Balance | None = None,
+        threads: int = DEFAULT_THREADS,
+        events: EventHook | None = None,
+        mix: ExpertMix = expert_mix,
+        scratch_bytes: int | None = None,
+    ):
+        if threads < 1:
+            raise InputError(f"{threads} threads cannot read experts; give at least 1.")
+        self.reader, self.threads = reader, threads
+        self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
+        self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
+        self.keep_all_ahead, self.balance = keep_all_ahead, make_balance(balance)
+        self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
+        self._stats = ExpertStats(self.layers)
+        self._lock = threading.RLock()
+        self.generation = 0
+        self._closed = False
+        counts = {layer: self._checked(layer, slots) for layer in self.layers}
+        layouts = {layer: reader.layout(layer) for layer in self.layers}
+        largest = max(layout.nbytes for layout in layouts.values())
+        self._uploads = uploads_for(largest, threads)
+        self._layers = {
+            layer: StreamedLayer(
+                layer,
+                LayerBank(layouts[layer], counts[layer], self.num_experts),
+                reader=reader,
+                policy=self.eviction,
+                stats=self._stats.layers[layer],
+                uploads=self._uploads,
+            )
+            for layer in self.layers
+        }
+        self._threads, self.events = ReadPool(threads), events
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots and of the private buffers of reading threads."""
+        return self.bank_bytes + self.threads * staging_bytes(self.reader)
+
+    @property
+    def bank_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(state.bank.nbytes for state in self._layers.values())
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """MoE layer id -> number of slots."""
+        return {layer: state.table.slots for layer, state in self._layers.items()}
+
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """MoE layer id -> bytes of one expert."""
+        return {layer: state.bank.layout.nbytes for layer, state in self._layers.items()}
+
+    @property
+    def cold(self) -> bool:
+        """No expert is resident and none was asked for."""
+        states = self._layers.values()
+        return not any(state.tokens or state.table.slot_of for state in states)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether :meth:`experts` wants to be told what the next layer's router would choose."""
+        return self.prefetch is not None and self.prefetch.looks_ahead
+
+    def residents(self, layer: int) -> dict[int, int]:
+        """Expert -> slot of a layer, as it is now."""
+        with self._lock:
+            return dict(self._state(layer).table.slot_of)
+
+    def experts(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        *,
+        ahead: mx.array | None = None,
+    ) -> mx.array:
+        """See :meth:`ExpertStore.experts`.
+
+        Raises:
+            ShapeError: Shapes or dtypes are wrong, or ids are not ascending or out of range.
+            MemoryBudgetError: A token needs more experts than the layer has slots.
+            ExpertFileError: A block could not be read; the next call may try again.
+        """
+        check_call(layer, x, ids, weights)
+        with self.exclusive():
+            call = self.begin_load(layer, ids, weights, ahead=ahead)
+            self.wait(call)
+            y = self.compute(call, x, weights)
+            self.release_after(call, y)
+            return y
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the store for a whole step: nobody else changes slots meanwhile. After an error or
+        interrupt nothing is under way."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                for state in self._layers.values():
+                    if state.unsettled:
+                        state.settle()
+                raise
+
+    def begin_load(
+        self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
+    ) -> Call:
+        """Learn what a call asks for, tell everybody, and begin to read what is missing; of more
+        experts than slots the first wave. A layer that holds every expert needs no look.
+
+        Evaluates: the ids. Raises what :meth:`experts` does.
+        """
+        state = self._state(layer)
+        call, slots = Call(state, ids, ahead), len(state.table.expert_of)
+        if slots < ids.shape[1]:
+            raise MemoryBudgetError(
+                f"a token needs {ids.shape[1]} experts but layer {layer} has {slots} slots; "
+                "give the experts more memory or use fewer a token."
+            )
+        if self._whole(state):
+            return call
+        start, stalled = perf_counter(), state.stats.stall_seconds
+        call.host = self._wait_for_ids(call, weights)
+        needed = call.request.needed
+        if len(needed) > slots:
+            call.waves = WaveSchedule(state.table, needed)
+            begin_first(call.waves, lambda wave: self._begin_wave(call, wave))
+        else:
+            call.missing = missing_of(state.table, needed)
+            state.look_up(needed, call.missing, self.events)
+            if call.missing:
+                state.begin_reads(self._threads, call.missing, frozenset(needed), self.events)
+        _account(state, start, stalled)
+        return call
+
+    def slots_of(self, call: Call) -> mx.array:
+        """The slots ``[N, K]`` in which the experts of a call are after :meth:`wait`: for callers
+        that compute themselves. The call has no more experts than there are slots, and no
+        padding."""
+        assert call.host is not None, "the layer holds every expert: nobody looked at this call"
+        slots = indices(call.state.slots_soon()[call.host])
+        if self._uploads is not None:
+            self._uploads.advise_gpu(slots)
+        return slots
+
+    def wait(self, call: Call) -> None:
+        """Wait for what :meth:`begin_load` began to read; only then may anything read the slots.
+        Waves are waited for one by one while they are computed."""
+        if not call.missing:
+            return
+        state = call.state
+        start, stalled = perf_counter(), state.stats.stall_seconds
+        assert state.reading, "reads were given up in between"
+        state.finish(self.events)
+        _account(state, start, stalled)
+
+    def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
+        """x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: the whole bank, one pass, or
+        waves. Evaluates: long calls of layers that are not whole."""
+        state, form, bank = call.state, self._form, call.state.bank.current.experts
+        start, stalled = perf_counter(), state.stats.stall_seconds
+        if call.request is None:
+            y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
+            _account(state, start, stalled)
+            return y
+        pairs, slot_of = Pairs.of(call.host, self.num_experts), state.table.slots_by_expert
+        if call.waves is not None:
+            y = self._compute_waves(call, pairs, ExpertSum(x, weights, form))
+        elif pairs.token.size == weights.size and form.takes_few(weights.size, x.shape[0], bank):
+            y = few_pairs(x, weights, pairs, slot_of, bank, form)
+        else:
+            total = ExpertSum(x, weights, form)
+            total.add(pairs, slot_of, bank)
+            y = total.total
+        if weights.size > FEW_PAIRS:
+            # A long output is evaluated now rather than kept.
+            metal.settle()
+            mx.eval(y)
+        _account(state, start, stalled)
+        return y
+
+    def compute_slots(
+        self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
+    ) -> mx.array:
+        """What :meth:`compute` computes of a short call, from what :meth:`slots_of` gave; lazy.
+
+        Steps are traced through here, and the CPU compiles what it fuses anew for every constant:
+        how many slots there are is none of them.
+        """
+        return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
+
+    def release_after(self, call: Call, output: mx.array) -> None:
+        """End a call: no slot changes before `output`, perhaps not evaluated, is; then what
+        follows for the next calls."""
+        state, (N, K) = call.state, call.ids.shape
+        # Nothing that reads a complete bank need be remembered: its slots never change.
+        if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
+            state.remember(output)
+        state.unsettled = False
+        state.stats.tokens += N
+        state.tokens += N
+        missed, victims = state.missed, state.victims
+        state.missed, state.victims = [], []
+        short = N * K <= MOST_PAIRS
+        if self.balance is not None:
+            self.balance.called(state.layer, missed, victims)
+            if short and state.layer == self.layers[-1]:
+                self._rebalance(K)
+        if short and call.request is not None and self.prefetch is not None:
+            self._read_ahead(call)
+
+    def partial(self) -> tuple[int, ...]:
+        """See :meth:`ExpertStore.partial`."""
+        return tuple(i for i, state in self._layers.items() if not self._whole(state))
+
+    def bank(self, layer: int) -> ExpertBank:
+        """The slots of a layer as they are now."""
+        return self._layers[layer].bank.current.experts
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether all calls are lazy."""
+        return all(map(self._whole, self._layers.values()))
+
+    def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
+        """See :meth:`ExpertStore.whole`."""
+        with self._lock:
+            state = self._state(layer)
+            return (
+                (state.bank.current.experts, state.device_table()) if self._whole(state) else None
+            )
+
+    def count(self, tokens: int, layer: int | None = None) -> None:
+        """See :meth:`ExpertStore.count`."""
+        for state in self._layers.values() if layer is None else (self._layers[layer],):
+            state.stats.tokens += tokens
+            state.tokens += tokens
+
+    def stats(self) -> ExpertStats:
+        """See :meth:`ExpertStore.stats`."""
+        return self._stats
+
+    def preload(self, layers: Iterable[int] | None = None) -> None:
+        """Fill free slots with the experts of lowest ids, so that complete layers need no look;
+        counted as reads, not as misses."""
+        with self._lock:
+            for layer in self.layers if layers is None else layers:
+                self._state(layer).fill(self._threads, self.events)
+
+    def read_missing(
+        self, layer: int, experts: Iterable[int], *, protected: Collection[int]
+    ) -> bool | None:
+        """See :meth:`ExpertStore.read_missing`."""
+        with self._lock:
+            if self._closed or layer not in self.layers:
+                return None
+            state = self._state(layer)
+            if state.read_elsewhere():
+                return False
+            state.commit_prefetch((), wait=True, events=self.events)
+            room = state.table.slots - sum(expert in state.table for expert in protected)
+            absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
+            state.read_now(self._threads, absent[:room], protected, self.events)
+            return True
+
+    def start_eval(self) -> None:
+        """Begin to evaluate what this thread built, so that the others need not keep away from it.
+
+        Without it another thread's next call leaves the banks that this one's results read, and
+        goes on in copies of them. Generation does it after each step.
+        """
+        with self._lock:
+            states = self._layers.values()
+            mx.async_eval([output for state in states for output in state.own_outputs()])
+            for state in states:
+                state.start_eval()
+
+    def resize(self, layer: int, slots: int) -> None:
+        """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
+        with self._lock:
+            self.generation += 1
+            self._state(layer).resize(self._checked(layer, slots), self.events)
+            if self.events is not None:
+                self.events(Resize(layer, self.slots[layer]))
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """Give every layer its number of slots; but for one layer's bank no more memory is held
+        than before or after."""
+        with self._lock:
+            changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
+            for layer in sorted(changes, key=changes.get):  # those that shrink first
+                if changes[layer]:
+                    self.resize(layer, slots[layer])
+                    # What MLX keeps of the old bank would count twice.
+                    mx.clear_cache()
+
+    def close(self) -> None:
+        """Wait for reads; free bank, files and threads. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for state in self._layers.values():
+                state.close()
+            self._threads.close()
+            self.reader.close()
+            self._layers.clear()
+
+    def __enter__(self) -> StreamedStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _checked(self, layer: int, slots: int | Mapping[int, int]) -> int:
+        count = slots if isinstance(slots, int) else slots.get(layer, 0)
+        if not 1 <= count <= self.num_experts:
+            raise InputError(
+                f"layer {layer} cannot have {count} slots; give 1 to {self.num_experts}."
+            )
+        return count
+
+    def _state(self, layer: int) -> StreamedLayer:
+        """A layer with nothing under way but what is read ahead."""
+        state = self._layers.get(layer)
+        if state is None:
+            if self._closed:
+                raise InputError("this expert store is closed; load the model again.")
+            raise ShapeError(f"layer {layer} has no routed experts; layers {self.layers} do.")
+        if state.unsettled:
+            state.settle()
+        return state
+
+    def _whole(self, state: StreamedLayer) -> bool:
+        """Whether nobody need look at what a call of this layer asks for."""
+        table = state.table
+        return (
+            len(table.slot_of) == table.num_experts
+            and self.events is None
+            and self.prefetch is None
+        )
+
+    def _wait_for_ids(self, call: Call, weights: mx.array) -> np.ndarray:
+        """Wait for the ids ``[N, K]`` of a call and tell everybody of them."""
+        state, ids = call.state, call.ids
+        if mx.default_device() != mx.cpu:
+            metal.settle()
+        weights = None if self.events is None else weights
+        if call.ahead is not None or weights is not None:
+            # All that anybody wants to see, in one evaluation.
+            mx.eval(ids, call.ahead, weights)
+        host = np.array(ids)
+        check_ids(state.layer, host, self.num_experts)
+        if weights is not None:
+            self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
+        call.request = request = ExpertRequest.of(host, self.num_experts, state.tokens)
+        if self.prefetch is not None:
+            self._enter_ahead(state, request)
+        self.eviction.touch(state.layer, request.experts, request.last, request.uses)
+        return host
+
+    def _enter_ahead(self, state: StreamedLayer, request: ExpertRequest) -> None:
+        """Enter what was read ahead for a call, and tell the prefetcher what it asks for."""
+        needed = frozenset(request.needed)
+        state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self.events)
+        state.stats.proposed += len(state.proposal)
+        state.stats.foreseen += len(state.proposal & needed)
+        state.proposal = frozenset()
+        self.prefetch.requested(state.layer, request.experts, request.last)
+
+    def _begin_wave(self, call: Call, wave: Wave) -> None:
+        call.state.look_up(wave.experts, wave.missing, self.events)
+        call.state.begin_reads(self._threads, wave.missing, call.waves.protected, self.events)
+
+    def _compute_waves(self, call: Call, pairs: Pairs, total: ExpertSum) -> mx.array:
+        """More experts than slots: waves in ascending id, the next read while one computes, each
+        evaluated, so that its slots may be read into once it is done."""
+        state = call.state
+
+        def compute(wave: Wave) -> None:
+            part = pairs.between(wave.experts[0], wave.experts[-1])
+            total.add(part, state.table.slots_by_expert, state.bank.current.experts)
+            total.evaluate()
+
+        def begin(wave: Wave) -> None:
+            self._begin_wave(call, wave)
+
+        run_waves(call.waves, begin, lambda: state.finish(self.events), compute)
+        return total.total
+
+    def _rebalance(self, least: int) -> None:
+        """A token ends: let the balance share out the slots anew, at least `least` a layer."""
+        limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
+        tokens = self._layers[self.layers[-1]].tokens
+        for layer, slots in changes_in_order(self.balance, tokens, self.slots, **limits):
+            self.generation += 1
+            self._state(layer).resize(slots, self.events)
+
+    def _read_ahead(self, call: Call) -> None:
+        """Begin to read what the layer after that of `call` may need."""
+        guess = () if call.ahead is None else merged(call.ahead.tolist(), self.num_experts)
+        following = next_layer(self.layers, call.state.layer)
+        if following is None:
+            return
+        if guess and self.events is not None:
+            self.events(Guess(following, guess))
+        state = self._state(following)
+        if state.reading_ahead:
+            return
+        proposal = proposed(self.prefetch, following, guess, self.num_experts)
+        state.proposal = frozenset(proposal)
+        blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
+        if blocks:
+            state.read_ahead(self._threads, blocks, state.proposal, self.events)
+
+
+def _account(state: StreamedLayer, start: float, stalled: float) -> None:
+    """Count as computed what has passed since `start` and was not spent waiting for reads."""
+    stats = state.stats
+    stats.compute_seconds += perf_counter() - start - (stats.stall_seconds - stalled)

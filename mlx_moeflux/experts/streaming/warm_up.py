@@ -1,0 +1,55 @@
+"""Reading back, in the background, the experts that were in memory when a state was kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.store import ExpertStore
+
+# Blocks between two moments at which others get the store.
+AT_ONCE = 8
+ATTEMPTS = 100
+PAUSE_SECONDS = 0.01
+
+
+def warm_up(store: ExpertStore, experts: Mapping[int, Iterable[int]]) -> threading.Thread | None:
+    """Start a thread that reads all `experts` (MoE layer id -> ids) that are missing, a few at a
+    time, in the place of others; None for stores that do not read. What cannot be read is left to
+    the call that needs it."""
+    if store.reader is None or not experts:
+        return None
+    wanted = {layer: list(ids) for layer, ids in experts.items()}
+
+    def work() -> None:
+        for _ in range(ATTEMPTS):
+            for layer in list(wanted):
+                if not _read_layer(store, layer, wanted[layer]):
+                    return
+                if not wanted[layer]:
+                    del wanted[layer]
+            if not wanted:
+                return
+            time.sleep(PAUSE_SECONDS)
+
+    thread = threading.Thread(target=work, name="warm_up")
+    thread.start()
+    return thread
+
+
+def _read_layer(store: ExpertStore, layer: int, ids: list[int]) -> bool:
+    """Bring `ids`, and take from the list what is done; False if the thread must end."""
+    protected = frozenset(ids)
+    while ids:
+        try:
+            done = store.read_missing(layer, ids[:AT_ONCE], protected=protected)
+        except ExpertFileError:
+            return False
+        if done is None:
+            return False
+        if not done:
+            return True
+        del ids[:AT_ONCE]
+    return True

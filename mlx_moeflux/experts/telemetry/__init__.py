@@ -1,0 +1,1 @@
+"""Events, statistics, traces and the simulator. No MLX."""

@@ -1,0 +1,136 @@
+"""What a store tells the one listener it may have: statistics, traces, simulators feed on it.
+
+For each call of a layer the order is: one :class:`Chosen`; a :class:`PrefetchEnd` or
+:class:`PrefetchDrop` for each block on its way to this layer; then for each wave (one, unless
+the tokens need more experts than there are slots), in ascending expert ids: a :class:`Hit` or
+:class:`Miss` for each expert, an :class:`Evict` for each victim, a :class:`ReadStart` for each
+missing expert, and a :class:`ReadEnd` for each block that arrived, which may come behind the
+:class:`ReadStart` of the next two waves. A `ReadStart` without its `ReadEnd` is a read that
+failed or was interrupted. At the end, where there is a prefetcher, come one :class:`Guess` if it
+looks ahead, an :class:`Evict` for each victim in the next layer, and a :class:`PrefetchStart` for
+each block that is read ahead.
+
+All events come from the thread that calls the store. A listener may raise; the call is then
+abandoned like any interrupted one. Without a listener nothing is built.
+
+While a store has a listener, every layer synchronises, because ids and weights must be known, and
+decode steps are not traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Chosen(NamedTuple):
+    """What the router chose. ids ``[N, K]`` uint32, E marks padding; weights ``[N, K]`` float32.
+
+    token: How many tokens this layer had seen before.
+    """
+
+    layer: int
+    token: int
+    ids: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+
+class Hit(NamedTuple):
+    """A needed expert is resident. prefetched: It was read ahead and this is its first use."""
+
+    layer: int
+    expert: int
+    prefetched: bool = False
+
+
+class Miss(NamedTuple):
+    """A needed expert is not resident."""
+
+    layer: int
+    expert: int
+
+
+class Evict(NamedTuple):
+    """An expert lost its slot."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
+class ReadStart(NamedTuple):
+    """A block's read was handed to the threads."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
+class ReadEnd(NamedTuple):
+    """A block has arrived: bytes, and seconds that its thread spent on it."""
+
+    layer: int
+    expert: int
+    slot: int
+    nbytes: int
+    seconds: float
+
+
+class Guess(NamedTuple):
+    """Experts that `layer`, the next one, may be asked for, the likeliest first."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
+class PrefetchStart(NamedTuple):
+    """A block that nobody has asked for yet was handed to the threads."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
+class PrefetchEnd(NamedTuple):
+    """Such a block has arrived, at the latest when its layer was called."""
+
+    layer: int
+    expert: int
+    slot: int
+    nbytes: int
+    seconds: float
+
+
+class PrefetchDrop(NamedTuple):
+    """Such a block was not needed and not begun, or its read failed; its slot is free again."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
+class Resize(NamedTuple):
+    """Between calls a layer was given another number of slots, after an :class:`Evict` for each
+    expert that had to leave. A balance's own moves are not told of: it can be replayed."""
+
+    layer: int
+    slots: int
+
+
+Event = Chosen | Hit | Miss | Evict | ReadStart | ReadEnd
+Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
+EventHook = Callable[[Event], None]
+
+
+def both(first: EventHook | None, second: EventHook) -> EventHook:
+    """A listener that passes every event to two; the first may be absent."""
+    if first is None:
+        return second
+
+    def listener(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return listener

@@ -1,0 +1,164 @@
+"""From a replay and a measured profile of a machine to the time of a token. No MLX."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.telemetry.simulate import Simulation
+from mlx_moeflux.experts.telemetry.trace import Trace
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one machine needs for one model.
+
+    token_seconds: A decode step with every expert resident. sync_seconds: What a layer that must
+    look costs more, its ids on their way to the host included. read_seconds: Until 1, 2, 3, ...
+    blocks that were asked for at once have all arrived; beyond its end the last step goes on.
+    host_seconds: Of a token outside the model: sampling, text.
+    """
+
+    token_seconds: float
+    sync_seconds: float
+    read_seconds: tuple[float, ...]
+    host_seconds: float = 0.0
+
+    def __post_init__(self):
+        numbers = (self.token_seconds, self.sync_seconds, self.host_seconds, *self.read_seconds)
+        if not self.read_seconds or any(not n >= 0 for n in numbers):
+            raise InputError("a profile needs times that are not negative, one read at least.")
+
+    @classmethod
+    def of_disk(
+        cls,
+        gigabytes_per_second: float,
+        block_bytes: int,
+        *,
+        token_seconds: float,
+        sync_seconds: float = 0.0,
+        latency: float = 1e-4,
+    ) -> Profile:
+        """A disk of that bandwidth, reached as soon as two blocks are under way."""
+        each = block_bytes / (1e9 * gigabytes_per_second)
+        return cls(token_seconds, sync_seconds, (latency + each, latency + 2 * each))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: It is no profile.
+        """
+        times = ("token_seconds", "sync_seconds", "host_seconds")
+        data = _fields(path, (*times, "read_seconds"))
+        try:
+            return cls(**data | {"read_seconds": tuple(data["read_seconds"])})
+        except TypeError as cause:
+            raise InputError(f"{path} is no profile: its times are not numbers.") from cause
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def reading(self, blocks: int) -> float:
+        """Seconds until `blocks` blocks have arrived."""
+        times = self.read_seconds
+        if blocks <= 0:
+            return 0.0
+        if blocks <= len(times):
+            return times[blocks - 1]
+        step = times[-1] - times[-2] if len(times) > 1 else times[-1]
+        return times[-1] + (blocks - len(times)) * step
+
+
+def open_tuning(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of :func:`~mlx_moeflux.loading.load_model` in a file that ``tune``
+    wrote, and the ``model`` that it is for.
+
+    Raises:
+        InputError: It is no such file.
+    """
+    names = ("model", "expert_memory", "expert_reader", "expert_threads", "prefetch")
+    return _fields(path, names)
+
+
+def _fields(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
+    """These keys of a JSON object that ``tune`` wrote.
+
+    Raises:
+        InputError: It cannot be read, is no such object or lacks one.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
+    except ValueError:
+        data = None
+    missing = next((name for name in names if not isinstance(data, dict) or name not in data), None)
+    if missing is not None:
+        raise InputError(f"{path} is no profile, it has no '{missing}'; write one with tune.")
+    return {name: data[name] for name in names}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Mean seconds of a decode step: computing, synchronising, waiting for reads on demand and for
+    reads ahead, the host; hidden: seconds of reads ahead that computing covered, part of no sum."""
+
+    tokens: int
+    compute: float
+    sync: float
+    demand: float
+    ahead: float = 0.0
+    hidden: float = 0.0
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of a token."""
+        return self.compute + self.sync + self.demand + self.ahead + self.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Its inverse."""
+        return 1 / self.seconds if self.seconds else float("inf")
+
+
+def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast:
+    """What the decode steps of `trace` would take after `simulation` of it.
+
+    Prefill is left out: it computes while it reads, and what counts there is bytes. What is read
+    ahead of a layer has the computing of one layer to hide behind.
+
+    Raises:
+        InputError: The trace has no decode step.
+    """
+    layers = simulation.info.layers
+    looking = sum(simulation.slots[layer] < simulation.info.num_experts for layer in layers)
+    cover = profile.token_seconds / len(layers)
+    ahead = simulation.ahead or [0] * len(simulation.misses)
+    steps, demand, waited, hidden = 0, 0.0, 0.0, 0.0
+    for call, missed, early in zip(trace, simulation.misses, ahead, strict=True):
+        if len(call.ids) == 1:
+            steps += 1
+            demand += profile.reading(missed)
+            hidden += min(profile.reading(early), cover)
+            waited += max(profile.reading(early) - cover, 0.0)
+    if not steps:
+        raise InputError("the trace has no decode step; record one that generates text.")
+    tokens = steps / len(layers)
+    return Forecast(
+        tokens=round(tokens),
+        compute=profile.token_seconds,
+        sync=looking * profile.sync_seconds,
+        demand=demand / tokens,
+        ahead=waited / tokens,
+        hidden=hidden / tokens,
+        host=profile.host_seconds,
+    )

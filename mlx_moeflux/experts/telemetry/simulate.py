@@ -1,0 +1,320 @@
+"""Replays a trace through any policy at any budget, as the streamed store would. No MLX.
+
+The store and this share what decides:
+:class:`~mlx_moeflux.experts.policies.request.ExpertRequest`, the policies, the order of a sweep and
+the rules of reading ahead. What they count is therefore equal, not similar.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from mlx_moeflux.errors import InputError, MemoryBudgetError
+from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
+from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims, make_eviction
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.prefetch import (
+    MOST_PAIRS,
+    Prefetch,
+    blocks_ahead,
+    make_prefetch,
+    next_layer,
+    proposed,
+)
+from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
+from mlx_moeflux.experts.policies.request import ExpertRequest
+from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
+from mlx_moeflux.experts.telemetry.bounds import Belady
+from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, requests_of
+
+
+@dataclass
+class Counts:
+    """What one layer met, in the terms of
+    :class:`~mlx_moeflux.experts.telemetry.stats.LayerStats`."""
+
+    lookups: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+    prefetches: int = 0
+    prefetched_hits: int = 0
+    proposed: int = 0
+    foreseen: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits by lookups; 1 when nothing had to be looked up."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+@dataclass
+class Simulation:
+    """What a replay gave. layers: By MoE layer id. misses, ahead: Blocks that every call, in the
+    trace's order, had to read, and that were being read for it before it came."""
+
+    info: TraceInfo
+    eviction: str
+    slots: dict[int, int]
+    layers: dict[int, Counts]
+    misses: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+
+    @property
+    def total(self) -> Counts:
+        """The sum over the layers."""
+        total = Counts()
+        for counts in self.layers.values():
+            for each in fields(Counts):
+                setattr(total, each.name, getattr(total, each.name) + getattr(counts, each.name))
+        return total
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers."""
+        return self.total.hit_rate
+
+    def __str__(self) -> str:
+        total = self.total
+        return (
+            f"{self.eviction}: hit rate {100 * total.hit_rate:.1f} % of {total.lookups}, "
+            f"{total.bytes_read / 1e9:.3f} GB read"
+        )
+
+
+def simulate(
+    trace: Trace,
+    budget: str | float | Mapping[int, int] = "25%",
+    *,
+    eviction: str | Eviction = DEFAULT_EVICTION,
+    prefetch: str | Prefetch | None = None,
+    balance: str | Balance | None = None,
+    recorded: bool = False,
+) -> Simulation:
+    """Replay `trace` from empty banks.
+
+    Args:
+        budget: As ``load(expert_memory=...)`` takes it, or layer -> slots.
+        eviction: A name, ``belady`` for the best that is possible, or an object, which is reset.
+        prefetch: A name, None, or an object, which is reset. Everything that is read ahead arrives,
+            as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
+            given up, and banks are resized as it says, which is right for the set-up that
+            recorded it.
+
+        balance: A name, None, or an object, which is reset: moves slots between layers.
+
+    Raises:
+        InputError: The budget or a policy cannot be used.
+        MemoryBudgetError: It does not hold one token's experts.
+    """
+    slots = slots_of(trace, budget)
+    policy = Belady(trace) if eviction == Belady.name else make_eviction(eviction)
+    policy.reset()
+    name = getattr(policy, "name", type(policy).__name__)
+    ahead = make_prefetch(prefetch)
+    if ahead is not None:
+        ahead.reset()
+        if ahead.looks_ahead and all(call.guess is None for call in trace):
+            raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
+    shift = make_balance(balance)
+    if shift is not None:
+        shift.reset()
+    replay = _Replay(trace.info, policy, slots, ahead)
+    result = Simulation(trace.info, name, slots, replay.counts)
+    calls = zip(trace.calls, requests_of(trace), strict=True)
+    if ahead is None and shift is None and not recorded:
+        result.misses = [replay.call(call.layer, request) for call, request in calls]
+        calls = ()
+    for call, request in calls:
+        layer = call.layer
+        if ahead is not None:
+            result.ahead.append(len(replay.banks[layer].ahead))
+            replay.commit_prefetch(layer, request, call.dropped if recorded else ())
+        result.misses.append(replay.call(layer, request))
+        short = call.ids.size <= MOST_PAIRS
+        if shift is not None:
+            replay.balance(shift, layer, call.token + len(call.ids), call.ids.shape[1], short)
+        if ahead is not None and short:
+            replay.read_ahead(layer, call.guess or ())
+        for each, count in call.resized if recorded else ():
+            replay.resize(each, count)
+    for layer, counts in replay.counts.items():
+        counts.hits = counts.lookups - counts.misses
+        blocks = counts.misses + counts.prefetches
+        counts.bytes_read = blocks * trace.info.block_bytes[layer]
+    return result
+
+
+def slots_of(trace: Trace, budget: str | float | Mapping[int, int]) -> dict[int, int]:
+    """MoE layer id -> slots, as loading would give them.
+
+    Raises:
+        InputError, MemoryBudgetError: See :func:`simulate`.
+    """
+    info = trace.info
+    if isinstance(budget, Mapping):
+        slots = {layer: budget.get(layer, 0) for layer in info.layers}
+        for layer, count in slots.items():
+            if not info.experts_per_token <= count <= info.num_experts:
+                raise MemoryBudgetError(
+                    f"layer {layer} cannot have {count} slots; give {info.experts_per_token} to "
+                    f"{info.num_experts}."
+                )
+        return slots
+    total = sum(info.block_bytes.values()) * info.num_experts
+    asked = parse_budget(budget, total)
+    if asked is None:
+        raise InputError("a replay needs a budget in numbers; give one such as 2GB or 25%.")
+    return slots_for_budget(
+        asked,
+        info.block_bytes,
+        num_experts=info.num_experts,
+        experts_per_token=info.experts_per_token,
+    )
+
+
+class _Bank:
+    """One layer's residents; a dict, so that they have the order that the store's have."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.residents: dict[int, None] = {}
+        self.ahead: list[int] = []
+        self.fresh: set[int] = set()
+        self.proposal: frozenset[int] = frozenset()
+        self.missed: list[int] = []
+        self.victims: list[int] = []
+
+    def __contains__(self, expert: object) -> bool:
+        return expert in self.residents
+
+
+class _Replay:
+    """Does to names of experts what :class:`StreamedStore` does to their bytes."""
+
+    def __init__(
+        self,
+        info: TraceInfo,
+        policy: Eviction,
+        slots: Mapping[int, int],
+        prefetch: Prefetch | None,
+    ):
+        self.policy, self.prefetch, self.layers = policy, prefetch, info.layers
+        self.info = info
+        self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
+        self.counts = {layer: Counts() for layer in info.layers}
+
+    def call(self, layer: int, request: ExpertRequest) -> int:
+        """One call of a layer; its misses."""
+        bank, counts, needed = self.banks[layer], self.counts[layer], request.needed
+        self.policy.touch(layer, request.experts, request.last, request.uses)
+        counts.lookups += len(needed)
+        if len(needed) > bank.slots:
+            return self._sweep(layer, bank, needed)
+        residents = bank.residents
+        if bank.fresh:
+            self._use(layer, bank, needed)
+        missing = [expert for expert in needed if expert not in residents]
+        if missing:
+            bank.missed += missing
+            counts.misses += len(missing)
+            self._make_room(layer, bank, len(missing), frozenset(needed))
+            self._read(layer, bank, missing)
+        return len(missing)
+
+    def commit_prefetch(self, layer: int, request: ExpertRequest, dropped: Collection[int]) -> None:
+        """Enter what was read ahead, but `dropped`; count what was foreseen."""
+        bank, counts, needed = self.banks[layer], self.counts[layer], frozenset(request.needed)
+        arrived = [expert for expert in bank.ahead if expert not in dropped]
+        self._arrive(layer, bank, arrived)
+        counts.proposed += len(bank.proposal)
+        counts.foreseen += len(bank.proposal & needed)
+        bank.proposal = frozenset()
+        self.prefetch.requested(layer, request.experts, request.last)
+
+    def read_ahead(self, layer: int, guess: Sequence[int]) -> None:
+        """Begin to read what the next layer may need."""
+        following = next_layer(self.layers, layer)
+        if following is None or self.banks[following].ahead:
+            return
+        bank = self.banks[following]
+        proposal = proposed(self.prefetch, following, guess, self.info.num_experts)
+        bank.proposal = frozenset(proposal)
+        blocks = blocks_ahead(self.prefetch, proposal, bank, bank.slots)
+        if blocks:
+            self._make_room(following, bank, len(blocks), bank.proposal)
+            bank.ahead = blocks
+
+    def balance(self, shift: Balance, layer: int, token: int, least: int, short: bool) -> None:
+        """Tell `shift` of a call; after the last layer of a short one, resize as it says."""
+        bank = self.banks[layer]
+        shift.called(layer, bank.missed, bank.victims)
+        bank.missed, bank.victims = [], []
+        if layer != self.layers[-1] or not short:
+            return
+        slots = {each: self.banks[each].slots for each in self.layers}
+        limits = {"least": least, "most": self.info.num_experts, "bytes_of": self.info.block_bytes}
+        for each, count in changes_in_order(shift, token, slots, **limits):
+            self.resize(each, count)
+
+    def resize(self, layer: int, slots: int) -> None:
+        """Give a layer so many slots; the policy chooses who leaves a smaller bank."""
+        bank = self.banks[layer]
+        self._arrive(layer, bank, bank.ahead)
+        bank.slots = slots
+        self._make_room(layer, bank, 0, ())
+
+    def _arrive(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
+        self._read(layer, bank, experts)
+        bank.fresh.update(experts)
+        bank.ahead = []
+        self.counts[layer].prefetches += len(experts)
+
+    def _use(self, layer: int, bank: _Bank, experts: Sequence[int]) -> None:
+        used = bank.fresh.intersection(experts)
+        self.counts[layer].prefetched_hits += len(used)
+        bank.fresh -= used
+
+    def _sweep(self, layer: int, bank: _Bank, needed: list[int]) -> int:
+        before = self.counts[layer].misses
+        plan, reading = WaveSchedule(bank, needed), deque()
+
+        def begin(full: Wave) -> None:
+            self.counts[layer].misses += len(full.missing)
+            bank.missed += full.missing
+            self._use(layer, bank, full.experts)
+            taken = sum(map(len, reading))
+            self._make_room(layer, bank, taken + len(full.missing), plan.protected)
+            reading.append(full.missing)
+
+        def finish() -> None:
+            self._read(layer, bank, reading.popleft())
+
+        run_waves(plan, begin, finish, lambda full: None)
+        return self.counts[layer].misses - before
+
+    def _make_room(self, layer: int, bank: _Bank, count: int, protected: Container[int]) -> None:
+        residents = bank.residents
+        short = count + len(residents) - bank.slots
+        if short <= 0:
+            return
+        victims = choose_victims(
+            self.policy, layer, short, resident=residents.keys(), protected=protected
+        )
+        evict = self.policy.evict
+        for expert in victims:
+            del residents[expert]
+            evict(layer, expert)
+        if bank.fresh:
+            bank.fresh.difference_update(victims)
+        bank.victims += victims
+        self.counts[layer].evictions += short
+
+    def _read(self, layer: int, bank: _Bank, missing: Sequence[int]) -> None:
+        residents, admit = bank.residents, self.policy.admit
+        for expert in missing:
+            residents[expert] = None
+            admit(layer, expert)

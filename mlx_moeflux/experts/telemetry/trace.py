@@ -1,0 +1,386 @@
+"""Traces: which experts every token chose, in a compact file. No MLX. Format: docs/trace-format.md.
+
+:class:`TraceWriter` is a listener of a store's events, :class:`Trace` what can be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.request import ExpertRequest
+from mlx_moeflux.experts.telemetry.events import (
+    Chosen,
+    Event,
+    Guess,
+    Hit,
+    Miss,
+    PrefetchDrop,
+    PrefetchEnd,
+    PrefetchStart,
+    ReadEnd,
+    Resize,
+)
+
+FORMAT, VERSION = "mlx_moeflux.trace", 1
+MAX_HEADER_BYTES = 1 << 20
+
+CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
+RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
+GUESS = struct.Struct("<cBH")  # kind, count, layer
+PREFETCH = struct.Struct("<cxHH")  # kind, layer, expert
+RESIZE = struct.Struct("<cxHI")  # kind, layer, slots
+KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
+
+
+@dataclass(frozen=True)
+class TraceInfo:
+    """What a trace says about the model and the run that it was recorded from.
+
+    model: The checkpoint's identity. block_bytes: MoE layer id -> bytes of one expert. slots: MoE
+    layer id -> slots, None where everything was resident. cold: The banks were empty at the
+    beginning, so that a replay must give the recorded hits.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    layers: tuple[int, ...]
+    block_bytes: Mapping[int, int]
+    model: str = ""
+    slots: Mapping[int, int] | None = None
+    eviction: str = ""
+    prefetch: str = "none"
+    cold: bool = True
+
+    @classmethod
+    def of(cls, store: Any, *, experts_per_token: int, model: str = "") -> TraceInfo:
+        """What `store`, as it is now, has to say.
+
+        Raises:
+            InputError: It has no events to listen to.
+        """
+        if not store.block_bytes:
+            raise InputError(f"{type(store).__name__} has no events; it cannot be traced.")
+        eviction, prefetch = store.eviction, store.prefetch
+        return cls(
+            num_experts=store.num_experts,
+            experts_per_token=experts_per_token,
+            layers=tuple(store.layers),
+            block_bytes=store.block_bytes,
+            model=model,
+            slots=store.slots or None,
+            eviction=getattr(eviction, "name", type(eviction).__name__) if eviction else "",
+            prefetch=prefetch.name if prefetch else "none",
+            cold=store.cold,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The header of the file."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"format": FORMAT, "version": VERSION, **data}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TraceInfo:
+        """Inverse of :meth:`to_json`; JSON's keys are strings."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        for name in ("block_bytes", "slots"):
+            if known.get(name) is not None:
+                known[name] = {int(layer): int(n) for layer, n in known[name].items()}
+        return cls(**{**known, "layers": tuple(known["layers"])})
+
+
+@dataclass
+class Result:
+    """What a recorded call met: experts found, those of them that were read ahead, experts
+    missing; bytes that arrived on demand and the seconds of their reads, summed over threads."""
+
+    hits: int = 0
+    prefetched: int = 0
+    misses: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Call:
+    """One call of a layer: ids ``[N, K]`` uint16 (E: padding), weights ``[N, K]`` float16.
+
+    token: Tokens that the layer had seen before. nanoseconds: Since the beginning of the trace,
+    when the ids were known. dropped: Experts that were being read ahead for this call and were
+    given up. guess: The experts of the next layer as guessed after this call, None without a
+    look-ahead. prefetches: Those that were then read ahead. resized: (layer, slots) of what was
+    resized after it. result: None if the recording ended within the call or had nothing to look up.
+    """
+
+    layer: int
+    token: int
+    ids: np.ndarray
+    weights: np.ndarray
+    nanoseconds: int = 0
+    dropped: tuple[int, ...] = ()
+    guess: tuple[int, ...] | None = None
+    prefetches: tuple[int, ...] = ()
+    resized: tuple[tuple[int, int], ...] = ()
+    result: Result | None = None
+
+
+@dataclass
+class Trace:
+    """Calls in the order in which they were made."""
+
+    info: TraceInfo
+    calls: list[Call] = field(default_factory=list)
+    complete: bool = True
+    """Whether the file was closed properly; otherwise its end is missing."""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a file that :class:`TraceWriter` wrote. One that was cut off is read to its last
+        whole record.
+
+        Raises:
+            InputError: It is not a trace, of another version, or damaged.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as cause:
+            raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
+        end = data.find(b"\n", 0, MAX_HEADER_BYTES)
+        trace = cls(_header(path, data[: max(end, 0)]), complete=False)
+        reader = _Records(os.fspath(path), data, end + 1, trace)
+        reader.read()
+        return trace
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that passed the layer that saw most."""
+        seen = dict.fromkeys(self.info.layers, 0)
+        for call in self.calls:
+            seen[call.layer] += len(call.ids)
+        return max(seen.values(), default=0)
+
+    def recorded(self) -> Result:
+        """The sum of all results."""
+        total = Result()
+        for result in (call.result for call in self.calls if call.result is not None):
+            for name in Result.__dataclass_fields__:
+                setattr(total, name, getattr(total, name) + getattr(result, name))
+        return total
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+def requests_of(trace: Trace) -> list[ExpertRequest]:
+    """What every call asked for; made once for each trace."""
+    known = trace.__dict__.get("_asked")
+    if known is None or len(known) != len(trace.calls):
+        E = trace.info.num_experts
+        known = [ExpertRequest.of(call.ids, E, call.token) for call in trace.calls]
+        trace.__dict__["_asked"] = known
+    return known
+
+
+class TraceWriter:
+    """A listener of a store that writes a trace; a context manager.
+
+    Each call costs a few microseconds and ``24 + 4 N K`` bytes, about 3 kB a token for 40 layers.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], info: TraceInfo):
+        self.path = Path(path)
+        try:
+            self._file = open(self.path, "wb", buffering=1 << 20)  # noqa: SIM115
+        except OSError as cause:
+            raise InputError(f"{path} cannot be written ({cause.strerror or cause}).") from cause
+        header = json.dumps(info.to_json(), separators=(",", ":"))
+        self._file.write(header.encode() + b"\n")
+        self._began, self._layer, self._result = perf_counter_ns(), -1, Result()
+        self._listeners = {
+            Hit: self._hit,
+            Miss: self._miss,
+            ReadEnd: self._read,
+            Chosen: self._chosen,
+            Guess: self._guess,
+            Resize: self._resize,
+            **dict.fromkeys(KINDS, self._prefetch),
+        }
+
+    def __call__(self, event: Event) -> None:
+        """Take one event of a store."""
+        if (listen := self._listeners.get(type(event))) is not None:
+            listen(event)
+
+    def _hit(self, event: Hit) -> None:
+        self._result.hits += 1
+        self._result.prefetched += event.prefetched
+
+    def _miss(self, event: Miss) -> None:
+        self._result.misses += 1
+
+    def _read(self, event: ReadEnd) -> None:
+        self._result.nbytes += event.nbytes
+        self._result.seconds += event.seconds
+
+    def _chosen(self, event: Chosen) -> None:
+        self._end_of_call()
+        self._layer = event.layer
+        N, K = event.ids.shape
+        now = perf_counter_ns() - self._began
+        self._file.write(CALL.pack(b"C", K, event.layer, N, event.token, now))
+        self._file.write(event.ids.astype("<u2").tobytes())
+        self._file.write(event.weights.astype("<f2").tobytes())
+
+    def _guess(self, event: Guess) -> None:
+        self._end_of_call()
+        self._file.write(GUESS.pack(b"G", len(event.experts), event.layer))
+        self._file.write(np.array(event.experts, "<u2").tobytes())
+
+    def _prefetch(self, event: PrefetchStart | PrefetchEnd | PrefetchDrop) -> None:
+        if type(event) is PrefetchStart:
+            self._end_of_call()
+        self._file.write(PREFETCH.pack(KINDS[type(event)], event.layer, event.expert))
+
+    def _resize(self, event: Resize) -> None:
+        self._end_of_call()
+        self._file.write(RESIZE.pack(b"S", event.layer, event.slots))
+
+    def close(self) -> None:
+        """Write what is left; a second call does nothing."""
+        if self._file.closed:
+            return
+        self._end_of_call()
+        self._file.write(b"E")
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _end_of_call(self) -> None:
+        r = self._result
+        if r.hits or r.misses:
+            self._file.write(
+                RESULT.pack(b"R", self._layer, r.hits, r.prefetched, r.misses, r.nbytes, r.seconds)
+            )
+            self._result = Result()
+
+
+class _Records:
+    """Walks over the records of a file and fills a trace."""
+
+    def __init__(self, path: str, data: bytes, position: int, trace: Trace):
+        self._path, self._data, self._at, self._trace = path, data, position, trace
+
+    def read(self) -> None:
+        """All records, up to the end or to the first one that is cut off."""
+        kinds = {b"C": self._call, b"R": self._result, b"G": self._guess}
+        kinds |= {
+            b"S": self._resize,
+            b"P": self._prefetch,
+            b"A": self._prefetch,
+            b"D": self._prefetch,
+        }
+        while self._at < len(self._data):
+            kind = self._data[self._at : self._at + 1]
+            if kind == b"E":
+                self._trace.complete = True
+                return
+            if kind not in kinds:
+                self._damaged(f"there is no record of kind {kind!r}")
+            try:
+                kinds[kind]()
+            except (struct.error, _CutOff):
+                return
+
+    def _call(self) -> None:
+        _, K, layer, N, token, nanoseconds = self._fields(CALL)
+        info = self._trace.info
+        if layer not in info.block_bytes or not K or not N:
+            self._damaged(f"a call of layer {layer} with {N} tokens of {K} experts")
+        ids, weights = self._array("<u2", N * K), self._array("<f2", N * K)
+        if ids.max() > info.num_experts:
+            self._damaged(f"expert {ids.max()} of {info.num_experts}")
+        shape = (N, K)
+        self._trace.calls.append(
+            Call(layer, token, ids.reshape(shape), weights.reshape(shape), nanoseconds)
+        )
+
+    def _result(self) -> None:
+        result = Result(*self._fields(RESULT)[2:])
+        self._last().result = result
+
+    def _guess(self) -> None:
+        _, count, _ = self._fields(GUESS)
+        self._last().guess = tuple(self._array("<u2", count).tolist())
+
+    def _prefetch(self) -> None:
+        kind, _, expert = self._fields(PREFETCH)
+        if kind == b"P":
+            self._last().prefetches += (expert,)
+        elif kind == b"D":
+            self._last().dropped += (expert,)
+
+    def _resize(self) -> None:
+        _, layer, slots = self._fields(RESIZE)
+        trace = self._trace
+        if trace.calls:
+            trace.calls[-1].resized += ((layer, slots),)
+        elif trace.info.slots is not None:
+            trace.info = replace(trace.info, slots={**trace.info.slots, layer: slots})
+
+    def _last(self) -> Call:
+        if not self._trace.calls:
+            self._damaged("it does not begin with a call")
+        return self._trace.calls[-1]
+
+    def _fields(self, form: struct.Struct) -> tuple[Any, ...]:
+        values = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return values
+
+    def _array(self, dtype: str, count: int) -> np.ndarray:
+        nbytes = count * np.dtype(dtype).itemsize
+        if self._at + nbytes > len(self._data):
+            raise _CutOff
+        array = np.frombuffer(self._data, dtype, count, self._at)
+        self._at += nbytes
+        return array
+
+    def _damaged(self, what: str) -> None:
+        raise InputError(f"{self._path} is damaged at offset {self._at}: {what}; record it again.")
+
+
+class _CutOff(Exception):
+    """The file ends within a record."""
+
+
+def _header(path: str | os.PathLike[str], line: bytes) -> TraceInfo:
+    try:
+        data = json.loads(line)
+        if data["format"] != FORMAT:
+            raise KeyError("format")
+        version = data["version"]
+        info = TraceInfo.from_json(data)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{path} is not a trace; record one with --trace FILE.") from None
+    if version != VERSION:
+        raise InputError(f"{path} is a trace of version {version}; this package reads {VERSION}.")
+    return info

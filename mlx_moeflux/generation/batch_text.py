@@ -1,0 +1,181 @@
+"""Many prompts in, many texts out: :func:`batch_generate`, with mlx-lm's signature."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
+from mlx_moeflux.generation.prompt import Prompt, prompt_ids
+from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, check_ids, choose_sampling
+from mlx_moeflux.generation.text import end_ids, stop_texts
+
+
+@dataclass
+class BatchStats:
+    """What a call took. Times in seconds, peak_memory in GB; experts: the store's account of it."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    wall_time: float
+    peak_memory: float
+    experts: ExpertStats
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all replies together, reading included."""
+        return self.generation_tokens / self.wall_time if self.wall_time else 0.0
+
+
+@dataclass
+class BatchResponse:
+    """texts: One for each prompt, in their order. caches, token_ids, logprobs (of the tokens that
+    were chosen): If asked for, else None. Without the token that ended a reply, but for the states.
+    """
+
+    texts: list[str]
+    stats: BatchStats
+    caches: list[Any] | None = None
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+
+
+def batch_generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    prompt_caches: Sequence[Any] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    stop: str | Sequence[str] = (),
+    stop_ids: Iterable[int] = (),
+    seed: int | None = None,
+    completion_batch_size: int = 32,
+    prefill_batch_size: int = 8,
+    prefill_step_size: int = 2048,
+    prompt_cache: PromptCache | None = None,
+    **options: Any,
+) -> BatchResponse:
+    """Reply to all prompts (of any form that :func:`~mlx_moeflux.generation.text.generate` takes).
+
+    prompt_caches: States to go on from, which stay as they are. max_tokens: For all, or for each.
+    verbose: Print how many are done. completion_batch_size, prefill_batch_size,
+    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`; the
+    more prompts are together, the fewer times each expert is read. The others: as for one prompt.
+
+    Raises:
+        InputError, CacheError: As for one prompt; nothing was generated then.
+    """
+    sampler, processors = choose_sampling(sampler, logits_processors, options)
+    ids = [prompt_ids(model, tokenizer, prompt) for prompt in prompts]
+    stops = stop_texts(stop)
+    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else list(max_tokens)
+    if seed is not None:
+        mx.random.seed(seed % 2**64)
+    before = model.store.stats().snapshot()
+    mx.reset_peak_memory()
+    began = time.perf_counter()
+    with BatchGenerator(
+        model,
+        stop_ids=end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
+        sampler=sampler,
+        logits_processors=processors,
+        completion_batch_size=completion_batch_size,
+        prefill_batch_size=prefill_batch_size,
+        prefill_step_size=prefill_step_size,
+        keep_states=return_prompt_caches,
+        prompt_cache=prompt_cache,
+    ) as generator:
+        uids = generator.insert(ids, limits, caches=prompt_caches)
+        replies = {uid: _Reply(tokenizer, stops, logprobs=return_logprobs) for uid in uids}
+        _run(generator, replies, progress=_printer(len(uids)) if verbose else None)
+    done = [replies[uid] for uid in uids]
+    stats = BatchStats(
+        prompt_tokens=sum(map(len, ids)),
+        generation_tokens=sum(reply.count for reply in done),
+        wall_time=time.perf_counter() - began,
+        peak_memory=mx.get_peak_memory() / 1e9,
+        experts=model.store.stats().since(before),
+    )
+    if verbose:
+        print(_summary(stats))  # noqa: T201
+    return BatchResponse(
+        [reply.text() for reply in done],
+        stats,
+        caches=[reply.state for reply in done] if return_prompt_caches else None,
+        token_ids=[reply.ids for reply in done] if return_token_ids else None,
+        logprobs=[reply.logprobs for reply in done] if return_logprobs else None,
+    )
+
+
+class _Reply:
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], *, logprobs: bool):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._wants_logprobs = logprobs
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.state, self.count = None, 0
+
+    def add(self, reply: BatchReply) -> bool:
+        """True if a stop text ends it here."""
+        self.count += 1
+        if reply.finish_reason is not None:
+            self.state = reply.prompt_cache
+        if reply.finish_reason != "stop":
+            self.ids.append(reply.token)
+            if self._wants_logprobs:
+                self.logprobs.append(reply.logprobs[reply.token].item())
+        if not self._stops:
+            return False
+        # A token may be a part of a character: four of them at most.
+        tail = self._tokenizer.decode(self.ids[-4 * max(map(len, self._stops)) - 4 :])
+        return any(stop in tail for stop in self._stops)
+
+    def text(self) -> str:
+        text = self._tokenizer.decode(self.ids)
+        return text[: min((i for i in map(text.find, self._stops) if i >= 0), default=len(text))]
+
+
+def _run(
+    generator: BatchGenerator, replies: dict[int, _Reply], progress: Callable[[], None] | None
+) -> None:
+    while current := generator.next():
+        for reply in current:
+            stopped = replies[reply.uid].add(reply)
+            if stopped and reply.finish_reason is None:
+                states = generator.remove([reply.uid], return_prompt_caches=generator.keep_states)
+                replies[reply.uid].state = states.get(reply.uid)
+            if progress and (stopped or reply.finish_reason):
+                progress()
+
+
+def _printer(total: int) -> Callable[[], None]:
+    done = 0
+
+    def progress() -> None:
+        nonlocal done
+        done += 1
+        print(f"{done} of {total} replies", end="\r", flush=True)  # noqa: T201
+
+    return progress
+
+
+def _summary(stats: BatchStats) -> str:
+    return (
+        f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} generated in "
+        f"{stats.wall_time:.1f} s ({stats.tokens_per_second:.1f} tok/s); "
+        f"peak memory {stats.peak_memory:.3f} GB; "
+        f"{stats.experts.total.bytes_read / 1e9:.3f} GB read"
+    )

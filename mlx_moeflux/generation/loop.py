@@ -1,0 +1,200 @@
+"""Prefill and decode over ids, one step ahead of the caller where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache import transaction
+from mlx_moeflux.cache.prompt.cache import Resumed
+from mlx_moeflux.generation.memory import housekept
+from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, make_sampler
+
+Progress = Callable[[int, int], None]
+
+# MLX keeps freed buffers; as many steps between clearing them as mlx-lm takes.
+CLEAR_EVERY = 256
+
+# States that a call of a prefill keeps at most besides its last: each has all recurrent layers'.
+STOPS_PER_CALL = 4
+
+
+@housekept
+def generate_step(
+    prompt: mx.array,
+    model: Any,
+    *,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int | None = None,
+    prompt_progress_callback: Progress | None = None,
+    resumed: Resumed | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
+
+    prefill_step_size: Tokens a call. None: the whole prompt at once, so that every expert is read
+    at most once; the model bounds its own scratch.
+
+    resumed: A beginning of the prompt that need not be read; its state takes the place of
+    `prompt_cache`, which is then not looked at.
+
+    A step is prepared while the one before it is used. A prefill that fails or is interrupted
+    leaves `prompt_cache` as it was. Afterwards it stands behind the last token that was yielded,
+    whether the end was a limit, the caller or a failure.
+
+    Evaluates: one step ahead of the caller.
+    """
+    if resumed is not None:
+        cache = resumed.state
+    else:
+        cache = model.make_cache() if prompt_cache is None else prompt_cache
+    loop = _Loop(model, cache, sampler or make_sampler(), list(logits_processors), prompt)
+    with model.lock, transaction(cache):
+        following = loop.prefill(
+            prefill_step_size or prompt.shape[0],
+            prompt_progress_callback,
+            stop=max_tokens == 0,
+            resumed=resumed,
+        )
+    keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
+    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
+    # and a pending reader would keep MLX from writing the key-value buffers in place.
+    ahead = mx.default_device() != mx.cpu
+    count, reply = 0, []
+    try:
+        while count != max_tokens:
+            count += 1
+            token, logprobs = following
+            if not ahead:
+                mx.eval(token)
+            # An interrupt may come while a result is awaited, when the cache has moved on already.
+            with model.lock, transaction(cache):
+                if count != max_tokens:
+                    following = loop.step(token)
+                elif keep_last:
+                    loop.read(token)
+                value = token.item()
+                reply.append(value)
+            yield value, logprobs
+            if count % CLEAR_EVERY == 0:
+                mx.clear_cache()
+    finally:
+        if resumed is not None and resumed.keeps_reply and reply:
+            with model.lock:
+                resumed.replied(reply)
+
+
+class _Loop:
+    """A model, its cache and the tokens that went into it."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: list[Any],
+        sampler: Sampler,
+        processors: list[LogitsProcessor],
+        prompt: mx.array,
+    ):
+        self._model, self._cache = model, cache
+        self._sampler, self._processors = sampler, processors
+        self._prompt, self._tokens = prompt, None
+
+    def prefill(
+        self, size: int, progress: Progress | None, *, stop: bool, resumed: Resumed | None
+    ) -> tuple[mx.array, mx.array] | None:
+        """Read the prompt, `size` tokens a call; the first step's result, or None with `stop`."""
+        prompt, report = self._prompt, progress or (lambda done, total: None)
+        start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
+        report(start, total)
+        for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
+            self._pass(prompt[start:end], resumed, start, end)
+            mx.clear_cache()
+            start = end
+            report(start, total)
+        raw = self._last_logits(prompt[start:], resumed)
+        if stop:
+            report(total, total)
+            return None
+        first = self._sampled(raw, prompt[start:])
+        mx.eval(first, [entry.state for entry in self._cache])
+        report(total, total)
+        return first
+
+    def _pass(self, inputs: mx.array, resumed: Resumed | None, start: int, end: int) -> mx.array:
+        """Read `inputs`, and keep the states at the stops that are passed; the last logits."""
+        if resumed is None:
+            return self.read(inputs)
+        stops = [stop for stop in resumed.stops if start < stop <= end]
+        resumed.state.watch(stops)
+        logits = self.read(inputs)
+        for stop in stops:
+            resumed.reached(stop)
+        resumed.state.watch(())
+        return logits
+
+    def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
+        """Those after the prompt, ``[1, V]``, of which `rest` is unread."""
+        if not rest.size:
+            return resumed.logits[None]
+        total = self._prompt.shape[0]
+        raw = self._pass(rest, resumed, total - rest.shape[0], total)
+        if resumed is not None:
+            resumed.reached(total, raw[0])
+        return raw
+
+    def read(self, inputs: mx.array) -> mx.array:
+        """inputs ``[T]`` go into the cache, and nothing is left lazy; the last logits ``[1, V]``.
+
+        The last layer's experts are computed too, which the cache does not need: the store waits
+        for whatever reads its bank, and another thread could not evaluate it later.
+        """
+        logits = self._logits(inputs)
+        mx.eval(logits, [entry.state for entry in self._cache])
+        self._model.start_eval()
+        return logits
+
+    def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
+        """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
+        return self._sampled(self._logits(inputs), inputs)
+
+    def _logits(self, inputs: mx.array) -> mx.array:
+        return self._model(inputs[None], cache=self._cache, last_only=True)[:, -1]
+
+    def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
+        """raw ``[1, V]``: the logits after `inputs`."""
+        try:
+            logits = raw
+            if self._processors:
+                seen = self._tokens
+                self._tokens = (
+                    self._prompt
+                    if seen is None
+                    else mx.concatenate([seen, inputs.astype(seen.dtype)])
+                )
+                for processor in self._processors:
+                    logits = processor(self._tokens, logits)
+            logits = logits.astype(mx.float32)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            token = self._sampler(logprobs)
+            mx.async_eval(token, logprobs)
+            self._model.start_eval()
+        except BaseException:
+            mx.eval(raw)  # as read() does, and why
+            raise
+        return token, logprobs.squeeze(0)  # indexing is a gather
+
+
+def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:
+    """Where the calls of a prefill end but for the last: after `size` tokens, and before more
+    states were kept at `stops` than memory should hold."""
+    while True:
+        passed = [stop for stop in stops if stop > start]
+        end = min(start + size, *passed[STOPS_PER_CALL - 1 : STOPS_PER_CALL], total)
+        if end >= total:
+            return
+        yield end
+        start = end

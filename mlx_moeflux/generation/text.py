@@ -1,0 +1,282 @@
+"""Prompt in, text out.
+
+:func:`~mlx_moeflux.generation.loop.generate_step` knows ids only; :func:`stream_generate` adds text
+and timing in mlx-lm's terms; :func:`generate` returns the string.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.prompt.cache import PromptCache, Resumed
+from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
+from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.experts.streaming.warm_up import warm_up
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.generation.loop import Progress, generate_step
+from mlx_moeflux.generation.prompt import Prompt, prompt_ids, turn_end
+from mlx_moeflux.generation.sampling import (
+    LogitsProcessor,
+    Sampler,
+    check_ids,
+    check_integer,
+    choose_sampling,
+)
+from mlx_moeflux.tokenizer import Tokenizer
+
+
+@dataclass
+class GenerationResponse:
+    """One step's text, with mlx-lm's fields.
+
+    text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps, generation_tps:
+    Tokens per second. peak_memory: GB (10^9 bytes) that MLX held at most. finish_reason: "stop",
+    "length", or None before the last. experts: The store's account of this call, on the last.
+    cached_tokens: Of the prompt, those that a prompt cache knew.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array | None
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+    experts: ExpertStats | None = None
+    cached_tokens: int = 0
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    stop: str | Sequence[str] = (),
+    stop_ids: Iterable[int] = (),
+    seed: int | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    prompt_cache: list[Any] | PromptCache | None = None,
+    breakpoints: Iterable[int] = (),
+    prefill_step_size: int | None = None,
+    prompt_progress_callback: Progress | None = None,
+    **options: Any,
+) -> Iterator[GenerationResponse]:
+    """Generate from a prompt: text (taken as it is), ids, or messages (the template is applied).
+
+    Args:
+        sampler, logits_processors: mlx-lm's callables; or instead plain options:
+        options: Those of :func:`~mlx_moeflux.generation.sampling.make_sampler` and
+            :func:`~mlx_moeflux.generation.sampling.make_logits_processors`, such as ``temp=0.7,
+            top_p=0.9``.
+        max_tokens: Most tokens of the reply; -1 is what the context has room for.
+        stop: Texts that end the reply and are not part of it. stop_ids: More ids that end it.
+        seed: Of the drawing thread's generator, set when the first token is asked for.
+        tools, template_options: For the chat template.
+        prompt_cache: Of ``model.make_cache()``; grows by the prompt and the tokens yielded. Or a
+            :class:`~mlx_moeflux.cache.prompt.cache.PromptCache`, which knows beginnings of prompts
+            and learns this one. breakpoints: Positions in the prompt that it keeps too.
+
+    Raises:
+        InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
+        ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
+    """
+    check_numbers(max_tokens, prefill_step_size, seed)
+    for name in ("logit_bias", "xtc_special_tokens"):
+        if options.get(name) is not None:
+            check_ids(name, options[name], model.config.vocab_size)
+    others = {
+        *inspect.signature(stream_generate).parameters,
+        *inspect.signature(generate).parameters,
+    }
+    sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
+    ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
+    resumed = None
+    if isinstance(prompt_cache, PromptCache):
+        room = _room(model, None, len(ids))
+        end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
+        resumed = _resume(prompt_cache, model, ids, {*breakpoints, *([end] if end else [])})
+    else:
+        room = _room(model, prompt_cache, len(ids))
+    limit = room if max_tokens == -1 else min(max_tokens, room)
+    return _stream(
+        _detokenizer(tokenizer),
+        end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
+        StopText(stop_texts(stop)),
+        store=model.store,
+        prompt_tokens=len(ids),
+        cached_tokens=resumed.position if resumed else 0,
+        limit=limit,
+        seed=seed,
+        steps=generate_step(
+            mx.array(ids, mx.int32),
+            model,
+            max_tokens=limit,
+            sampler=sampler,
+            logits_processors=processors,
+            prompt_cache=None if resumed else prompt_cache,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=prompt_progress_callback,
+            resumed=resumed,
+        ),
+    )
+
+
+def _resume(cache: PromptCache, model: Any, ids: list[int], breakpoints: Iterable[int]) -> Resumed:
+    with model.lock:
+        resumed = cache.resume(model, ids, breakpoints=breakpoints)
+    warm_up(model.store, resumed.experts)
+    return resumed
+
+
+def _stream(
+    detokenizer: Any,
+    ends: set[int],
+    stop: StopText,
+    *,
+    store: Any,
+    prompt_tokens: int,
+    cached_tokens: int,
+    limit: int,
+    seed: int | None,
+    steps: Iterator[tuple[int, mx.array]],
+) -> Iterator[GenerationResponse]:
+    if seed is not None:
+        # Each thread has a random state of its own: here it is that of the drawing one.
+        mx.random.seed(seed % 2**64)
+    before = store.stats().snapshot()
+    mx.reset_peak_memory()
+    began = time.perf_counter()
+    prompt_seconds, count, token, logprobs = 0.0, 0, -1, None
+
+    def response(text: str, finish: str | None = None) -> GenerationResponse:
+        seconds = time.perf_counter() - began - prompt_seconds
+        return GenerationResponse(
+            text=text,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tokens / prompt_seconds if prompt_seconds else 0.0,
+            generation_tokens=count,
+            generation_tps=count / seconds if seconds else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish,
+            experts=store.stats().since(before) if finish else None,
+            cached_tokens=cached_tokens,
+        )
+
+    try:
+        for token, logprobs in steps:  # noqa: B007
+            if not count:
+                prompt_seconds = time.perf_counter() - began
+            count += 1
+            if token in ends:
+                yield response(stop.finish(detokenizer.finish()), "stop")
+                return
+            text = stop.add(detokenizer.add(token))
+            if not stop.found and count == limit:
+                text += stop.finish(detokenizer.finish())
+            if stop.found or count == limit:
+                yield response(text, "stop" if stop.found else "length")
+                return
+            yield response(text)
+        yield response("", "length")
+    finally:
+        steps.close()
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    verbose: bool = False,
+    *,
+    return_response: bool = False,
+    **options: Any,
+) -> str | GenerationResponse:
+    """The whole reply as a string.
+
+    verbose: Print the text as it comes, and the speed. return_response: Return the last
+    :class:`GenerationResponse` with the whole text and the expert statistics instead. options:
+    Those of :func:`stream_generate`. A second call on the same model waits for the first.
+    """
+    parts, last = [], None
+    with model.lock:
+        for last in stream_generate(model, tokenizer, prompt, **options):
+            parts.append(last.text)
+            if verbose:
+                print(last.text, end="", flush=True)  # noqa: T201
+    if verbose:
+        print(f"\n{summary(last)}")  # noqa: T201
+    text = "".join(parts)
+    if not return_response:
+        return text
+    last.text = text
+    return last
+
+
+def summary(last: GenerationResponse) -> str:
+    """One line: speeds, peak memory, and what the experts cost."""
+    total = last.experts.total
+    return (
+        f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; "
+        f"generation {last.generation_tokens} tokens, {last.generation_tps:.1f} tok/s; "
+        f"peak memory {last.peak_memory:.3f} GB; hit rate {100 * total.hit_rate:.1f} %; "
+        f"{total.bytes_read / 1e9:.3f} GB read"
+    )
+
+
+def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
+    """Refuse with an InputError what no generation can be asked for."""
+    check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
+    if prefill_step_size is not None:
+        check_integer("prefill_step_size", prefill_step_size, 1)
+    if seed is not None:
+        check_integer("seed", seed, 0)
+
+
+def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as the caller gave them, checked."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Iterable):
+        raise InputError(f"stop is a {type(stop).__name__}; give texts.")
+    stops = tuple(stops)
+    if any(not isinstance(text, str) or not text for text in stops):
+        raise InputError("a stop string is empty or no string; leave it out.")
+    return stops
+
+
+def _detokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.detokenizer()
+    # transformers' and mlx-lm's tokenizers have the same two methods.
+    return PieceDetokenizer(tokenizer.decode, tokenizer.convert_ids_to_tokens)
+
+
+def end_ids(tokenizer: Any) -> set[int]:
+    """The ids that end a reply."""
+    return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
+
+
+def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
+    """Tokens that may follow the prompt; in a caller's cache the last one needs a place too."""
+    context, used = model.context_left(), model.context_left() - model.context_left(cache)
+    if used + prompt_tokens > context:
+        raise CacheError(
+            f"{used} tokens in the cache and a prompt of {prompt_tokens} exceed the context of "
+            f"{context}; shorten the prompt or raise max_context."
+        )
+    return context - used - prompt_tokens + (cache is None)

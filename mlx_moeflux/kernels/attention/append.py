@@ -1,0 +1,85 @@
+"""The newest rows of keys and values, with one row more.
+
+    y[b, h, r] = row[b, h] if r = position % R else block[b, h, r]
+
+Shapes:
+    tail: keys and values ``[B, H, R, D]``; k, v: ``[B, H, 1, D]``; position: int32 ``[1]``, where
+    the row stands in the sequence.
+    returns: the two tails, new arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear.quantised import FLOATS
+from mlx_moeflux.kernels.runtime.launch_args import on_the_device
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
+
+Pair = tuple[mx.array, mx.array]
+
+
+def append_row(tail: Pair, k: mx.array, v: mx.array, *, position: mx.array) -> Pair:
+    """The module's formula in stock MLX."""
+    R = tail[0].shape[2]
+    own = (mx.arange(R) == position % R)[:, None]
+    return tuple(mx.where(own, row, block) for row, block in zip((k, v), tail, strict=True))
+
+
+_KERNEL = MetalKernel(
+    "append_row",
+    file="append.metal",
+    inputs=("block_k", "block_v", "k", "v", "position"),
+    outputs=("new_k", "new_v"),
+    body="""
+        uint index = thread_position_in_grid.x;
+        if (index < PACKS_K) {
+            with_row<T, R, DK, N>(block_k, k, position, new_k, index);
+        } else if (index < PACKS_K + PACKS_V) {
+            with_row<T, R, DV, N>(block_v, v, position, new_v, index - PACKS_K);
+        }
+    """,
+)
+_THREADS = 256
+
+
+@launches(_KERNEL)
+def append_row_fused(tail: Pair, k: mx.array, v: mx.array, *, position: mx.array) -> Pair:
+    """The module's formula in one launch.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together, or D is no multiple of 8.
+        UnsupportedError: There is no GPU.
+    """
+    keys, values = tail
+    options = _plan(keys.shape, values.shape, k.shape, v.shape, keys.dtype)
+    if any(x.dtype != keys.dtype for x in (values, k, v)) or position.dtype != mx.int32:
+        raise ShapeError(
+            f"append_row: tails are {keys.dtype} and {values.dtype}, rows {k.dtype} and "
+            f"{v.dtype}, the position {position.dtype}; expected one dtype, and int32."
+        )
+    return tuple(_KERNEL(keys, values, k, v, on_the_device(position), **options))
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(keys, values, k, v, dtype):
+    """Shapes -> launch, checked once for each."""
+    B, H, R, Dk = keys
+    Dv = values[3]
+    if values[:3] != (B, H, R) or k != (B, H, 1, Dk) or v != (B, H, 1, Dv) or Dk % 8 or Dv % 8:
+        raise ShapeError(f"append_row: tails {keys} and {values} take no rows {k} and {v}.")
+    if dtype not in FLOATS:
+        raise ShapeError(f"append_row: tails are {dtype}.")
+    N = 16 // dtype.size
+    packs = [B * H * R * D // N for D in (Dk, Dv)]
+    template = {"T": dtype, "R": R, "DK": Dk, "DV": Dv, "N": N}
+    return {
+        "template": template | {"PACKS_K": packs[0], "PACKS_V": packs[1]},
+        "grid": (-(-sum(packs) // _THREADS) * _THREADS, 1, 1),
+        "threadgroup": (_THREADS, 1, 1),
+        "output_shapes": [keys, values],
+        "output_dtypes": [dtype, dtype],
+    }

@@ -1,0 +1,90 @@
+"""Attention of one token a sequence over keys and values in blocks of one pool.
+
+    what sdpa gives for k'[b, :, c] = k[table[b, i // P] P + i % P], i = c - start[b], v' likewise
+
+Shapes:
+    q: ``[B, Hq, 1, Dh]``; k: ``[R, Hkv, Dh]``, v: ``[R, Hkv, Dv]``, rows in blocks of P (`page`);
+    table: int32 ``[B, n]``, the blocks of each sequence in order, any number where it has none;
+    length, start, tail, gate: see :mod:`mlx_moeflux.kernels.attention.attention`, of n P columns;
+    start may be None. returns: ``[B, Hq, 1, Dv]`` in the dtype of q.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.attention.attention import (
+    SHARED,
+    Call,
+    causal_sdpa,
+    check_dtypes,
+    check_tail,
+    run,
+)
+from mlx_moeflux.kernels.runtime.metal import launches
+
+
+def paged_sdpa(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    table: mx.array,
+    page: int,
+    scale: float,
+    length: mx.array,
+    start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array],
+    gate: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in stock MLX, with copies of all columns."""
+    B, n = table.shape
+    row = mx.arange(n * page)
+    if start is not None:
+        row = row - start.reshape(-1, 1)
+    row = mx.broadcast_to(mx.maximum(row, 0), (B, n * page))
+    index = mx.take_along_axis(table, row // page, axis=1) * page + row % page
+    index = mx.clip(index, 0, k.shape[0] - 1)
+    keys, values = (x[index].swapaxes(1, 2) for x in (k, v))
+    return causal_sdpa(
+        q, keys, values, scale=scale, mask=None, length=length, start=start, tail=tail, gate=gate
+    )
+
+
+@launches(*SHARED)
+def paged_sdpa_fused(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    table: mx.array,
+    page: int,
+    scale: float,
+    length: mx.array,
+    start: mx.array | None = None,
+    tail: tuple[mx.array, mx.array],
+    gate: mx.array | None = None,
+) -> mx.array:
+    """:func:`paged_sdpa` through the table, nothing is copied; to the bit what ``sdpa_fused`` gives
+    for buffers of n P columns.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together, see ``sdpa_fused``.
+        UnsupportedError: MLX drives no GPU.
+    """
+    B, n = table.shape
+    if table.dtype != mx.int32 or q.shape[0] != B or k.shape[0] % page or v.shape[0] != k.shape[0]:
+        raise ShapeError(
+            f"paged_sdpa: {B} rows of {table.dtype} blocks of {page} rows do not fit pools of "
+            f"{k.shape[0]} and {v.shape[0]} rows for {q.shape[0]} sequences."
+        )
+    (_, Hkv, D), Dv = k.shape, v.shape[2]
+    call = Call(
+        "paged_sdpa", q.shape, (B, Hkv, n * page, D), (B, Hkv, n * page, Dv),
+        None if gate is None else gate.shape[-1], q.dtype, False, tail=tail[0].shape[2], page=page,
+    )  # fmt: skip
+    check_dtypes("paged_sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
+    check_tail(call, *tail)
+    options = {"scale": scale, "length": length, "start": start}
+    return run(call, q, k, v, **options, tail=tail, table=table, gate=gate)

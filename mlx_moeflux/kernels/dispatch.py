@@ -1,0 +1,111 @@
+"""Which form "auto" takes: dispatch.json, a table from operation and back end to forms and the
+sizes from which on they are used.
+
+    {"gated_delta": {"cuda": [{"form": "recurrent", "from": 1, "us": {...}}, ...]}}
+
+"us" holds microseconds measured at that size for the forms that were compared. An operation or a
+back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
+others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
+``mlx_moeflux tune --kernels`` writes such a file; ``$MOEFLUX_DISPATCH`` names one to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.errors import InputError
+
+TABLE = Path(__file__).with_name("dispatch.json")
+ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
+
+# The axes of a call's first argument whose product a row's "from" counts: tokens of a sequence, or
+# rows. None: every call counts 1. Operations that are not here count the first axis.
+AXES: dict[str, slice | None] = dict.fromkeys(("append_row", "latent_step"))
+AXES |= dict.fromkeys(("project", "add_shared", "moe_step"), slice(None, -1))
+AXES |= dict.fromkeys(("gated_delta", "delta_mixer", "norm_rope"), slice(1, 2))
+AXES |= dict.fromkeys(("latent_prefill", "latent_prepare"), slice(1, 2))
+AXES |= dict.fromkeys(("sdpa", "latent_attention"), slice(2, 3))
+AXES["head_product"] = slice(0, 3, 2)
+FIRST_AXIS = slice(0, 1)
+
+# The axis of the first argument whose length is the kind of a call, in "sdpa 64".
+KIND_AXES = {"sdpa": -1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A form, and the size from which on it is used."""
+
+    form: str
+    start: int = 1
+    us: Mapping[str, float] = field(default_factory=dict)
+
+
+@functools.cache
+def table() -> dict[str, dict[str, tuple[Row, ...]]]:
+    """Operation, or operation and kind, -> back end -> rows by ascending size."""
+    return {
+        operation: {
+            backend: tuple(
+                sorted(
+                    (Row(r["form"], r["from"], r.get("us", {})) for r in rows),
+                    key=lambda row: row.start,
+                )
+            )
+            for backend, rows in backends.items()
+        }
+        for operation, backends in read().items()
+        if operation != MEASURED
+    }
+
+
+def read() -> dict[str, Any]:
+    """The file in use.
+
+    Raises:
+        InputError: ``$MOEFLUX_DISPATCH`` names a file that cannot be read.
+    """
+    file = Path(os.environ.get(ENVIRONMENT) or TABLE)
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {ENVIRONMENT} wants a table of kernels: {error}.") from error
+
+
+def rows(operation: str, backend: str) -> tuple[Row, ...]:
+    """The rows of one operation on one back end; none: the reference."""
+    return table().get(operation, {}).get(backend, ())
+
+
+def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
+    """Kind of call -> rows, where it has its own."""
+    names = (name.partition(" ") for name in table())
+    return {
+        kind: found
+        for first, _, kind in names
+        if first == operation and kind and (found := rows(f"{operation} {kind}", backend))
+    }
+
+
+def pick(chosen: Sequence[Row], size: int) -> str:
+    """The form for a call of `size`."""
+    form = "reference"
+    for row in chosen:
+        if size < row.start:
+            break
+        form = row.form
+    return form
+
+
+def describe(chosen: Sequence[Row]) -> str:
+    """``recurrent+chunkwise@64``: forms and where they begin."""
+    if not chosen:
+        return "reference"
+    named = [row.form if row.start <= 1 else f"{row.form}@{row.start}" for row in chosen]
+    return "+".join(named if chosen[0].start <= 1 else ["reference", *named])

@@ -1,0 +1,89 @@
+"""Affine matrices as floats.
+
+    y = scale number + bias
+
+Shapes:
+    weight: uint32 ``[..., out, in * bits / 32]``; scales, biases: ``[..., out, in / group]``.
+    returns: ``[..., out, in]`` in the dtype asked for.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear.quantised import FLOATS, Stored, arrays_of, matrix_of
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, on_nvidia
+
+# Of a threadgroup, and words that each takes.
+_THREADS, _WORDS = 256, 4
+# Words are counted in 32 bits.
+_MOST_WORDS = 2**31
+
+
+def dequantise(stored: Stored, dtype: mx.Dtype) -> mx.array:
+    """The module's formula in stock MLX, in any of its modes; in the dtype of the scales, whose
+    products and sums are rounded each. Floats are cast."""
+    if stored.spec is None:
+        return stored.weight.astype(dtype)
+    return mx.dequantize(
+        stored.weight,
+        stored.scales,
+        stored.biases,
+        group_size=stored.spec.group_size,
+        bits=stored.spec.bits,
+        mode=stored.spec.mode,
+    ).astype(dtype)
+
+
+_KERNEL = MetalKernel(
+    "dequantise",
+    file="dequantise.metal",
+    inputs=("w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        dequantise<BITS, GROUP, V, THREADS>(
+            w, scales, biases, y, w_shape[0] * w_shape[1], threadgroup_position_in_grid.x,
+            thread_index_in_threadgroup);
+    """,
+    packed=False,
+)
+
+
+@launches(_KERNEL)
+def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
+    """The module's formula in one launch, with one rounding.
+
+    Raises:
+        ShapeError: The arrays do not fit together, or are too large.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    weight, spec = stored.weight, stored.spec
+    if spec is None or dtype not in FLOATS:
+        raise UnsupportedError(f"dequantise: of {spec} there is no kernel to {dtype}.")
+    width = weight.shape[-1] * 32 // spec.bits
+    layout = matrix_of(stored, width)
+    if not 0 < weight.size < _MOST_WORDS:
+        raise ShapeError(f"dequantise: a matrix {list(weight.shape)} has too many words, or none.")
+    arrays = arrays_of(stored)
+    if weight.ndim != 2:  # MLX makes an operation of a reshape that changes nothing
+        arrays = (array.reshape(-1, array.shape[-1]) for array in arrays)
+    (y,) = _KERNEL(
+        *arrays,
+        template={"BITS": layout.bits, "GROUP": layout.group, "V": _WORDS, "THREADS": _THREADS},
+        grid=(-(-weight.size // (_WORDS * _THREADS)) * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(*weight.shape[:-1], width)],
+        output_dtypes=[dtype],
+    )
+    return y
+
+
+def made_dense(stored: Stored, dtype: mx.Dtype) -> mx.array:
+    """:func:`dequantise` in the quickest way that there is here."""
+    if stored.spec is not None and on_nvidia():
+        try:
+            return dequantise_fused(stored, dtype)
+        except (ShapeError, UnsupportedError):
+            pass
+    return dequantise(stored, dtype)

@@ -1,0 +1,107 @@
+"""Latent attention of one token a sequence, over parts of the positions.
+
+    score = (q_latent c_s + q_rotary r_s) scale log2(e),  top >= the highest score of a part - 8
+    partial = sum 2^(score - top) c_s,  total = sum 2^(score - top)
+
+Shapes: q_latent, q_rotary, latents (c), rotary_keys (r) and tail as in
+:mod:`mlx_moeflux.kernels.mla.latent`; ranges: see
+:func:`mlx_moeflux.kernels.runtime.launch_args.ranges`.
+    returns: partial ``[B, parts, H, R]`` and stats ``[B, parts, H, 2]`` (tops and totals), float32,
+    as ``attend_combine`` and ``attend_values`` take them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.runtime.metal import MetalKernel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a threadgroup is laid out: tiles of 16 heads, simdgroups, how many of them share the sum
+    of a score, positions of a tile; and threadgroups that a launch should have."""
+
+    MT: int
+    W: int
+    WC: int
+    BN: int
+    groups: int
+
+
+# Where there is no more memory than a kernel declares. With more, each latent is read once for 32
+# heads where there are many positions, and with few there are fewer parts to join. An H100 has 132
+# processors; there the three and what joins the parts took, in a chain with 220 MB of other reads,
+# 16.2, 15.1 and 16.9 us for 2080 positions, 31.3, 30.8 and 28.0 for 8224, 85.8, 92.8 and 72.4 for
+# 32800; as they are compiled now, the first two 15.9 and 14.6 for 2080 (docs/attention.md).
+SMALL = Layout(1, 4, 4, 16, 264)
+FEW = Layout(1, 8, 2, 64, 132)
+MANY = Layout(2, 8, 4, 32, 132)
+# From this capacity on there are many; positions that a threadgroup should see at least.
+MANY_POSITIONS, LEAST_KEYS = 4096, 64
+
+
+def _memory(template: Mapping[str, Any]) -> int:
+    """Bytes of the arrays that the kernel's body declares."""
+    M, BN = 16 * template["MT"], template["BN"]
+    tiles = template["BUFFERS"] * BN * (template["R"] + template["DR"] + 8)
+    halves = tiles + M * (BN + 8)
+    return halves * template["T"].size + 4 * M * (template["WC"] * (BN + 1) + 1)
+
+
+KERNEL = MetalKernel(
+    "attend_latents",
+    file="attention_latent.metal",
+    inputs=("q", "q2", "k", "k2", "tail_k", "tail_v", "ranges", "scale"),
+    outputs=("partial", "stats"),
+    body="""
+        threadgroup T tiles[BUFFERS * BN * (R + DR + 8)];
+        threadgroup T weights[16 * MT * (BN + 8)];
+        threadgroup float scores[16 * MT * WC * (BN + 1)];
+        threadgroup float factors[16 * MT];
+        attend_latents<T, R, DR, HEADS, MT, W, WC, BN, BUFFERS, TAIL>(
+            q, q2, k, k2, tail_k, tail_v, ranges, scale, partial, stats, tiles, weights, scores,
+            factors, k_shape[2], threadgroup_position_in_grid, threadgroups_per_grid,
+            thread_index_in_threadgroup);
+    """,
+    memory=_memory,
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def launch_of(
+    limit: int,
+    on_demand: int,
+    q: tuple[int, ...],
+    latents: tuple[int, ...],
+    rotary: int,
+    tail: int,
+    dtype: mx.Dtype,
+) -> dict[str, Any] | None:
+    """How a call is launched with `limit` bytes of threadgroup memory, or with `on_demand`; None:
+    there is no kernel for it."""
+    (B, H, T, R), capacity = q, latents[2]
+    if T != 1 or not tail or not rotary or rotary % 16:
+        return None
+    sizes = {"T": dtype, "R": R, "DR": rotary, "HEADS": H, "TAIL": tail}
+    large = MANY if capacity >= MANY_POSITIONS else FEW
+    for layout, buffers, memory in ((large, 2, on_demand), (SMALL, 2, limit), (SMALL, 1, limit)):
+        rows, threads = 16 * layout.MT, 32 * layout.W
+        template = sizes | {"MT": layout.MT, "W": layout.W, "WC": layout.WC, "BN": layout.BN}
+        template |= {"BUFFERS": buffers}
+        if tail % layout.BN or H % rows or R % (8 * layout.W) or _memory(template) > memory:
+            continue
+        parts = max(1, min(layout.groups * rows // (B * H), -(-capacity // LEAST_KEYS)))
+        return {
+            "template": template,
+            "grid": (threads * parts, B, H // rows),
+            "threadgroup": (threads, 1, 1),
+            "output_shapes": [(B, parts, H, R), (B, parts, H, 2)],
+            "output_dtypes": [mx.float32, mx.float32],
+        }
+    return None

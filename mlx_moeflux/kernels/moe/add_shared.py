@@ -1,0 +1,222 @@
+"""The end of a layer: routed experts if there are any, the last matrix of a SwiGLU, the residual.
+
+    y = residual + experts + sigmoid(score) w (silu(gate) up)
+
+Shapes:
+    residual: ``[..., C]``, N rows; experts: ``[N, C]`` float32, or None: there are none; gate, up:
+    ``[N, F]``, the first two products of the shared expert or of a dense MLP; score: ``[N, 1]`` or
+    None (the factor is 1); down: a matrix ``[C, F]``.
+    returns: like residual.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.moe import moe_combine
+from mlx_moeflux.kernels.runtime.launch_args import filled
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+
+
+def add_shared(
+    residual: mx.array,
+    experts: mx.array | None,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in stock MLX."""
+    shared = down.matmul(nn.silu(gate) * up)
+    if experts is None:
+        return _without_experts(residual, shared, score)
+    rows = residual.reshape(experts.shape)
+    return moe_combine.moe_combine(rows, experts, shared=shared, score=score).reshape(
+        residual.shape
+    )
+
+
+def add_shared_dequantised(
+    residual: mx.array,
+    experts: mx.array | None,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
+    ``project_dequantised``), the sum is one launch."""
+    inner = _inner(gate, up)
+    if isinstance(down, Weight) and inner.dtype != mx.float32:
+        down = Weight(down.dense(inner.dtype))
+    shared = down.matmul(inner).astype(inner.dtype)
+    if experts is None:
+        return _without_experts(residual, shared, score)
+    rows = residual.reshape(experts.shape)
+    y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
+    return y.reshape(residual.shape)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _inner(gate: mx.array, up: mx.array) -> mx.array:
+    return nn.silu(gate) * up
+
+
+def _without_experts(residual: mx.array, shared: mx.array, score: mx.array | None) -> mx.array:
+    if score is not None:
+        shared = shared * mx.sigmoid(score)
+    return residual + shared.reshape(residual.shape)
+
+
+launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
+
+_KERNEL = MetalKernel(
+    "add_shared",
+    file="matvec.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float memory[MEMORY];
+        add_shared<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT, ROUTED, SCORED>(
+            residual, experts, gate, up, score, w, scales, biases, y, memory,
+            threadgroup_position_in_grid.y, threadgroup_position_in_grid.x,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+
+_PRODUCT = MetalKernel(
+    "shared_product",
+    file="matvec.metal",
+    inputs=("gate", "up", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float memory[MEMORY];
+        shared_product<ROWS, SIMDGROUPS, IN, OUT, BITS, GROUP, V, SPLIT, EXACT>(
+            gate, up, w, scales, biases, y, memory, threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+_SUM = MetalKernel(
+    "add_products",
+    file="matvec.metal",
+    inputs=("residual", "experts", "score", "products"),
+    outputs=("y",),
+    body="""
+        uint at = thread_position_in_grid.x * N;
+        if (at < END) {
+            add_products<OUT, N, SCORED>(residual, experts, score, products, y, at);
+        }
+    """,
+)
+# From so many numbers on a matrix is worth a launch of its own beside routed experts: it then waits
+# for nobody, and what is left to do after them is little.
+APART, THREADS = 1 << 23, 128
+
+
+@launches(_KERNEL, _PRODUCT, _SUM)
+def add_shared_fused(
+    residual: mx.array,
+    experts: mx.array | None,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    *,
+    score: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in one launch for a few rows, each on its own, with one rounding; or
+    with a large matrix in two, of which the first does not need `experts`, with the same bits.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    summed, scores, known = checked(residual, experts, gate, up, down, score)
+    launch = _launch(*known, most_threads())
+    if isinstance(launch, tuple):
+        product, rest = launch
+        products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
+        return _SUM(residual, summed, scores, products, **rest)[0]
+    return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
+
+
+def checked(
+    residual: mx.array,
+    experts: mx.array | None,
+    gate: mx.array,
+    up: mx.array,
+    down: Weight,
+    score: mx.array | None,
+) -> tuple[mx.array, mx.array, tuple[tuple[int, ...], int, mx.Dtype, bool, bool, Matrix]]:
+    """The experts' sum and the score that a kernel is given, where there are none too, and what a
+    launch depends on: residual's shape, F, dtype, whether there are experts, whether there is a
+    score, and how the matrix is stored.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way.
+    """
+    C, F = residual.shape[-1], gate.shape[-1]
+    N = residual.size // C
+    matrix = matrix_of(down, F)
+    if residual.dtype not in FLOATS or any(a.dtype != residual.dtype for a in (gate, up)):
+        raise ShapeError(f"residual is {residual.dtype}, gate {gate.dtype} and up {up.dtype}.")
+    if score is not None and (score.size != N or score.dtype != residual.dtype):
+        raise ShapeError(f"score is {score.dtype} {list(score.shape)}; expected [{N}, 1].")
+    routed = experts is not None
+    summed = experts if routed else filled(0.0)
+    shapes = (summed.shape if routed else (N, C), gate.shape, up.shape, down.weight.shape[0])
+    if shapes != ((N, C), (N, F), (N, F), C) or summed.dtype != mx.float32:
+        raise ShapeError(
+            f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
+            f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
+        )
+    known = residual.shape, F, residual.dtype, routed, score is not None, matrix
+    return summed, gate if score is None else score, known
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(
+    shape: tuple[int, ...],
+    F: int,
+    dtype: mx.Dtype,
+    routed: bool,
+    scored: bool,
+    matrix: Matrix,
+    threads: int,
+) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+    """The launch, or the two."""
+    *leading, C = shape
+    groups, tile, memory = tiling(matrix, C, F, dtype, threads)
+    simdgroups = simdgroups_of(F, threads)
+    template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
+    template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
+    rows = math.prod(leading)
+    product = {
+        "template": template,
+        "grid": (groups * simdgroups * 32, rows, 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
+        "output_shapes": [(rows, C)],
+        "output_dtypes": [mx.float32],
+    }
+    result = {"output_shapes": [shape], "output_dtypes": [dtype]}
+    if not routed or F * C < APART:
+        return product | result | {"template": template | {"ROUTED": routed, "SCORED": scored}}
+    together = math.gcd(C, 4)
+    rest = {
+        "template": {"OUT": C, "END": rows * C, "N": together, "SCORED": scored},
+        "grid": (-(-rows * C // (together * THREADS)) * THREADS, 1, 1),
+        "threadgroup": (THREADS, 1, 1),
+    }
+    return product, rest | result

@@ -1,0 +1,165 @@
+"""The chosen experts, computed out of a bank by slot number.
+
+    out[p] = down[s] (silu(gate[s] x[p]) * (up[s] x[p])),   s = slots[p]
+
+One row per (token, expert) pair. A bank holds the experts of one layer in fixed slots; a slot
+number says where, never which expert. A row's result depends on nothing but the row and the
+slot's bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout
+from mlx_moeflux.kernels.runtime.metal import on_apple
+
+
+@dataclass(frozen=True)
+class ProjectionBank:
+    """One projection of all slots.
+
+    weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
+    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None.
+    """
+
+    weight: mx.array
+    scales: mx.array | None
+    biases: mx.array | None
+    spec: QuantSpec | None
+
+    def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
+        """The rows of `slots` only; floats cast to `dtype`."""
+        if self.spec is None:
+            return ProjectionBank(self.weight[slots].astype(dtype), None, None, None)
+        return ProjectionBank(
+            self.weight[slots],
+            self.scales[slots].astype(dtype),
+            self.biases[slots].astype(dtype),
+            self.spec,
+        )
+
+    def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
+        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
+        # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, and its sorted
+        # gather_mm on CUDA takes that stride for the distance between rows (docs/kernels.md).
+        x = x.reshape(-1, 1, x.shape[-1])
+        if self.spec is None:
+            out = mx.gather_mm(
+                x, self.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=ascending
+            )
+        else:
+            # Sorted gather_qmm was reported wrong on the M5 for such rows (mlx #3887).
+            ascending = ascending and not (x.shape[-1] % 64 and on_apple())
+            out = mx.gather_qmm(
+                x,
+                self.weight,
+                self.scales,
+                self.biases,
+                rhs_indices=slots,
+                transpose=True,
+                group_size=self.spec.group_size,
+                bits=self.spec.bits,
+                mode=self.spec.mode,
+                sorted_indices=ascending,
+            )
+        return out[:, 0]
+
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """The three projections of one layer's experts; all have the same number of slots.
+
+    fixed: What is in a slot never changes. experts: How many take turns in the slots; None: as many
+    as there are slots.
+    """
+
+    gate: ProjectionBank
+    up: ProjectionBank
+    down: ProjectionBank
+    fixed: bool = False
+    experts: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Mapping[str, mx.array],
+        specs: Mapping[str, QuantSpec | None],
+        experts: int | None = None,
+    ) -> ExpertBank:
+        """From arrays named ``gate_proj.weight`` ... and a spec for each projection."""
+
+        def bank(p: str) -> ProjectionBank:
+            return ProjectionBank(
+                arrays[f"{p}.weight"],
+                arrays.get(f"{p}.scales"),
+                arrays.get(f"{p}.biases"),
+                specs[p],
+            )
+
+        parts = {part: bank(f"{part}_proj") for part in ("gate", "up", "down")}
+        return cls(**parts, experts=experts)
+
+    @functools.cached_property
+    def slots(self) -> int:
+        return self.gate.weight.shape[0]
+
+    @functools.cached_property
+    def layout(self) -> ExpertLayout:
+        """How it is stored; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`."""
+        return expert_layout(self.gate, self.up, self.down)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[tuple[mx.array, ...], ...]:
+        """Of gate, up and down what the kernels take; see
+        :func:`~mlx_moeflux.kernels.linear.quantised.arrays_of`."""
+        return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
+
+    @functools.cached_property
+    def launches(self) -> dict[Any, Any]:
+        """What launches on this bank were found to need, kept by those who launch."""
+        return {}
+
+    def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
+        """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,
+        because stock operations would cast every slot's scales on every call."""
+        return ExpertBank(
+            gate=self.gate.take(slots, dtype),
+            up=self.up.take(slots, dtype),
+            down=self.down.take(slots, dtype),
+        )
+
+
+def expert_ffn(
+    x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool = False
+) -> mx.array:
+    """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x.
+
+    ascending: The caller promises that `slots` never decreases (lets stock MLX group rows).
+    """
+    gate = bank.gate.matmul(x, slots, ascending=ascending)
+    up = bank.up.matmul(x, slots, ascending=ascending)
+    return bank.down.matmul(nn.silu(gate) * up, slots, ascending=ascending)
+
+
+def accumulate_experts(
+    out: mx.array, weights: mx.array, initial: mx.array | None = None
+) -> mx.array:
+    """out ``[N, K, C]``, weights ``[N, K]`` float32 -> ``[N, C]`` float32.
+
+    Adds in the order of k, one product and one sum at a time: the only place where expert
+    outputs meet, so that every store gives the same bits. `initial` ``[N, C]`` float32 is a sum
+    to continue; one of -0.0 changes nothing, not even the sign of a zero.
+    """
+    total = initial
+    for k in range(out.shape[1]):
+        product = out[:, k].astype(mx.float32) * weights[:, k, None]
+        total = product if total is None else total + product
+    return total

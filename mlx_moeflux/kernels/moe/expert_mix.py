@@ -1,0 +1,316 @@
+"""The routed experts of every token, weighted and added.
+
+    y[n] = initial[n] + sum_k weights[n, k] ffn(x[n]; slots[n, k])
+    ffn(x; s) = down[s] (silu(gate[s] x) * (up[s] x))
+
+Shapes:
+    x: ``[N, C]``; slots: ``[N, K]`` uint32, a number that no slot has, such as :data:`ABSENT`,
+    where there is no expert (nothing is added for it, and nothing read); weights: ``[N, K]``
+    float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
+    returns: ``[N, C]`` float32.
+
+Terms are added in float32 in the order of k. In one form, what an expert gives a token depends on
+nothing but the token's row and the expert's bytes; so a sum may be cut in k and continued with
+`initial`, and tokens may be computed together or apart, without changing a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear.project import (
+    WIDE_COLUMNS,
+    rows_at_once,
+    simdgroups_of,
+    words_at_once,
+)
+from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
+from mlx_moeflux.kernels.moe import expert_tiles
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+
+# A kernel and how it is launched.
+Launch = tuple[MetalKernel, dict[str, Any]]
+
+ABSENT = 0xFFFFFFFF
+MOST_EXPERTS_A_TOKEN = 16
+
+
+def expert_mix(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in plain MLX: every pair, then one sum."""
+    N, K = slots.shape
+    real = slots < bank.slots
+    rows = expert_ffn(mx.repeat(x, K, axis=0), mx.where(real, slots, 0).reshape(-1), bank)
+    rows = mx.where(real[..., None], rows.reshape(N, K, -1), mx.array(-0.0, rows.dtype))
+    return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
+
+
+def expert_mix_pairs(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula for few tokens, in two launches: each pair reads its expert.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    inner, outer = _pair_launches(x, slots, weights, bank, initial)
+    gate, up, down = bank.arrays
+    h = inner[0](x, slots, *gate, *up, **inner[1])[0]
+    start = weights if initial is None else initial
+    return outer[0](h, slots, weights, *down, start, **outer[1])[0]
+
+
+def expert_mix_grouped(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    *,
+    initial: mx.array | None = None,
+) -> mx.array:
+    """The module's formula for many tokens, in five launches: pairs are grouped by expert.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The kernels do not know this bank, or there is no GPU.
+    """
+    checked(x, slots, weights, bank, initial)
+    return expert_tiles.grouped(x, slots, weights, bank, initial)
+
+
+def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
+    """Whether the kernels know how this bank is stored, and take so many experts a token."""
+    try:
+        # Found once for a bank.
+        _ = bank.layout
+    except UnsupportedError:
+        return False
+    return weights.shape[1] <= MOST_EXPERTS_A_TOKEN
+
+
+def readable_in_pairs(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
+    """The same for forms that take a simdgroup for each of a token's experts."""
+    return 32 * weights.shape[1] <= most_threads() and readable(x, slots, weights, bank)
+
+
+def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
+    """Bytes of scratch that the fused forms need for each pair of a long call."""
+    return (bank.layout.C + bank.layout.F) * dtype.size + 16
+
+
+def checked(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array | None,
+    bank: ExpertBank,
+    initial: mx.array | None,
+) -> None:
+    """See to it that all arguments fit.
+
+    Raises:
+        ShapeError: They do not.
+        UnsupportedError: The kernels cannot read the bank.
+    """
+    C, (N, K) = bank.layout.C, slots.shape
+    if x.shape != (N, C) or x.dtype not in FLOATS:
+        raise ShapeError(
+            f"x is {x.dtype} {list(x.shape)}; expected floats [{N}, {C}] for {N} rows of slots "
+            f"and experts of width {C}."
+        )
+    if slots.dtype != mx.uint32 or not 1 <= K <= MOST_EXPERTS_A_TOKEN:
+        raise ShapeError(
+            f"slots is {slots.dtype} {list(slots.shape)}; expected uint32 with at most "
+            f"{MOST_EXPERTS_A_TOKEN} columns."
+        )
+    if weights is not None and (weights.shape != (N, K) or weights.dtype != mx.float32):
+        raise ShapeError(
+            f"weights is {weights.dtype} {list(weights.shape)}; expected float32 [{N}, {K}]."
+        )
+    if initial is not None and (initial.shape != (N, C) or initial.dtype != mx.float32):
+        raise ShapeError(
+            f"initial is {initial.dtype} {list(initial.shape)}; expected float32 [{N}, {C}]."
+        )
+
+
+_INNER = MetalKernel(
+    "expert_inner",
+    file="expert_pairs.metal",
+    inputs=(
+        *("x", "slots", "gate", "gate_scales", "gate_biases"),
+        *("up", "up_scales", "up_biases"),
+    ),
+    outputs=("h",),
+    body="""
+        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, gate_shape[0],
+            threadgroup_position_in_grid.y,
+            (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_OUTER = MetalKernel(
+    "expert_outer",
+    file="expert_pairs.metal",
+    inputs=("h", "slots", "weights", "down", "scales", "biases", "initial"),
+    outputs=("y",),
+    body="""
+        threadgroup float products[K * ROWS];
+        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
+            h, slots, weights, down, scales, biases, initial, y, products,
+            down_shape[0], threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+_INNER_WIDE = MetalKernel(
+    "expert_inner_wide",
+    file="expert_pairs.metal",
+    inputs=_INNER.inputs,
+    outputs=("h",),
+    body="""
+        threadgroup float partial[2 * ROWS * SIMDGROUPS];
+        const uint pair = threadgroup_position_in_grid.y;
+        inner_parts<ROWS, TOGETHER, SIMDGROUPS, IN, OUT, BITS, GROUP, V, EXACT, DEAL>(
+            x + pair / K * IN, gate, gate_scales, gate_biases, up, up_scales, up_biases,
+            h + ulong(pair) * OUT, partial, gate_shape[0], slots[pair],
+            threadgroup_position_in_grid.x * TOGETHER, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+
+_OUTER_WIDE = MetalKernel(
+    "expert_outer_wide",
+    file="expert_pairs.metal",
+    inputs=_OUTER.inputs,
+    outputs=("y",),
+    body="""
+        threadgroup float partial[(K * PARTS | 1) * ROWS];
+        outer_parts<ROWS, TOGETHER, PARTS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES, DEALT>(
+            h, slots, weights, down, scales, biases, initial, y, partial,
+            down_shape[0], threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x * TOGETHER, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+
+# Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
+INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
+
+
+# From this C on simdgroups share the columns (H100, 7168 and 2048: 49 and 29 us, else 64 and 44).
+WIDE_EXPERTS, MOST_SIMDGROUPS = 6144, 16
+
+
+@functools.lru_cache(maxsize=256)
+def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads: int) -> Launch:
+    C, F, matrix = layout.C, layout.F, layout.inner
+    rows, groups, kernel = INNER_ROWS, INNER_SIMDGROUPS, _INNER
+    template = {"K": K, "IN": C, "OUT": F, "BITS": matrix.bits, "GROUP": matrix.group}
+    template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
+    blocks = F // (rows * groups)
+    if is_wide(layout):
+        kernel, groups = _INNER_WIDE, simdgroups_of(C, threads)
+        rows, template["TOGETHER"] = rows_at_once(matrix, F, dtype, K * F, groups)
+        template["V"] = words_at_once(matrix, C)
+        template["DEAL"] = _dealt(layout, K, threads)
+        blocks = F // rows
+    return kernel, {
+        "template": template | {"ROWS": rows, "SIMDGROUPS": groups},
+        "grid": (32 * groups * blocks, N * K, 1),
+        "threadgroup": (32 * groups, 1, 1),
+        "output_shapes": [(N * K, F)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _outer_launch(
+    layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool, threads: int
+) -> Launch:
+    C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER
+    template = {"K": K, "IN": F, "OUT": C, "BITS": matrix.bits, "GROUP": matrix.group}
+    template |= {"V": matrix.access(F, 16), "EXACT": dtype == mx.float32, "CONTINUES": continues}
+    groups, parts = K, _outer_parts(layout, K, threads)
+    if parts:
+        kernel, groups = _OUTER_WIDE, K * parts
+        rows, template["TOGETHER"] = rows_at_once(matrix, C, dtype, C, groups)
+        template["V"] = words_at_once(matrix, F)
+        template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
+    if 32 * groups > threads:
+        raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
+    return kernel, {
+        "template": template | {"ROWS": rows},
+        "grid": (32 * groups * (C // rows), N, 1),
+        "threadgroup": (32 * groups, 1, 1),
+        "output_shapes": [(N, C)],
+        "output_dtypes": [mx.float32],
+    }
+
+
+def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:
+    """Simdgroups for each expert that share the columns of the second matrix too: each has twice
+    as many where a threadgroup may not have the threads. 0: They share none."""
+    parts = -(-layout.F // WIDE_COLUMNS)
+    if not is_wide(layout) or K * parts > MOST_SIMDGROUPS:
+        return 0
+    return next((n for n in (parts, -(-parts // 2)) if 32 * K * n <= threads), 0)
+
+
+def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
+    """Columns of a lane if the inner values lie as lanes of the second launch take them (H100, F
+    2048: 25.1 us instead of 26.2), 0 if they lie in order."""
+    matrix, F = layout.down, layout.F
+    columns = words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
+    return columns if _outer_parts(layout, K, threads) and F % (32 * columns) == 0 else 0
+
+
+def is_wide(layout: ExpertLayout) -> bool:
+    """Whether simdgroups share the columns of an expert's rows."""
+    return layout.C >= WIDE_EXPERTS
+
+
+def _pair_launches(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    initial: mx.array | None,
+) -> tuple[Launch, Launch]:
+    """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
+    threads = most_threads()
+    key = (threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
+        () if initial is None else (initial.shape, initial.dtype)
+    )
+    found = bank.launches.get(key)
+    if found is None:
+        checked(x, slots, weights, bank, initial)
+        N, K = slots.shape
+        found = bank.launches[key] = (
+            _inner_launch(bank.layout, N, K, x.dtype, threads),
+            _outer_launch(bank.layout, N, K, x.dtype, initial is not None, threads),
+        )
+    return found
+
+
+expert_mix_pairs.takes, expert_mix_pairs.pair_bytes = readable_in_pairs, pair_bytes
+expert_mix_grouped.takes, expert_mix_grouped.pair_bytes = readable, pair_bytes
+launches(_INNER, _OUTER, _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)
+launches(*expert_tiles.KERNELS)(expert_mix_grouped)

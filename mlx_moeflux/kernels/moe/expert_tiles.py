@@ -1,0 +1,267 @@
+"""Routed experts for many tokens: pairs grouped by slot, multiplied in tiles, added in order.
+
+Launches: lists of pairs by slot; the table of tiles; gate, up and SwiGLU; down; the weighted sum.
+See :mod:`mlx_moeflux.kernels.moe.expert_mix` for what is computed. Weights become T, the dtype of
+x, in front of the products, which are summed in float32; inner values and each expert's output
+are rounded to T.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.linear.quantised import Matrix
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
+
+if TYPE_CHECKING:
+    from mlx_moeflux.kernels.linear.quantised import ExpertLayout
+    from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One threadgroup's part of a product: BM pairs x BN columns, BK bytes of each row at a time,
+    by WM x WN simdgroups."""
+
+    BM: int
+    BN: int
+    bytes: int
+    WM: int
+    WN: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.WM * self.WN
+
+    def memory(self, matrices: int) -> int:
+        """Bytes of threadgroup memory."""
+        return (self.BM + matrices * self.BN) * (self.bytes + 16) + 4 * self.BM
+
+    def fits(self, matrices: int, matrix: Matrix, dtype: mx.Dtype) -> bool:
+        """Whether there is memory for it, and a thread's weights belong to one group."""
+        values = self.BN * self.bytes // dtype.size // self.threads
+        even = matrix.bits == 0 or values <= matrix.group
+        return even and self.memory(matrices) <= most_bytes()
+
+
+SMALL, MIDDLE, LARGE = Tile(16, 64, 128, 1, 4), Tile(32, 64, 128, 1, 4), Tile(64, 64, 128, 2, 2)
+# By the mean number of pairs an expert up to which they suit: tiles of gate and up, and of down, of
+# the same number of pairs; of each the first that fits. All give the same bits.
+TILES = {
+    12: ((SMALL,), (SMALL,)),
+    24: ((MIDDLE,), (MIDDLE,)),
+    128: ((LARGE,), (Tile(64, 128, 128, 1, 4), LARGE)),
+    float("inf"): (
+        (Tile(128, 64, 128, 2, 2),),
+        (Tile(128, 128, 128, 2, 2), Tile(128, 64, 128, 4, 2)),
+    ),
+}
+LIST_SIMDGROUPS, TABLE_SIMDGROUPS = 8, 8
+
+_LISTS = MetalKernel(
+    "expert_lists",
+    file="expert_tiles.metal",
+    inputs=("slots", "sizes"),
+    outputs=("order", "offsets"),
+    body="""
+        threadgroup uint counts[2 * SIMDGROUPS];
+        list_pairs<SIMDGROUPS>(
+            slots, order, offsets, sizes[0], threadgroup_position_in_grid.x, counts,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+_TABLE = MetalKernel(
+    "expert_table",
+    file="expert_tiles.metal",
+    inputs=("offsets", "sizes"),
+    outputs=("tiles",),
+    body="""
+        threadgroup uint counts[SIMDGROUPS];
+        list_tiles<BM, SIMDGROUPS>(
+            offsets, tiles, sizes[1], sizes[2], counts, thread_index_in_threadgroup,
+            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    """,
+)
+
+_TILE = """
+    threadgroup pack<T, 16 / sizeof(T)> a[BM * (BK * sizeof(T) / 16 + 1)];
+    threadgroup pack<T, 16 / sizeof(T)> b[{matrices} * BN * (BK * sizeof(T) / 16 + 1)];
+    threadgroup uint pairs[BM];
+    expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, BITS, GROUP, WORDS, EACH>(
+        x, order, offsets, tiles, {weights}, out, (threadgroup T*)a, (threadgroup T*)b, pairs,
+        threadgroup_position_in_grid, thread_index_in_threadgroup,
+        simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
+
+_GATED = MetalKernel(
+    "expert_tiles_gated",
+    file="expert_tiles.metal",
+    inputs=(
+        *("x", "order", "offsets", "tiles", "gate", "gate_scales", "gate_biases"),
+        *("up", "up_scales", "up_biases"),
+    ),
+    outputs=("out",),
+    body=_TILE.format(
+        matrices=2,
+        gated="true",
+        weights="gate, gate_scales, gate_biases, up, up_scales, up_biases",
+    ),
+)
+
+_DOWN = MetalKernel(
+    "expert_tiles_down",
+    file="expert_tiles.metal",
+    inputs=("x", "order", "offsets", "tiles", "down", "scales", "biases"),
+    outputs=("out",),
+    body=_TILE.format(
+        matrices=1, gated="false", weights="down, scales, biases, down, scales, scales"
+    ),
+)
+
+_COMBINE = MetalKernel(
+    "expert_combine",
+    file="expert_tiles.metal",
+    inputs=("out", "slots", "weights", "initial", "sizes"),
+    outputs=("y",),
+    body="""
+        combine_pairs<K, C, CONTINUES>(
+            out, slots, weights, initial, y, sizes[1], threadgroup_position_in_grid.x,
+            4 * (threadgroup_position_in_grid.y * THREADS + thread_index_in_threadgroup));
+    """,
+)
+
+LISTING = (_LISTS, _TABLE, _COMBINE)
+KERNELS = (*LISTING, _GATED, _DOWN)
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(pairs: int, slots: int, tiles: int) -> mx.array:
+    sizes = mx.array([pairs, slots, tiles, 0, 0, 0, 0, 0], mx.int32)
+    mx.eval(sizes)
+    return sizes
+
+
+def tiles_for(pairs: int, experts: int, layout: ExpertLayout, dtype: mx.Dtype) -> tuple[Tile, Tile]:
+    """The tiles that suit so many pairs of so many experts: of gate and up, and of down."""
+    mean = pairs / min(pairs, experts)
+    last = next(i for i, size in enumerate(TILES) if mean <= size)
+    for gated, down in reversed(list(TILES.values())[: last + 1]):
+        fitting = (
+            [tile for tile in gated if tile.fits(2, layout.inner, dtype)],
+            [tile for tile in down if tile.fits(1, layout.down, dtype)],
+        )
+        if all(fitting):
+            break
+    return fitting[0][0], fitting[1][0]
+
+
+def list_pairs(slots: mx.array, num_slots: int) -> tuple[mx.array, mx.array]:
+    """slots ``[N, K]`` uint32 -> order ``[N * K]``, offsets ``[num_slots + 1]`` uint32.
+
+    ``order[offsets[s] : offsets[s + 1]]`` are the pairs n * K + k with ``slots[n, k] == s``,
+    ascending. Past ``offsets[num_slots]`` order holds anything.
+    """
+    P = slots.size
+    return tuple(
+        _LISTS(
+            slots,
+            _sizes(P, num_slots, 0),
+            template={"SIMDGROUPS": LIST_SIMDGROUPS},
+            grid=(32 * LIST_SIMDGROUPS * (num_slots + 1), 1, 1),
+            threadgroup=(32 * LIST_SIMDGROUPS, 1, 1),
+            output_shapes=[(P,), (num_slots + 1,)],
+            output_dtypes=[mx.uint32, mx.uint32],
+        )
+    )
+
+
+def list_tiles(offsets: mx.array, pairs: int, rows: int) -> mx.array:
+    """offsets of :func:`list_pairs` -> ``[tiles, 2]`` uint32: slot and first position of every
+    `rows` positions of each list; slot 0xffffffff in entries past the last."""
+    slots = offsets.size - 1
+    tiles = pairs // rows + min(pairs, slots)
+    return _TABLE(
+        offsets,
+        _sizes(pairs, slots, tiles),
+        template={"BM": rows, "SIMDGROUPS": TABLE_SIMDGROUPS},
+        grid=(32 * TABLE_SIMDGROUPS, 1, 1),
+        threadgroup=(32 * TABLE_SIMDGROUPS, 1, 1),
+        output_shapes=[(tiles, 2)],
+        output_dtypes=[mx.uint32],
+    )[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _tile_launch(
+    tile: Tile, tiles: int, pairs: int, K: int, IN: int, OUT: int, matrix: Matrix, dtype: mx.Dtype
+) -> dict[str, Any]:
+    BK = tile.bytes // dtype.size
+    words = tile.BN * BK // tile.threads * (matrix.bits or 32) // 32
+    return {
+        "template": {
+            **{"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN},
+            **{"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group},
+            **{"WORDS": words, "EACH": min(words, 4)},
+        },
+        "grid": (-(-OUT // tile.BN) * tile.threads, tiles, 1),
+        "threadgroup": (tile.threads, 1, 1),
+        "output_shapes": [(pairs, OUT)],
+        "output_dtypes": [dtype],
+    }
+
+
+def grouped(
+    x: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    bank: ExpertBank,
+    initial: mx.array | None,
+    *,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> mx.array:
+    """What :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` says; arguments were checked."""
+    N, K = slots.shape
+    layout, P = bank.layout, N * K
+    C, F = layout.C, layout.F
+    gate, up, down = bank.arrays
+    # By the experts, not the slots, however many of them there are: a call's pairs are all here, if
+    # most of them as absent ones, and every bank takes the tiles of a whole one, compiled once.
+    experts = bank.experts or bank.slots
+    gated, narrow = tiles_for(P, experts, layout, x.dtype) if tiles is None else tiles
+    order, offsets = list_pairs(slots, bank.slots)
+    table = list_tiles(offsets, P, gated.BM)
+    lists, entries = (order, offsets, table), table.shape[0]
+    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype)
+    h = _GATED(x, *lists, *gate, *up, **launch)[0]
+    launch = _tile_launch(narrow, entries, P, K, F, C, layout.down, x.dtype)
+    out = _DOWN(h, *lists, *down, **launch)[0]
+    return combine(out, slots, weights, bank.slots, initial)
+
+
+def combine(
+    out: mx.array,
+    slots: mx.array,
+    weights: mx.array,
+    num_slots: int,
+    initial: mx.array | None,
+) -> mx.array:
+    """out ``[N * K, C]`` -> ``[N, C]`` float32, the weighted sum over present pairs."""
+    (N, K), C = slots.shape, out.shape[1]
+    threads = min(256, -(-C // 128) * 32)
+    return _COMBINE(
+        out,
+        slots,
+        weights,
+        weights if initial is None else initial,
+        _sizes(N * K, num_slots, 0),
+        template={"K": K, "C": C, "CONTINUES": initial is not None, "THREADS": threads},
+        grid=(threads * N, -(-C // (4 * threads)), 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(N, C)],
+        output_dtypes=[mx.float32],
+    )[0]

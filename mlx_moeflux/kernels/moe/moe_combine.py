@@ -1,0 +1,95 @@
+"""Routed experts, the shared expert and the residual become the layer's output.
+
+    y = residual + experts + sigmoid(score) shared
+
+Shapes:
+    residual, shared: ``[N, C]``; experts: ``[N, C]`` float32; score: ``[N, 1]`` or None (shared
+    is added as it is).
+    returns: ``[N, C]`` in the dtype of residual, one rounding, at the end.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+
+MOST_THREADS = 512
+
+_KERNEL = MetalKernel(
+    "moe_combine",
+    file="moe_combine.metal",
+    inputs=("residual", "experts", "shared", "score"),
+    outputs=("y",),
+    body="""
+        moe_combine<T, C, SHARED, THREADS>(
+            residual, experts, shared, score, y, threadgroup_position_in_grid.x,
+            thread_index_in_threadgroup);
+    """,
+)
+
+
+def moe_combine(
+    residual: mx.array,
+    experts: mx.array,
+    *,
+    shared: mx.array | None = None,
+    score: mx.array | None = None,
+) -> mx.array:
+    """The module's formula in float32."""
+    total = residual.astype(mx.float32) + experts
+    if shared is not None:
+        shared = shared.astype(mx.float32)
+        total = total + (shared if score is None else mx.sigmoid(score.astype(mx.float32)) * shared)
+    return total.astype(residual.dtype)
+
+
+@launches(_KERNEL)
+def moe_combine_fused(
+    residual: mx.array,
+    experts: mx.array,
+    *,
+    shared: mx.array | None = None,
+    score: mx.array | None = None,
+) -> mx.array:
+    """:func:`moe_combine` in one launch, a threadgroup a row.
+
+    Raises:
+        ShapeError: C is no multiple of 4, or shapes or dtypes are not those of the module.
+    """
+    N, C = residual.shape
+    dtype = residual.dtype
+    _check("experts", experts, (N, C), mx.float32)
+    if shared is not None:
+        _check("shared", shared, (N, C), dtype)
+    if score is not None:
+        _check("score", score, (N, 1), dtype)
+    if C % 4 or C < 8:
+        raise ShapeError(f"moe_combine: rows of {C} values; the kernel takes multiples of 4.")
+    threads = min(MOST_THREADS, most_threads(), -(-C // 128) * 32)
+    template = {
+        "T": dtype,
+        "C": C,
+        "SHARED": 0 if shared is None else 1 if score is None else 2,
+        "THREADS": threads,
+    }
+    # Arrays that are not there are not read: any of the right dtype will do.
+    return _KERNEL(
+        residual,
+        experts,
+        residual if shared is None else shared,
+        residual if score is None or shared is None else score,
+        template=template,
+        grid=(N * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(N, C)],
+        output_dtypes=[dtype],
+    )[0]
+
+
+def _check(name: str, array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise ShapeError(
+            f"moe_combine: {name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}."
+        )

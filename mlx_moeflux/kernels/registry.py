@@ -1,0 +1,405 @@
+"""Which implementation computes each operation: one object, chosen by name, replaceable.
+
+A model asks ``kernels.gated_delta(...)`` and never knows which form answers. Forms are chosen
+per operation by name or by passing a callable::
+
+    load(path, kernels={"delta_mixer": "reference", "sdpa": my_attention})
+
+or with the environment variable ``MOEFLUX_KERNELS=auto,delta_mixer=reference``, or for one call
+with ``kernels.gated_delta(..., use_kernel="reference")``. "auto", which holds where nothing is
+said, takes the form that :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of
+the call.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
+from mlx_moeflux.kernels import dispatch, selfcheck
+from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
+from mlx_moeflux.kernels.cpu import blas, blas_delta
+from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
+from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.linear import project, small_batch
+from mlx_moeflux.kernels.mla import (
+    latent,
+    latent_prepare,
+    latent_step,
+    per_head_matmul,
+)
+from mlx_moeflux.kernels.moe import (
+    add_shared,
+    expert_mix,
+    expert_rows,
+    moe_combine,
+    moe_step,
+    router,
+)
+from mlx_moeflux.kernels.runtime import failures, metal
+
+ENVIRONMENT = "MOEFLUX_KERNELS"
+AUTO, REFERENCE = "auto", "reference"
+
+Implementation = Callable[..., Any]
+
+# Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; those
+# marked with @launches need a GPU. "auto" picks by dispatch.json.
+IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
+    "project": {
+        "reference": project.project,
+        "fused": project.project_fused,
+        "rows": small_batch.project_rows,
+        "dequantised": project.project_dequantised,
+        "blas": blas.project_blas,
+    },
+    "gated_delta": {
+        "reference": gated_delta.gated_delta,
+        "recurrent": gated_delta.gated_delta_recurrent_fused,
+        "chunkwise": gated_delta.gated_delta_chunkwise_fused,
+    },
+    "delta_mixer": {
+        "reference": delta_mixer.delta_mixer,
+        "fused": delta_mixer.delta_mixer_fused,
+        "blas": blas_delta.delta_mixer_blas,
+    },
+    "norm_rope": {
+        "reference": norm_rope.norm_rope,
+        "fused": norm_rope.norm_rope_fused,
+        "blas": blas.norm_rope_blas,
+    },
+    "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
+    "sdpa": {
+        "reference": attention.causal_sdpa,
+        "fused": attention.sdpa_fused,
+        "blas": blas.sdpa_blas,
+    },
+    "paged_sdpa": {
+        "reference": paged_attention.paged_sdpa,
+        "fused": paged_attention.paged_sdpa_fused,
+    },
+    "latent_attention": {
+        "reference": latent.latent_attention,
+        "fused": latent.latent_attention_fused,
+    },
+    "latent_prefill": {
+        "reference": latent.latent_prefill,
+        "expanded": latent.latent_prefill_expanded,
+    },
+    "latent_prepare": {
+        "reference": latent_prepare.latent_prepare,
+        "fused": latent_prepare.latent_prepare_fused,
+    },
+    "latent_step": {
+        "reference": latent_step.latent_step,
+        "fused": latent_step.latent_step_fused,
+    },
+    "head_product": {
+        "reference": per_head_matmul.head_product,
+        "fused": per_head_matmul.head_product_fused,
+        "dequantised": per_head_matmul.head_product_dequantised,
+    },
+    "softmax_top_k": {
+        "reference": router.softmax_top_k,
+        "fused": router.softmax_top_k_fused,
+        "blas": blas.softmax_top_k_blas,
+    },
+    "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
+    "expert_mix": {
+        "reference": expert_mix.expert_mix,
+        "pairs": expert_mix.expert_mix_pairs,
+        "rows": expert_rows.expert_mix_rows,
+        "grouped": expert_mix.expert_mix_grouped,
+        "blas": blas.expert_mix_blas,
+    },
+    "moe_combine": {
+        "reference": moe_combine.moe_combine,
+        "fused": moe_combine.moe_combine_fused,
+    },
+    "add_shared": {
+        "reference": add_shared.add_shared,
+        "fused": add_shared.add_shared_fused,
+        "rows": small_batch.add_shared_rows,
+        "dequantised": add_shared.add_shared_dequantised,
+        "blas": blas.add_shared_blas,
+    },
+    "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
+}
+
+
+# From which size on an implementation is taken, by name; None: the reference.
+Starts = list[tuple[int, "tuple[str, Implementation] | None"]]
+
+
+@dataclass
+class Fallback:
+    """How often "auto" chose an implementation that refused the call, and why the last time."""
+
+    calls: int = 0
+    reason: str = ""
+
+
+class Operation:
+    """One operation as a model calls it.
+
+    choice: "auto", the name of a form, or a callable. A call takes the arguments of the
+    reference, and ``use_kernel=`` with the name of a form for this call alone.
+    """
+
+    def __init__(self, name: str, choice: str | Implementation, mode: _Mode):
+        self.name, self.choice, self._mode = name, choice, mode
+        self._implementations = IMPLEMENTATIONS[name]
+        self._fixed = choice if callable(choice) else self._implementations.get(choice)
+        self._axes = dispatch.AXES.get(name, dispatch.FIRST_AXIS)
+        self._kind_axis = dispatch.KIND_AXES.get(name)
+        # What the choice was made for.
+        self._backend: metal.Backend | None = None
+        self._generation = 0
+        self._starts: Starts = []
+        self._special: dict[str, Starts] = {}
+        self.fallbacks: dict[str, Fallback] = {}
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name!r}, {self.active()!r})"
+
+    def __call__(self, *args, use_kernel: str | None = None, **kwargs):
+        if use_kernel is not None and use_kernel != AUTO:
+            return _named(self.name, use_kernel)(*args, **kwargs)
+        if use_kernel is None and self._fixed is not None:
+            if self._mode.references_only and not callable(self.choice):
+                return self._implementations[REFERENCE](*args, **kwargs)
+            return self._fixed(*args, **kwargs)
+        best = self._best(args)
+        if best is None:
+            return self._implementations[REFERENCE](*args, **kwargs)
+        try:
+            return best[1](*args, **kwargs)
+        except (ShapeError, UnsupportedError) as error:
+            reason = str(error)
+        # The kernel does not take these shapes; if they are wrong, the reference says so.
+        result = self._implementations[REFERENCE](*args, **kwargs)
+        self._fell_back(best[0], reason)
+        return result
+
+    def _fell_back(self, name: str, reason: str) -> None:
+        known = self.fallbacks.setdefault(name, Fallback())
+        known.calls, known.reason = known.calls + 1, reason
+
+    def implementation(self, *args, **kwargs) -> Implementation:
+        """The form for a call with these arguments, to compute it in parts: the same for all."""
+        if self._fixed is not None:
+            by_name = self._mode.references_only and not callable(self.choice)
+            return self._implementations[REFERENCE] if by_name else self._fixed
+        best = self._best(args)
+        if best is None:
+            return self._implementations[REFERENCE]
+        takes = getattr(best[1], "takes", None)
+        if takes is not None and not takes(*args, **kwargs):
+            self._fell_back(best[0], "it does not take these arguments")
+            return self._implementations[REFERENCE]
+        return best[1]
+
+    def _best(self, args) -> tuple[str, Implementation] | None:
+        """What "auto" takes for a call, with its name; None: the reference."""
+        if (
+            self._backend is None
+            or self._backend is not metal.Active.backend
+            or self._generation != failures.Failed.generation
+        ):
+            self._read_table()
+        if not self._starts or self._mode.references_only:
+            return None
+        if self._backend.follows_device and mx.default_device().type != mx.gpu:
+            return None
+        starts = self._starts
+        if self._special:
+            starts = self._special.get(str(args[0].shape[self._kind_axis]), starts)
+        size = 1 if self._axes is None else math.prod(args[0].shape[self._axes])
+        best = None
+        for start, found in starts:
+            if size < start:
+                break
+            best = found
+        if best is None or not (self._backend.checks_first_use and hasattr(best[1], "kernels")):
+            return best
+        trusted = selfcheck.trusted(self.name, best[0], self._implementations, args)
+        return best if trusted else None
+
+    def _read_table(self) -> None:
+        """Choose for the back end in use, without the kernels that failed."""
+        self._backend, self._generation = metal.backend(), failures.Failed.generation
+        self._starts = self._starts_of(dispatch.rows(self.name, self._backend.name))
+        special = dispatch.special_rows(self.name, self._backend.name)
+        self._special = {kind: self._starts_of(rows) for kind, rows in special.items()}
+
+    def _starts_of(self, rows: Sequence[dispatch.Row]) -> Starts:
+        starts: Starts = []
+        for row in rows:
+            form = self._implementations[row.form]
+            reference = row.form == REFERENCE or failures.failed(form)
+            starts.append((row.start, None if reference else (row.form, form)))
+        return starts
+
+    def goes_beyond_reference(self, *args, **kwargs) -> bool:
+        """Whether a call of this size may take another form than the reference."""
+        if self._fixed is not None:
+            return self.implementation() is not self._implementations[REFERENCE]
+        return self._best(args) is not None
+
+    def active(self) -> str:
+        """The name of the form; for "auto" those of the back end, with the sizes they begin at."""
+        if callable(self.choice):
+            return getattr(self.choice, "__name__", type(self.choice).__name__)
+        if self.choice != AUTO:
+            return self.choice
+        backend = metal.backend().name
+        said = dispatch.describe(dispatch.rows(self.name, backend))
+        special = dispatch.special_rows(self.name, backend).items()
+        return said + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
+
+
+class _Mode:
+    """What the operations of one :class:`Kernels` share."""
+
+    references_only = False
+
+
+class Kernels:
+    """One :class:`Operation` for each name in IMPLEMENTATIONS, as attributes.
+
+    A call's shapes are those of the reference's docstring.
+    """
+
+    def __init__(self, choices: Mapping[str, str | Implementation] | None = None):
+        self._mode, choices = _Mode(), choices or {}
+        self._operations = {
+            name: Operation(name, choices.get(name, AUTO), self._mode) for name in IMPLEMENTATIONS
+        }
+        self._chosen = {name for name, op in self._operations.items() if op.choice != AUTO}
+        vars(self).update(self._operations)
+
+    def __getattr__(self, name: str) -> Operation:
+        raise AttributeError(f"no operation is called '{name}'")
+
+    def __repr__(self) -> str:
+        return f"Kernels({self.names()})"
+
+    def names(self) -> dict[str, str]:
+        """Operation -> the name of the active form, for ``--stats``."""
+        return {name: op.active() for name, op in self._operations.items()}
+
+    def fallbacks(self) -> list[str]:
+        """What "auto" chose and could not use, a line for each, for ``--stats``."""
+        return [
+            f"{name}={form} fell back to the reference {entry.calls} times: {entry.reason}"
+            for name, operation in self._operations.items()
+            for form, entry in operation.fallbacks.items()
+        ]
+
+    def are_auto(self, *names: str) -> bool:
+        """Whether nobody chose a form of any of these operations."""
+        return self._chosen.isdisjoint(names)
+
+    def references_only(self, on: bool = True) -> None:
+        """Take references whatever was chosen by name: training needs their gradients. Callables
+        that were given stay."""
+        self._mode.references_only = on
+
+
+def choose_kernels(
+    choices: str | Mapping[str, str | Implementation] | None = None,
+    *,
+    environment: str | None = None,
+) -> Kernels:
+    """What "auto" gives, then `environment` (default ``$MOEFLUX_KERNELS``), then `choices`.
+
+    choices: Operation -> the name of a form or a callable; or a text as in the environment.
+
+    Raises:
+        InputError: An operation or a form's name is unknown, or the table names such a form.
+        ShapeError: A given callable does not return the shapes and dtypes of the reference.
+        UnsupportedError: A chosen form needs a GPU, and MLX drives none.
+    """
+    if environment is None:
+        environment = os.environ.get(ENVIRONMENT, "")
+    chosen = parse(environment, ENVIRONMENT)
+    chosen.update(parse(choices, "kernels") if isinstance(choices, str) else choices or {})
+    for operation, form in chosen.items():
+        if operation not in IMPLEMENTATIONS:
+            raise _unknown(operation)
+        if callable(form):
+            _check_implementation(operation, form)
+        elif form != AUTO:
+            _named(operation, form)
+    _check_table()
+    return Kernels(chosen)
+
+
+def parse(text: str, source: str) -> dict[str, str]:
+    """``auto,sdpa=reference`` -> choices; "auto" or "reference" alone is for all before.
+
+    Raises:
+        InputError: An item is neither.
+    """
+    chosen: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        operation, _, name = item.partition("=")
+        if name:
+            chosen[operation.strip()] = name.strip()
+        elif item in (AUTO, REFERENCE):
+            chosen.update(dict.fromkeys(IMPLEMENTATIONS, item))
+        else:
+            raise InputError(f"{source}: '{item}' is neither 'auto', 'reference' nor op=name.")
+    return chosen
+
+
+def _unknown(operation: str) -> InputError:
+    return InputError(
+        f"no operation is called '{operation}'; there are {', '.join(IMPLEMENTATIONS)}."
+    )
+
+
+def _named(operation: str, form: str) -> Implementation:
+    """A form by name, if it can run here."""
+    found = IMPLEMENTATIONS[operation].get(form)
+    if found is None:
+        known = ", ".join([AUTO, *IMPLEMENTATIONS[operation]])
+        raise InputError(f"'{operation}' has no form '{form}'; there are {known}.")
+    if hasattr(found, "kernels") and isinstance(metal.backend(), metal.NoBackend):
+        raise UnsupportedError(
+            f"{operation}={form} needs a GPU and MLX drives none here; choose 'reference' or "
+            "'auto'."
+        )
+    return found
+
+
+def _check_table() -> None:
+    """A table that another version wrote may name forms that are gone."""
+    for name, backends in dispatch.table().items():
+        forms = IMPLEMENTATIONS.get(name.partition(" ")[0])
+        named = {row.form for rows in backends.values() for row in rows}
+        if forms is not None and not named <= forms.keys():
+            missing = min(named - forms.keys())
+            raise InputError(
+                f"{dispatch.ENVIRONMENT}: '{name}' has no form '{missing}'; write the table anew "
+                "with 'mlx_moeflux tune --kernels'."
+            )
+
+
+def _check_implementation(operation: str, form: Implementation) -> None:
+    """Run `form` and the reference on one small case; shapes and dtypes must agree."""
+    args, kwargs = example(operation)
+    expected = IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)
+    try:
+        actual = form(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"the given '{operation}' fails on a small case: {error}.") from error
+    described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
+    if described != wanted:
+        raise ShapeError(f"the given '{operation}' returns {described}, expected {wanted}.")

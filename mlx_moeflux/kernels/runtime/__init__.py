@@ -1,0 +1,1 @@
+"""How a Metal text becomes a launch."""

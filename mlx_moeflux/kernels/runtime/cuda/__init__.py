@@ -1,0 +1,1 @@
+"""The same texts on NVIDIA: dialect, modules, files."""

@@ -1,0 +1,315 @@
+"""Kernels on NVIDIA, between MLX and the disk: their text and their machine code in files.
+
+Two costs are saved. MLX hashes the text of a custom kernel at every launch, 1.3 us for one of
+10 KB: so the definitions and the body lie in files that are named after their content, and MLX's
+compiler includes them. And MLX compiles every custom kernel anew in every process, 0.3 to 1.5 s
+each, but looks first for a module of the same name among those that it keeps: so the machine code
+is put there, compiled once, with a lighter header and several at a time.
+
+Whether MLX takes what is put there is tried once in a process, with a kernel that tells. Where it
+does not, or something cannot be read, written or compiled, MLX compiles as it always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import operator
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.runtime import source, user_cache
+from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
+from mlx_moeflux.kernels.runtime.cuda import nvrtc
+from mlx_moeflux.kernels.runtime.cuda.module import Kernel
+
+FOLDER = "cuda"
+# Where MLX keeps modules; it reads this when it compiles or loads the first.
+MLX_FOLDER = "MLX_PTX_CACHE_DIR"
+MOST_THREADS = 8
+
+_DTYPE = operator.attrgetter("dtype")
+
+# What a path must be made of to stand in an #include.
+_PLAIN = re.compile(r"[\w./+@~ -]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Variants (a kernel, template and dtypes) that this process has launched.
+
+    cached, compiled: Taken from files, and compiled into them; the rest MLX compiled for itself.
+    seconds: Compiling, summed over threads.
+    """
+
+    variants: int = 0
+    cached: int = 0
+    compiled: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        left = self.variants - self.cached - self.compiled
+        said = f"{self.variants} variants, {self.cached} from files, {self.compiled} new "
+        return said + f"in {self.seconds:.1f} s" + (f", {left} by MLX" if left else "")
+
+
+class Cache:
+    """Files of one version of MLX, compiler and GPU.
+
+    folder: For texts; None: they stay inline. modules: Where MLX finds modules; None: nowhere.
+    """
+
+    def __init__(
+        self, folder: Path | None, modules: Path | None, compiler: nvrtc.Compiler | None = None
+    ):
+        self.folder, self.modules, self.compiler = folder, modules, compiler
+        self.count = Count()
+        self._lock = threading.Lock()
+        self._pending: list[Future] = []
+        self._gathering = 0
+
+    def launcher(
+        self,
+        name: str,
+        header: str,
+        body: str,
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        memory: Callable[[Mapping[str, Any]], int] | None = None,
+    ) -> Callable[..., list[mx.array]]:
+        """What ``mx.fast.cuda_kernel`` returns, with its keywords; memory: template -> bytes of
+        threadgroup memory that a launch asks for."""
+        kernel = Kernel(name, header, body, tuple(inputs), tuple(outputs))
+        variants: dict[tuple, Callable[..., list[mx.array]]] = {}
+
+        def launch(*, inputs: Any, template: Any, output_dtypes: Any, **rest: Any):
+            key = (*(template or ()), *map(_DTYPE, inputs), *output_dtypes)
+            function = variants.get(key)
+            if function is None:
+                source.refuse_negative(name, dict(template or ()))
+                own = kernel.with_constants(template or ())
+                if memory is not None:
+                    own = replace(own, memory=memory(dict(template or ())))
+                function = variants[key] = self._variant(
+                    own, [x.dtype for x in inputs], output_dtypes
+                )
+            return function(inputs=inputs, output_dtypes=output_dtypes, **rest)
+
+        return launch
+
+    @property
+    def where(self) -> str:
+        """The folders in words."""
+        if self.folder is None:
+            return "no private folder for files"
+        return str(self.modules or f"{self.folder}, where MLX does not look for machine code")
+
+    def _variant(
+        self, kernel: Kernel, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    ) -> Callable[..., list[mx.array]]:
+        """A kernel as MLX launches it; MLX finds its machine code, while kernels are gathered
+        soon."""
+        with self._lock:
+            self.count = replace(self.count, variants=self.count.variants + 1)
+            sent = self.outsourced(kernel)
+            if self.modules is not None and sent != kernel:
+                module = cuda_module.module(sent, inputs, outputs)
+                if is_stored(self.modules, module):
+                    self.count = replace(self.count, cached=self.count.cached + 1)
+                else:
+                    self._pending.append(_pool().submit(self._compile, module))
+            gathering = self._gathering
+        if not gathering:
+            self.settle()
+        return sent.build()
+
+    def outsourced(self, kernel: Kernel) -> Kernel:
+        """The kernel with its text in files to include; as it is without a folder.
+
+        MLX finds by their names which shapes a body reads: they are named in a comment.
+        """
+        if self.folder is None:
+            return kernel
+        user_cache.private(FOLDER, self.folder.name)  # somebody may have emptied the cache
+        try:
+            files = [stored(self.folder, text) for text in (kernel.header, kernel.body)]
+        except OSError:
+            return kernel
+        shapes = [f"{name}_shape" for name in kernel.inputs if f"{name}_shape" in kernel.body]
+        header, body = (f'#include "{file}"\n' for file in files)
+        return replace(
+            kernel, header=header, body=body + (f"// {' '.join(shapes)}\n" if shapes else "")
+        )
+
+    def _compile(self, module: cuda_module.Module) -> None:
+        start = time.perf_counter()
+        try:
+            code, function = self.compiler.compile(module.light_text, module.function)
+            store(self.modules, module, code, function)
+        except (nvrtc.CompilerError, OSError):
+            return  # MLX compiles it, or says why it cannot
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.count = replace(
+                self.count,
+                compiled=self.count.compiled + 1,
+                seconds=self.count.seconds + seconds,
+            )
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, launches do not wait for their compilation: several run at a time. What is
+        evaluated inside MLX compiles too, unless :meth:`settle` comes first."""
+        with self._lock:
+            self._gathering += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._gathering -= 1
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for what is being compiled."""
+        while self._pending:
+            with self._lock:
+                pending, self._pending = self._pending, []
+            for future in pending:
+                future.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(threads, thread_name_prefix="moeflux-compile")
+
+
+def stored(folder: Path, text: str) -> Path:
+    """A file with this text, named after it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = text.encode("ascii")
+    file = folder / f"{hashlib.blake2b(content, digest_size=8).hexdigest()}.cuh"
+    with contextlib.suppress(OSError):
+        if file.read_bytes() == content:
+            return file
+    user_cache.write(file, content)
+    return file
+
+
+def store(folder: Path, module: cuda_module.Module, code: bytes, function: str) -> None:
+    """Put machine code where MLX looks for it, as it writes its own: the code, and a list of
+    names, where MLX passes over lines without a tab.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    names = f"{module.function}\t{function}\n{_digest(code)}\n"
+    user_cache.write(folder / f"{module.name}.txt", names.encode())
+    user_cache.write(folder / f"{module.name}.ptx", code)
+
+
+def is_stored(folder: Path, module: cuda_module.Module) -> bool:
+    """Whether a module is there, whole: power may fail between a file's name and its content."""
+    try:
+        code = (folder / f"{module.name}.ptx").read_bytes()
+        names, digest = (folder / f"{module.name}.txt").read_text().splitlines()
+    except (OSError, ValueError):
+        return False
+    return names.startswith(f"{module.function}\t") and digest == _digest(code)
+
+
+def _digest(code: bytes) -> str:
+    return hashlib.blake2b(code, digest_size=16).hexdigest()
+
+
+# ---- Finding out what works here
+
+
+def open_cache() -> Cache:
+    """The files of this machine's MLX, compiler and GPU; tries whether MLX reads modules.
+
+    Evaluates: one small kernel.
+    """
+    architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
+    compiler = nvrtc.find(architecture) if architecture else None
+    parts = [f"mlx-{mx.__version__}", architecture or "gpu"]
+    if compiler is not None:
+        parts.append(f"nvrtc-{compiler.version}")
+    folder = user_cache.private(FOLDER, "-".join([*parts, _digest(_RULES.encode())[:6]]))
+    if folder is None or not _PLAIN.fullmatch(str(folder)):
+        return Cache(None, None)
+    if compiler is None:
+        return Cache(folder, None)
+    with _mlx_folder(folder) as modules:
+        read = modules is not None and _is_read(modules, folder.name, compiler)
+    return Cache(folder, modules if read else None, compiler)
+
+
+# What else decides about the machine code of a text.
+_RULES = f"{cuda_module.HEADER}{nvrtc.OPTIONS}"
+
+
+@contextlib.contextmanager
+def _mlx_folder(ours: Path) -> Iterator[Path | None]:
+    """Where MLX looks for modules, if only this user can write to it.
+
+    MLX's default lies in the folder for temporary files: unless somebody chose another, it is
+    given `ours`, for this process alone.
+    """
+    before = os.environ.get(MLX_FOLDER)
+    if before is not None:
+        try:
+            folder = Path(before).resolve(strict=True)
+            yield folder if user_cache.is_private(folder) else None
+        except OSError:
+            yield None
+        return
+    os.environ[MLX_FOLDER] = str(ours)
+    try:
+        yield ours
+    finally:
+        del os.environ[MLX_FOLDER]
+
+
+def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
+    """Whether MLX takes a module from the folder, and passes shapes as the module expects.
+
+    By the text that MLX is given every answer is 0; by the module in the folder it is a size.
+    """
+    kernel = Kernel(
+        "moeflux_probe",
+        header=f"// {key}\n#define ANSWER(x) 0\n",
+        body="y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n",
+        inputs=("x",),
+        outputs=("y",),
+    )
+    try:
+        module = cuda_module.module(kernel, [mx.float32], [mx.int32])
+        if not is_stored(modules, module):
+            text = module.light_text.replace("ANSWER(x) 0", "ANSWER(x) (1000 + x)")
+            store(modules, module, *compiler.compile(text, module.function))
+        (answer,) = kernel.build()(
+            inputs=[mx.zeros((2, 3, 5))],
+            grid=(3, 1, 1),
+            threadgroup=(3, 1, 1),
+            output_shapes=[(3,)],
+            output_dtypes=[mx.int32],
+        )
+        return answer.tolist() == [1002, 1003, 1005]
+    except (nvrtc.CompilerError, OSError, AttributeError, RuntimeError):
+        # No library with MLX's hash; or what MLX raises where a module cannot be loaded.
+        return False

@@ -1,0 +1,1 @@
+"""What users run to measure, plan and compare."""

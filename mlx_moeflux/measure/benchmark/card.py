@@ -1,0 +1,215 @@
+"""What bounds a decode step before anything is run: bytes, and how fast they can come.
+
+Every new token reads the trunk, its experts and its state once. Divided by the memory's bandwidth
+that is a limit nobody passes; with experts on disk, the missed bytes by the disk's bandwidth are
+another. Both bandwidths are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.experts.budget import format_bytes
+from mlx_moeflux.experts.io.readers import Reader, make_reader
+from mlx_moeflux.measure.benchmark.pages import COLD_SHARE, cached_share, evict
+
+HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
+MEMORY_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
+DISK_BYTES = 1 << 30
+DISK_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Card:
+    """The account of one decode step.
+
+    trunk: Bytes of dense weights that a step reads (one row of the embedding). expert: Bytes of
+    one expert, the mean over the layers. layers, k, experts: MoE layers, experts of a token,
+    experts of a layer. state: Model positions -> bytes of one sequence's state.
+    memory, disk: Bytes a second; disk None when it could not be measured.
+    """
+
+    trunk: int
+    expert: float
+    layers: int
+    k: int
+    experts: int
+    state: Callable[[int], int]
+    memory: float
+    disk: float | None
+
+    def step_bytes(self, positions: int, *, batch: int = 1, distinct: float | None = None) -> float:
+        """Bytes that a step of `batch` sequences reads from memory.
+
+        distinct: Different experts that it asks a layer for; for one sequence, its k.
+        """
+        distinct = min(self.experts, batch * self.k) if distinct is None else distinct
+        experts = self.layers * distinct * self.expert
+        return self.trunk + experts + batch * self.state(positions)
+
+    def memory_limit(
+        self, positions: int, *, batch: int = 1, distinct: float | None = None
+    ) -> float:
+        """Tokens a second of all sequences together that the memory allows."""
+        return batch * self.memory / self.step_bytes(positions, batch=batch, distinct=distinct)
+
+    def disk_limit(
+        self, hit_rate: float, *, batch: int = 1, distinct: float | None = None
+    ) -> float:
+        """Tokens a second of all sequences that the disk allows; infinite if nothing is missed."""
+        distinct = batch * self.k if distinct is None else distinct
+        missed = (1 - hit_rate) * self.layers * distinct * self.expert
+        return batch * self.disk / missed if missed and self.disk else float("inf")
+
+    def lines(self, positions: int) -> list[str]:
+        """The card as text."""
+        experts = self.layers * self.k * self.expert
+        state = self.state(positions)
+        lines = [
+            f"a token reads trunk {format_bytes(self.trunk)}, experts {format_bytes(experts)} "
+            f"({self.layers} layers x {self.k} of {self.experts} x {format_bytes(self.expert)}), "
+            f"state {format_bytes(state)} at {positions} positions: "
+            f"{format_bytes(self.step_bytes(positions))}",
+            f"memory {self.memory / 1e9:.1f} GB/s (measured): at most "
+            f"{self.memory_limit(positions):.1f} tok/s, one sequence",
+        ]
+        if self.disk is None:
+            return [*lines, "disk: no cold read could be measured"]
+        limits = ", ".join(f"{h:.0%} {self.disk_limit(h):.1f}" for h in HIT_RATES)
+        return [
+            *lines,
+            f"disk {self.disk / 1e9:.2f} GB/s (measured, cold): at most, by hit rate, "
+            f"{limits} tok/s",
+        ]
+
+    def as_dict(self, positions: int) -> dict[str, float | int | None]:
+        """Plain numbers, at one length."""
+        names = (f.name for f in fields(self) if f.name != "state")
+        return {name: getattr(self, name) for name in names} | {
+            "positions": positions,
+            "state": self.state(positions),
+            "step_bytes": self.step_bytes(positions),
+            "memory_limit": self.memory_limit(positions),
+        }
+
+
+def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
+    """The card of a loaded model."""
+    config, plan = model.config, model.plan
+    parameters = tree_flatten(model.parameters())
+    trunk = sum(a.nbytes for name, a in parameters if ".switch_mlp." not in name)
+    table = sum(a.nbytes for name, a in parameters if ".embed_tokens." in name)
+    if not getattr(config, "tie_word_embeddings", False):
+        trunk += table // config.vocab_size - table
+    return Card(
+        trunk=trunk,
+        expert=plan.expert_bytes / (len(plan.slots) * config.num_experts),
+        layers=len(plan.slots),
+        k=model._router.num_experts_per_tok,
+        experts=config.num_experts,
+        state=model.state_bytes,
+        memory=memory,
+        disk=disk,
+    )
+
+
+def memory_bandwidth(nbytes: int | None = None, *, rounds: int = 5) -> float:
+    """Bytes a second of the fastest of a few ways to pass once over a large array."""
+    on_cpu = mx.default_device() == mx.cpu
+    nbytes = nbytes or MEMORY_BYTES["cpu" if on_cpu else "gpu"]
+    x = mx.random.uniform(shape=(1024, nbytes // 4096))
+    mx.eval(x)
+    repeats = 1 if on_cpu else 8  # so that the launch does not count
+    ways: list[tuple[int, Callable[[], object]]] = [
+        (repeats * x.nbytes, partial(_sums, x, repeats)),
+        (2 * x.nbytes, partial(_copy, x)),
+    ]
+    if on_cpu:
+        # MLX adds up in one thread.
+        parts = np.array_split(np.array(x).reshape(-1), 8)
+        ways.append((x.nbytes, partial(_sums_in_threads, parts)))
+    best = 0.0
+    for moved, pass_over in ways:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            pass_over()
+            best = max(best, moved / (time.perf_counter() - began))
+    del x, ways
+    mx.clear_cache()
+    return best
+
+
+def _sums(x: mx.array, repeats: int) -> None:
+    mx.eval([mx.sum(x) for _ in range(repeats)])
+
+
+def _copy(x: mx.array) -> None:
+    mx.eval(x + 1)
+
+
+def _sums_in_threads(parts: list[np.ndarray]) -> None:
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(np.sum, parts))
+
+
+def disk_bandwidth(mapped: MappedTensors, *, threads: int, seed: int = 0) -> float | None:
+    """Bytes a second of random experts that are in no cache, `threads` reads at once: direct
+    reads, or such through an empty page cache, whichever is faster.
+
+    None if the file system allows neither.
+    """
+    speeds = []
+    for name in ("direct", "pread"):
+        try:
+            reader = make_reader(name, mapped.experts)
+        except UnsupportedError:
+            continue
+        try:
+            if name == "direct" or _emptied(reader.ranges.files):
+                speeds.append(_read_speed(reader, threads, seed))
+        finally:
+            reader.close()
+    return max(speeds, default=None)
+
+
+def _emptied(files: tuple[Path, ...]) -> bool:
+    share = cached_share(files) if evict(files) else None
+    return share is not None and share <= COLD_SHARE
+
+
+def _read_speed(reader: Reader, threads: int, seed: int) -> float:
+    at = [(layer, e) for layer in reader.layers for e in range(reader.num_experts)]
+    order = np.random.default_rng(seed).permutation(len(at))
+    deadline = time.perf_counter() + DISK_SECONDS
+
+    def read(i: int) -> int:
+        layer, expert = at[i]
+        if time.perf_counter() > deadline:
+            return 0
+        views = [memoryview(bytearray(c.nbytes)) for c in reader.layout(layer).components]
+        return reader.read(layer, expert, views)
+
+    most = max(1, DISK_BYTES // reader.layout(reader.layers[0]).nbytes)
+    with ThreadPoolExecutor(threads) as pool:
+        began = time.perf_counter()
+        total = sum(pool.map(read, order[:most].tolist()))
+        return total / (time.perf_counter() - began)
+
+
+def expert_files(mapped: MappedTensors) -> tuple[Path, ...]:
+    """The files that hold routed experts."""
+    reader = make_reader("pread", mapped.experts)
+    reader.close()
+    return reader.ranges.files

@@ -1,0 +1,128 @@
+"""The page cache between the disk and a measurement: emptied, looked at, and accounted for.
+
+A file that was read once is read from memory the next time; without these acts nothing that
+streams is measured. Eviction needs ``posix_fadvise`` and looking needs ``mincore`` (Linux);
+elsewhere the answers are None, and a measurement says that it is unverified.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+
+COLD_SHARE = 0.02
+"""Pages that may stay when the page cache was emptied."""
+
+
+def evict(files: Iterable[Path]) -> bool:
+    """Drop the clean pages of `files` from the page cache; False where that is impossible."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # dirty pages would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return True
+
+
+def cached_share(files: Iterable[Path]) -> float | None:
+    """The share of the pages of `files` that is in memory, 0 to 1; None where nobody can tell."""
+    if sys.platform != "linux":
+        return None
+    pages = cached = 0
+    for file in files:
+        size = file.stat().st_size
+        if not size:
+            continue
+        flags = _resident_pages(file, size)
+        if flags is None:
+            return None
+        pages += flags.size
+        cached += int(np.count_nonzero(flags & 1))
+    return cached / pages if pages else None
+
+
+def _resident_pages(file: Path, size: int) -> np.ndarray | None:
+    """One byte for each page of `file`, its lowest bit set where the page is in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ) as view:
+        flags = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
+        whole = np.frombuffer(view, np.uint8)
+        address = ctypes.c_void_p(whole.ctypes.data)
+        status = libc.mincore(address, ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data))
+        del whole
+    return None if status else flags
+
+
+def bytes_from_disk() -> int | None:
+    """What this process has caused to be read from disks so far; None where nobody counts."""
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return int(re.search(r"^read_bytes: (\d+)$", text, re.MULTILINE)[1])
+
+
+def peak_process_bytes() -> int | None:
+    """The most memory that this process has had, the page cache not counted."""
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)[1]) * 1024
+
+
+FROM_DISK = 0.95
+"""Bytes read that must have come from the disk for a run to count as cold; for a warm one, the
+rest may."""
+
+
+class Account:
+    """What one trial read.
+
+    cached: Share of the experts' pages that were in memory before it. from_disk: Bytes that came
+    from disks by bytes read; both None where nobody can tell. prompt, decode: The store's account
+    up to the first token, and from there.
+    """
+
+    def __init__(self, stats: ExpertStats, *, cached: float | None):
+        self._stats, self.cached = stats, cached
+        self._start = self._first = stats.snapshot()
+        self._disk = bytes_from_disk()
+        self.from_disk: float | None = None
+        self.prompt = self.decode = stats
+
+    def first_token(self) -> None:
+        self._first = self._stats.snapshot()
+
+    def end(self) -> None:
+        self.decode = self._stats.since(self._first)
+        self.prompt = self._first.since(self._start)
+        read, now = self._stats.since(self._start).total.bytes_read, bytes_from_disk()
+        if now is not None and read:
+            self.from_disk = (now - self._disk) / read
+
+
+def cache_state(accounts: Sequence[Account], *, cold: bool) -> str:
+    """ "cold", "warm" or "unverified": what the counters say, whatever was asked for."""
+    shares = [account.from_disk for account in accounts]
+    cached = [account.cached for account in accounts]
+    if None in shares or None in cached:
+        return "unverified"
+    if cold and max(cached) <= COLD_SHARE and min(shares) >= FROM_DISK:
+        return "cold"
+    if not cold and max(shares) <= 1 - FROM_DISK:
+        return "warm"
+    return "unverified"

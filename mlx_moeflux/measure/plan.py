@@ -1,0 +1,325 @@
+"""Will it fit, and how fast can it be: from a model's sizes and a machine's. No MLX.
+
+Sizes come from config.json and tensor headers alone. They are exact where the checkpoint is
+streamed as it is; with `bits`, they are what a conversion would give.
+
+The decision is that of loading. Speeds are arithmetic on assumed bandwidths, a range between the
+worst and a typical router; :mod:`mlx_moeflux.measure.tune` measures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.checkpoint.hub import remote_headers
+from mlx_moeflux.checkpoint.quantization import Quantization
+from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.errors import CheckpointError, InputError
+from mlx_moeflux.experts.budget import Memory, format_bytes, make_plan, parse_budget
+
+_FLOATS = ("F32", "F16", "BF16", "F64")
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model is made of. blocks: MoE layer id -> bytes of one expert. trunk_bytes: As it is
+    held on a GPU, floats in bfloat16. embedding_bytes: The part of it of which a token reads one
+    row. state_bytes: Key-value cache and recurrent state at `context` positions."""
+
+    model_type: str
+    num_experts: int
+    experts_per_token: int
+    blocks: Mapping[int, int]
+    trunk_bytes: int
+    embedding_bytes: int
+    state_bytes: int
+    context: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """All routed experts."""
+        return sum(self.blocks.values()) * self.num_experts
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Routed experts that a token needs."""
+        return sum(self.blocks.values()) * self.experts_per_token
+
+
+def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | None = None) -> Sizes:
+    """Sizes from a checkpoint's config and the headers of its tensors.
+
+    bits: As if the weights were quantised to so many bits in groups of 64.
+
+    Raises:
+        MoefluxError: One of its kinds; the checkpoint is not one that loads.
+        InputError: `bits` of weights that are quantised already.
+    """
+    import mlx.core as mx
+
+    from mlx_moeflux.models import model_class
+
+    name = checkpoint.config_file
+    kind = model_class(checkpoint.config.get("model_type"), file=name)
+    config = kind.Config.from_dict(checkpoint.config, file=name, strict=False)
+    mapped = checkpoint.mapped(kind.name_rules(config))
+    experts = {
+        layer: [(refs[0].name, refs[0]) for refs in components.values()]
+        for layer, components in mapped.experts.items()
+    }
+    if not experts:
+        raise CheckpointError(f"{name}: there are no routed experts to plan for.")
+    trunk = [(parameter, tensor.ref) for parameter, tensor in mapped.trunk.items()]
+    if bits is not None and bits not in (2, 3, 4, 5, 6, 8):
+        raise InputError(f"weights cannot have {bits} bits; choose 2, 3, 4, 5, 6 or 8.")
+    if bits is not None and any(
+        ref.dtype == "U32" for tensors in (trunk, *experts.values()) for _, ref in tensors
+    ):
+        raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
+    embedding = [] if config.tie_word_embeddings else [t for t in trunk if "embed_tokens" in t[0]]
+    model = kind(config)
+    model.set_dtype(mx.bfloat16)
+    return Sizes(
+        model_type=str(checkpoint.config["model_type"]),
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        blocks={
+            layer: _held(tensors, bits) if bits else sum(ref.nbytes for _, ref in tensors)
+            for layer, tensors in experts.items()
+        },
+        trunk_bytes=_held(trunk, bits),
+        embedding_bytes=_held(embedding, bits),
+        state_bytes=model.state_bytes(context),
+        context=context,
+    )
+
+
+def open_sizes(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    context: int = 8192,
+    bits: int | None = None,
+) -> Sizes:
+    """:func:`measure_sizes` of a directory, or of a hub id without downloading its weights.
+
+    Raises:
+        MoefluxError: One of its kinds; the checkpoint cannot be read.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        checkpoint = open_checkpoint(path)
+    else:
+        config, found = remote_headers(os.fspath(model), revision=revision)
+        checkpoint = Checkpoint(
+            directory=path,
+            form="safetensors",
+            config=config,
+            tensors={
+                tensor: TensorRef(tensor, path, 0, dtype, shape)
+                for tensor, (dtype, shape) in found.items()
+            },
+            quantization=Quantization.from_config(config),
+        )
+    return measure_sizes(checkpoint, context=context, bits=bits)
+
+
+def _held(tensors: list[tuple[str, TensorRef]], bits: int | None) -> int:
+    """Bytes of tensors by name, as a trunk is held: floats in bfloat16, packed bits as they are."""
+    total = 0
+    for name, ref in tensors:
+        weights = prod(ref.shape)
+        if bits is not None and len(ref.shape) > 1 and ref.shape[-1] % GROUP == 0:
+            routes = name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
+            total += weights * (8 if routes else bits) // 8 + 4 * weights // GROUP
+        else:
+            total += 2 * weights if ref.dtype in _FLOATS else ref.nbytes
+    return total
+
+
+MEMORY_SHARE = 0.65
+"""Of a machine's memory: 0.9 of what Metal recommends as a working set, itself 0.72 of it."""
+MEMORY_GBPS = 100.0
+SSD_GBPS = 3.0
+SYNC_SECONDS = (0.2e-3, 0.35e-3)
+"""What a layer that must look up its experts costs, as published for Macs."""
+
+# Hit rates of LRU banks with a share of 512 experts, 10 a token, on real text (published), and
+# the ends. A router without any preference hits by the share itself.
+_HITS = ((0.0, 0.0), (0.18, 0.435), (0.36, 0.62), (0.54, 0.72), (0.73, 0.789), (1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The answer. ``str()`` shows the arithmetic; :meth:`as_dict` is plain numbers.
+
+    slow, fast: Tokens per second if every expert is as likely as another, and if the router
+    prefers some as routers do.
+    """
+
+    name: str
+    sizes: Sizes
+    memory_bytes: int
+    usable_bytes: int
+    fits: bool
+    resident: bool
+    budget_bytes: int
+    slots: int
+    slow: float
+    fast: float
+    ssd_gbps: float
+    memory_gbps: float
+    why: str
+    arithmetic: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        sizes = self.sizes
+        derived = {"expert_bytes": sizes.expert_bytes, "bytes_per_token": sizes.bytes_per_token}
+        data = asdict(self)
+        data["sizes"] = {**asdict(sizes), **derived, "blocks": dict(sizes.blocks)}
+        return data
+
+    def __str__(self) -> str:
+        sizes, block = self.sizes, max(self.sizes.blocks.values())
+        layers, E, K = len(sizes.blocks), sizes.num_experts, sizes.experts_per_token
+        if not self.fits:
+            verdict = f"does not fit: {self.why}"
+        else:
+            verdict = f"{'resident' if self.resident else 'streamed'}: {self.why}"
+        rows = [
+            ("model", f"{self.name} ({sizes.model_type})"),
+            ("trunk", format_bytes(sizes.trunk_bytes)),
+            (
+                "experts",
+                f"{format_bytes(sizes.expert_bytes)}: {layers} layers x {E} x "
+                f"{format_bytes(block)}",
+            ),
+            ("state", f"{format_bytes(sizes.state_bytes)} at {sizes.context} positions"),
+            (
+                "memory",
+                f"{format_bytes(self.memory_bytes)}, of which "
+                f"{format_bytes(self.usable_bytes)} usable",
+            ),
+            ("verdict", verdict),
+            (
+                "budget",
+                f"{format_bytes(self.budget_bytes)}, {self.slots} slots a layer "
+                f"({100 * self.slots / E:.0f} %)",
+            ),
+            (
+                "a token",
+                f"needs {format_bytes(sizes.bytes_per_token)} of experts: {layers} x {K} x "
+                f"{format_bytes(block)}",
+            ),
+            ("speed", f"{_short(self.slow)} to {_short(self.fast)} tokens per second, estimated:"),
+            *(("", line) for line in self.arithmetic),
+        ]
+        return "\n".join(f"{name:8} {text}" for name, text in rows)
+
+
+def plan_model(
+    name: str,
+    sizes: Sizes,
+    *,
+    memory: str | float | Memory,
+    expert_memory: str | float = "auto",
+    ssd_gbps: float = SSD_GBPS,
+    memory_gbps: float = MEMORY_GBPS,
+) -> ModelPlan:
+    """What loading would decide on a machine, and what to expect of it.
+
+    Args:
+        memory: Of the machine, of which :data:`MEMORY_SHARE` is usable, or what was measured.
+
+    Raises:
+        InputError: A number makes no sense.
+    """
+    if not isinstance(memory, Memory):
+        whole = parse_budget(memory, 0)
+        if whole is None:
+            raise InputError("the memory to plan for must be a number; give one such as 32GB.")
+        share = f"{MEMORY_SHARE} of the memory"
+        memory = Memory("planned", whole, int(MEMORY_SHARE * whole), share)
+    for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
+        if not number > 0:
+            raise InputError(f"{what} is {number}; it must be greater than 0.")
+    plan = make_plan(
+        expert_memory,
+        sizes.blocks,
+        num_experts=sizes.num_experts,
+        experts_per_token=sizes.experts_per_token,
+        trunk_bytes=sizes.trunk_bytes,
+        kv_bytes=sizes.state_bytes,
+        memory=memory,
+    )
+    slots = min(plan.slots.values())
+    needs = sizes.trunk_bytes + sizes.state_bytes + plan.budget_bytes
+    slow, fast, arithmetic = _speeds(
+        sizes, slots, plan.resident, ssd_gbps=ssd_gbps, memory_gbps=memory_gbps
+    )
+    return ModelPlan(
+        name=name,
+        sizes=sizes,
+        memory_bytes=memory.free_bytes,
+        usable_bytes=memory.usable_bytes,
+        fits=needs <= memory.usable_bytes,
+        resident=plan.resident,
+        budget_bytes=plan.budget_bytes,
+        slots=slots,
+        slow=slow,
+        fast=fast,
+        ssd_gbps=ssd_gbps,
+        memory_gbps=memory_gbps,
+        why=plan.why,
+        arithmetic=arithmetic,
+    )
+
+
+def typical_hit_rate(share: float) -> float:
+    """Of a bank that holds `share` of the experts, on a router like the published ones."""
+    for (low, first), (high, then) in pairwise(_HITS):
+        if share <= high:
+            return first + (then - first) * (share - low) / (high - low)
+    return 1.0
+
+
+def _speeds(
+    sizes: Sizes, slots: int, resident: bool, *, ssd_gbps: float, memory_gbps: float
+) -> tuple[float, float, tuple[str, ...]]:
+    active = sizes.trunk_bytes - sizes.embedding_bytes + sizes.bytes_per_token
+    compute = active / (1e9 * memory_gbps)
+    lines = [
+        f"compute {1e3 * compute:.1f} ms: {format_bytes(active)} at {memory_gbps:g} GB/s of memory"
+    ]
+    if resident:
+        lines.append("nothing is read; kernels reach half of the bandwidth or all of it")
+        return 1 / (2 * compute), 1 / compute, tuple(lines)
+    share, layers = slots / sizes.num_experts, len(sizes.blocks)
+    reading = sizes.bytes_per_token / (1e9 * ssd_gbps)
+    speeds = []
+    for hits, sync, what in (
+        (share, max(SYNC_SECONDS), "no preference"),
+        (typical_hit_rate(share), min(SYNC_SECONDS), "typical router"),
+    ):
+        read = (1 - hits) * reading
+        seconds = compute + layers * sync + read
+        speeds.append(1 / seconds)
+        lines.append(
+            f"{what}: {100 * hits:.0f} % hits, read {1e3 * read:.0f} ms at {ssd_gbps:g} GB/s + "
+            f"sync {1e3 * layers * sync:.0f} ms + compute = {1e3 * seconds:.0f} ms"
+        )
+    return speeds[0], speeds[1], tuple(lines)
+
+
+def _short(number: float) -> str:
+    """Two digits that mean something."""
+    return f"{float(f'{number:.2g}'):g}"

@@ -1,0 +1,168 @@
+"""Pictures of a trace, large and colour-blind safe. Needs matplotlib (extra: ``plot``), no MLX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION, EVICTIONS
+from mlx_moeflux.experts.telemetry.bounds import compulsory, popularity, reuse_distances, shuffled
+from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
+from mlx_moeflux.experts.telemetry.simulate import simulate
+from mlx_moeflux.experts.telemetry.trace import Trace
+
+# Okabe and Ito's colours; every line has a marker of its own besides.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vP"
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+SIZE, DPI = (12.8, 7.2), 125
+STYLE = {"font.size": 17, "lines.linewidth": 2.5, "lines.markersize": 9, "hatch.linewidth": 0.5}
+STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
+
+
+def show(
+    trace: Trace, out: str | os.PathLike[str], *, profile: Profile | None = None
+) -> list[Path]:
+    """Write every picture of `trace` into the directory `out`; the files.
+
+    profile: Of the machine, for the times; without it a disk of 3 GB/s and 25 ms of computing.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed. InputError: `out` cannot be written.
+    """
+    if not trace.calls:
+        raise InputError("the trace is empty; record one that generates text.")
+    out = Path(out)
+    pictures: dict[str, Callable[[Any], None]] = {
+        "hit-rate": lambda axes: draw_hit_rates(axes, trace),
+        "popularity": lambda axes: draw_popularity(axes, trace),
+        "reuse-distance": lambda axes: draw_reuse(axes, trace),
+    }
+    if any(len(call.ids) == 1 for call in trace):
+        pictures["time"] = lambda axes: draw_times(axes, trace, profile)
+    files = []
+    for name, draw in pictures.items():
+        files.append(out / f"{name}.png")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with _matplotlib().rc_context(STYLE):
+                figure = _figure()
+                draw(figure.add_subplot())
+                figure.savefig(files[-1], dpi=DPI)
+        except OSError as cause:
+            raise InputError(f"{out} cannot be written ({cause.strerror or cause}).") from cause
+    return files
+
+
+def draw_hit_rates(axes: Any, trace: Trace) -> None:
+    """Hit rate against budget: every policy, Belady's bound, LRU on shuffled tokens, and what first
+    uses leave."""
+    info = trace.info
+    slots = sorted(
+        {max(info.experts_per_token, round(share * info.num_experts)) for share in SHARES}
+    )
+    budgets = [100 * n / info.num_experts for n in slots]
+
+    def rates(source: Trace, eviction: str) -> list[float]:
+        runs = (simulate(source, dict.fromkeys(info.layers, n), eviction=eviction) for n in slots)
+        return [100 * run.hit_rate for run in runs]
+
+    for name, colour, marker in zip(EVICTIONS, COLOURS, MARKERS, strict=True):
+        axes.plot(budgets, rates(trace, name), color=colour, marker=marker, label=name)
+    axes.plot(budgets, rates(trace, "belady"), "k--", label="best possible (Belady)")
+    axes.plot(budgets, rates(shuffled(trace), "lru"), color="0.6", label="lru, tokens shuffled")
+    lookups = simulate(trace, dict.fromkeys(info.layers, info.num_experts)).total.lookups
+    ceiling = 100 * (1 - compulsory(trace) / lookups)
+    axes.axhline(ceiling, color="0.4", linestyle=":", label="first uses excepted")
+    axes.set(xlabel="budget, % of all experts", ylabel="hit rate, %", ylim=(0, 101))
+    axes.set_title(f"Who should leave a full bank: {trace.tokens} tokens")
+    axes.legend(loc="lower right")
+
+
+def draw_popularity(axes: Any, trace: Trace) -> None:
+    """How often each layer's experts are chosen, the most popular first; 1 is an equal share."""
+    counts = np.stack([np.sort(row)[::-1] for row in popularity(trace).values()]).astype(float)
+    share = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
+    axes.grid(False)
+    image = axes.imshow(
+        share, aspect="auto", cmap="cividis", vmin=0, vmax=max(2.0, float(np.quantile(share, 0.99)))
+    )
+    layers = list(popularity(trace))
+    step = max(1, len(layers) // 10)
+    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axes.set(xlabel="experts of a layer, the most popular first", ylabel="layer")
+    axes.set_title("How often experts are chosen, in equal shares")
+    axes.figure.colorbar(image, ax=axes)
+
+
+def draw_reuse(axes: Any, trace: Trace) -> None:
+    """The share of choices that an LRU bank of so many slots would find."""
+    distances = reuse_distances(trace)
+    slots = np.arange(1, trace.info.num_experts + 1)
+    found = [100 * np.mean((distances >= 0) & (distances < n)) for n in slots]
+    axes.plot(slots, found, color=COLOURS[0], linewidth=4)
+    axes.plot(slots, 100 * slots / trace.info.num_experts, color="0.6", label="no preference")
+    axes.set(xlabel="different experts asked for since (slots)", ylabel="choices, %", ylim=(0, 101))
+    axes.set_title("How soon an expert is asked for again")
+    axes.legend(loc="lower right")
+
+
+def draw_times(axes: Any, trace: Trace, profile: Profile | None) -> None:
+    """Milliseconds of a decode step at several budgets; reads that computing hides stand apart."""
+    title = "Time of a token, forecast from the measured profile"
+    if profile is None:
+        block = max(trace.info.block_bytes.values())
+        profile = Profile.of_disk(3.0, block, token_seconds=0.025, sync_seconds=0.2e-3)
+        title = "Time of a token on an assumed machine (3 GB/s, 25 ms of computing)"
+    ahead = "ahead" if any(call.guess for call in trace) else None
+    least = trace.info.experts_per_token / trace.info.num_experts
+    budgets = [f"{100 * share:g}%" for share in SHARES if share >= least]
+    results = [
+        forecast(trace, simulate(trace, budget, eviction=DEFAULT_EVICTION, prefetch=ahead), profile)
+        for budget in budgets
+    ]
+    parts = (
+        ("compute", "compute", COLOURS[0], ""),
+        ("host", "host", COLOURS[5], "."),
+        ("sync", "sync", COLOURS[4], "//"),
+        ("demand reads", "demand", COLOURS[1], "\\\\"),
+        ("reads ahead, waited for", "ahead", COLOURS[3], "xx"),
+    )
+    _stack(axes, budgets, results, parts)
+    hidden = [1e3 * result.hidden for result in results]
+    places = np.arange(len(budgets)) + 0.38
+    axes.bar(places, hidden, width=0.15, color="0.8", hatch="..", label="reads hidden")
+    axes.set(xlabel="budget, % of all experts", ylabel="milliseconds")
+    axes.set_title(title)
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+    axes.legend(loc="upper center", ncols=3)
+
+
+def _stack(axes: Any, names: Sequence[str], results: Sequence[Any], parts: Sequence[Any]) -> None:
+    bottom = np.zeros(len(names))
+    for label, field, colour, hatch in parts:
+        height = np.array([1e3 * getattr(result, field) for result in results])
+        if height.any():
+            axes.bar(names, height, 0.6, bottom, color=colour, hatch=hatch, label=label)
+        bottom += height
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnsupportedError(
+            "pictures need matplotlib; install it with pip install 'mlx_moeflux[plot]'."
+        ) from None
+    return matplotlib
+
+
+def _figure() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=SIZE, layout="constrained")

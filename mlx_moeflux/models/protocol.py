@@ -1,0 +1,36 @@
+"""What traces of decode steps and the description of states know of a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_moeflux.cache import EntrySpec, SequenceState
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.kernels.registry import Kernels
+
+
+class Decoder(Protocol):
+    """A decoder: embedding, layers, logits. See :class:`~mlx_moeflux.models.base.StreamingModel`,
+    which says what each of these is."""
+
+    config: Any
+    model: Any
+    identity: str
+    training: bool
+    kv_bits: int | None
+    kv_group_size: int
+    layers: list[nn.Module]
+    kernels: Kernels
+    store: ExpertStore
+    router: Any
+
+    def parameters(self) -> dict[str, Any]: ...
+
+    def make_cache(self) -> SequenceState: ...
+
+    def entry_specs(self) -> tuple[EntrySpec, ...]: ...
+
+    def logits(self, h: mx.array) -> mx.array: ...

@@ -1,0 +1,165 @@
+"""Oracles: the source's own bytes, mx.quantize, and mlx-lm on what it is meant to load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.checkpoint.formats.packed import verify
+from mlx_moeflux.checkpoint.tensors import TensorIndex
+from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor
+from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.errors import CheckpointError, InputError
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
+from mlx_moeflux.models import model_class
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(p.parent.name for p in GOLDEN.glob("*/golden.safetensors"))
+
+
+def logits(directory: Path, **options) -> mx.array:
+    config = json.loads((directory / "config.json").read_text())
+    vocabulary = config.get("text_config", config)["vocab_size"]
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocabulary, (2, 21)))
+    with load_model(directory, **options) as model:
+        result = model(tokens)
+        mx.eval(result)
+    assert mx.isfinite(result).all().item()
+    return result
+
+
+def bytes_of(refs) -> bytes:
+    buffer = bytearray(refs.nbytes)
+    refs.read_into(memoryview(buffer))
+    return bytes(buffer)
+
+
+def mapped(directory: Path):
+    checkpoint = open_checkpoint(directory)
+    kind = model_class(checkpoint.config["model_type"])
+    config = kind.Config.from_dict(checkpoint.config, file=checkpoint.config_file)
+    return checkpoint.mapped(kind.name_rules(config))
+
+
+@pytest.mark.parametrize("layout", ["packed", "safetensors"])
+@pytest.mark.parametrize("case", [*CASES, "bundled"])
+def test_bits_kept_means_the_same_bytes_and_logits(tmp_path, case, layout):
+    source = BUNDLED_MODEL if case == "bundled" else GOLDEN / case
+    out = convert(source, tmp_path / "out", layout=layout, verify_written=True)
+    zero_centred = case.startswith(("text_", "vision_", "qwen3_next")) and case != "text_top_all"
+    if layout == "safetensors" and zero_centred:
+        # Zero-centred norms get their one in bfloat16, as in mlx-lm's own conversion: only in
+        # float32 is that exact.
+        exact = convert(source, tmp_path / "exact", layout=layout, dtype="float32")
+        assert mx.array_equal(logits(source), logits(exact))
+    else:
+        assert mx.array_equal(logits(source), logits(out))
+    before, after = (mapped(d) for d in (source, out))
+    assert before.experts.keys() == after.experts.keys()
+    for layer, components in before.experts.items():
+        assert components.keys() == after.experts[layer].keys()
+        for name, refs in components.items():
+            for e in (0, len(refs) - 1):
+                assert bytes_of(refs[e]) == bytes_of(after.experts[layer][name][e])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantising_is_mlx_lms(tmp_path, bits):
+    from mlx_lm.utils import load_model as mlx_lm_load
+
+    floats = convert(BUNDLED_MODEL, tmp_path / "f", layout="safetensors", dequantize=True)
+    assert all(ref.dtype != "U32" for ref in TensorIndex.open(floats).values())
+    out = convert(floats, tmp_path / "q", layout="safetensors", quantize=True, q_bits=bits)
+    theirs, _ = mlx_lm_load(out)
+    theirs.set_dtype(mx.float32)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 4096, (2, 21)))
+    expected, actual = theirs(tokens), logits(out)
+    assert (mx.abs(actual - expected).max() / mx.abs(expected).max()).item() <= 1e-4
+    before, after = TensorIndex.open(floats), TensorIndex.open(out)
+    for base, own in (
+        ("language_model.model.layers.2.self_attn.q_proj", bits),
+        ("language_model.model.layers.1.mlp.switch_mlp.down_proj", bits),
+        ("language_model.model.layers.1.mlp.gate", 8),
+    ):
+        parts = mx.quantize(before[f"{base}.weight"].load(), 64, own)
+        for part, expected in zip(("weight", "scales", "biases"), parts, strict=True):
+            assert mx.array_equal(after[f"{base}.{part}"].load(), expected), (base, part)
+    with pytest.raises(InputError, match="quantised already"):
+        convert(out, tmp_path / "twice", quantize=True)
+
+
+def test_dtype_is_that_of_the_floats(tmp_path):
+    out = convert(GOLDEN / "text_top3", tmp_path / "out", layout="safetensors", dtype="float16")
+    dtypes = {name: ref.dtype for name, ref in TensorIndex.open(out).items()}
+    assert {d for n, d in dtypes.items() if not n.endswith(("A_log", "dt_bias"))} == {"F16"}
+    assert {d for n, d in dtypes.items() if n.endswith(("A_log", "dt_bias"))} == {"F32"}
+    for options in ({"dtype": "int4"}, {"layout": "zip"}, {"quantize": True, "dequantize": True}):
+        with pytest.raises(InputError):
+            convert(GOLDEN / "text_top3", tmp_path / "no", **options)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_flipped_bit_of_the_trunk_is_found(tmp_path):
+    out = convert(GOLDEN / "text_top3", tmp_path / "out")
+    file, index_file = out / "model.safetensors", out / "experts" / "index.json"
+    index, content = json.loads(index_file.read_text()), file.read_bytes()
+    assert index["trunk"] == [
+        {
+            "file": file.name,
+            "bytes": len(content),
+            "blake2b": hashlib.blake2b(content, digest_size=32).hexdigest(),
+        }
+    ]
+    verify(out)
+    # The lowest bit of a number: structure, and that it is finite, stay as they are.
+    ref = TensorIndex.open(out)["model.norm.weight"]
+    flipped = bytearray(content)
+    flipped[ref.offset] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors differs from what was written"):
+        verify(out)
+    file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=rf"must have {len(content)}"):
+        verify(out)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors with the trunk is missing"):
+        verify(out)
+    # An index of before the trunk was hashed opens, and its experts are verified.
+    file.write_bytes(flipped)
+    del index["trunk"]
+    index_file.write_text(json.dumps(index))
+    verify(out)
+    assert mx.isfinite(logits(out)).all().item()
+
+
+def test_the_trunk_is_hashed_shard_by_shard(tmp_path):
+    tensors = {name: Tensor("F32", (3, 5)) for name in "abc"}
+    with SafetensorsWriter(tmp_path, tensors, metadata={}, shard_bytes=100) as writer:
+        for name in tensors:
+            writer.write(name, 0, bytes(60))
+    assert len(writer.files) == 4
+    assert sorted(writer.files) == sorted(f.name for f in tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("options", ["", ", layout='safetensors', dequantize=True"])
+def test_peak_memory_is_a_few_chunks(tmp_path, options):
+    path = synthesize("qwen3.5-35b-a3b", tmp_path / "model", layers=2)
+    code = (
+        "def hwm():\n"
+        "    line = next(x for x in open('/proc/self/status') if x.startswith('VmHWM'))\n"
+        "    return int(line.split()[1]) * 1024\n"
+        "from mlx_moeflux.conversion.convert import convert\nbase = hwm()\n"
+        f"convert({str(path)!r}, {str(tmp_path / 'out')!r}{options})\nprint(hwm() - base)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 300_000_000 + 64 * 2**20 + 3 * 1_769_472

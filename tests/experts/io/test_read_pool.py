@@ -1,0 +1,58 @@
+"""Oracle: a reader that tells when its reads begin and holds them until it is told to go on."""
+
+import threading
+
+import pytest
+
+from mlx_moeflux.experts.io import read_pool
+from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
+
+
+class Held:
+    """A reader of blocks of one byte."""
+
+    name = "held"
+
+    def __init__(self):
+        self.begun, self.go = [], threading.Event()
+
+    def stored_bytes(self, layer):
+        return 1
+
+    def read(self, layer, expert, into):
+        self.begun.append(expert)
+        assert self.go.wait(30)
+        return 1
+
+
+@pytest.fixture
+def threads():
+    found = ReadPool(3)
+    yield found
+    found.close()
+
+
+def test_urgent_reads_have_begun_when_they_were_handed_over(threads, monkeypatch):
+    monkeypatch.setattr(read_pool, "_YIELDS", 10**7)
+    for count in (1, 2, 3, 5):
+        reader = Held()
+        batch = Fetch(reader, 0, [Target(e, e) for e in range(count)])
+        batch.start(threads, urgent=True)
+        assert len(batch._begun) == min(count, 3)
+        reader.go.set()
+        assert batch.wait() is None
+        assert sorted(reader.begun) == list(range(count))
+
+
+def test_nobody_waits_for_threads_that_have_other_work(threads, monkeypatch):
+    monkeypatch.setattr(read_pool, "_YIELDS", 10**9)
+    first, second = Held(), Held()
+    busy = Fetch(first, 0, [Target(e, e) for e in range(5)])
+    busy.start(threads, urgent=True)
+    batch = Fetch(second, 0, [Target(0, 0)])
+    batch.start(threads, urgent=True)
+    assert not second.begun
+    for reader in (first, second):
+        reader.go.set()
+    assert busy.wait() is None
+    assert batch.wait() is None

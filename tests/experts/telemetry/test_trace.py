@@ -1,0 +1,212 @@
+"""Oracle: what was given to the writer, and the struct module."""
+
+import json
+import struct
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.events import (
+    Chosen,
+    Evict,
+    Guess,
+    Hit,
+    Miss,
+    PrefetchDrop,
+    PrefetchEnd,
+    PrefetchStart,
+    ReadEnd,
+    ReadStart,
+    Resize,
+    both,
+)
+from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo, TraceWriter
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.experts.helpers import K, random_call
+
+INFO = TraceInfo(300, 2, (3, 5), {3: 1000, 5: 2000}, "abc", {3: 4, 5: 2}, "lru", "ahead", True)
+IDS = np.array([[0, 299], [7, 300], [5, 6]], np.uint32)
+WEIGHTS = np.array([[0.25, 0.75], [1, 0], [0.5, 0.125]], np.float32)
+EVENTS = [
+    Chosen(3, 0, IDS, WEIGHTS),
+    Hit(3, 0),
+    Hit(3, 5, prefetched=True),
+    Miss(3, 6),
+    Evict(3, 9, 1),
+    ReadStart(3, 6, 1),
+    ReadEnd(3, 6, 1, 1000, 0.5),
+    Guess(5, (7, 1)),
+    Evict(5, 3, 0),
+    PrefetchStart(5, 7, 0),
+    PrefetchStart(5, 1, 1),
+    Resize(5, 6),
+    Chosen(5, 12, IDS[:1], WEIGHTS[:1]),
+    PrefetchEnd(5, 7, 0, 2000, 0.25),
+    PrefetchDrop(5, 1, 1),
+    Miss(5, 0),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    with TraceWriter(tmp_path / "a.trace", INFO) as writer:
+        for event in EVENTS:
+            writer(event)
+    writer.close()
+    return tmp_path / "a.trace"
+
+
+def test_what_is_written_is_read(file):
+    trace = Trace.open(file)
+    assert trace.info == INFO
+    assert trace.complete
+    first, second = trace
+    assert (first.layer, first.token) == (3, 0)
+    assert (first.ids == IDS).all()
+    assert (first.weights == WEIGHTS).all()
+    assert first.guess == (7, 1)
+    assert first.prefetches == (7, 1)
+    assert (first.resized, second.resized) == (((5, 6),), ())
+    assert first.result == Result(2, 1, 1, 1000, 0.5)
+    assert (second.layer, second.token, second.dropped) == (5, 12, (1,))
+    assert second.guess is None
+    assert second.result == Result(misses=1)
+    assert 0 < first.nanoseconds <= second.nanoseconds
+    assert trace.recorded() == Result(2, 1, 2, 1000, 0.5)
+    assert trace.tokens == 3
+
+
+def test_the_file_is_what_the_document_says(file):
+    header, _, rest = file.read_bytes().partition(b"\n")
+    assert json.loads(header)["format"] == "mlx_moeflux.trace"
+    kind, k, layer, n, token, _ = struct.unpack_from("<cBHIQQ", rest)
+    assert (kind, k, layer, n, token) == (b"C", 2, 3, 3, 0)
+    assert struct.unpack_from("<6H", rest, 24) == (0, 299, 7, 300, 5, 6)
+    assert struct.unpack_from("<6e", rest, 36) == (0.25, 0.75, 1, 0, 0.5, 0.125)
+    assert struct.unpack_from("<cxHIIIQd", rest, 48) == (b"R", 3, 2, 1, 1, 1000, 0.5)
+    assert struct.unpack_from("<cBH2H", rest, 80) == (b"G", 2, 5, 7, 1)
+    assert struct.unpack_from("<cxHH", rest, 88) == (b"P", 5, 7)
+    assert struct.unpack_from("<cxHI", rest, 100) == (b"S", 5, 6)
+    assert rest[-1:] == b"E"
+
+
+def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(file, tmp_path):
+    data = file.read_bytes()
+    start = data.index(b"\n") + 1
+    counts = []
+    for end in range(start, len(data)):
+        (tmp_path / "cut").write_bytes(data[:end])
+        trace = Trace.open(tmp_path / "cut")
+        assert not trace.complete
+        counts.append(len(trace))
+    assert counts == sorted(counts)
+    assert set(counts) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h, r: b"", "is not a trace"),
+        (lambda h, r: h, "is not a trace"),
+        (lambda h, r: b"{}\n" + r, "is not a trace"),
+        (lambda h, r: b"[1]\n" + r, "is not a trace"),
+        (lambda h, r: h.replace(b'"layers":[3,5],', b"") + b"\n" + r, "is not a trace"),
+        (lambda h, r: h.replace(b'"version":1', b'"version":9') + b"\n" + r, "version 9"),
+        (lambda h, r: h + b"\nZ" + r, "kind b'Z'"),
+        (lambda h, r: h + b"\n" + r[48:], "does not begin with a call"),
+        (lambda h, r: h.replace(b'"num_experts":300', b'"num_experts":30') + b"\n" + r, "of 30"),
+        (lambda h, r: h + b"\n" + r[:2] + b"\x09\x00" + r[4:], "layer 9"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(file, change, words):
+    header, _, rest = file.read_bytes().partition(b"\n")
+    file.write_bytes(change(header, rest))
+    with pytest.raises(InputError) as caught:
+        Trace.open(file)
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_opened(tmp_path):
+    with pytest.raises(InputError, match="nowhere"):
+        Trace.open(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="cannot be written"):
+        TraceWriter(tmp_path / "no" / "folder", INFO)
+
+
+def test_a_model_traces_itself_and_keeps_its_listener(tmp_path):
+    seen = []
+    with load_model(BUNDLED_MODEL, expert_memory="25%", events=seen.append) as model:
+        with model.trace(tmp_path / "x"):
+            mx.eval(model(mx.array([[1, 2, 3]])))
+        traced = len(seen)
+        mx.eval(model(mx.array([[4]])))
+        stats = model.store.stats().total
+        identity = model.identity
+    trace = Trace.open(tmp_path / "x")
+    assert trace.info.model == identity
+    assert trace.info.cold
+    assert trace.info.slots == dict.fromkeys(range(6), 8)
+    assert trace.info.eviction == "lfu"
+    chosen = [e for e in seen[:traced] if isinstance(e, Chosen)]
+    assert len(seen) > traced
+    assert len(trace) == len(chosen) == 6
+    for call, event in zip(trace, chosen, strict=True):
+        assert (call.ids == event.ids).all()
+        assert np.abs(call.weights - event.weights).max() <= 2**-11
+    assert trace.recorded().misses < stats.misses
+
+
+def test_a_resident_model_is_traced_too(tmp_path):
+    with load_model(BUNDLED_MODEL) as model, model.trace(tmp_path / "x"):
+        mx.eval(model(mx.array([[1, 2, 3]])))
+    trace = Trace.open(tmp_path / "x")
+    assert trace.info.slots is None
+    assert trace.info.block_bytes == dict.fromkeys(range(6), 27648)
+    assert len(trace) == 6
+
+
+def test_a_store_without_events_is_refused(tmp_path):
+    with pytest.raises(InputError, match="ExpertStore has no events"):
+        TraceInfo.of(ExpertStore(), experts_per_token=2)
+
+
+def test_a_warm_store_says_so(tmp_path, open_store):
+    store = open_store()
+    assert TraceInfo.of(store, experts_per_token=K).cold
+    store.experts(3, *random_call(1))
+    assert not TraceInfo.of(store, experts_per_token=K).cold
+
+
+def test_both_listeners_hear_everything():
+    a, b = [], []
+    hook = both(a.append, b.append)
+    hook(EVENTS[1])
+    assert a == b == [EVENTS[1]]
+    assert both(None, hook) is hook
+
+
+@pytest.mark.slow
+def test_recording_costs_less_than_a_fiftieth(tmp_path):
+    """Decode steps without and with the writer in turn; the median difference of neighbours, which
+    a machine that is busy with other things changes least."""
+    with load_model(BUNDLED_MODEL, expert_memory="25%") as model:
+        tokens = np.random.default_rng(0).integers(0, 4096, (2000, 1, 1))
+        seconds = []
+        cache = model.make_cache()
+        info = TraceInfo.of(model.store, experts_per_token=4)
+        with TraceWriter(tmp_path / "x", info) as writer:
+            for i, token in enumerate(tokens):
+                model.store.events = writer if i % 2 else None
+                start = time.perf_counter()
+                mx.eval(model(mx.array(token), cache))
+                seconds.append(time.perf_counter() - start)
+    without, with_writer = np.array(seconds).reshape(-1, 2).T
+    cost, step = np.median(with_writer - without), np.median(without)
+    print(f"{1e6 * cost:.0f} us of {1e3 * step:.3f} ms")  # noqa: T201
+    assert cost <= 0.02 * step

@@ -1,0 +1,129 @@
+"""Oracle: a store of one's own that defines only `experts` is asked for every token."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.experts.telemetry.events import Chosen
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+
+PROMPT, STEPS, BATCH = 9, 3, 2
+
+
+class Counting:
+    """Mixed into a store: counts the tokens of each layer."""
+
+    def experts(self, layer, x, ids, weights, **options):
+        self.asked[layer] = self.asked.get(layer, 0) + x.shape[0]
+        return super().experts(layer, x, ids, weights, **options)
+
+
+class OwnStreamed(StreamedStore):
+    def experts(self, layer, x, ids, weights, **options):
+        self.asked[layer] = self.asked.get(layer, 0) + x.shape[0]
+        return super().experts(layer, x, ids, weights, **options)
+
+
+class OwnResident(ResidentStore):
+    def experts(self, layer, x, ids, weights):
+        self.asked[layer] = self.asked.get(layer, 0) + x.shape[0]
+        return super().experts(layer, x, ids, weights)
+
+
+class MixedIn(Counting, StreamedStore):
+    pass
+
+
+class Bare(ExpertStore):
+    def __init__(self, inner):
+        self.inner, self.layers, self.num_experts = inner, inner.layers, inner.num_experts
+        self._stats = ExpertStats(self.layers)
+
+    def experts(self, layer, x, ids, weights):
+        self.asked[layer] = self.asked.get(layer, 0) + x.shape[0]
+        self._stats.layers[layer].tokens += x.shape[0]
+        return self.inner.experts(layer, x, ids, weights)
+
+    def stats(self):
+        return self._stats
+
+
+def run(model, tokens, *, traced):
+    """A prompt and some steps of one sequence, then of two."""
+    model.compile_steps, outputs = traced, []
+    for rows in (tokens[:1], tokens):
+        cache = model.make_cache()
+        outputs.append(model(rows[:, :PROMPT], cache))
+        for i in range(PROMPT, PROMPT + STEPS):
+            outputs.append(model(rows[:, i : i + 1], cache))
+            mx.eval(outputs[-1])
+            model.start_eval()
+    return outputs
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        (OwnStreamed, "40%"),
+        (OwnStreamed, "all slots"),
+        (MixedIn, "40%"),
+        (OwnResident, "auto"),
+        (Bare, "auto"),
+        (Bare, "40%"),
+    ],
+)
+def test_every_token_goes_through_experts(kind, memory, traced):
+    options = {"dtype": mx.float32, "kernels": "reference"}
+    tokens = mx.array(np.random.default_rng(4).integers(0, 4096, (BATCH, PROMPT + STEPS)))
+    budget = "40%" if memory == "all slots" else memory
+    with load_model(BUNDLED_MODEL, expert_memory=budget, **options) as model:
+        expected = run(model, tokens, traced=False)
+        store = model.store
+        if kind is Bare:
+            store = Bare(store)
+        else:
+            if memory == "all slots":
+                store.resize_all(dict.fromkeys(store.layers, store.num_experts))
+                store.preload()
+                assert store.stays_on_device
+            store.__class__ = kind
+        store.asked = {}
+        store.stats().reset()
+        model.set_store(store)
+        found = run(model, tokens, traced=traced)
+        every = dict.fromkeys(store.layers, (1 + BATCH) * (PROMPT + STEPS))
+        assert store.asked == every
+        assert {i: stats.tokens for i, stats in store.stats().layers.items()} == every
+        assert all(mx.array_equal(a, b).item() for a, b in zip(found, expected, strict=True))
+        if kind is Bare:
+            with pytest.raises(InputError, match="Bare has no events"):
+                store.events = print
+            return
+        told = []
+        store.events = lambda event: told.append(event) if isinstance(event, Chosen) else None
+        store.asked.clear()
+        run(model, tokens, traced=traced)
+        assert store.asked == every
+        assert len(told) == 2 * (1 + STEPS) * len(store.layers)
+
+
+def test_a_store_may_keep_its_ways_past_experts():
+    class Still(ResidentStore):
+        stays_on_device = True
+
+        def experts(self, layer, x, ids, weights):
+            return super().experts(layer, x, ids, weights)
+
+    class Idle(StreamedStore):
+        pass
+
+    assert Still.stays_on_device is True
+    assert Still.whole is ExpertStore.whole
+    assert Idle.whole is StreamedStore.whole
+    assert OwnStreamed.stays_on_device is False

@@ -1,0 +1,400 @@
+"""Oracle: every prompt alone. Who joins, leaves or pads beside it changes no token, and where
+prompts are read one at a time no bit."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
+from mlx_moeflux.generation import batch
+from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill
+from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.generation.sampling import make_logits_processors
+from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits
+
+CHUNK = 16
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    with model_of(request.param, tmp_path_factory.mktemp(request.param)) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    with model_of("hybrid", tmp_path_factory.mktemp("hybrid")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """(prompt seed, length) -> what it continues with: tokens and logprobs of 12 steps."""
+    known = {}
+
+    def reply(seed, length):
+        if (seed, length) not in known:
+            prompt = prompt_of(seed, length)
+            steps = generate_step(mx.array(prompt), model, max_tokens=12, prefill_step_size=CHUNK)
+            known[seed, length] = [(token, np.array(logprobs)) for token, logprobs in steps]
+        return known[seed, length]
+
+    return reply
+
+
+def prompt_of(seed, length):
+    return np.random.default_rng([seed, length]).integers(0, VOCABULARY, length).tolist()
+
+
+def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
+    """Random prompts that join and leave at random steps, held against their lone replies: bit for
+    bit unless `close` is given."""
+    draw = random.Random(seed)
+    generator = BatchGenerator(
+        model,
+        completion_batch_size=draw.randint(max(1, prefill_batch_size), 6),
+        prefill_batch_size=prefill_batch_size,
+        prefill_step_size=CHUNK,
+        keep_states=draw.random() < 0.3,
+        kv_pool_bytes=draw.choice([None, 200_000, 1_000_000]),
+    )
+    names, heard, removed = {}, {}, set()
+    left = draw.randint(2, 7)
+    while left or len(generator):
+        while left and draw.random() < 0.4:
+            name, limit = (draw.randint(0, 5), draw.choice([1, 2, 5, 15, 16, 17, 40])), 0
+            limit = draw.randint(1, 12)
+            (uid,) = generator.insert([prompt_of(*name)], [limit])
+            names[uid], heard[uid] = (name, limit), []
+            left -= 1
+        if heard and draw.random() < 0.1:
+            gone = draw.choice(list(heard))
+            generator.remove([gone])
+            removed.add(gone)
+        for reply in generator.next():
+            assert reply.uid not in removed
+            heard[reply.uid].append((reply.token, reply.logprobs))
+            ended = len(heard[reply.uid]) == names[reply.uid][1]
+            assert (reply.finish_reason == "length") == ended
+            if ended and generator.keep_states:
+                (_, length), limit = names[reply.uid]
+                assert reply.prompt_cache.position == length + limit
+    assert generator.nbytes == 0
+    generator.close()
+    for uid, got in heard.items():
+        name, limit = names[uid]
+        expected = alone(*name)[:limit]
+        assert uid in removed or len(got) == limit
+        for (token, logprobs), (right, exact) in zip(got, expected, strict=False):
+            assert token == right
+            apart = np.abs(np.array(logprobs) - exact).max()
+            assert apart <= close if close else same_bits(logprobs, exact)
+
+
+@pytest.mark.parametrize("prefill_batch_size", [1, 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+def test_batch_is_single(model, alone, seed, prefill_batch_size):
+    run_schedule(model, alone, seed, prefill_batch_size=prefill_batch_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill_batch_size", [1, 3])
+def test_batch_is_single_on_many_schedules(model, alone, prefill_batch_size):
+    for seed in range(100, 150):
+        run_schedule(model, alone, seed, prefill_batch_size=prefill_batch_size)
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Prompts that are read together are padded, as on GPUs."""
+
+    def begin(model, sequences, cache):
+        return (PaddedPrefill if len(sequences) > 1 else Prefill)(model, sequences, cache)
+
+    monkeypatch.setattr(batch, "begin", begin)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))]
+)
+def test_prompts_that_are_padded_get_the_same_tokens(model, alone, seed, padded):
+    """Attention and delta rule take other forms then: rounding differs."""
+    run_schedule(model, alone, seed, prefill_batch_size=3, close=1e-4)
+
+
+def test_an_expert_is_read_once_a_step(hybrid):
+    """Two equal sequences cost the reads of one."""
+    reads = []
+    for count in (1, 2):
+        with BatchGenerator(hybrid, prefill_batch_size=2) as generator:
+            generator.insert([prompt_of(1, 7)] * count, [6] * count)
+            generator.next()
+            before = hybrid.store.stats().total.lookups
+            while generator.next():
+                pass
+            reads.append(hybrid.store.stats().total.lookups - before)
+    assert reads[0] == reads[1] > 0
+
+
+def test_prompts_read_together_share_a_sweep(hybrid):
+    prompts = [prompt_of(seed, 30) for seed in range(4)]
+    read = []
+    for together in (1, 4):
+        with BatchGenerator(
+            hybrid, completion_batch_size=4, prefill_batch_size=together
+        ) as generator:
+            generator.insert(prompts, [1] * 4)
+            before = hybrid.store.stats().total.bytes_read
+            while generator.next():
+                pass
+            read.append(hybrid.store.stats().total.bytes_read - before)
+    # A quarter of the sweeps.
+    assert read[1] < 0.4 * read[0]
+
+
+@pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.slow), 6, 1000])
+def test_prompts_read_together_have_the_bits_of_each_alone(model, cut, monkeypatch):
+    """Logits and states, through every kind of mixer; within a call mixers go on in chunks."""
+    monkeypatch.setattr(model, "prefill_chunk", cut)
+    prompts = [mx.array(prompt_of(seed, n)) for seed, n in ((1, 13), (2, 1), (3, 5), (4, 28))]
+    states, others = ([model.make_cache() for _ in prompts] for _ in range(2))
+    for i, state in enumerate(states + others):
+        mx.eval(model(mx.array([prompt_of(i % 4, 1 + i % 4)]), state))
+    logits = model.read_together(prompts, states)
+    for i, prompt in enumerate(prompts):
+        assert same_bits(logits[i], model(prompt[None], others[i], last_only=True)[0, -1])
+        kept, right = (state.snapshot().entries for state in (states[i], others[i]))
+        for one, other in zip(kept, right, strict=True):
+            assert one.columns == other.columns
+            for a, b in zip(one.fields, other.fields, strict=True):
+                assert same_bits(getattr(one, a), getattr(other, b))
+
+
+def test_prompts_that_fail_together_leave_all_their_states(hybrid, monkeypatch):
+    states = [hybrid.make_cache() for _ in range(3)]
+    for i, state in enumerate(states):
+        mx.eval(hybrid(mx.array([prompt_of(i, 4 + i)]), state))
+    original, calls = type(hybrid.store).experts, []
+
+    def failing(self, *arguments, **options):
+        calls.append(0)
+        if len(calls) == 2:
+            raise ExpertFileError("pulled out")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(type(hybrid.store), "experts", failing)
+    with pytest.raises(ExpertFileError, match="pulled out"):
+        hybrid.read_together([mx.array(prompt_of(i, 9)) for i in range(3)], states)
+    assert [state.position for state in states] == [4, 5, 6]
+
+
+def test_each_sequence_has_its_own_sampler_and_processors(hybrid):
+    prompts = [prompt_of(seed, 9) for seed in range(3)]
+    processors = [None, make_logits_processors(repetition_penalty=1.7), []]
+    samplers = [None, None, lambda logprobs: mx.argmin(logprobs, axis=-1)]
+    for keep in (False, True):
+        with BatchGenerator(hybrid, max_tokens=8, keep_states=keep) as generator:
+            uids = generator.insert(prompts, samplers=samplers, logits_processors=processors)
+            got = {uid: [] for uid in uids}
+            while replies := generator.next():
+                for reply in replies:
+                    got[reply.uid].append(reply.token)
+        for i, uid in enumerate(uids):
+            steps = generate_step(
+                mx.array(prompts[i]),
+                hybrid,
+                max_tokens=8,
+                sampler=samplers[i],
+                logits_processors=processors[i] or (),
+            )
+            assert got[uid] == [token for token, _ in steps]
+
+
+def test_the_bare_step_gives_each_sequence_its_logits(model):
+    prompts = {name: prompt_of(i, 3 + 4 * i) for i, name in enumerate("abc")}
+    batch, states = Batch(model), {}
+    for name, prompt in prompts.items():
+        state = model.make_cache()
+        mx.eval(model(mx.array([prompt]), state))
+        states[name] = state.snapshot()
+        batch.join([name], state)
+    assert batch.names == list("abc")
+    with pytest.raises(InputError, match="in the batch already"):
+        batch.join(["a"], model.make_cache())
+    with pytest.raises(InputError, match=r"shape \[2\], expected \[3\]"):
+        batch.step(mx.array([1, 2]))
+    logits = batch.step(mx.array([5, 6, 7]))
+    batch.evaluate(logits)
+    batch.leave(["b"])
+    again = batch.step(mx.array([8, 9]))
+    batch.evaluate(again)
+    for name, tokens, rows in (("a", [5, 8], [0, 0]), ("c", [7, 9], [2, 1])):
+        state = model.make_cache()
+        state.restore(states[name])
+        for token, row, got in zip(tokens, rows, (logits, again), strict=True):
+            assert same_bits(got[row], model(mx.array([[token]]), state)[0, -1])
+        other = batch.state(name)
+        assert other.position == state.position
+        probe = mx.array([[3]])
+        assert same_bits(model(probe, other), model(probe, state))
+    with pytest.raises(InputError, match="b is not in the batch"):
+        batch.state("b")
+    batch.leave(["a", "c"])
+    assert len(batch) == batch.nbytes == 0
+
+
+def test_replies_go_on_from_states_that_stay_as_they_are(hybrid):
+    prompts = [prompt_of(seed, 6 + seed) for seed in range(3)]
+    first = run(hybrid, prompts, keep=True)
+    more = [[1, 2, 3], [4], [5, 6]]
+    kept = [state.snapshot() for _, state in first]
+    for _ in range(2):
+        second = run(hybrid, more, caches=[state for _, state in first], keep=False)
+        for prompt, (ids, _), extra, (got, _) in zip(prompts, first, more, second, strict=True):
+            steps = generate_step(mx.array(prompt + ids + extra), hybrid, max_tokens=4)
+            assert got == [token for token, _ in steps]
+    for (_, state), before in zip(first, kept, strict=True):
+        assert state.position == before.position
+
+
+def run(model, prompts, *, caches=None, keep):
+    with BatchGenerator(model, max_tokens=4, keep_states=keep) as generator:
+        uids = generator.insert(prompts, caches=caches)
+        ids, states = {uid: [] for uid in uids}, {}
+        while replies := generator.next():
+            for reply in replies:
+                ids[reply.uid].append(reply.token)
+                states[reply.uid] = reply.prompt_cache
+    return [(ids[uid], states[uid]) for uid in uids]
+
+
+@pytest.mark.parametrize("way", ["apart", "padded"])
+def test_removed_wherever_they_are(hybrid, way, request):
+    if way == "padded":
+        request.getfixturevalue(way)
+    prompts = [prompt_of(seed, 40) for seed in range(5)]
+    with BatchGenerator(
+        hybrid, max_tokens=9, completion_batch_size=2, prefill_step_size=CHUNK, prefill_batch_size=2
+    ) as generator:
+        uids = generator.insert(prompts)
+        generator.remove(uids[4:])
+        assert len(generator) == 4
+        generator.next()
+        states = generator.remove(uids[:1], return_prompt_caches=True)
+        assert states[uids[0]].position == 40
+        generator.insert([prompts[0]])
+        generator.next()  # some are half read now
+        generator.remove([uids[2]])
+        heard = set()
+        while replies := generator.next():
+            heard |= {reply.uid for reply in replies}
+    assert heard == {uids[1], uids[3], 5}
+
+
+def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):
+    with BatchGenerator(hybrid) as generator:
+        for arguments, match in (
+            (([[]],), "prompt 0 is empty"),
+            (([[101]],), "101"),
+            (([[1]], [0]), "max_tokens"),
+            (([[1]], [1, 2]), "max_tokens has 2 entries for 1 prompts"),
+        ):
+            with pytest.raises(InputError, match=match):
+                generator.insert(*arguments)
+        with pytest.raises(CacheError, match="1 more than the context has room for"):
+            generator.insert([[1], [1] * 513])
+        assert len(generator) == 0
+        (uid,) = generator.insert([[1] * 511], [9])
+        count = 0
+        while replies := generator.next():
+            count += len(replies)
+        assert (uid, count) == (0, 2)
+    with pytest.raises(InputError, match="closed"):
+        generator.next()
+    with pytest.raises(InputError, match="completion_batch_size"):
+        BatchGenerator(hybrid, completion_batch_size=0)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("prefill_batch_size", "way"), [(1, "apart"), (3, "apart"), (3, "padded")])
+def test_after_errors_it_goes_on_as_if_they_had_not_been(
+    hybrid, monkeypatch, prefill_batch_size, way, keep, request
+):
+    if way == "padded":
+        request.getfixturevalue(way)
+    prompts = [prompt_of(seed, 9 + 7 * seed) for seed in range(5)]
+    expected = [
+        [token for token, _ in generate_step(mx.array(p), hybrid, max_tokens=6)] for p in prompts
+    ]
+    draw, original = random.Random(4), type(hybrid.store).experts
+
+    def failing(self, *arguments, **options):
+        if draw.random() < 0.1:
+            raise draw.choice([ExpertFileError("pulled out"), KeyboardInterrupt()])
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(type(hybrid.store), "experts", failing)
+    failures = 0
+    with BatchGenerator(
+        hybrid,
+        max_tokens=6,
+        completion_batch_size=3,
+        prefill_batch_size=prefill_batch_size,
+        prefill_step_size=CHUNK,
+        keep_states=keep,
+    ) as generator:
+        uids = generator.insert(prompts)
+        got = {uid: [] for uid in uids}
+        while len(generator):
+            try:
+                for one in generator.next():
+                    got[one.uid].append(one.token)
+            except (ExpertFileError, KeyboardInterrupt):
+                failures += 1
+    assert failures > 3
+    assert [got[uid] for uid in uids] == expected
+
+
+def test_warm_up_leaves_nothing_behind(hybrid):
+    with BatchGenerator(hybrid, completion_batch_size=4) as generator:
+        generator.warm_up(5)
+        assert len(generator) == generator.nbytes == 0
+        (uid,) = generator.insert([prompt_of(1, 5)], [1])
+        assert [reply.uid for reply in generator.next()] == [uid] == [0]
+
+
+# The store remembers the last few outputs that read its bank. A state of one token has 278 kB.
+SLACK = 8192
+
+
+def joins_and_leaves(model, count):
+    draw = random.Random(1)
+    with BatchGenerator(model, completion_batch_size=4) as generator:
+        for i in range(count):
+            generator.insert([prompt_of(i % 7, 1 + i % 5)], [draw.randint(1, 3)])
+            if i % 3 == 0:
+                generator.next()
+            if i % 10 == 0:
+                generator.remove([draw.randrange(i + 1)])
+        while generator.next():
+            pass
+        assert generator.nbytes == len(generator) == 0
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def test_nothing_is_left_after_joins_and_leaves(hybrid):
+    before = joins_and_leaves(hybrid, 20)
+    assert joins_and_leaves(hybrid, 100) <= before + SLACK
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
+    before = joins_and_leaves(hybrid, 20)
+    assert joins_and_leaves(hybrid, 10_000) <= before + SLACK

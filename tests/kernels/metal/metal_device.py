@@ -1,0 +1,92 @@
+"""Apple's back end without a Mac: whatever the package asks before and around a launch is asked as
+on Metal, and launches are emulated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.experts.io.read_pool import ReadPool
+from mlx_moeflux.kernels import selfcheck
+from mlx_moeflux.kernels.runtime.metal import Launcher, MetalBackend, MetalKernel, set_backend
+from tests.kernels.experts import BETWEEN
+from tests.kernels.harness import require_emulator
+from tests.kernels.metal.emulator import Emulator
+
+
+class MetalDevice(MetalBackend):
+    """Launches in the emulator what :class:`MetalBackend` launches on Apple's GPUs.
+
+    A launch on arrays of a trace returns unevaluated arrays that depend on them: the emulator needs
+    values, and MLX has no operation that calls Python when it is evaluated. Floats are zero then.
+    Integers count along the last axis, because a router must choose different experts.
+
+    emulator: What runs the other launches. traced: Names of the kernels launched in a trace.
+    """
+
+    emulator: Emulator
+    traced: list[str]
+
+    def build(self, kernel: MetalKernel) -> Launcher:
+        run = self.emulator.build(kernel)
+        return functools.partial(_launch, kernel.name, self.traced, run)
+
+
+def _launch(
+    name: str,
+    traced: list[str],
+    run: Launcher,
+    *,
+    inputs: Sequence[mx.array],
+    output_shapes: Sequence[Sequence[int]],
+    output_dtypes: Sequence[mx.Dtype],
+    **options: Any,
+) -> list[mx.array]:
+    if not are_traced(inputs):
+        shapes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
+        return run(inputs=inputs, **shapes, **options)
+    traced.append(name)
+    blank = [_blank(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+    return mx.depends(blank, list(inputs))
+
+
+def _blank(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    if mx.issubdtype(dtype, mx.floating) or not shape:
+        return mx.zeros(shape, dtype)
+    return mx.broadcast_to(mx.arange(shape[-1]).astype(dtype), shape)
+
+
+def are_traced(arrays: Sequence[mx.array]) -> bool:
+    """Whether any of these arrays stands for a value that a trace has not got."""
+    try:
+        mx.eval(*arrays)
+    except ValueError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def on_metal(cache: Path) -> Iterator[MetalDevice]:
+    """Run as on a Mac whose kernels nobody has checked yet, except that stock operations stay on
+    the CPU and nothing is read in the background. cache: An empty folder for verdicts."""
+    require_emulator()
+    device = MetalDevice()
+    device.emulator = Emulator(schedules=Emulator.FIRST, partly_written=BETWEEN)
+    device.traced = []
+    before = set_backend(device)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+            patch.setenv("MOEFLUX_CACHE_DIR", str(cache))
+            patch.setattr(selfcheck, "_verdicts", {})
+            # Graphs of streamed steps are built while blocks come, and the emulator runs at once.
+            patch.setattr(ReadPool, "submit", lambda threads, job: job())
+            yield device
+    finally:
+        set_backend(before)

@@ -1,0 +1,93 @@
+"""Oracle: the cases of every kernel. A mutation that none of them finds is a missing test."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from mlx_moeflux.kernels.runtime import source
+from tests.kernels.cases import equivalent, kernels, variants
+from tests.kernels.harness import require, require_emulator, scratch_kernel
+from tests.kernels.metal import lint
+from tests.kernels.metal.mutations import mutations, run
+
+FILES = sorted({file for kernel in kernels().values() for file in source.files(kernel.file)})
+_SPACE = re.compile(r"\b(device|threadgroup|thread|constant)(?= (?:const )?[\w:<>, ]+[*&])")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_every_mutation_is_found(file):
+    require_emulator()
+    survivors = [what for what, found in run(file) if found is None]
+    known = equivalent(file)
+    unknown = sorted(set(survivors) - set(known))
+    assert not unknown, "\n".join(["nothing finds", *unknown])
+    found = sorted(set(known) - set(survivors))
+    assert not found, "\n".join(["found now, take it off the list:", *found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_every_wrong_address_space_is_found(file):
+    """By one of the file's kernels: one that has no use for a pointer gives a null pointer."""
+    require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    own = {d.text for d in source.definitions(file, cuda=False)}
+    found: dict[str, bool] = {}
+    for kernel in (k for k in kernels().values() if file in source.files(k.file)):
+        variant = variants(kernel.name)[0]
+        for match in _SPACE.finditer(variant.header):
+            line, column = _line(variant.header, match)
+            if not any(line in text for text in own):
+                continue
+            other = "threadgroup" if match[1] != "threadgroup" else "device"
+            what = f"{match[1]} -> {other} at {column}: {line}"
+            if found.get(what):
+                continue
+            header = variant.header[: match.start()] + other + variant.header[match.end() :]
+            found[what] = bool(lint.compile_errors(replace(variant, header=header)))
+    survivors = sorted(what for what, seen in found.items() if not seen)
+    assert not survivors, "\n".join(["nothing finds", *survivors])
+
+
+def _line(text, match):
+    """The line around a match, and where in it."""
+    start = text.rfind("\n", 0, match.start()) + 1
+    return text[start:].partition("\n")[0], match.start() - start
+
+
+def test_every_class_of_mutation_is_made():
+    kernel = scratch_kernel(
+        "mutated",
+        inputs=("x", "y"),
+        outputs=("z",),
+        body="""
+        threadgroup float s[64];
+        uint i = thread_index_in_threadgroup;
+        if (i < 60) {
+          s[i] = x[i];
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        tile_a<float> a;
+        load_a(a, s, 8, i);
+        z[row * 8 + col] = metal::fma(x[i], y[i], s[i]);
+        """,
+    )
+    made = mutations("common.metal", [kernel])
+    names = [m.name for m in made]
+    for wanted in (
+        "scratch_mutated: missing barrier threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "scratch_mutated: unwritten s[i] = x[i];",
+        "scratch_mutated: unwritten z[row * 8 + col] = metal::fma(x[i], y[i], s[i]);",
+        "scratch_mutated: off by one if (i < 60) -> <=",
+        "scratch_mutated: off by one if (i < 60) -> + 1 <",
+        "scratch_mutated: transposed row * 8 + col -> col * 8 + row",
+        "scratch_mutated: transposed load_a(a, s, 8, i) ->load_a_t(",
+        "scratch_mutated: swapped arguments 2 and 3 of load_a: s, 8",
+        "scratch_mutated: swapped arguments 1 and 2 of metal::fma: x[i], y[i]",
+    ):
+        assert wanted in names, (wanted, names)
+    assert len(set(names)) == len(names)
+    assert all(m.old != m.new for m in made)

@@ -1,0 +1,400 @@
+"""The fused experts against loops in float64, and bit for bit against themselves cut otherwise."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.moe import expert_mix as module
+from mlx_moeflux.kernels.moe import expert_tiles
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.moe.expert_mix import (
+    ABSENT,
+    expert_mix,
+    expert_mix_grouped,
+    expert_mix_pairs,
+    pair_bytes,
+)
+from mlx_moeflux.kernels.moe.expert_rows import expert_mix_rows
+from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
+from tests.kernels.harness import Case, emulated, error, launched, patched
+
+IMPLEMENTATIONS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
+
+# tokens, K, slots, C, F, bits, group, dtype, bits of down
+SIZES = [
+    (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
+    (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
+    (2, 12, 17, 64, 192, 8, 64, mx.float16, 4),
+    (2, 1, 3, 256, 128, 2, 128, mx.bfloat16, None),
+    (16, 2, 4, 32, 96, 0, 32, mx.float32, None),
+    (1, 5, 7, 160, 32, 0, 32, mx.bfloat16, 8),
+    (17, 3, 5, 96, 64, 4, 32, mx.float32, None),
+    (40, 1, 2, 128, 96, 4, 32, mx.bfloat16, None),
+    (21, 16, 19, 64, 160, 8, 32, mx.bfloat16, 4),
+    (33, 2, 9, 128, 128, 2, 64, mx.float16, None),
+    (18, 3, 4, 32, 32, 0, 32, mx.bfloat16, 8),
+    (70, 3, 3, 64, 96, 0, 32, mx.float32, None),
+    (2, 2, 3, 6176, 64, 4, 32, mx.bfloat16, None),
+    (2, 2, 3, 6144, 256, 4, 32, mx.bfloat16, None),
+]
+
+
+def form_of(sizes):
+    """The form for few tokens or the other."""
+    return expert_mix_pairs if sizes[0] <= 16 else expert_mix_grouped
+
+
+def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
+    rng = np.random.default_rng(tokens + C)
+    bank = random_bank(slots=slots, C=C, F=F, bits=bits, group=group, dtype=dtype, down=down)
+    x = random_array(rng, (tokens, C), dtype)
+    return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:7])))
+@pytest.mark.parametrize("absent", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
+def test_agrees_with_float64(whole_device, sizes, absent):
+    x, slots, weights, bank = case(*sizes, absent=absent)
+    initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+    y = form_of(sizes)(x, slots, weights, bank, initial=initial)
+    truth = mix(x, slots, weights, bank, initial)
+    naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
+    assert y.dtype == mx.float32
+    assert error(y, truth) <= 2 * naive
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+def test_wide_experts_in_any_layout(name):
+    """Two simdgroups for each of seven experts, or one of twice the columns."""
+    sizes = 1, 7, 7, 128, 1088, 4, 64, mx.bfloat16, None
+    caches = module._inner_launch, module._outer_launch
+    with patched(module, *caches, WIDE_EXPERTS=128), emulated(name=name), launched() as names:
+        test_agrees_with_float64("emulator", sizes, 0.0)
+    assert names == ["expert_inner_wide", "expert_outer_wide"]
+
+
+def test_more_experts_than_a_threadgroup_has_room_for():
+    sizes = 2, 16, 17, 64, 192, 8, 64, mx.float16, 4
+    x, slots, weights, bank = case(*sizes)
+    with emulated(name="cuda"):
+        test_agrees_with_float64("emulator", sizes, 0.0)
+        assert expert_mix_pairs.takes(x, slots, weights, bank)
+    with emulated(name="metal"):
+        assert not expert_mix_pairs.takes(x, slots, weights, bank)
+        assert not expert_mix_rows.takes(x, slots, weights, bank)
+        assert expert_mix_grouped.takes(x, slots, weights, bank)
+        with pytest.raises(UnsupportedError, match="no room for 16 experts"):
+            expert_mix_pairs(x, slots, weights, bank)
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.3])
+def test_reference_agrees_with_float64(absent):
+    x, slots, weights, bank = case(*SIZES[1], absent=absent)
+    initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+    y = expert_mix(x, slots, weights, bank, initial=initial)
+    assert error(y, mix(x, slots, weights, bank, initial)) <= 1e-6
+
+
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], SIZES[7], SIZES[10]])
+def test_slots_change_no_bit(whole_device, sizes):
+    """Which slot holds an expert, and how many there are, is not seen in the result."""
+    x, slots, weights, bank = case(*sizes)
+    y = form_of(sizes)(x, slots, weights, bank)
+    where = np.random.default_rng(0).permutation(bank.slots + 3)[: bank.slots]
+
+    def moved(p: ProjectionBank) -> ProjectionBank:
+        def move(array):
+            if array is None:
+                return None
+            new = np.zeros((bank.slots + 3, *array.shape[1:]), np.float32)
+            if array.dtype == mx.uint32:
+                new = new.astype(np.uint32)
+            new[where] = np.array(array if array.dtype == mx.uint32 else array.astype(mx.float32))
+            return mx.array(new).astype(array.dtype)
+
+        return ProjectionBank(move(p.weight), move(p.scales), move(p.biases), p.spec)
+
+    other = ExpertBank(moved(bank.gate), moved(bank.up), moved(bank.down))
+    elsewhere = mx.array(where.astype(np.uint32))[slots]
+    assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
+
+
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9], SIZES[12]])
+def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    tokens = x.shape[0]
+    y = form_of(sizes)(x, slots, weights, bank)
+    cut = tokens // 3 + 1
+    parts = [
+        form_of(sizes)(x[part], slots[part], weights[part], bank)
+        for part in (slice(cut), slice(cut, None))
+    ]
+    assert mx.array_equal(y, mx.concatenate(parts)).item()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SIZES[1],
+        SIZES[6],
+        pytest.param(SIZES[8], marks=pytest.mark.slow),
+        pytest.param(SIZES[12], marks=pytest.mark.slow),
+        SIZES[13],
+    ],
+)
+def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    y = form_of(sizes)(x, slots, weights, bank)
+    tokens, K = slots.shape
+    first = mx.arange(K) < mx.array(np.random.default_rng(3).integers(0, K + 1, (tokens, 1)))
+    lower = mx.where(first, slots, mx.array(ABSENT, mx.uint32))
+    upper = mx.where(first, mx.array(ABSENT, mx.uint32), slots)
+    part = form_of(sizes)(x, lower, weights, bank)
+    assert mx.array_equal(y, form_of(sizes)(x, upper, weights, bank, initial=part)).item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES[6], SIZES[7], pytest.param(SIZES[9], marks=pytest.mark.slow)]
+)
+def test_every_tile_gives_the_same_bits(whole_device, sizes):
+    x, slots, weights, bank = case(*sizes)
+    tried = [
+        (
+            [tile for tile in gated if tile.fits(2, bank.layout.inner, x.dtype)],
+            [tile for tile in down if tile.fits(1, bank.layout.down, x.dtype)],
+        )
+        for gated, down in expert_tiles.TILES.values()
+    ]
+    results = [
+        expert_tiles.grouped(x, slots, weights, bank, None, tiles=tiles)
+        for gated, down in tried
+        for tiles in product(gated, down)
+    ]
+    assert len(results) >= 3
+    assert all(mx.array_equal(results[0], other).item() for other in results[1:])
+
+
+def test_tiles_suit_the_call_and_the_machine(whole_device):
+    sizes = {"slots": 4, "C": 128, "F": 64, "bits": 4, "dtype": mx.bfloat16}
+    wide = random_bank(**sizes, group=64).layout
+    narrow = random_bank(**sizes, group=32).layout
+    for pairs in (1, 4 * 12, 4 * 13, 4 * 128, 4 * 1000):
+        for layout in (wide, narrow):
+            for dtype in (mx.float32, mx.bfloat16):
+                gated, down = expert_tiles.tiles_for(pairs, 4, layout, dtype)
+                assert gated.BM == down.BM
+                assert gated.fits(2, layout.inner, dtype)
+                assert down.fits(1, layout.down, dtype)
+    many = [expert_tiles.tiles_for(4 * n, 4, wide, mx.bfloat16)[0].BM for n in (1, 20, 100)]
+    assert many == [16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "slots", "absent"),
+    [(1, 1, 1, 0.0), (300, 3, 5, 0.2), (17, 16, 512, 0.0), (40, 2, 600, 0.5), (9, 4, 4, 1.0)],
+)
+def test_lists_of_pairs(whole_device, tokens, K, slots, absent):
+    chosen, _ = random_route(
+        np.random.default_rng(tokens), tokens=tokens, K=K, slots=slots, absent=absent
+    )
+    order, offsets = (np.array(a) for a in expert_tiles.list_pairs(chosen, slots))
+    flat = np.array(chosen).reshape(-1)
+    expected = [np.flatnonzero(flat == s) for s in range(slots)]
+    assert offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+    assert order[: offsets[-1]].tolist() == np.concatenate(expected).tolist()
+
+    rows = 16
+    tiles = np.array(expert_tiles.list_tiles(mx.array(offsets), flat.size, rows)).tolist()
+    wanted = [
+        [s, int(offsets[s]) + i] for s in range(slots) for i in range(0, len(expected[s]), rows)
+    ]
+    assert tiles[: len(wanted)] == wanted
+    assert all(tile == [ABSENT, 0] for tile in tiles[len(wanted) :])
+
+
+@pytest.mark.parametrize("form", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("none", [ABSENT, 3])
+def test_nobody_chosen(whole_device, form, none):
+    x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None)
+    slots = mx.full(slots.shape, none, mx.uint32)
+    y = form(x, slots, weights, bank)
+    assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
+    assert mx.array_equal(y, expert_mix(x, slots, weights, bank)).item()
+
+
+def test_wrong_arguments():
+    x, slots, weights, bank = case(*SIZES[1])
+    for form, bad in product(
+        IMPLEMENTATIONS.values(),
+        (
+            (x[:, :64], slots, weights),
+            (x[:2], slots, weights),
+            (x, slots.astype(mx.int32), weights),
+            (x, slots, weights[:, :2]),
+            (x.astype(mx.int32), slots, weights),
+            (x, mx.zeros((3, 17), mx.uint32), mx.zeros((3, 17))),
+        ),
+    ):
+        with pytest.raises(ShapeError):
+            form(*bad, bank)
+    with pytest.raises(ShapeError, match="initial"):
+        expert_mix_pairs(x, slots, weights, bank, initial=x[:1])
+    three = random_bank(slots=2, C=96, F=64, bits=3, group=32, dtype=mx.float32)
+    with pytest.raises(UnsupportedError, match="affine"):
+        expert_mix_grouped(x, slots, weights, three)
+    eight = random_bank(slots=5, C=96, F=64, bits=8, group=32, dtype=mx.float32)
+    assert not any(form.takes(x, slots, weights, three) for form in IMPLEMENTATIONS.values())
+    assert all(form.takes(x, slots, weights, bank) for form in IMPLEMENTATIONS.values())
+    with pytest.raises(UnsupportedError, match="gate and up"):
+        expert_mix_pairs(x, slots, weights, ExpertBank(eight.gate, bank.up, bank.down))
+
+
+def test_scratch_is_what_the_launches_allocate():
+    *_, bank = case(*SIZES[7])
+    assert pair_bytes(bank, mx.bfloat16) == 2 * (128 + 96) + 16
+
+
+def mixed(sizes, *, absent=0.0, tile=None) -> Case:
+    """One of SIZES as a case; `tile` forces the grouped form."""
+
+    @functools.cache
+    def drawn():
+        x, *others = case(*sizes, absent=absent)
+        initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
+        return x, *others, initial
+
+    @functools.cache
+    def truth():
+        return mix(*drawn())
+
+    def call():
+        *args, initial = drawn()
+        if tile is None:
+            return [expert_mix_pairs(*args, initial=initial)]
+        return [expert_tiles.grouped(*args, initial, tiles=(tile, tile))]
+
+    def limit():
+        return 2 * np.abs(mix(*drawn(), rounded=drawn()[0].dtype) - truth()).max()
+
+    name = "{5}-bit-{0}x{1}".format(*sizes)
+    return Case(name, call, lambda: [truth()], functools.cache(limit), BETWEEN if absent else ())
+
+
+def listed() -> Case:
+    chosen, _ = random_route(np.random.default_rng(1), tokens=331, K=3, slots=7)
+    flat = np.array(chosen).reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    offsets = np.searchsorted(flat[order], np.arange(8))
+    return Case("lists", lambda: expert_tiles.list_pairs(chosen, 7), lambda: [order, offsets], 0.0)
+
+
+def tabled() -> Case:
+    counts = np.array([0, 17, 16, 0, 33, 1] + [3] * 251)  # one more than threads
+    offsets = np.cumsum([0, *counts])
+    table = [[s, offsets[s] + i] for s, n in enumerate(counts) for i in range(0, n, 16)]
+    pairs = int(offsets[-1])
+    empty = pairs // 16 + len(counts) - len(table)
+    table = np.array(table + [[ABSENT, 0]] * empty)
+    given = mx.array(offsets.astype(np.uint32))
+    return Case("table", lambda: [expert_tiles.list_tiles(given, pairs, 16)], lambda: [table], 0.0)
+
+
+FEW = [
+    mixed(SIZES[1], absent=0.3),
+    mixed(SIZES[2], absent=0.3),
+    mixed((2, 3, 4, 256, 256, 4, 64, mx.float32, None)),
+    mixed(SIZES[5]),
+]
+MANY = [
+    mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
+    mixed(SIZES[7], tile=expert_tiles.MIDDLE),
+    mixed(SIZES[10], tile=expert_tiles.SMALL),
+]
+STEP = "both sides are multiples of the step"
+SHARE = "a larger share: the last simdgroups have none"
+PAST = "past the end of a thread's array, never read"
+PRODUCT, ZEROS, COUNT = "a product", "both are 0", "the count is no larger"
+EQUIVALENT = {
+    "expert_tiles.metal": {
+        "list_pairs: off by one start < last -> <=": "one more step finds nobody",
+        "list_tiles: off by one start < slots -> <=": "one more step finds no slot",
+        "fetch: off by one if (col < IN) -> + 1 <": STEP,
+        "fetch: off by one if (BITS != 0 && col < IN) -> + 1 <": STEP,
+        "spread: swapped arguments 1 and 2 of metal::fma: float(scale), q": PRODUCT,
+        "place: off by one / sizeof(T), STEP = per > M ? per : M -> >=": "the larger of equals",
+        "place: off by one i < WORDS * per -> + 1 <": STEP,
+        "place: off by one j < STEP -> + 1 < (2)": STEP,
+        "expert_tile: off by one j < TN -> <=": "fills accumulators that are filled next",
+        "expert_tile: off by one k < IN -> + 1 <": STEP,
+        "expert_tile: off by one if (k + BK < IN) -> + 1 <": STEP,
+        "expert_tile: off by one if (k + BK < IN) -> <=": "fetches once more, for nothing",
+        "expert_tile: off by one kk < BK -> + 1 <": STEP,
+        "expert_tile: off by one e < 4 -> + 1 <": STEP,
+        "expert_tile: off by one if (row < rows && col < OUT) -> + 1 < (2)": STEP,
+    },
+    "quantised.metal": {
+        "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
+        "add_rows: swapped arguments 1 and 2 of metal::fma: q, x[i]": PRODUCT,
+        "add_rows: swapped arguments 1 and 2 of metal::fma: middle, scale": PRODUCT,
+        "stage: off by one IN % (32 * N) == 0 || at < IN -> + 1 <": STEP,
+        "stage: transposed 4 * part + c -> c * part + 4": "Metal's factors are 1",
+        "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> <=": "the less of equals",
+        "load_x: off by one = 16 / sizeof(T), M = N < most ? N : most -> + 1 <": STEP,
+        "load_x: off by one i < N -> + 1 <": STEP,
+        "add_rows: swapped arguments 1 and 2 of metal::fma: scale * unit, dot": PRODUCT,
+        "fetch_narrow: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
+        "multiply_narrow: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
+        "load_x: off by one i < N -> + 1 < (2)": STEP,
+        "take_columns: off by one j < N -> + 1 <": STEP,
+        "take_columns: off by one ARE * 32 * N == IN || at < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one if (FULL || own.first < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one if (FULL || own.first < IN) -> <=": "fetch_rows looks again",
+        "part_of_rows: off by one if (FULL || at < IN) -> + 1 <": STEP,
+        "part_of_rows: off by one ROWS) && (FULL || after < IN)) -> + 1 <": STEP,
+    },
+    "expert_pairs.metal": {
+        "inner_rows: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+        "outer_rows: off by one at < IN -> + 1 <": STEP,
+        "inner_parts: swapped arguments 2 and 3 of share: N, SIMDGROUPS": SHARE,
+        "outer_parts: swapped arguments 2 and 3 of share: N, PARTS": SHARE,
+        "take_dealt: off by one j < N -> + 1 <": STEP,
+        "take_dealt: off by one * 32 * N == IN || block < IN) -> + 1 <": STEP,
+    },
+    "matvec.metal": {
+        "rows_of: off by one r < OWN -> <=": PAST,
+        "rows_of: off by one r < OWN -> <= (2)": PAST,
+        "rows_of: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
+        "rows_of: swapped arguments 2 and 3 of share: N, SIMDGROUPS": PRODUCT,
+        "norm_matvec: off by one r < MOST -> <=": COUNT,
+        "add_shared: off by one r < MOST -> <=": COUNT,
+        "shared_product: off by one r < MOST -> <=": COUNT,
+        "norm_row: off by one c < N && at < IN -> + 1 < (2)": STEP,
+        "norm_row: swapped arguments 2 and 3 of share: N, SIMDGROUPS": PRODUCT,
+        "norm_row: swapped arguments 3 and 4 of take_columns: 0, true": "Metal's factors are 1",
+        "norm_row: swapped arguments 4 and 5 of take_columns: true, NORM": "both are 1",
+    },
+}
+# Experts whose columns simdgroups share, the last share smaller or more than there are columns, or
+# with inner values that are dealt out.
+WIDE = [
+    mixed((2, 3, 4, 6176, 96, 4, 32, mx.float32, None), absent=0.3),
+    mixed((1, 1, 2, 6144, 1536, 8, 32, mx.float32, None)),
+    mixed((1, 2, 3, 6144, 1440, 8, 32, mx.float32, None)),
+]
+CASES = {
+    "expert_inner_wide": WIDE,
+    "expert_outer_wide": WIDE,
+    "expert_inner": FEW,
+    "expert_outer": FEW,
+    "expert_lists": [listed()],
+    "expert_table": [tabled()],
+    "expert_tiles_gated": MANY,
+    "expert_tiles_down": MANY,
+    "expert_combine": MANY,
+}

@@ -1,0 +1,232 @@
+"""A whole MoE block in three launches: the bits of the launches that it replaces, and of each
+launch what its formula gives in float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear.project import Weight, project_fused
+from mlx_moeflux.kernels.moe import moe_step as module
+from mlx_moeflux.kernels.moe.add_shared import add_shared_fused
+from mlx_moeflux.kernels.moe.expert_mix import expert_mix_pairs
+from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
+from mlx_moeflux.kernels.moe.moe_step import moe_step, moe_step_fused
+from mlx_moeflux.kernels.moe.router import softmax_top_k_fused
+from tests.kernels.experts import dense, mix, random_array, random_bank, random_matrix
+from tests.kernels.harness import Case, emulated, error, float64
+
+EPS = 1e-5
+
+
+class Apart:
+    """The launches that are replaced."""
+
+    project = staticmethod(project_fused)
+    softmax_top_k = staticmethod(softmax_top_k_fused)
+    expert_mix = staticmethod(expert_mix_pairs)
+    add_shared = staticmethod(add_shared_fused)
+    moe_combine = staticmethod(moe_combine_fused)
+
+
+# tokens, K, E, C, F, shared F (0: none), scored,
+# bits, bits of down, group, dtype, tabled, normalise
+SIZES = [
+    (1, 8, 37, 128, 64, 32, True, 4, 4, 32, mx.bfloat16, False, True),
+    (3, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
+    (2, 2, 40, 64, 96, 64, False, 8, 2, 32, mx.float16, True, False),
+    (2, 12, 16, 64, 32, 0, False, 4, 4, 32, mx.bfloat16, True, True),
+    (1, 1, 9, 160, 32, 0, False, 0, 0, 32, mx.float32, False, True),
+    (2, 5, 33, 96, 32, 64, True, 0, 4, 32, mx.bfloat16, True, True),
+]
+
+
+def arguments(sizes):
+    N, K, E, C, F, inner, scored, bits, down_bits, group, dtype, tabled, normalise = sizes
+    rng = np.random.default_rng(C + E)
+    slots = E + 3 if tabled else E
+    bank = random_bank(slots=slots, C=C, F=F, bits=bits, down=down_bits, group=group, dtype=dtype)
+    router = (E, 1) if scored else (E,)
+
+    def matrix(rows: int, width: int, bits: int, outs: tuple[int, ...] = ()) -> Weight:
+        parts = random_matrix(rng, (rows, width), bits=bits, group=32, dtype=dtype)
+        return Weight(*parts, outs)
+
+    weights = [matrix(sum(router), C, 8, router)]
+    options = {"norm": random_array(rng, (C,), dtype), "eps": EPS, "k": K, "normalise": normalise}
+    if inner:
+        weights.append(matrix(2 * inner, C, 4, (inner, inner)))
+        options["down"] = matrix(C, inner, 4)
+    if tabled:
+        table = np.append(rng.permutation(slots)[:E], 0xFFFFFFFF).astype(np.uint32)
+        options["table"] = mx.array(table)
+    return (random_array(rng, (N, 1, C), dtype), weights, bank), options
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:10])))
+def test_the_bits_of_the_launches_that_it_replaces(device, sizes):
+    args, options = arguments(sizes)
+    y, expected = moe_step_fused(*args, **options), moe_step(*args, **options, steps=Apart)
+    assert y.shape == args[0].shape
+    assert y.dtype == args[0].dtype
+    assert np.isfinite(float64(y)).all()
+    assert mx.array_equal(y, expected).item()
+
+
+def test_more_experts_than_a_threadgroup_has_room_for():
+    for K, inner in ((16, 0), (12, 64)):
+        sizes = 2, K, 16, 64, 32, inner, False, 4, 4, 32, mx.bfloat16, True, True
+        args, options = arguments(sizes)
+        with emulated(name="cuda"):
+            test_the_bits_of_the_launches_that_it_replaces("emulator", sizes)
+            assert moe_step_fused.takes(*args, **options)
+        with emulated(name="metal"):
+            assert not moe_step_fused.takes(*args, **options)
+            with pytest.raises(UnsupportedError, match=f"no room for {K} experts"):
+                moe_step_fused(*args, **options)
+
+
+@pytest.mark.usefixtures("device")
+def test_tokens_together_or_apart_give_the_same_bits():
+    (x, weights, bank), options = arguments(SIZES[1])
+    apart = [moe_step_fused(x[i : i + 1], weights, bank, **options) for i in range(3)]
+    together = moe_step_fused(x, weights, bank, **options)
+    assert mx.array_equal(together, mx.concatenate(apart)).item()
+
+
+def test_what_the_form_takes():
+    for sizes in SIZES:
+        args, options = arguments(sizes)
+        assert moe_step_fused.takes(*args, **options), sizes
+    (x, weights, bank), options = arguments(SIZES[1])
+    assert not moe_step_fused.takes(x, weights + weights, bank, **options)
+    assert not moe_step_fused.takes(x[..., :64], weights, bank, **options)
+    assert not moe_step_fused.takes(x, weights, bank, **options | {"k": 17})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"k": 10},
+        {"table": None},
+        {"table": mx.zeros((9,), mx.int32)},
+        {"table": mx.zeros((8,), mx.uint32)},
+        {"down": None},
+        {"norm": mx.ones((32,))},
+    ],
+)
+def test_wrong_arguments(edit):
+    args, options = arguments(SIZES[1])
+    with pytest.raises(ShapeError):
+        moe_step_fused(*args, **options | edit)
+
+
+# ---- The launches, each by itself
+
+
+def launched(sizes, which):
+    """Inputs and outputs of launch `which`, the first of which is h or y."""
+    args, options = arguments(sizes)
+    seen = {}
+
+    def watch(kernel):
+        def call(*inputs, **launch):
+            seen[kernel.name] = inputs, kernel(*inputs, **launch)
+            return seen[kernel.name][1]
+
+        return call
+
+    saved = module._INNER, module._FINISH
+    module._INNER, module._FINISH = map(watch, saved)
+    try:
+        moe_step_fused(*args, **options)
+    finally:
+        module._INNER, module._FINISH = saved
+    return args, options, seen[which]
+
+
+def truth(sizes):
+    """h ``[N * K, F]``, slots and weights, and y ``[N, 1, C]``, in float64."""
+    (x, weights, bank), options = arguments(sizes)
+    rows = float64(x)[:, 0]
+    post = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * float64(options["norm"])
+    results = np.concatenate([post @ dense(w).T for w in weights], axis=-1)
+    E, K, inner = sizes[2], sizes[1], sizes[5]
+    logits, rest = results[:, :E], results[:, E:]
+    ids = np.sort(np.argsort(-logits, axis=-1)[:, :K], axis=-1)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    share = np.take_along_axis(p, ids, -1)
+    share = share / share.sum(-1, keepdims=True) if sizes[12] else share
+    slots = ids if "table" not in options else np.array(options["table"])[ids]
+    gate, up = dense(bank.gate), dense(bank.up)
+    h = [
+        (a := gate[s] @ post[n]) / (1 + np.exp(-a)) * (up[s] @ post[n])
+        for n, chosen in enumerate(slots)
+        for s in chosen
+    ]
+    route = mx.array(slots.astype(np.uint32)), mx.array(share.astype(np.float32))
+    y = rows + mix(mx.array(post.astype(np.float32)), *route, bank)
+    if inner:
+        g, u = rest[:, -2 * inner : -inner], rest[:, -inner:]
+        shared = (g / (1 + np.exp(-g)) * u) @ dense(options["down"]).T
+        y += shared / (1 + np.exp(-rest[:, :1])) if sizes[6] else shared
+    return np.stack(h), slots, share, y[:, None]
+
+
+def case(sizes, which, pick) -> Case:
+    scale = np.abs(truth(sizes)[pick]).max()
+
+    def call():
+        args, options = arguments(sizes)
+        if which == "moe_step_finish":
+            return [moe_step_fused(*args, **options)]
+        N, K, F = sizes[0], sizes[1], sizes[4]
+        (found,) = launched(sizes, which)[2][1]
+        h, *rest = mx.split(found.reshape(-1), [N * K * F, N * K * (F + 1)])
+        slots, weights = (part.reshape(N, K) for part in rest)
+        parts = h.reshape(N * K, F), slots.view(mx.uint32), weights
+        return [parts[pick]]
+
+    name = "-".join(map(str, (*sizes[:6], ("h", "slots", "weights", "y")[pick])))
+    return Case(name, call, lambda: [truth(sizes)[pick]], 1e-5 * float(scale))
+
+
+FLOAT32 = [
+    (2, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
+    (2, 4, 33, 64, 32, 0, False, 4, 4, 32, mx.float32, False, False),
+]
+# Lanes that take two words at a time; for the last launch in two steps.
+WIDE = {
+    "moe_step_inner": (2, 2, 9, 512, 32, 32, False, 4, 4, 32, mx.float32, True, False),
+    "moe_step_finish": (2, 2, 9, 32, 512, 2048, False, 4, 4, 32, mx.float32, True, False),
+}
+CASES = {
+    "moe_step_inner": [
+        *(case(sizes, "moe_step_inner", pick) for sizes in FLOAT32 for pick in (0, 1, 2)),
+        *(case(WIDE["moe_step_inner"], "moe_step_inner", pick) for pick in (0, 1, 2)),
+    ],
+    "moe_step_finish": [
+        case(sizes, "moe_step_finish", 3) for sizes in (*FLOAT32, WIDE["moe_step_finish"])
+    ],
+}
+EQUIVALENT = {
+    "moe_step.metal": {
+        "moe_finish: off by one if (slots[simdgroup] < num_slots) -> <=": "no slot has that number",
+        "moe_finish: off by one ER % (32 * N) == 0 || at < INNER) -> + 1 <": "whole steps",
+    }
+}
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes[:10])))
+def test_agrees_with_the_reference(sizes):
+    if sizes[10] != mx.float32 and 0 in sizes[7:9] and mx.default_device() == mx.cpu:
+        pytest.skip("stock MLX gathers floats in float32 alone on the CPU")
+    args, options = arguments(sizes)
+    y, reference, exact = moe_step_fused(*args, **options), moe_step(*args, **options), truth(sizes)
+    limit = 2e-6 if sizes[10] == mx.float32 else 4 * float(mx.finfo(sizes[10]).eps)
+    scale = np.abs(exact[3]).max()
+    assert error(y, float64(reference)) <= max(2 * error(reference, exact[3]), limit * scale)

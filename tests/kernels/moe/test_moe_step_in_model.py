@@ -1,0 +1,78 @@
+"""Oracle: the same model with the launches of a MoE block apart, bit for bit."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.models.moe import SharedExpertMoeBlock
+
+APART = "auto,moe_step=reference"
+
+
+def logits(kernels: str, memory: str) -> list[np.ndarray]:
+    """Of a short prompt and of two tokens after it."""
+    with load_model(BUNDLED_MODEL, kernels=kernels, expert_memory=memory) as model:
+        cache = model.make_cache()
+        calls = [model(mx.array([ids]), cache) for ids in ([5, 6, 7], [9], [8])]
+        found = [np.array(y.astype(mx.float32)) for y in calls]
+        assert {s.tokens for s in model.store.stats().layers.values()} == {5}
+        return found
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """How often the fused form was called."""
+    calls, fused = [], IMPLEMENTATIONS["moe_step"]["fused"]
+
+    def counted(*args, **kwargs):
+        calls.append(args[0].shape)
+        return fused(*args, **kwargs)
+
+    counted.kernels, counted.takes = fused.kernels, fused.takes
+    monkeypatch.setitem(IMPLEMENTATIONS["moe_step"], "fused", counted)
+    return calls
+
+
+@pytest.mark.usefixtures("device_of_a_model")
+@pytest.mark.parametrize("memory", ["100%", pytest.param("50%", marks=pytest.mark.slow)])
+def test_the_same_bits(memory, fused_calls):
+    apart = logits(APART, memory)
+    assert not fused_calls
+    for a, b in zip(logits("auto", memory), apart, strict=True):
+        assert np.isfinite(a).all()
+        assert np.array_equal(a, b)
+    # A layer that may have to read its experts goes the long way.
+    assert bool(fused_calls) == (memory == "100%")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("device_of_a_model")
+def test_it_steps_aside(fused_calls):
+    """For who looks inside, chooses a step's form, or changes what a block does."""
+    tokens = mx.array([[5, 6]])
+    with load_model(BUNDLED_MODEL) as model:
+        with model.record(layers=[0], names=["ids"]) as seen:
+            mx.eval(model(tokens))
+        assert seen[0]["ids"].shape == (2, 4)
+        assert len(fused_calls) == len(model.layers) - 1
+        fused_calls.clear()
+
+        class Other(SharedExpertMoeBlock):
+            """Adds nothing but might."""
+
+        model.layers[1].mlp.__class__ = Other
+        mx.eval(model(tokens))
+        assert len(fused_calls) == len(model.layers) - 1
+        fused_calls.clear()
+        model._router.kernels = model.kernels
+        model._router.__class__ = type("Mine", (type(model._router),), {})
+        mx.eval(model(tokens))
+        assert not fused_calls
+    for chosen in ("softmax_top_k=reference", "expert_mix=grouped", "project=reference"):
+        with load_model(BUNDLED_MODEL, kernels=f"auto,{chosen}") as model:
+            mx.eval(model(tokens))
+    assert not fused_calls

@@ -1,0 +1,155 @@
+"""Kernels whose failure shows when MLX evaluates: an operation of MLX that really raises then."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.cli import main
+from mlx_moeflux.errors import InputError, KernelError
+from mlx_moeflux.generation.batch import BatchGenerator
+from mlx_moeflux.generation.loop import generate_step
+from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+
+RAISES = "LU factorization failed"
+BUILD = "[metal::Device] Unable to build metal library from source\nprogram_source:3: error"
+THREADS = (
+    "Thread group size (640) is greater than  the maximum allowed threads per threadgroup (512)."
+)
+
+
+@pytest.fixture(autouse=True)
+def _trusting():
+    yield
+    failures.forget()
+
+
+@pytest.fixture
+def broken(monkeypatch, tmp_path):
+    """softmax_top_k whose results raise at evaluation, and how often it was asked."""
+    asked = []
+
+    def form(logits, *, k, normalise=True):
+        asked.append(logits.shape)
+        zero = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
+        ids, weights = IMPLEMENTATIONS["softmax_top_k"]["reference"](
+            logits, k=k, normalise=normalise
+        )
+        return ids, weights + zero
+
+    form.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", form)
+    table = tmp_path / "dispatch.json"
+    table.write_text(json.dumps({"softmax_top_k": {"cpu": [{"form": "fused", "from": 1}]}}))
+    monkeypatch.setenv(dispatch.ENVIRONMENT, str(table))
+    dispatch.table.cache_clear()
+    # MLX's words for this error stand for those about a kernel.
+    monkeypatch.setattr(failures, "_FAILED", (*failures._FAILED, RAISES))
+    yield SimpleNamespace(asked=asked)
+    dispatch.table.cache_clear()
+
+
+def reply(model, cache=None):
+    steps = generate_step(mx.array([5, 6, 7]), model, max_tokens=6, prompt_cache=cache)
+    return [token for token, _ in steps]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("memory", ["100%", "25%"])
+def test_the_next_reply_takes_stock_operations(broken, memory, compiled):
+    with load_model(BUNDLED_MODEL, kernels="reference") as model:
+        expected = reply(model)
+    with load_model(BUNDLED_MODEL, expert_memory=memory) as model:
+        model.compile_steps = compiled
+        cache = model.make_cache()
+        with pytest.raises(KernelError, match="next reply uses stock MLX") as caught:
+            reply(model, cache)
+        assert "\n" not in str(caught.value)
+        assert all(entry.empty() for entry in cache)
+        count = len(broken.asked)
+        assert count > 0
+        assert reply(model, cache) == expected
+        assert len(broken.asked) == count
+
+
+def test_batches_go_on_too(broken):
+    with load_model(BUNDLED_MODEL, kernels="reference") as model:
+        expected = reply(model)
+    with load_model(BUNDLED_MODEL) as model:
+        batch = BatchGenerator(model, max_tokens=6)
+        batch.insert([[5, 6, 7]])
+        with pytest.raises(KernelError):
+            batch.next()
+        replies = []
+        while new := batch.next():
+            replies += [entry.token for entry in new]
+        assert replies == expected
+
+
+def test_the_command_line_says_one_line(broken, capsys):
+    arguments = ["generate", "--model", str(BUNDLED_MODEL), "-p", "a", "-m", "2"]
+    assert main(arguments) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "mlx_moeflux check" in errors[0]
+
+
+def fail(message: str, kind=RuntimeError) -> None:
+    with failures.reported():
+        raise kind(message)
+
+
+def form_of(*names: str):
+    return SimpleNamespace(kernels=[SimpleNamespace(name=name) for name in names])
+
+
+def test_a_kernel_that_mlx_names_is_the_only_one():
+    with pytest.raises(KernelError, match="kernel 'expert_inner_wide' failed"):
+        fail(
+            "[metal::Device] Unable to load kernel custom_kernel_moeflux_expert_inner_wide_8_float"
+        )
+    assert failures.failed(form_of("append_row", "expert_inner_wide"))
+    assert not failures.failed(form_of("expert_inner"))
+    assert not failures.failed(lambda: None)
+
+
+@pytest.mark.parametrize(("message", "kind"), [(BUILD, RuntimeError), (THREADS, ValueError)])
+def test_without_a_name_no_kernel_is_trusted(message, kind):
+    before = failures.generation()
+    with pytest.raises(KernelError, match="a kernel failed"):
+        fail(message, kind)
+    assert failures.failed(form_of("append_row"))
+    assert failures.generation() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[metal::malloc] Attempting to allocate 9 bytes which is greater than", RuntimeError),
+        ("[malloc] Unable to allocate 9 bytes.", RuntimeError),
+        (
+            "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+            RuntimeError,
+        ),
+        ("Unable to load kernel custom_kernel_moeflux_append_row: out of memory", RuntimeError),
+        ("[matmul] shapes do not fit", ValueError),
+        ("Failed to compile kernel: mma.h(55)", RuntimeError),
+    ],
+)
+def test_other_errors_stay_what_they_are(message, kind):
+    with pytest.raises(kind) as caught:
+        fail(message, kind)
+    assert type(caught.value) is kind
+    assert not failures.failed(form_of("append_row"))
+
+
+def test_our_own_errors_pass():
+    with pytest.raises(InputError), failures.reported():
+        raise InputError("Unable to build metal library")
+    assert not failures.failed(form_of("append_row"))

@@ -1,0 +1,404 @@
+"""Oracle: counting stand-ins for forms and back ends; what was chosen is what ran."""
+
+from __future__ import annotations
+
+import json
+import plistlib
+import warnings
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux.cli import main
+from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
+from mlx_moeflux.kernels import dispatch, selfcheck, stock
+from mlx_moeflux.kernels.examples import EXAMPLES, SMALL, WORKLOADS, example, workload
+from mlx_moeflux.kernels.moe import router
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
+from mlx_moeflux.kernels.runtime import failures, metal
+from tests.kernels.harness import emulated
+
+FUSED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms
+         if hasattr(forms[name], "kernels")]  # fmt: skip
+LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the forms of softmax_top_k in the order in which they ran."""
+    ran = []
+    forms = dict(IMPLEMENTATIONS["softmax_top_k"])
+    for name, form in forms.items():
+
+        def counted(*args, form=form, name=name, **kwargs):
+            ran.append(name)
+            return form(*args, **kwargs)
+
+        if hasattr(form, "kernels"):
+            counted.kernels = form.kernels
+        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, counted)
+    return ran
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine whose MLX drives no GPU, wherever the test runs."""
+    before = metal.set_backend(metal.NoBackend())
+    yield
+    metal.set_backend(before)
+
+
+@pytest.fixture
+def table(monkeypatch):
+    def use(rows):
+        monkeypatch.setattr(
+            dispatch,
+            "table",
+            lambda: {"softmax_top_k": {"metal": tuple(dispatch.Row(*r) for r in rows)}},
+        )
+
+    return use
+
+
+def test_the_table_names_forms_that_exist():
+    for operation, backends in dispatch.table().items():
+        assert set(backends) <= {"cpu", "cuda", "metal"}
+        for rows in backends.values():
+            assert rows, operation
+            assert all(row.form in IMPLEMENTATIONS[operation.partition(" ")[0]] for row in rows)
+            assert sorted(row.start for row in rows) == [row.start for row in rows]
+
+
+def test_every_operation_has_an_example_and_a_reference():
+    assert set(EXAMPLES) == set(IMPLEMENTATIONS)
+    assert all("reference" in forms for forms in IMPLEMENTATIONS.values())
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_launches_nothing_without_a_gpu(calls):
+    kernels = Kernels()
+    kernels.softmax_top_k(LOGITS, k=2)
+    assert calls == ["blas"]
+    assert kernels.names()["gated_delta"] == "reference"
+    assert not any("fused" in name for name in kernels.names().values())
+
+
+def test_auto_takes_what_the_table_says(calls, table):
+    table([("fused", 2), ("reference", 4)])
+    kernels = Kernels()
+    with emulated():
+        assert kernels.names()["softmax_top_k"] == "reference+fused@2+reference@4"
+        for n in (1, 2, 3, 4):
+            kernels.softmax_top_k(mx.tile(LOGITS[:1], (n, 1)), k=2)
+    assert calls == ["reference", "fused", "fused", "reference"]
+
+
+def test_auto_falls_back_where_a_kernel_refuses_the_shape(calls, table):
+    table([("fused", 1)])
+    with emulated():
+        kernels = Kernels()
+        for _ in range(2):
+            ids, _ = kernels.softmax_top_k(mx.random.normal((2, 600)), k=2)
+        assert calls == ["fused", "reference"] * 2
+        kernels.softmax_top_k(LOGITS, k=2)
+    assert ids.shape == (2, 2)
+    (line,) = kernels.fallbacks()
+    assert line.startswith("softmax_top_k=fused fell back to the reference 2 times: ")
+    assert "up to 16 of up to 512" in line
+
+
+def test_wrong_shapes_are_no_fallback(monkeypatch, table):
+    def refuses(logits, *, k, normalise=True):
+        raise ShapeError("logits have no rows.")
+
+    table([("fused", 1)])
+    for name in ("fused", "reference"):
+        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, refuses)
+    kernels = Kernels()
+    with emulated(), pytest.raises(ShapeError, match="no rows"):
+        kernels.softmax_top_k(LOGITS, k=2)
+    assert kernels.fallbacks() == []
+
+
+def test_what_was_chosen_is_chosen_anew_when_a_kernel_failed(calls, table):
+    table([("fused", 1)])
+    kernels = Kernels()
+    with emulated():
+        kernels.softmax_top_k(LOGITS, k=2)
+        with pytest.raises(KernelError, match="softmax_top_k"), failures.reported():
+            raise RuntimeError("Unable to build metal library: moeflux_softmax_top_k")
+        kernels.softmax_top_k(LOGITS, k=2)
+        failures.forget()
+        kernels.softmax_top_k(LOGITS, k=2)
+    kernels.softmax_top_k(LOGITS, k=2)
+    assert calls[:3] == ["fused", "reference", "fused"]
+    assert calls[3] != "fused"
+    assert kernels.fallbacks() == []
+
+
+def test_one_call_may_ask_for_another_form(calls, table):
+    table([("fused", 1)])
+    kernels = Kernels({"softmax_top_k": "reference"})
+    with emulated():
+        kernels.softmax_top_k(LOGITS, k=2, use_kernel="fused")
+        kernels.softmax_top_k(LOGITS, k=2, use_kernel="auto")
+        kernels.softmax_top_k(LOGITS, k=2)
+        with pytest.raises(InputError, match="no form 'fast'"):
+            kernels.softmax_top_k(LOGITS, k=2, use_kernel="fast")
+    assert calls == ["fused", "fused", "reference"]
+
+
+def test_a_forced_kernel_does_not_fall_back(calls):
+    with emulated():
+        kernels = choose_kernels({"softmax_top_k": "fused"})
+        with pytest.raises(ShapeError, match="up to 16 of up to 512"):
+            kernels.softmax_top_k(mx.random.normal((2, 600)), k=2)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_forced_kernel_without_a_gpu_is_one_line():
+    with pytest.raises(UnsupportedError, match="softmax_top_k=fused needs a GPU") as caught:
+        choose_kernels({"softmax_top_k": "fused"})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        Kernels().softmax_top_k(LOGITS, k=2, use_kernel="fused")
+    with pytest.raises(UnsupportedError, match="kernel 'softmax_top_k' needs a GPU"):
+        router.softmax_top_k_fused(LOGITS, k=2)
+
+
+def test_environment_then_argument(monkeypatch):
+    monkeypatch.setenv("MOEFLUX_KERNELS", "reference, softmax_top_k=blas,sdpa=auto")
+    kernels = choose_kernels({"moe_combine": "auto"})
+    assert kernels.softmax_top_k.choice == "blas"
+    assert kernels.sdpa.choice == kernels.moe_combine.choice == "auto"
+    assert kernels.norm_rope.choice == "reference"
+    assert choose_kernels("reference").sdpa.choice == "reference"
+    assert choose_kernels("auto").gated_delta.choice == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "'fast' is neither"),
+        ("sdpa=fast", "'sdpa' has no form 'fast'; there are auto, reference"),
+        ("conv=reference", "no operation is called 'conv'"),
+    ],
+)
+def test_unknown_names_are_errors(text, message):
+    with pytest.raises(InputError, match=message):
+        choose_kernels(text)
+    with pytest.raises(InputError, match=message):
+        choose_kernels(environment=text)
+
+
+def test_a_callable_is_checked_and_used():
+    def mine(logits, *, k, normalise=True):
+        ids, weights = router.softmax_top_k(logits, k=k, normalise=normalise)
+        return ids, 2 * weights
+
+    kernels = choose_kernels({"softmax_top_k": mine})
+    assert kernels.names()["softmax_top_k"] == "mine"
+    assert kernels.softmax_top_k(LOGITS, k=2)[1].sum().item() == pytest.approx(6)
+    with pytest.raises(ShapeError, match="returns"):
+        choose_kernels({"softmax_top_k": lambda logits, *, k: logits})
+    with pytest.raises(ShapeError, match="fails on a small case"):
+        choose_kernels({"softmax_top_k": lambda logits: logits})
+
+
+def test_training_takes_references(calls, table):
+    table([("fused", 1)])
+    with emulated():
+        for kernels in (Kernels(), Kernels({"softmax_top_k": "fused"})):
+            kernels.references_only()
+            kernels.softmax_top_k(LOGITS, k=2)
+            kernels.references_only(False)
+            kernels.softmax_top_k(LOGITS, k=2)
+    assert calls == ["reference", "fused"] * 2
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "dtype",
+    [mx.bfloat16, *(pytest.param(t, marks=pytest.mark.slow) for t in (mx.float32, mx.float16))],
+    ids=str,
+)
+@pytest.mark.parametrize(("operation", "name"), FUSED)
+def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
+    verdict = selfcheck.compare(operation, name, IMPLEMENTATIONS[operation], dtype)
+    assert verdict.ok, verdict
+
+
+# ---- The first use on Metal
+
+
+class Checked:
+    """An emulator that is checked like Metal."""
+
+    def __init__(self, inner):
+        self.inner, self.name, self.pads_inputs = inner, inner.name, inner.pads_inputs
+        self.follows_device, self.checks_first_use, self.built = False, True, 0
+
+    def build(self, kernel):
+        self.built += 1
+        return self.inner.build(kernel)
+
+
+@pytest.fixture
+def on_metal(monkeypatch, tmp_path, table):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    table([("fused", 1)])
+    with emulated():
+        backend = Checked(metal.backend())
+        before = metal.set_backend(backend)
+        yield backend
+        metal.set_backend(before)
+
+
+def test_the_first_use_compares_and_keeps_the_verdict(on_metal, calls, monkeypatch):
+    for _ in range(2):
+        Kernels().softmax_top_k(LOGITS, k=2)
+    # Once for the check with its reference, twice for the calls.
+    assert sorted(calls) == ["fused", "fused", "fused", "reference"]
+    kept = json.loads(selfcheck.file().read_text())
+    ((place, verdicts),) = kept.items()
+    assert mx.__version__ in place
+    assert verdicts["softmax_top_k=fused float32"]["ok"] is True
+    # Another process reads it.
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    calls.clear()
+    Kernels().softmax_top_k(LOGITS, k=2)
+    assert calls == ["fused"]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "broken"])
+def test_a_kernel_that_fails_its_check_is_not_used(on_metal, calls, monkeypatch, fault):
+    def broken(logits, *, k, normalise=True):
+        if fault == "broken":
+            raise RuntimeError("[metal::Device] Unable to build metal library from source\nline 2")
+        ids, weights = router.softmax_top_k(logits, k=k)
+        return ids, weights * 1.001
+
+    broken.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", broken)
+    kernels = Kernels()
+    with pytest.warns(RuntimeWarning, match="softmax_top_k=fused is not used on .* its check"):
+        kernels.softmax_top_k(LOGITS, k=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.softmax_top_k(LOGITS, k=2)
+    assert calls == ["reference"] * 3
+
+
+def test_want_of_memory_is_no_verdict(on_metal, calls, monkeypatch):
+    def large(logits, *, k, normalise=True):
+        raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes")
+
+    large.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", large)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Attempting to allocate"):
+            Kernels().softmax_top_k(LOGITS, k=2)
+    assert not selfcheck._verdicts
+    assert not selfcheck.file().exists()
+
+
+def test_a_first_argument_may_be_several_arrays(on_metal, monkeypatch):
+    """append_row's are the newest keys and values."""
+    asked = []
+    monkeypatch.setattr(
+        selfcheck, "compare", lambda *args: asked.append(args) or selfcheck.Verdict(True, 0.0)
+    )
+    args, _ = example("append_row", mx.bfloat16)
+    forms = IMPLEMENTATIONS["append_row"]
+    assert isinstance(args[0], tuple)
+    assert selfcheck.trusted("append_row", "fused", forms, args)
+    assert asked == [("append_row", "fused", forms, mx.bfloat16)]
+
+
+def test_another_macos_compares_again(on_metal, calls, monkeypatch, tmp_path):
+    file = tmp_path / "SystemVersion.plist"
+    monkeypatch.setattr(selfcheck, "SYSTEM_VERSION", file)
+    for build in ("24G90", "25A354"):
+        file.write_bytes(plistlib.dumps({"ProductBuildVersion": build}))
+        selfcheck._macos_build.cache_clear()
+        monkeypatch.setattr(selfcheck, "_verdicts", {})
+        calls.clear()
+        Kernels().softmax_top_k(LOGITS, k=2)
+        assert sorted(calls) == ["fused", "fused", "reference"]
+    assert [place[-5:] for place in json.loads(selfcheck.file().read_text())] == ["24G90", "5A354"]
+    selfcheck._macos_build.cache_clear()
+
+
+def test_checks_leave_the_random_numbers_of_users_alone(on_metal):
+    mx.random.seed(5)
+    expected = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    Kernels().softmax_top_k(LOGITS, k=2)
+    for name in EXAMPLES:
+        example(name)
+    for name in WORKLOADS:
+        workload(name, SMALL, 2, mx.float32)
+    assert mx.array_equal(mx.random.uniform(shape=(3,)), expected)
+
+
+def test_a_changed_kernel_is_compared_again(on_metal, calls, monkeypatch):
+    Kernels().softmax_top_k(LOGITS, k=2)
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    monkeypatch.setattr(selfcheck, "_text_hash", lambda form: "another text")
+    calls.clear()
+    Kernels().softmax_top_k(LOGITS, k=2)
+    assert sorted(calls) == ["fused", "fused", "reference"]
+
+
+def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+    with emulated():
+        assert main(["check", "--operation", "softmax_top_k"]) == 0
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert len(lines) == 2 * len(selfcheck.LIMITS)
+    assert sum("reference" in line for line in lines) == len(selfcheck.LIMITS)
+    assert all("right" in line for line in lines)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_check_without_a_gpu_says_so(capsys, monkeypatch):
+    found = stock.Worst("gather_mm", 1e-7, "3 of [7, 2, 2]")
+    monkeypatch.setattr(stock, "worst", lambda dtype: [found])
+    assert main(["check"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")[1:]
+    assert first.count("right") == len(stock.DTYPES)
+    lines = second.splitlines()[1:]
+    assert len(lines) == (len(FUSED) + len(IMPLEMENTATIONS)) * len(selfcheck.LIMITS)
+    assert all(line.endswith("no GPU") for line in lines)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("error", [1.0, float("inf"), float("nan")])
+def test_check_fails_when_a_stock_operation_is_wrong(capsys, monkeypatch, error):
+    found = stock.Worst("gather_mm", error, "124 of [5, 24, 40] sorted")
+    monkeypatch.setattr(stock, "worst", lambda dtype: [found])
+    assert main(["check"]) == 1
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("gather_mm"))
+    assert "wrong" in line
+    assert "124 of [5, 24, 40] sorted" in line
+
+
+def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+
+    def wrong(logits, *, k, normalise=True):
+        return router.softmax_top_k(logits, k=k)[0], mx.zeros((logits.shape[0], k))
+
+    wrong.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", wrong)
+    with emulated():
+        assert main(["check", "--operation", "softmax_top_k"]) == 1
+    assert "wrong" in capsys.readouterr().out
+    assert main(["check", "--operation", "softmax"]) == 1
+    assert "no operation is called 'softmax'" in capsys.readouterr().err
+
+
+def test_examples_have_the_asked_dtype():
+    (logits,), _ = example("softmax_top_k", mx.bfloat16)
+    assert logits.dtype == mx.bfloat16

@@ -1,0 +1,239 @@
+"""Oracle: sizes that others published (moeflux's tables of blocks, layer files and totals), the
+models' own account of their state, and arithmetic by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from mlx_moeflux.checkpoint.quantization import Quantization
+from mlx_moeflux.checkpoint.source import Checkpoint
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.cli import main
+from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, UnsupportedError
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.measure.plan import Sizes, measure_sizes, open_sizes, plan_model, typical_hit_rate
+from tests.models.test_published import PUBLISHED, opened
+
+HERE = Path("published")
+MEMORIES = ["16GB", "32GB", "64GB", "128GB"]
+
+
+def sizes_of(config: dict, tensors: dict[str, TensorRef], **options) -> Sizes:
+    quantization = Quantization.from_config(config)
+    checkpoint = Checkpoint(HERE, "safetensors", config, tensors, quantization)
+    return measure_sizes(checkpoint, **options)
+
+
+@functools.cache
+def published(name):
+    _, tensors, _ = opened(name)
+    return json.loads((PUBLISHED / f"{name}.json").read_text())["config"], dict(tensors)
+
+
+@functools.cache
+def sizes_at(name: str, **options) -> Sizes:
+    return sizes_of(*published(name), **options)
+
+
+# Block, all routed experts, MoE layers; trunk and state are checked to a few per cent.
+SHAPES = {
+    "qwen3.5-35b-a3b-4bit": (1_769_472, 18_119_393_280, 40, 1.4e9),
+    "qwen3.5-397b-a17b-4bit": (7_077_888, 217_432_719_360, 60, 5.5e9),
+    "qwen3-30b-a3b-4bit": (2_654_208, 16_307_453_952, 48, 0.87e9),
+    "deepseek-v3-4bit": (24_772_608, 342.6 * 2**30, 58, 10e9),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sizes_are_the_published_ones(name):
+    block, experts, layers, trunk = SHAPES[name]
+    sizes = sizes_at(name)
+    assert set(sizes.blocks.values()) == {block}
+    assert len(sizes.blocks) == layers
+    assert abs(sizes.expert_bytes / experts - 1) < 0.01
+    assert sizes.bytes_per_token == layers * sizes.experts_per_token * block
+    assert abs(sizes.trunk_bytes / trunk - 1) < 0.05
+    assert sizes.embedding_bytes < sizes.trunk_bytes / 4
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_plans_for_real_machines(name, memory):
+    sizes = sizes_at(name)
+    plan = plan_model(name, sizes, memory=memory)
+    usable = 0.65 * float(memory[:-2]) * 1e9
+    needs_all = sizes.trunk_bytes + sizes.state_bytes + sizes.expert_bytes + 1e9
+    assert plan.resident == (needs_all <= usable)
+    assert plan.fits == (sizes.trunk_bytes + sizes.state_bytes + plan.budget_bytes <= usable)
+    assert 0 < plan.slow < plan.fast
+    if not plan.resident:
+        assert plan.slots * sum(sizes.blocks.values()) <= plan.budget_bytes
+        # No faster than the disk allows, whatever the router.
+        missing = (1 - typical_hit_rate(plan.slots / sizes.num_experts)) * sizes.bytes_per_token
+        assert plan.fast <= 3e9 / missing
+        share = plan.slots / sizes.num_experts
+        assert plan.slow <= 3e9 / ((1 - share) * sizes.bytes_per_token)
+    assert json.loads(json.dumps(plan.as_dict()))["sizes"]["expert_bytes"] == sizes.expert_bytes
+    assert all(word in str(plan) for word in ("trunk", "experts", "state", "budget", "speed"))
+
+
+def test_which_machines_hold_what():
+    verdicts = {
+        name: [plan_model(name, sizes_at(name), memory=m) for m in MEMORIES] for name in SHAPES
+    }
+    # 1.4 + 18.1 + 0.2 + 1 GB just fit in 0.65 of 32.
+    assert [p.resident for p in verdicts["qwen3.5-35b-a3b-4bit"]] == [False, True, True, True]
+    assert [p.resident for p in verdicts["qwen3-30b-a3b-4bit"]] == [False, True, True, True]
+    assert [p.fits for p in verdicts["qwen3.5-397b-a17b-4bit"]] == [True] * 4
+    assert [p.fits for p in verdicts["deepseek-v3-4bit"]] == [False, False, True, True]
+    assert "does not fit" in str(verdicts["deepseek-v3-4bit"][0])
+    assert not any(p.resident for p in verdicts["deepseek-v3-4bit"])
+
+
+def test_state_bytes_by_hand():
+    def state(name, context):
+        return sizes_at(name, context=context).state_bytes
+
+    # 512 + 64 latents of two bytes for each of 61 layers; 4 heads of 128 twice in each of 48.
+    assert state("deepseek-v3-4bit", 1024) == 2 * 576 * 61 * 1024
+    assert state("qwen3-30b-a3b-4bit", 1024) == 4 * 512 * 48 * 1024
+    # 10 layers with 2 heads of 256 twice, 30 with 32 heads of 128 x 128 and 3 rows of 8192.
+    rows = 10 * 2 * 2 * 2 * 256
+    fixed = 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    for context, kept in ((1, 256), (256, 256), (257, 512), (100_000, 100_096)):
+        assert state("qwen3.5-35b-a3b-4bit", context) == rows * kept + fixed
+
+
+def test_bits_are_what_a_conversion_would_give():
+    floats = sizes_at("qwen3.5-35b-a3b", bits=4)
+    packed = sizes_at("qwen3.5-35b-a3b-4bit")
+    assert floats.blocks == packed.blocks
+    assert abs(floats.trunk_bytes / packed.trunk_bytes - 1) < 0.01
+    assert sizes_at("qwen3.5-35b-a3b").blocks[0] == 3 * 512 * 2048 * 2
+    with pytest.raises(InputError, match="quantised already"):
+        sizes_at("qwen3.5-35b-a3b-4bit", bits=4)
+    with pytest.raises(InputError, match="cannot have 7 bits"):
+        sizes_at("qwen3.5-35b-a3b", bits=7)
+
+
+def test_fp8_is_held_decoded_and_its_scales_vanish_when_converted():
+    weights = 3 * 2048 * 7168
+    assert set(sizes_at("deepseek-v3").blocks.values()) == {2 * weights}
+    converted = sizes_at("deepseek-v3", bits=4)
+    assert set(converted.blocks.values()) == {9 * weights // 16}
+
+
+def test_packed_integers_of_others_are_quantised_already():
+    weights = 3 * 2048 * 7168
+    assert set(sizes_at("kimi-k2-thinking").blocks.values()) == {5 * weights // 8}
+    with pytest.raises(InputError, match="quantised already"):
+        sizes_at("kimi-k2-thinking", bits=4)
+
+
+def test_a_plan_is_what_loading_decides():
+    for budget in ("auto", "25%", "2MB"):
+        plan = plan_model("x", open_sizes(BUNDLED_MODEL), memory="16GB", expert_memory=budget)
+        with load_model(BUNDLED_MODEL, expert_memory=budget) as model:
+            assert plan.resident == model.plan.resident
+            assert plan.budget_bytes == model.plan.budget_bytes
+            assert plan.slots == min(model.plan.slots.values())
+            assert plan.sizes.expert_bytes == model.plan.expert_bytes
+
+
+def test_every_layout_has_the_same_experts(tmp_path):
+    packed = convert(BUNDLED_MODEL, tmp_path / "packed")
+    assert open_sizes(packed).blocks == open_sizes(BUNDLED_MODEL).blocks
+
+
+def test_headers_of_a_file_larger_than_this_disk(tmp_path):
+    """A sparse file with the headers of 376 GB: nothing but headers can have been read."""
+    config, tensors = published("deepseek-v3-4bit")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header, offset = {}, 0
+    for name, ref in tensors.items():
+        end = offset + ref.nbytes
+        header[name] = {"dtype": ref.dtype, "shape": ref.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            file.truncate(8 + len(text) + offset)
+        except OSError:
+            pytest.skip("this file system has no files of 376 GB")
+    assert open_sizes(tmp_path) == sizes_of(config, tensors)
+
+
+def test_the_hub_is_asked_for_headers_only(tmp_path, monkeypatch, capsys):
+    config, tensors = published("qwen3.5-35b-a3b-4bit")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parts = {"model.safetensors": SimpleNamespace(tensors={
+        name: SimpleNamespace(dtype=ref.dtype, shape=list(ref.shape))
+        for name, ref in tensors.items()
+    })}  # fmt: skip
+    asked, failure = [], []
+
+    class Api:
+        def get_safetensors_metadata(self, repo_id, *, revision=None):
+            asked.append((repo_id, revision))
+            if failure:
+                raise failure[0]
+            return SimpleNamespace(files_metadata=parts)
+
+    def download(repo_id, filename, *, revision=None):
+        assert filename == "config.json"
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert open_sizes("org/name", revision="x") == sizes_of(config, tensors)
+    assert asked == [("org/name", "x")]
+    assert main(["plan", "org/name", "--memory", "32GB", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["sizes"]["expert_bytes"] == 18_119_393_280
+    assert data["slow"] < data["fast"]
+    failure.append(errors.NotASafetensorsRepoError("none"))
+    with pytest.raises(UnsupportedError, match=r"no \.safetensors"):
+        open_sizes("org/name")
+    failure[0] = OSError("no route")
+    with pytest.raises(UnsupportedError, match="no route"):
+        open_sizes("org/name")
+    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+        open_sizes("just a name")
+
+
+def test_the_arithmetic_by_hand():
+    sizes = sizes_at("qwen3.5-35b-a3b-4bit")
+    plan = plan_model("x", sizes, memory="16GB", expert_memory="50%", ssd_gbps=2, memory_gbps=50)
+    active = sizes.trunk_bytes - sizes.embedding_bytes + sizes.bytes_per_token
+    slow = active / 50e9 + 40 * 0.35e-3 + 0.5 * sizes.bytes_per_token / 2e9
+    assert plan.slow == pytest.approx(1 / slow)
+    hits = 0.62 + (0.5 - 0.36) / (0.54 - 0.36) * 0.1
+    assert typical_hit_rate(0.5) == pytest.approx(hits)
+    fast = active / 50e9 + 40 * 0.2e-3 + (1 - hits) * sizes.bytes_per_token / 2e9
+    assert plan.fast == pytest.approx(1 / fast)
+    assert typical_hit_rate(1) == 1
+    assert typical_hit_rate(0) == 0
+
+
+def test_what_cannot_be_planned():
+    config, tensors = published("qwen3-30b-a3b-4bit")
+    with pytest.raises(ConfigError, match="num_experts"):
+        sizes_of({k: v for k, v in config.items() if k != "num_experts"}, tensors)
+    with pytest.raises(UnsupportedError, match="model_type 'mixtral' is not one of"):
+        sizes_of(config | {"model_type": "mixtral"}, tensors)
+    with pytest.raises(CheckpointError, match="no routed experts"):
+        sizes_of(config, {"model.norm.weight": tensors["model.norm.weight"]})
+    sizes = sizes_of(config, tensors)
+    with pytest.raises(InputError, match="must be a number"):
+        plan_model("x", sizes, memory="auto")
+    with pytest.raises(InputError, match="ssd_gbps is 0"):
+        plan_model("x", sizes, memory="16GB", ssd_gbps=0)

@@ -1,0 +1,123 @@
+"""Oracle: the lines' own data against replays, and the pixels of the files."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from mlx_moeflux.cli import main
+from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.experts.policies.evictions import EVICTIONS
+from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
+from mlx_moeflux.experts.telemetry.simulate import simulate
+from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo
+
+pytest.importorskip("matplotlib")
+
+from mlx_moeflux.measure import plots
+from tests.experts.zipf import zipf_trace
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=60, prompt=5)
+
+
+def axes():
+    return plots._figure().add_subplot()
+
+
+def lines(subplot):
+    return {line.get_label(): np.array(line.get_xydata()) for line in subplot.get_lines()}
+
+
+def test_hit_rates_are_those_of_replays(trace):
+    plots.draw_hit_rates(subplot := axes(), trace)
+    drawn = lines(subplot)
+    assert set(EVICTIONS) <= set(drawn)
+    for share, rate in drawn["lfu"]:
+        slots = dict.fromkeys(range(3), round(share / 5))
+        assert rate == pytest.approx(100 * simulate(trace, slots, eviction="lfu").hit_rate)
+    best = drawn["best possible (Belady)"][:, 1]
+    for name in EVICTIONS:
+        assert (drawn[name][:, 1] <= best + 1e-9).all()
+        assert drawn[name][-1, 1] == pytest.approx(drawn["first uses excepted"][0, 1])
+
+
+def test_reuse_is_the_hit_rate_of_an_lru_bank(trace):
+    plots.draw_reuse(subplot := axes(), trace)
+    found = next(iter(subplot.get_lines())).get_xydata()
+    steps = Trace(trace.info, [call for call in trace if len(call.ids) == 1])
+    plots.draw_reuse(subplot := axes(), steps)
+    found = next(iter(subplot.get_lines())).get_xydata()
+    for slots in (6, 12, 20):
+        replayed = simulate(steps, dict.fromkeys(range(3), slots), eviction="lru").hit_rate
+        assert abs(found[slots - 1, 1] - 100 * replayed) < 6  # one expert of a token after another
+
+
+def test_popularity_is_sorted(trace):
+    plots.draw_popularity(subplot := axes(), trace)
+    image = np.array(subplot.get_images()[0].get_array())
+    assert image.shape == (3, 20)
+    assert (np.diff(image, axis=1) <= 0).all()
+    assert image.mean() == pytest.approx(1)
+
+
+def test_bars_are_the_forecast(trace):
+    profile = Profile(0.010, 0.001, (0.002, 0.003), host_seconds=0.0005)
+    plots.draw_times(subplot := axes(), trace, profile)
+    heights = [sum(p.get_height() for p in bars if p.get_width() == 0.6)
+               for bars in zip(*subplot.containers, strict=True)]  # fmt: skip
+    shares = [share for share in plots.SHARES if share >= 0.1]
+    for share, height in zip(shares, heights, strict=True):
+        expected = forecast(trace, simulate(trace, f"{100 * share:g}%"), profile)
+        assert height == pytest.approx(1e3 * expected.seconds)
+
+
+def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):
+    from PIL import Image
+
+    files = plots.show(trace, tmp_path / "new" / "folder")
+    assert [f.name for f in files] == [
+        "hit-rate.png", "popularity.png", "reuse-distance.png", "time.png",
+    ]  # fmt: skip
+    for file in files:
+        image = Image.open(file)
+        assert image.size == (1600, 900)
+        assert len(np.unique(np.asarray(image.convert("L")))) > 20
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        plots.show(trace, tmp_path / "file")
+
+
+def test_a_prompt_alone_has_no_times(tmp_path):
+    prompt = zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=0, prompt=9)
+    assert len(plots.show(prompt, tmp_path)) == 3
+    with pytest.raises(InputError, match="empty"):
+        plots.show(Trace(TraceInfo(2, 1, (0,), {0: 1})), tmp_path)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    file = tmp_path / "run.trace"
+    assert main(["generate", "-m", "5", "--expert-memory", "25%", "--trace", str(file)]) == 0
+    Profile(0.010, 0.001, (0.002,)).save(tmp_path / "p.json")
+    capsys.readouterr()
+    out = ["--out", str(tmp_path / "out"), "--profile", str(tmp_path / "p.json")]
+    assert main(["trace", "show", str(file), *out]) == 0
+    assert len(capsys.readouterr().out.split()) == 4
+    assert main(["trace", "replay", str(file), "--budget", "25%", "50%"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["hit", "rate", "25%", "50%"]
+    assert [row[0] for row in rows[1:]] == [*EVICTIONS, "belady"]
+    trace = Trace.open(file)
+    assert float(rows[1][1]) == pytest.approx(
+        100 * simulate(trace, "25%", eviction="lru").hit_rate, abs=0.06
+    )
+
+
+def test_without_matplotlib_one_line_names_the_extra(trace, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"mlx_moeflux\[plot\]"):
+        plots.show(trace, tmp_path)
