@@ -308,8 +308,9 @@ def _resident(
     dtype: mx.Dtype,
 ) -> ResidentStore:
     blocks = model.moe_blocks()
-    for layer, block in blocks.items():
-        block.switch_mlp = load_experts(mapped.experts[layer], layouts[layer].specs, dtype)
+    experts = load_experts(((mapped.experts[i], layouts[i].specs) for i in blocks), dtype)
+    for block, switch in zip(blocks.values(), experts, strict=True):
+        block.switch_mlp = switch
     return ResidentStore(
         lambda layer: blocks[layer].switch_mlp.bank(),
         layers=blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
@@ -19,16 +19,25 @@ _HASH_CHUNK = 1 << 22
 
 
 def read_exact(
-    fd: int, view: memoryview, *, offset: int, file: Path, error: type[MoefluxError]
+    fd: int,
+    into: memoryview | Sequence[memoryview],
+    *,
+    offset: int,
+    file: Path,
+    error: type[MoefluxError],
 ) -> None:
-    """Fill ``view`` (bytes) from ``offset`` of an open file; short reads are continued.
+    """Fill ``into`` (bytes; several views: one behind the other) from ``offset`` of an open file;
+    short reads are continued.
 
     Raises ``error``, naming file and offset, at the end of the file and on an OSError.
     """
-    done, wanted = 0, view.nbytes
+    views = [into] if isinstance(into, memoryview) else list(into)
+    done, wanted = 0, sum(view.nbytes for view in views)
     while done < wanted:
+        whole = not done and wanted <= _MAX_PIECE
+        left = views if whole else window(views, done, min(wanted, done + _MAX_PIECE))
         try:
-            count = os.preadv(fd, [view[done : done + _MAX_PIECE]], offset + done)
+            count = os.preadv(fd, left, offset + done)
         except OSError as cause:
             raise error(
                 f"Reading {file} at offset {offset + done} failed: {cause.strerror or cause}."
@@ -39,6 +48,17 @@ def read_exact(
                 " download or convert it again."
             )
         done += count
+
+
+def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """The parts of consecutive byte views that hold bytes [start, stop) of their concatenation."""
+    parts, position = [], 0
+    for view in views:
+        begin, end = max(start - position, 0), min(stop - position, view.nbytes)
+        if begin < end:
+            parts.append(view if (begin, end) == (0, view.nbytes) else view[begin:end])
+        position += view.nbytes
+    return parts
 
 
 def write_exact(fd: int, view: memoryview, *, offset: int) -> None:

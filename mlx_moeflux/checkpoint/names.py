@@ -94,10 +94,6 @@ class TrunkTensor:
     ref: TensorRef
     transform: Transform | None = None
 
-    def load(self) -> mx.array:
-        array = self.ref.load()
-        return array if self.transform is None else self.transform(array)
-
 
 @dataclass
 class MappedTensors:

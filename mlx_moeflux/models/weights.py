@@ -7,17 +7,17 @@ are errors that list the names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_moeflux.checkpoint.load import Stack, load_all, load_groups
 from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, mlx_dtype
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import ExpertProjection, SwitchGLU
@@ -72,8 +72,11 @@ def fill_trunk(
     """
     trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
     parameters = dict(tree_flatten(model.parameters()))
-    for name, tensor in trunk.items():
-        array, expected = tensor.load(), tuple(parameters[name].shape)
+    loaded = load_all(tensor.ref for tensor in trunk.values())
+    for (name, tensor), array in zip(trunk.items(), loaded, strict=True):
+        expected = tuple(parameters[name].shape)
+        if tensor.transform is not None:
+            array = tensor.transform(array)
         if name in transforms:
             array = transforms[name](array)
         if array.shape != expected:
@@ -176,33 +179,35 @@ def _words(spec: QuantSpec) -> str:
 
 
 def load_experts(
-    components: Mapping[str, ExpertRefs], specs: Mapping[str, QuantSpec | None], dtype: mx.Dtype
-) -> SwitchGLU:
-    """All experts of one layer as parameters, evaluated, floats in `dtype` but scales in
-    float32."""
-    switch = SwitchGLU.__new__(SwitchGLU)
-    nn.Module.__init__(switch)
-    for projection in PROJECTIONS:
-        holder = ExpertProjection.__new__(ExpertProjection)
-        nn.Module.__init__(holder)
-        holder.spec = specs[projection]
-        for part in ("weight", "scales", "biases"):
-            refs = components.get(f"{projection}.{part}")
-            if refs is not None:
-                array = _stack(refs)
-                # Scales that need float32 (GGUF's) stay, as they do in a streamed bank.
-                needs = part != "weight" and refs[0].dtype == "F32"
-                cast = refs[0].dtype in FLOATS and not needs
-                holder[part] = array.astype(dtype) if cast else array
-                mx.eval(holder[part])
-        switch[projection] = holder
-    return switch.eval()
+    layers: Iterable[tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
+    dtype: mx.Dtype,
+) -> Iterator[SwitchGLU]:
+    """Yield all experts of each layer as parameters, evaluated; floats in `dtype`, but scales that
+    are float32 stay.
+
+    layers: Components and the quantisation of each projection.
+    """
+    layers = list(layers)
+    groups = ([Stack(refs) for refs in components.values()] for components, _ in layers)
+    for (components, specs), arrays in zip(layers, load_groups(groups), strict=True):
+        switch = _empty(SwitchGLU)
+        for projection in PROJECTIONS:
+            switch[projection] = _empty(ExpertProjection)
+            switch[projection].spec = specs[projection]
+        for name, refs in components.items():
+            projection, _, part = name.rpartition(".")
+            array, stored = arrays.pop(0), refs[0].dtype
+            # Scales that need float32 (GGUF's) stay, as they do in a streamed bank.
+            needs = part != "weight" and stored == "F32"
+            switch[projection][part] = (
+                array.astype(dtype) if stored in FLOATS and not needs else array
+            )
+            mx.eval(switch[projection][part])
+        yield switch.eval()
 
 
-def _stack(refs: ExpertRefs) -> mx.array:
-    """``[E, ...]``: every expert's bytes, read one after the other."""
-    first = refs[0]
-    raw = np.empty((len(refs), first.nbytes), dtype=np.uint8)
-    for e, ref in enumerate(refs):
-        ref.read_into(raw[e].data)
-    return mx.array(raw).view(mlx_dtype(first.dtype)).reshape(len(refs), *first.shape)
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    """A module without parameters: none is drawn that a checkpoint replaces."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    return module

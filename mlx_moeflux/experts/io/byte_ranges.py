@@ -149,17 +149,6 @@ class ByteRanges:
         return self._file_ids.setdefault(Path(file), len(self._file_ids))
 
 
-def window(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """The parts of consecutive byte views that hold bytes [start, stop) of their concatenation."""
-    parts, position = [], 0
-    for view in views:
-        begin, end = max(start - position, 0), min(stop - position, view.nbytes)
-        if begin < end:
-            parts.append(view if (begin, end) == (0, view.nbytes) else view[begin:end])
-        position += view.nbytes
-    return parts
-
-
 def copy_into(views: Sequence[memoryview], source: np.ndarray) -> None:
     """Fill consecutive byte views from a uint8 array of their total size, without the GIL."""
     position = 0

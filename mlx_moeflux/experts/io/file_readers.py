@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import unreadable
+from mlx_moeflux.checkpoint.files import unreadable, window
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
-from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into, window
+from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into
 from mlx_moeflux.experts.io.layout import Layout
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.

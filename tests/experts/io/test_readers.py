@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_moeflux.checkpoint.files import window
 from mlx_moeflux.checkpoint.tensors import StackedRefs, TensorRef
 from mlx_moeflux.errors import (
     CheckpointError,
@@ -19,7 +20,7 @@ from mlx_moeflux.errors import (
     UnsupportedError,
 )
 from mlx_moeflux.experts.io import file_readers
-from mlx_moeflux.experts.io.byte_ranges import ByteRanges, window
+from mlx_moeflux.experts.io.byte_ranges import ByteRanges
 from mlx_moeflux.experts.io.readers import READERS, check_reader, make_reader
 from tests.experts.helpers import (
     IMPLEMENTATIONS,

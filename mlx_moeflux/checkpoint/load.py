@@ -1,0 +1,232 @@
+"""Load many tensors: large reads on several threads, straight into the arrays' memory.
+
+MLX fills all memory that it allocates, except when it loads a file. So this module presents a group
+of tensors to ``mx.load`` as one safetensors file. The bytes come from where the tensors really are:
+whole tensors, slices of stacks, one tensor per expert, packed blocks, decoded formats.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.files import read_exact, unreadable
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs, TensorRef
+from mlx_moeflux.errors import CheckpointError
+
+THREADS = 8
+# Bytes of one read: a disk needs no larger ones, and threads share a tensor evenly.
+READ_BYTES = 16 << 20
+# The system takes at most 1024 buffers in one read.
+MOST_VIEWS = 512
+# Tensors of a model's trunk are loaded in groups of about so many bytes.
+GROUP_BYTES = 256 << 20
+
+
+class Stack(NamedTuple):
+    """All experts of one component, loaded as one array ``[E, ...]``."""
+
+    refs: ExpertRefs
+
+    @property
+    def dtype(self) -> str:
+        return self.refs[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.refs), *self.refs[0].shape)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.refs) * self.refs[0].nbytes
+
+
+def load_all(tensors: Iterable[Any]) -> Iterator[mx.array]:
+    """Yield the evaluated array of each tensor, in order; see :func:`load_groups`."""
+    groups: list[list[Any]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size and size + tensor.nbytes > GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    for arrays in load_groups(groups):
+        yield from arrays
+
+
+def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
+    """Yield the evaluated arrays of each group of tensors, in order.
+
+    groups: Each a sequence of :class:`Stack` or of refs
+    (:class:`~mlx_moeflux.checkpoint.tensors.TensorRef` or a decoded one). While the caller uses the
+    arrays of one group, the next is read: two groups are in memory.
+
+    Raises:
+        CheckpointError: A file cannot be read or ends early; names file and offset.
+    """
+    with (
+        ThreadPoolExecutor(THREADS, thread_name_prefix="moeflux-load") as readers,
+        ThreadPoolExecutor(1, thread_name_prefix="moeflux-load-group") as loader,
+    ):
+        following: Future | None = None
+        for tensors in groups:
+            current = following
+            following = loader.submit(_load, list(tensors), readers)
+            if current is not None:
+                yield current.result()
+        if following is not None:
+            yield following.result()
+
+
+def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
+    with _VirtualFile(tensors, readers) as file:
+        arrays = mx.load(file, format="safetensors")
+        if file.error is not None:
+            raise file.error
+    return [arrays[str(i)] for i in range(len(tensors))]
+
+
+class _VirtualFile:
+    """Tensors named "0", "1", ... as a safetensors file; several threads of ``mx.load`` read it.
+
+    error: The first error of a read. An exception must not pass through MLX's threads.
+    """
+
+    closed = False
+
+    def __init__(self, tensors: list[Any], readers: ThreadPoolExecutor):
+        self._tensors, self._readers = tensors, readers
+        self.error: Exception | None = None
+        entries, end = {}, 0
+        for i, tensor in enumerate(tensors):
+            # MLX has no type for floats of 8 bits: see mlx_dtype.
+            dtype = "U8" if tensor.dtype.startswith("F8_") else tensor.dtype
+            span = [end, end + tensor.nbytes]
+            entries[str(i)] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": span}
+            end = span[1]
+        header = json.dumps(entries).encode()
+        self._header = len(header).to_bytes(8, "little") + header
+        self._starts = [len(self._header) + e["data_offsets"][0] for e in entries.values()]
+        self._size = len(self._header) + end
+        self._place = threading.local()
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._files = ExitStack()
+
+    def __enter__(self) -> _VirtualFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Each thread has a position of its own."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._size}[whence]
+        self._place.position = base + offset
+        return self._place.position
+
+    def tell(self) -> int:
+        return getattr(self._place, "position", 0)
+
+    def read(self, count: int) -> bytes:
+        """Bytes of the header; tensors go through :meth:`readinto`."""
+        start = self.tell()
+        return self._header[start : self.seek(start + count)]
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` with bytes of the header or with one whole tensor."""
+        view, start = memoryview(buffer).cast("B"), self.tell()
+        self.seek(start + view.nbytes)
+        if start < len(self._header):
+            view[:] = self._header[start : start + view.nbytes]
+        elif view.nbytes and self.error is None:
+            try:
+                self._fill(self._tensors[bisect_right(self._starts, start) - 1], view)
+            except Exception as error:  # noqa: BLE001 (raised again where MLX has returned)
+                self.error = error
+        return view.nbytes
+
+    def _fill(self, tensor: Any, view: memoryview) -> None:
+        plain, jobs = [], []
+        for ref, part in _parts(tensor, view):
+            if isinstance(ref, TensorRef):
+                plain.append((ref, part))
+            else:
+                jobs.append(self._readers.submit(ref.read_into, part))
+        reads = _reads(plain)
+        jobs += [self._readers.submit(self._read, read) for read in reads[1:]]
+        if reads:
+            self._read(reads[0])
+        for job in jobs:
+            job.result()
+
+    def _read(self, read: _Read) -> None:
+        fd = self._fd(read.file)
+        read_exact(fd, read.views, offset=read.offset, file=read.file, error=CheckpointError)
+
+    def _fd(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._fds:
+                try:
+                    fd = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as cause:
+                    raise unreadable(file, cause) from cause
+                self._files.callback(os.close, fd)
+                self._fds[file] = fd
+            return self._fds[file]
+
+
+class _Read(NamedTuple):
+    """One read: consecutive bytes of a file into several buffers."""
+
+    file: Path
+    offset: int
+    views: list[memoryview]
+    nbytes: int
+
+
+def _parts(tensor: Any, view: memoryview) -> Iterator[tuple[Any, memoryview]]:
+    """The refs that fill `view`, each with its part of it."""
+    if not isinstance(tensor, Stack):
+        yield tensor, view
+        return
+    refs = tensor.refs
+    if isinstance(refs, StridedRefs) and refs.stride == refs.nbytes:
+        # One range of the file holds all experts.
+        yield TensorRef(refs.name, refs.file, refs.offset, refs.dtype, tensor.shape), view
+        return
+    n = refs[0].nbytes
+    for e, ref in enumerate(refs):
+        yield ref, view[e * n : (e + 1) * n]
+
+
+def _reads(pieces: Sequence[tuple[TensorRef, memoryview]]) -> list[_Read]:
+    """Reads of at most ``READ_BYTES``, in the order of the files; bytes that adjoin are joined."""
+    reads: list[_Read] = []
+    for ref, view in sorted(pieces, key=lambda piece: (piece[0].file, piece[0].offset)):
+        for start in range(0, view.nbytes, READ_BYTES):
+            part, offset = view[start : start + READ_BYTES], ref.offset + start
+            last = reads[-1] if reads else None
+            if (
+                last is not None
+                and last.file == ref.file
+                and last.offset + last.nbytes == offset
+                and last.nbytes + part.nbytes <= READ_BYTES
+                and len(last.views) < MOST_VIEWS
+            ):
+                last.views.append(part)
+                reads[-1] = last._replace(nbytes=last.nbytes + part.nbytes)
+            else:
+                reads.append(_Read(ref.file, offset, [part], part.nbytes))
+    return reads
