@@ -164,16 +164,13 @@ class _VirtualFile:
                 plain.append((ref, part))
             else:
                 jobs.append(self._readers.submit(ref.read_into, part))
-        reads = _reads(plain)
-        jobs += [self._readers.submit(self._read, read) for read in reads[1:]]
-        if reads:
-            self._read(reads[0])
+        jobs += [self._readers.submit(self._read, reads) for reads in _shares(_reads(plain))]
         for job in jobs:
             job.result()
 
-    def _read(self, read: _Read) -> None:
-        fd = self._fd(read.file)
-        read_exact(fd, read.views, offset=read.offset, file=read.file, error=CheckpointError)
+    def _read(self, reads: list[_Read]) -> None:
+        for file, offset, views, _ in reads:
+            read_exact(self._fd(file), views, offset=offset, file=file, error=CheckpointError)
 
     def _fd(self, file: Path) -> int:
         with self._lock:
@@ -230,3 +227,17 @@ def _reads(pieces: Sequence[tuple[TensorRef, memoryview]]) -> list[_Read]:
             else:
                 reads.append(_Read(ref.file, offset, [part], part.nbytes))
     return reads
+
+
+def _shares(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Cut `reads` into lists of about ``READ_BYTES``: one thread makes the reads of one list."""
+    share: list[_Read] = []
+    size = 0
+    for read in reads:
+        if share and size + read.nbytes > READ_BYTES:
+            yield share
+            share, size = [], 0
+        share.append(read)
+        size += read.nbytes
+    if share:
+        yield share
