@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import K, Wrapped, random_experts, write_experts
@@ -18,6 +19,17 @@ def device(request):
         pytest.skip("MLX drives no GPU here")
     yield
     mx.set_default_device(before)
+
+
+@pytest.fixture(params=["threads"], autouse=True)
+def small_blocks(request, monkeypatch):
+    """Tiny blocks go to the threads, as large ones do; tests that ask for "caller" as well read
+    them in the calling thread."""
+    if request.param == "threads":
+        monkeypatch.setattr(read_pool, "SMALL_BYTES", 0)
+
+
+BOTH_READ = pytest.mark.parametrize("small_blocks", ["threads", "caller"], indirect=True)
 
 
 @pytest.fixture

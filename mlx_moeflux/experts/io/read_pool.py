@@ -1,18 +1,19 @@
-"""Reads on threads, which can be waited for, and abandoned, at any moment.
+"""Read blocks of experts on threads that can be waited for, or stopped, at any moment.
 
 An interrupt (Ctrl-C) is raised in the calling thread between any two instructions, also inside
-the locks of `threading` and `concurrent.futures`, which then stay locked for ever. So nothing
-here takes a lock in the calling thread: threads and caller share queues, lists and flags whose
-single operations cannot be interrupted.
+the locks of `threading` and `concurrent.futures`, which then stay locked. So this module takes no
+lock in the calling thread: threads and caller share queues, lists and flags whose single operations
+cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import NamedTuple
 
 from mlx_moeflux.errors import ExpertFileError
@@ -22,56 +23,61 @@ from mlx_moeflux.experts.io.readers import Reader
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
 _LOOK_AGAIN_SECONDS = 0.05
-# How often the caller makes way for threads that may be busy with something else.
-_YIELDS = 50
+# The caller waits so long for idle threads to begin.
+_BEGIN_SECONDS = 0.001
+# Waking a thread takes longer than reading so few bytes.
+SMALL_BYTES = 64 << 10
 
 
 class ReadPool:
-    """A fixed number of threads that run jobs. They end with :meth:`close` or with this object."""
+    """A fixed number of threads that work on batches of reads. They end with :meth:`close` or with
+    this object."""
 
     def __init__(self, count: int):
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._batches: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._busy: list[None] = []  # an entry for each thread that works on a batch
+        shared = self._batches, self._busy, count
         self._threads = [
-            threading.Thread(
-                target=_work, args=(self._jobs,), name=f"moeflux-read-{i}", daemon=True
-            )
+            threading.Thread(target=_work, args=shared, name=f"moeflux-read-{i}", daemon=True)
             for i in range(count)
         ]
         self.count = count
-        self._end = weakref.finalize(self, _end, self._jobs, count)
+        self._end = weakref.finalize(self, _end, self._batches, count)
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on a thread."""
-        self._jobs.put(job)
+    def submit(self, batch: Fetch) -> None:
+        """Let one idle thread begin with `batch`; it wakes the next one."""
+        self._batches.put(batch)
 
     @property
-    def free(self) -> bool:
-        """Nothing that was submitted waits for a thread."""
-        return self._jobs.empty()
+    def idle(self) -> int:
+        """Number of threads that have no work."""
+        return self.count - len(self._busy) if self._batches.empty() else 0
 
     def close(self) -> None:
-        """Wait for the jobs and end the threads."""
+        """Wait for the reads and end the threads."""
         self._end()
         for thread in self._threads:
             thread.join()
 
 
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or the last job's bank would live until the next one comes
+def _work(batches: SimpleQueue[Fetch | None], busy: list[None], count: int) -> None:
+    while (batch := batches.get()) is not None:
+        busy.append(None)
+        batch.run(batches, count)
+        busy.pop()
+        del batch  # or the last batch's bank would live until the next one comes
 
 
-def _end(jobs: SimpleQueue[Callable[[], None] | None], count: int) -> None:
+def _end(batches: SimpleQueue[Fetch | None], count: int) -> None:
     for _ in range(count):
-        jobs.put(None)
+        batches.put(None)
 
 
 class Target(NamedTuple):
-    """One block to read: which expert, into which slot, and the bytes of that slot's components,
-    or where they begin, if they are not to be written by the host."""
+    """One block to read: the expert, its slot, and the bytes of the slot's components; `addresses`
+    of the components instead, where the host does not write them."""
 
     expert: int
     slot: int
@@ -89,17 +95,17 @@ class Arrival(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One read: which target it belongs to, and which piece of it, None for all."""
+    """One read: the index of its target, and the piece of the block, or None for all of it."""
 
     target: int
     piece: Piece | None
 
 
 class Fetch:
-    """Reads the blocks of one layer into their slots.
+    """A batch of reads: blocks of one layer into their slots.
 
-    at_once: Reads that the threads can make at once: where there are fewer blocks, and the reader
-    can, blocks are cut. uploads: Where slots are not to be written by the host.
+    at_once: Number of reading threads. Fewer blocks than threads are cut into pieces, if the reader
+    can. uploads: Staging buffers, where the host does not write the slots.
     """
 
     def __init__(
@@ -113,34 +119,56 @@ class Fetch:
     ):
         self.targets = targets
         self._reader, self._layer, self._uploads = reader, layer, uploads
-        stored = getattr(reader, "stored_bytes", lambda layer: reader.layout(layer).nbytes)
-        self._expected = stored(layer)
-        self._abandoned = False
+        stored = getattr(reader, "stored_bytes", None)
+        self._expected = reader.layout(layer).nbytes if stored is None else stored(layer)
+        self._abandoned = self._submitted = False
         pieces = self._pieces(-(-at_once // max(1, len(targets))))
         self._jobs = [Job(i, piece) for i in range(len(targets)) for piece in pieces]
+        # Threads and caller share this iterator: each job is taken once.
+        self._left = iter(range(len(self._jobs)))
         # Indices of jobs. A thread appends to `begun`, then looks at `abandoned`; the caller
         # sets `abandoned`, then looks at `begun`: one of them sees the other.
         self._begun: list[int] = []
         self._ended: list[int] = []
         self._results: dict[int, tuple[int, float] | BaseException] = {}
         self._wake: SimpleQueue[None] = SimpleQueue()
+        self._awaited = 0
+        self._all_begun: SimpleQueue[None] = SimpleQueue()
 
     def start(self, threads: ReadPool, *, urgent: bool = False) -> None:
-        """Hand every read to the threads.
+        """Begin all reads: on the threads, or in the caller if blocks are small.
 
-        urgent: Wait until those that are free have begun: they cannot before the caller gives up
-        the interpreter, which one that goes on to build a graph does not do soon.
+        urgent: Wait until the idle threads have begun. They cannot before the caller releases the
+        interpreter lock, which a caller that goes on to build a graph does not do soon.
         """
-        free = urgent and threads.free
-        for i in range(len(self._jobs)):
-            threads.submit(lambda i=i: self._run(i))
-        for _ in range(_YIELDS if free else 0):
-            if len(self._begun) >= min(threads.count, len(self._jobs)):
-                break
-            sleep(0)
+        if urgent and self._expected <= SMALL_BYTES and self._uploads is None:
+            for i in self._left:
+                self._run_one(i)
+            return
+        self._awaited = min(threads.idle, len(self._jobs)) if urgent else 0
+        self._submitted = True
+        threads.submit(self)
+        if self._awaited:
+            with suppress(Empty):
+                self._all_begun.get(timeout=_BEGIN_SECONDS)
+
+    def run(self, waiting: SimpleQueue[Fetch | None], threads: int) -> None:
+        """Take reads until none is left; each of the pool's threads calls this."""
+        for i in self._left:
+            if i + 1 < min(threads, len(self._jobs)):
+                waiting.put(self)  # wakes the next thread
+            self._begun.append(i)
+            if 0 < self._awaited <= len(self._begun):
+                self._all_begun.put(None)
+            if not self._abandoned:
+                self._run_one(i)
+            self._ended.append(i)
+            # Only the last one wakes the caller, and those that it may be draining.
+            if len(self._ended) >= len(self._jobs) or self._abandoned:
+                self._wake.put(None)
 
     def wait(self) -> BaseException | None:
-        """Wait for all reads; the error of the first that failed, if any did."""
+        """Wait for all reads; return the error of the first that failed, if any did."""
         self._wait_for(self._jobs)
         if self._uploads is not None:
             self._uploads.finish()
@@ -187,24 +215,17 @@ class Fetch:
 
     def _wait_for(self, expected: Sequence[object]) -> None:
         """Wait until as many have ended as there are in `expected`, which may still grow."""
-        while len(self._ended) < len(expected):
+        while self._submitted and len(self._ended) < len(expected):
             try:
                 self._wake.get(timeout=_LOOK_AGAIN_SECONDS)
             except Empty:
                 continue
 
-    def _run(self, i: int) -> None:
-        """One read, in a thread."""
-        self._begun.append(i)
-        if not self._abandoned:
-            with _Carried() as carried:
-                self._results[i] = self._read(self._jobs[i])
-            if carried.error is not None:
-                self._results[i] = carried.error
-        self._ended.append(i)
-        # Only the last one wakes the caller, and those that it may be draining.
-        if len(self._ended) >= len(self._jobs) or self._abandoned:
-            self._wake.put(None)
+    def _run_one(self, i: int) -> None:
+        with _Carried() as carried:
+            self._results[i] = self._read(self._jobs[i])
+        if carried.error is not None:
+            self._results[i] = carried.error
 
     def _read(self, job: Job) -> tuple[int, float]:
         start, target = perf_counter(), self.targets[job.target]

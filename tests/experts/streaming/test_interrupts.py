@@ -19,12 +19,14 @@ from mlx_moeflux.experts.policies import wave_schedule as turns_module
 from mlx_moeflux.experts.policies.evictions import EVICTIONS, LRU
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
+from tests.experts.conftest import BOTH_READ
 from tests.experts.helpers import CALLS, C, E, K, all_is_well, bank_is_right, random_call, same_bits
 
 ROUNDS = 150
 PACKAGE = os.path.dirname(package.__file__)
 
 
+@BOTH_READ
 @pytest.mark.parametrize("broken", [{1}, {2}, {3}, {1, 2, 3, 4}])
 @pytest.mark.parametrize("n", [1, 20])
 def test_io_error_leaves_the_store_usable(experts, open_store, monkeypatch, n, broken):
@@ -47,6 +49,7 @@ def test_io_error_leaves_the_store_usable(experts, open_store, monkeypatch, n, b
     all_is_well(store, experts)
 
 
+@BOTH_READ
 def test_io_error_is_raised_and_other_blocks_are_kept(experts, wrapped):
     def before(layer, expert, into):
         if expert == 2 and broken:
@@ -86,6 +89,7 @@ def test_a_bug_in_a_reader_is_not_hidden(wrapped, experts):
     all_is_well(store, experts)
 
 
+@BOTH_READ
 @pytest.mark.parametrize("kind", [Chosen, Hit, Miss, Evict, ReadStart, ReadEnd])
 def test_interrupted_at_any_event(experts, open_store, kind):
     armed = [0]
@@ -156,6 +160,7 @@ def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     assert lines > 300
 
 
+@BOTH_READ
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 def test_interrupted_by_real_signals(experts, wrapped, monkeypatch):
     """Slow reads and two signals a call, the second often while the first is being handled."""
