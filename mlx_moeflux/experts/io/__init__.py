@@ -1,1 +1,1 @@
-"""From bytes on disk to the slots of a bank."""
+"""Read experts from disk into the slots of a bank."""

@@ -1,7 +1,7 @@
-"""Where every routed expert's bytes lie: files and offsets, whatever the checkpoint's form.
+"""The byte ranges of all routed experts: files and offsets, for every checkpoint format.
 
-Packed blobs, stacked tensors, one tensor per expert, shards: all are, for each layer, component
-and expert, one byte range. Ranges that touch in a file are one run, hence one read.
+Packed blobs, stacked tensors, one tensor per expert, shards: each gives one byte range per layer,
+component and expert. Adjacent ranges of a file form one run, which is one read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_moeflux.experts.io.layout import Layout, layout_of
 
 
 class Run(NamedTuple):
-    """A stretch of a file that holds components, one after another; a part of one names none."""
+    """Consecutive bytes of a file. components: Those in them; empty for a part of a block."""
 
     file: int
     offset: int
@@ -27,9 +27,9 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes [start, stop) of blocks that lie in one stretch of a file each.
+    """Bytes [start, stop) of a contiguous block.
 
-    parts: Which bytes of which components these are: (component, begin, end).
+    parts: The same bytes as (component, begin, end).
     """
 
     start: int
@@ -45,7 +45,7 @@ class ByteRanges:
 
     Raises:
         CheckpointError: Components of a layer disagree about the number of experts, entries of
-            one component about dtype or shape, or there is no layer at all.
+            one component disagree about dtype or shape, or there is no layer.
     """
 
     def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
@@ -64,11 +64,11 @@ class ByteRanges:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that holds experts; a :class:`Run` names one by its index."""
+        """Every file that holds experts; `Run.file` is an index into it."""
         return tuple(self._file_ids)
 
     def layout(self, layer: int) -> Layout:
-        """The block layout of a layer; ExpertFileError for a layer without experts."""
+        """Return the block layout of a layer; raise ExpertFileError for a layer without experts."""
         if layer not in self._layouts:
             raise ExpertFileError(
                 f"layer {layer} has no routed experts here; layers {self.layers[0]} to "
@@ -77,7 +77,7 @@ class ByteRanges:
         return self._layouts[layer]
 
     def runs(self, layer: int, expert: int) -> list[Run]:
-        """The stretches that make up one expert's block, ascending by file and offset."""
+        """Return the runs of one expert's block, ascending by file and offset."""
         components = self.layout(layer).components
         if not 0 <= expert < self.num_experts:
             raise ExpertFileError(
@@ -97,14 +97,14 @@ class ByteRanges:
         return runs
 
     def piece(self, layer: int, expert: int, piece: Piece) -> Run:
-        """Where a piece of an expert's block lies; the layer has an :meth:`order`."""
+        """Return the run of a piece of an expert's block; the layer has an :meth:`order`."""
         first = self._orders[layer][0]
         offset = int(self._offsets[layer][expert, first]) + piece.start
         return Run(int(self._files[layer][expert, first]), offset, piece.stop - piece.start, ())
 
     def order(self, layer: int) -> tuple[int, ...]:
-        """In which order components follow one another in every block of a layer, without gaps;
-        empty if that is not so."""
+        """Return the order in which components follow one another without gaps in every block of a
+        layer; empty if blocks are not contiguous."""
         if layer not in self._orders:
             self._orders[layer] = self._order(layer)
         return self._orders[layer]
@@ -118,7 +118,7 @@ class ByteRanges:
         return tuple(order.tolist()) if joined else ()
 
     def _table(self, layer: int, refs: Mapping[str, ExpertRefs]) -> tuple[np.ndarray, np.ndarray]:
-        """File index and offset of every (expert, component): two arrays ``[E, components]``."""
+        """Return file index and offset of every expert's components: two ``[E, components]``."""
         components = self._layouts[layer].components
         files = np.empty((self.num_experts, len(components)), np.int32)
         offsets = np.empty((self.num_experts, len(components)), np.int64)

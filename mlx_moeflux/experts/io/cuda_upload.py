@@ -1,12 +1,11 @@
-"""Blocks on their way into the memory of an NVIDIA GPU.
+"""Copy blocks into banks in the memory of an NVIDIA GPU.
 
-A bank that the host can address is managed memory there. Written by the host, every page of a block
-first comes over from the GPU and later goes back, fault by fault: a block of 1.8 MB took 0.6 ms to
-write and held the next kernel up for 0.5 ms on an H100. So the pages of a bank stay on the GPU,
-blocks are read into page-locked memory, and the driver copies them: 0.05 ms.
+A bank that the host can address is managed memory there. When the host writes a block, each of its
+pages moves from the GPU and back, fault by fault. So the pages of a bank stay on the GPU: threads
+read blocks into page-locked memory, and the driver copies them.
 
-MLX offers none of this, so the driver's own library is called. Where it cannot be loaded, or
-refuses, banks are written as everywhere else.
+MLX offers none of this, so this module calls the driver's own library. Where the library cannot be
+loaded, or refuses, the host writes banks as on other machines.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mlx_moeflux.errors import MoefluxError
 _PREFERRED_LOCATION, _ACCESSED_BY, _PORTABLE, _NON_BLOCKING, _UNTIMED, _DEVICE = 3, 5, 1, 1, 2, 0
 _GRANULE = mmap.PAGESIZE
 BUFFERS = 2
-# Arrays until the driver is told anew where the GPU reads.
+# The driver gets its advice again after so many arrays.
 REACHED_FOR = 1000
 
 
@@ -49,8 +48,8 @@ class Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._context = ctypes.c_void_p()
         self._local = threading.local()
-        # What returns at once is called without giving up the interpreter: eight threads that take
-        # it from one another nine times a block leave the disk without a request for 0.5 ms.
+        # These return immediately. They keep the interpreter lock: eight threads that pass it on
+        # nine times a block would leave the disk idle.
         quick = ctypes.PyDLL("libcuda.so.1")
         self._copy, self._record, self._query = (
             getattr(quick, name)
@@ -64,14 +63,14 @@ class Driver:
         self.call("cuStreamCreate", ctypes.byref(self._stream), _NON_BLOCKING)
 
     def call(self, name: str, *arguments: object) -> None:
-        """One function by name."""
+        """Call one function by name."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise DriverError(name, result)
 
     def upload(self, pieces: Sequence[tuple[int, int, int]], event: object) -> None:
-        """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's; `event`, of
-        :meth:`event`, comes when that is done. One copy begins after the other, whoever asks."""
+        """Begin to copy (to, from, bytes) from page-locked addresses to the GPU's. The driver
+        signals `event`, of :meth:`event`, afterwards. Copies of all threads run in order."""
         self._enter()
         for to, source, nbytes in pieces:
             if result := self._copy(to, source, nbytes, self._stream):
@@ -80,7 +79,7 @@ class Driver:
             raise DriverError("cuEventRecord", result)
 
     def event(self) -> object:
-        """Something to wait for; until it is given to :meth:`upload` that is nothing."""
+        """Return an event for :meth:`upload`; one that was not given to it is already over."""
         self._enter()
         event = ctypes.c_void_p()
         self.call("cuEventCreate", ctypes.byref(event), _UNTIMED)
@@ -93,12 +92,12 @@ class Driver:
             self.call("cuEventSynchronize", event)
 
     def finish(self) -> None:
-        """Wait for every copy that was begun."""
+        """Wait for all copies."""
         self._enter()
         self.call("cuStreamSynchronize", self._stream)
 
     def settle(self, address: int, nbytes: int) -> None:
-        """Let managed memory live on the GPU."""
+        """Move managed memory to the GPU and prefer to keep it there."""
         self._enter()
         where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self.call("cuMemAdvise", *where, _PREFERRED_LOCATION, _DEVICE)
@@ -106,13 +105,13 @@ class Driver:
         self.call("cuStreamSynchronize", self._stream)
 
     def advise_gpu(self, address: int, nbytes: int) -> None:
-        """Let the GPU read managed memory where it lies; of other memory nothing is done."""
+        """Let the GPU read managed memory in place; other memory is left as it is."""
         self._enter()
         where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
         self._library.cuMemAdvise(*where, _ACCESSED_BY, _DEVICE)
 
     def locked(self, nbytes: int) -> memoryview:
-        """Page-locked memory, freed with the last view of it."""
+        """Allocate page-locked memory; it is freed with its last view."""
         self._enter()
         address = ctypes.c_void_p()
         self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE)
@@ -121,7 +120,7 @@ class Driver:
         return memoryview(memory).cast("B")
 
     def _enter(self) -> None:
-        """Make the context this thread's."""
+        """Set the context of this thread."""
         if not hasattr(self._local, "inside"):
             self.call("cuCtxSetCurrent", self._context)
             self._local.inside = True
@@ -136,7 +135,7 @@ class Driver:
 
 
 def driver() -> Driver | None:
-    """The driver where banks are in its managed memory, else None."""
+    """Return the driver where banks are in managed memory, else None."""
     return None if mx.default_device() == mx.cpu else _driver()
 
 
@@ -151,14 +150,13 @@ def _driver() -> Driver | None:
 
 
 def address_of(view: memoryview) -> int:
-    """Where a writable view begins."""
+    """Return the address of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class Uploads:
-    """Page-locked memory of each reading thread: two blocks, of which one is read into while the
-    other is copied. Allocated here, in one piece: eight threads that each locked their own pages
-    before their first read spent 0.12 to 0.16 s on it in all, of a prompt's 1.7.
+    """Page-locked memory of all reading threads. Each has two blocks: it reads into one while the
+    driver copies the other. One allocation serves all threads: locking pages takes long.
     """
 
     def __init__(self, driver: Driver, nbytes: int, threads: int):
@@ -171,16 +169,16 @@ class Uploads:
         self._free = [buffers[i : i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
 
     def staging(self) -> Staging:
-        """This thread's: there are as many as was said."""
+        """Return the staging of the calling thread, one of `threads`."""
         if not hasattr(self._local, "staging"):
             self._local.staging = Staging(self._driver, self._free.pop())
         return self._local.staging
 
     def advise_gpu(self, array: mx.array) -> None:
-        """Let the GPU read where they lie a few numbers that the host has written. Otherwise their
-        page moves when the first kernel asks for it, which then takes 70 us instead of 14 on an
-        H100, and back when the host writes again. MLX gives the same few addresses again and again,
-        but now and then it gives memory back, and what was said of an address is forgotten.
+        """Let the GPU read in place a small array that the host has written.
+
+        Otherwise its page moves to the GPU when the first kernel reads it, and back when the host
+        writes again. MLX reuses few addresses; it may also free memory, and with it the advice.
         """
         view = memoryview(array).cast("B")
         address, self._turn = address_of(view), self._turn + 1
@@ -191,18 +189,18 @@ class Uploads:
             self._driver.advise_gpu(address, view.nbytes)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all blocks have arrived."""
         self._driver.finish()
 
 
 def uploads_for(nbytes: int, threads: int) -> Uploads | None:
-    """For blocks of at most `nbytes`; None where banks are written directly."""
+    """Return staging for blocks of at most `nbytes`; None where the host writes banks itself."""
     found = driver()
     return None if found is None else Uploads(found, nbytes, threads)
 
 
 class Staging:
-    """Page-locked memory of one thread, and the way from there into slots."""
+    """Page-locked memory of one thread, and copies from there into slots."""
 
     def __init__(self, driver: Driver, views: Sequence[memoryview]):
         self._driver = driver
@@ -210,14 +208,14 @@ class Staging:
         self._address, self._event = self._buffers[0][1:]
 
     def take(self) -> memoryview:
-        """Memory to read into: from the next one on what was sent is not copied any more."""
+        """Return memory to read into, once the copy of its last contents has ended."""
         view, self._address, self._event = buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
         self._driver.wait(self._event)
         return view
 
     def carve(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory to read into as consecutive views from its beginning."""
+        """Return memory to read into as consecutive views from its beginning."""
         memory, views, position = self.take(), [], 0
         for size in sizes:
             views.append(memory[position : position + size])
@@ -225,7 +223,7 @@ class Staging:
         return views
 
     def send(self, into: Sequence[tuple[int, int]], start: int = 0) -> None:
-        """Begin to copy what was read, from `start` on, to (address, bytes), one after another;
+        """Begin to copy the taken memory, from `start` on, to consecutive (address, bytes);
         :meth:`Uploads.finish` waits for it."""
         pieces, position = [], self._address + start
         for address, nbytes in into:
@@ -235,12 +233,12 @@ class Staging:
 
 
 def _buffer_bytes(nbytes: int) -> int:
-    """Whole pages for a block of `nbytes`: direct reads begin at one and end at one."""
+    """Return `nbytes` in whole pages, and two more: direct reads begin and end on a page."""
     return (-(-nbytes // _GRANULE) + 2) * _GRANULE
 
 
 def staging_bytes(reader: Any) -> int:
-    """Bytes of private buffers for each thread that reads with `reader`."""
+    """Return the bytes of private buffers for each thread that reads with `reader`."""
     own = getattr(reader, "staging_bytes", 0)
     if driver() is None:
         return own

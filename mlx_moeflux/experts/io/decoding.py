@@ -1,4 +1,4 @@
-"""Reading experts of other formats: fetch the bytes as they lie, then decode into the slot."""
+"""Read experts of formats that need decoding: read the stored bytes, decode them into the slot."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Experts = Mapping[int, Mapping[str, ExpertRefs]]
 
 
 def needs_decoding(experts: Experts) -> bool:
-    """Whether any component is not on disk as it is computed with."""
+    """Return True if any component is stored in another form than it is computed with."""
     return any(
         isinstance(refs[0], DecodedRef) for parts in experts.values() for refs in parts.values()
     )
 
 
 class DecodingReader:
-    """A reader of stored bytes, and NumPy in its threads behind it.
+    """A reader that decodes what another reader fetches, with NumPy, in the reading threads.
 
-    make: Makes the reader of what is stored, such as
+    make: Makes the reader of the stored bytes, such as
     :class:`~mlx_moeflux.experts.io.readers.PreadReader`. See
     :class:`~mlx_moeflux.experts.io.readers.Reader`.
     """
@@ -44,12 +44,12 @@ class DecodingReader:
         )
 
     def layout(self, layer: int) -> BlockLayout:
-        """See :meth:`Reader.layout`: the components once decoded."""
+        """See :meth:`Reader.layout`: the decoded components."""
         self._stored.layout(layer)
         return self._layouts[layer]
 
     def stored_bytes(self, layer: int) -> int:
-        """Bytes that one read fetches."""
+        """Return the bytes that one read fetches."""
         return self._stored.layout(layer).nbytes
 
     def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int:
@@ -81,7 +81,7 @@ class DecodingReader:
         self._local = threading.local()
 
     def _buffers(self, sizes: tuple[int, ...]) -> list[np.ndarray]:
-        """This thread's, one of each size."""
+        """Return buffers of this thread, one of each size."""
         known = self._local.__dict__.setdefault("buffers", {})
         if sizes not in known:
             known[sizes] = [np.empty(size, np.uint8) for size in sizes]
@@ -89,11 +89,11 @@ class DecodingReader:
 
 
 class _Plan:
-    """What is fetched for one expert of a layer, and where it goes.
+    """The stored tensors of one expert of a layer, and where each goes.
 
-    stored: Raw name -> one ref per expert. targets: For each, the component that it is as it
-    lies (None: none), and its place among the staged. inputs: Decoded component -> indices of
-    its sources. scratch_bytes: What decoding one component allocates besides.
+    stored: Raw name -> one ref per expert. targets: For each, the component that needs no decoding
+    (None: it does), and its index among the staging buffers. inputs: Decoded component -> indices
+    of its sources. scratch_bytes: Bytes that decoding one component allocates besides.
     """
 
     def __init__(self, parts: Mapping[str, ExpertRefs]):
@@ -116,7 +116,7 @@ class _Plan:
                 ]
 
     def staged_sizes(self) -> tuple[int, ...]:
-        """Bytes of the buffers that are read into and are no component."""
+        """Return the bytes of each staging buffer."""
         return tuple(self._sizes)
 
     def _add(self, name: str | None, key: tuple, refs: list[TensorRef], places: dict) -> int:

@@ -1,4 +1,4 @@
-"""Readers of files: ordinary, direct and mapped. Protocol and choice: :mod:`.readers`."""
+"""Readers of files: buffered, direct and mapped. :mod:`.readers` has the protocol."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from mlx_moeflux.experts.io.layout import Layout
 DIRECT_ALIGNMENT = 4096
 # Larger transfers gain nothing, and every thread owns one bounce buffer.
 MAX_BOUNCE_BYTES = 8 << 20
-# Smaller parts of a block are not worth a read of their own.
+# A smaller part of a block takes less time to read than to submit.
 LEAST_PIECE = 1 << 18
 
 
-# Files that a process has open besides: libraries, sockets, a second reader's.
+# Other open files of a process: libraries, sockets, a second reader.
 OTHER_FILES = 512
 
 
 def make_room(files: int) -> None:
-    """Raise the limit of open files so that so many more can be opened, as far as the system lets
-    us: macOS gives 256, and DeepSeek-V3 has 163 shards, which two readers keep open."""
+    """Raise the limit of open files by `files`, as far as the system allows.
+
+    macOS allows 256 by default; DeepSeek-V3 has 163 shards, and two readers may keep them open.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = files + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -46,7 +48,7 @@ def make_room(files: int) -> None:
 
 
 class FileReader:
-    """What the readers of files share: ranges, file descriptors, errors. See :class:`Reader`."""
+    """Base class of readers of files: ranges, file descriptors, errors. See :class:`Reader`."""
 
     name = "file"
     staging_bytes = 0
@@ -89,9 +91,9 @@ class FileReader:
         return total
 
     def pieces(self, layer: int, count: int) -> Sequence[Piece]:
-        """A block of a layer as about `count` reads that several threads can make at once with
-        :meth:`read_run` or :meth:`read_staged`; empty if blocks are not in one stretch of a file
-        each, or a subclass reads in a way of its own."""
+        """Cut a block of a layer into about `count` reads for several threads, by :meth:`read_run`
+        or :meth:`read_staged`. Empty if blocks are not contiguous, or if a subclass overrides
+        :meth:`read`."""
         if type(self).read is not FileReader.read:
             return ()
         if (layer, count) not in self._pieces:
@@ -100,17 +102,17 @@ class FileReader:
         return self._pieces[layer, count]
 
     def piece(self, layer: int, expert: int, piece: Piece) -> Run:
-        """Where one of :meth:`pieces` lies for an expert."""
+        """Return the run of one of :meth:`pieces` for an expert."""
         return self.ranges.piece(layer, expert, piece)
 
     def read_run(self, run: Run, views: Sequence[memoryview]) -> int:
-        """Read `run` into consecutive views; returns its bytes."""
+        """Read `run` into consecutive views; return its bytes."""
         self._read_run(run, views)
         return run.nbytes
 
     def read_staged(self, run: Run, buffer: memoryview) -> int:
-        """Read `run` into a page-aligned buffer, which has two pages more than it needs; returns
-        where in there it begins."""
+        """Read `run` into a page-aligned buffer that is two pages larger; return the offset in the
+        buffer at which it begins."""
         self._read_run(run, [buffer[: run.nbytes]])
         return 0
 
@@ -119,7 +121,7 @@ class FileReader:
         self._close_files()
 
     def _announce(self, runs: Sequence[Run]) -> None:
-        """What is about to be read; nothing to do unless a reader profits from knowing."""
+        """Prepare for the reads of `runs`; a subclass may tell the system."""
 
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
         raise NotImplementedError
@@ -128,7 +130,7 @@ class FileReader:
         return unreadable(file, cause, error=ExpertFileError)
 
     def _preadv(self, run: Run, views: Sequence[memoryview], offset: int) -> int:
-        """One positive read of file `run.file` at `offset`; the errors name file and offset."""
+        """Read at least one byte of file `run.file` at `offset`; errors name file and offset."""
         try:
             count = os.preadv(self._fds[run.file], views, offset)
         except OSError as cause:
@@ -150,9 +152,8 @@ class FileReader:
 class PreadReader(FileReader):
     """``os.preadv`` straight into the caller's buffers; pages stay in the page cache.
 
-    A block of a stock checkpoint is scattered over nine ranges. Read one after another they keep
-    the disk at a third of its queue: where the system can be told, all are announced first.
-    Experts of 1.8 MB, cold, 8 threads: 1.32 GB/s before, 1.56 after, direct reads 1.50.
+    A block of a stock checkpoint has nine ranges. One read after another leaves most of the disk's
+    queue empty, so the reader first announces all of them to a system that takes such advice.
     """
 
     name = "pread"
@@ -162,7 +163,7 @@ class PreadReader(FileReader):
         self._advises = hasattr(os, "posix_fadvise")
         if self._advises:
             for fd in self._fds:
-                # Neighbouring experts are not wanted next: no reading ahead beyond a range.
+                # The next expert is rarely a neighbour: do not read ahead beyond a range.
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _announce(self, runs: Sequence[Run]) -> None:
@@ -206,7 +207,7 @@ class DirectReader(FileReader):
         self._local = threading.local()
 
     def _prepare(self) -> None:
-        """Switch caching off where a flag at opening does not; find out that reads work."""
+        """Switch caching off where a flag at opening does not; try one read."""
         if self._bounces:
             os.preadv(self._fds[0], [self._buffer()[1][:DIRECT_ALIGNMENT]], 0)
             return
@@ -222,7 +223,7 @@ class DirectReader(FileReader):
         before = run.offset % DIRECT_ALIGNMENT
         done, wanted = 0, before + run.nbytes
         while done < wanted:
-            # A short read that does not end on a page is read again from its page on.
+            # A short read that ends inside a page continues from the start of that page.
             done -= done % DIRECT_ALIGNMENT
             at = run.offset - before + done
             more = self._preadv(run, [buffer[done : _round_up(wanted)]], at)
@@ -236,7 +237,7 @@ class DirectReader(FileReader):
         return min(_round_up(largest) + DIRECT_ALIGNMENT, MAX_BOUNCE_BYTES)
 
     def _buffer(self) -> tuple[np.ndarray, memoryview]:
-        """This thread's page-aligned buffer, as an array and as a view."""
+        """Return this thread's page-aligned buffer, as an array and as a view."""
         if not hasattr(self._local, "buffer"):
             memory = mmap.mmap(-1, self.staging_bytes)
             self._local.buffer = np.frombuffer(memory, np.uint8), memoryview(memory)
@@ -270,8 +271,8 @@ class DirectReader(FileReader):
 class MmapReader(FileReader):
     """Copies out of a mapping of the file.
 
-    A file that another process truncates meanwhile ends this one: prefer ``pread`` for files
-    that may change.
+    If another process truncates the file meanwhile, the system ends this process: prefer ``pread``
+    for files that may change.
     """
 
     name = "mmap"
@@ -299,15 +300,15 @@ class MmapReader(FileReader):
         if stop > len(mapping):
             raise self._ends_early(run, len(mapping))
         start = run.offset - run.offset % mmap.PAGESIZE
-        # One request for the whole run instead of a fault for each page of it, and afterwards
-        # the pages count as cache again, not as this process's memory.
+        # Ask for the whole run instead of one fault per page. Afterwards the pages count as cache
+        # again, not as memory of this process.
         mapping.madvise(mmap.MADV_WILLNEED, start, stop - start)
         copy_into(views, np.frombuffer(mapping, np.uint8, run.nbytes, run.offset))
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def cut(order: Sequence[int], sizes: Sequence[int], count: int) -> Sequence[Piece]:
-    """Components of these sizes, one after another in `order`, as at most `count` pieces of about
+    """Cut components of these sizes, consecutive in `order`, into at most `count` pieces of about
     the same size, none much smaller than ``LEAST_PIECE``."""
     total = sum(sizes[c] for c in order)
     step = -(-total // max(1, min(count, total // LEAST_PIECE)))

@@ -1,8 +1,8 @@
-"""One routed expert as a block of bytes: which components, in which order, how long.
+"""The layout of one routed expert as a block of bytes: components, order, sizes.
 
 A block is the concatenation of an expert's tensors in a fixed order, gate, up, down projection,
 each with ``weight`` and, when quantised, ``scales`` and ``biases``. Sizes and offsets follow from
-the shapes; nothing here is ever written to a file.
+the shapes; no file holds them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Component:
 
 
 RAW = "raw."
-"""Before the name of a stretch of bytes that means nothing by itself."""
+"""Prefix of the name of stored bytes that are no component before they are decoded."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Components one after another."""
+    """Consecutive components."""
 
     components: tuple[Component, ...]
 
@@ -63,8 +63,8 @@ class Layout:
 
 
 def layout_of(refs: Mapping[str, ExpertRefs]) -> Layout:
-    """The layout of what is stored for a layer's experts: a :class:`BlockLayout`, or the bytes
-    that one is decoded from, whose names begin with :data:`RAW`."""
+    """Return the stored layout of a layer's experts: a :class:`BlockLayout`, or the bytes that one
+    is decoded from, whose names begin with :data:`RAW`."""
     if not all(name.startswith(RAW) for name in refs):
         return BlockLayout.of(refs)
     first = {name: by_expert[0] for name, by_expert in refs.items()}
@@ -102,7 +102,9 @@ class BlockLayout(Layout):
 
     @classmethod
     def of(cls, refs: Mapping[str, ExpertRefs]) -> BlockLayout:
-        """The layout of a layer's experts in a checkpoint: component name -> one ref per expert.
+        """Return the layout of a layer's experts in a checkpoint.
+
+        refs: Component name -> one ref per expert.
 
         Raises:
             CheckpointError: As for the class; the message names the file of the first tensor.
@@ -117,7 +119,7 @@ class BlockLayout(Layout):
 
     @cached_property
     def specs(self) -> dict[str, QuantSpec | None]:
-        """Projection name -> its quantisation as the shapes tell it, None when it is a float."""
+        """Projection name -> its quantisation, derived from the shapes; None for floats."""
         return {p: self._spec(p, width) for p, (_, width) in self._dims().items()}
 
     @property

@@ -198,7 +198,8 @@ class Fetch:
             raise interrupt
 
     def arrivals(self) -> list[Arrival]:
-        """What was read completely, in the order of the targets; seconds of parts are added."""
+        """Return the blocks that were read completely, in the order of the targets. Seconds of
+        pieces add up."""
         sums = [[0, 0.0] for _ in self.targets]
         for i, job in enumerate(self._jobs):
             result = self._results.get(i)
@@ -214,7 +215,7 @@ class Fetch:
         ]
 
     def _wait_for(self, expected: Sequence[object]) -> None:
-        """Wait until as many have ended as there are in `expected`, which may still grow."""
+        """Wait until as many reads have ended as `expected` has entries; it may still grow."""
         while self._submitted and len(self._ended) < len(expected):
             try:
                 self._wake.get(timeout=_LOOK_AGAIN_SECONDS)
@@ -238,7 +239,7 @@ class Fetch:
         return nbytes, perf_counter() - start
 
     def _pieces(self, count: int) -> Sequence[Piece | None]:
-        """Into what every block is cut; once None: it is read in one go."""
+        """Return the pieces of every block; a single None stands for the whole block."""
         cut, staged = getattr(self._reader, "pieces", None), self._uploads is not None
         pieces = cut(self._layer, count) if cut is not None and (count > 1 or staged) else ()
         return pieces if len(pieces) > 1 or (pieces and staged) else (None,)
@@ -255,7 +256,7 @@ class Fetch:
         return run.nbytes
 
     def _whole(self, target: Target) -> int:
-        """Read a block in one go."""
+        """Read a whole block."""
         views, uploads = target.views, self._uploads
         if uploads is not None:
             sizes = [c.nbytes for c in self._reader.layout(self._layer).components]
@@ -272,7 +273,7 @@ class Fetch:
 
 
 class _Carried:
-    """Catches whatever its block raises, for another thread to raise."""
+    """Catches every exception of its block; another thread raises it."""
 
     error: BaseException | None = None
 

@@ -2,7 +2,7 @@
 
 Every reader fills the caller's buffers, one for each component of the block, from the byte ranges
 of :class:`~mlx_moeflux.experts.io.byte_ranges.ByteRanges`. Readers know nothing of MLX, slots or
-policies, and `read` may be called from many threads at once.
+policies. Several threads may call `read` concurrently.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Reader(Protocol):
     num_experts: int
 
     def layout(self, layer: int) -> BlockLayout:
-        """The components of that layer's blocks, in the order of `into`."""
+        """Return the components of that layer's blocks, in the order of `into`."""
         ...
 
     def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int:
-        """Fill one writable byte view per component and return the bytes read.
+        """Fill one writable byte view per component and return the number of bytes read.
 
-        Called from several threads at once; must not use MLX.
+        Several threads call it concurrently; it must not use MLX.
 
         Raises:
-            ExpertFileError: The bytes cannot be had; `into` is then undefined.
+            ExpertFileError: The bytes cannot be read; `into` is then undefined.
         """
         ...
 
     def close(self) -> None:
-        """Free files and memory; called once, when no read is under way."""
+        """Free files and memory. The store calls it once, when no read is under way."""
         ...
 
 
 class MemoryReader:
-    """All experts held in ordinary memory: what a disk of infinite speed would give."""
+    """All experts in ordinary memory: the speed of an infinitely fast disk."""
 
     name = "memory"
     staging_bytes = 0
@@ -76,7 +76,7 @@ class MemoryReader:
         self._blocks = {}
 
     def _load(self, files: PreadReader, layer: int) -> np.ndarray:
-        """All blocks of a layer: ``[E, block bytes]`` uint8."""
+        """Read all blocks of a layer: ``[E, block bytes]`` uint8."""
         layout = self._layouts[layer]
         blocks = np.empty((self.num_experts, layout.nbytes), np.uint8)
         for expert in range(self.num_experts):
@@ -96,7 +96,7 @@ AUTO_READER = "pread"
 
 
 def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> Reader:
-    """The reader called `name` (``auto`` is ``pread``) over a checkpoint's experts.
+    """Make the reader called `name` (``auto`` is ``pread``) of a checkpoint's experts.
 
     experts: MoE layer id -> component name -> one ref per expert.
 
@@ -122,7 +122,7 @@ def check_reader(
     hidden: int | None = None,
     intermediate: int | None = None,
 ) -> None:
-    """See that a reader serves a model: its MoE layers, its number of experts, their shapes.
+    """Check that a reader serves a model: MoE layers, number of experts, shapes.
 
     Raises:
         InputError: A method is missing.

@@ -1,1 +1,1 @@
-"""What happens when a layer of a streamed store is called."""
+"""Calls of a streamed layer: slots, reads, waves."""

@@ -1,9 +1,9 @@
-"""The memory that resident experts live in: dense arrays of slots that readers write into.
+"""The memory of resident experts: dense arrays of slots that readers write into.
 
-For each layer there is one evaluated array ``[slots, ...]`` per component, all in one buffer where
-they fit, with one byte view of its storage beside it. A slot is filled through the view, never
-through MLX: assigning to an array rebinds it to new storage and orphans the view. Who may write
-when is the store's business: MLX waits for an array's producer, not for its readers.
+Each layer has one evaluated array ``[slots, ...]`` per component, all in one buffer where they fit,
+and one byte view of each array's storage. Readers fill a slot through the view, never through MLX:
+assigning to an array rebinds it to new storage and orphans the view. The store decides when a slot
+may be written: MLX waits for an array's producer, not for its readers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mlx_moeflux.kernels.runtime import packing
 
 
 class Slots(NamedTuple):
-    """One allocation: what MLX reads, what readers write. experts: The arrays as the kernels take
-    them; None once the bank is closed."""
+    """One allocation: arrays that MLX reads, views that readers write. experts: The arrays as the
+    kernels take them; None once the bank is closed."""
 
     count: int
     arrays: dict[str, mx.array]
@@ -33,8 +33,8 @@ class Slots(NamedTuple):
 
 
 class LayerBank:
-    """The slots of one layer. experts: How many may take turns in them; None: nobody says.
-    current: All that was allocated, replaced in one assignment.
+    """The slots of one layer. experts: Number of experts in the layer, or None if unknown. current:
+    The allocation; one assignment replaces it.
 
     Evaluates: its new arrays.
     """
@@ -46,7 +46,7 @@ class LayerBank:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return self.current.count
 
     @property
@@ -60,11 +60,11 @@ class LayerBank:
         return self.slots * self.layout.nbytes
 
     def slot_views(self, slot: int) -> list[memoryview]:
-        """The writable bytes of one slot, one view per component in block order."""
+        """Return the writable bytes of one slot, one view per component in block order."""
         return [view[slot * n : (slot + 1) * n] for view, n in self.current.views]
 
     def slot_addresses(self, slot: int) -> list[int]:
-        """Where each component of one slot begins in memory."""
+        """Return the memory address of each component of one slot."""
         return [address + slot * n for address, n in self.current.addresses]
 
     def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
@@ -72,8 +72,8 @@ class LayerBank:
 
         moves: Old slot -> new slot of the contents to keep; by default slots keep their number.
 
-        The arrays are new and the old ones are never written again: work that was given them,
-        evaluated or not, stays right.
+        The arrays are new, and no one writes the old ones again: work that reads them, evaluated or
+        not, stays right.
         """
         if moves is None:
             moves = {slot: slot for slot in range(min(slots, self.slots))}
@@ -84,17 +84,17 @@ class LayerBank:
         home = driver()
         for view, _ in new.views if home is not None else ():
             home.settle(address_of(view), view.nbytes)
-        # One assignment: an interruption leaves all of the old or all of the new.
+        # One assignment: an interrupt leaves all of the old or all of the new.
         self.current = new
 
     def close(self) -> None:
-        """Let go of arrays and views; lazy work that still reads them keeps them alive."""
+        """Release arrays and views; lazy work that still reads them keeps them alive."""
         self.current = Slots(self.slots, {}, None, [], [])
 
     def _allocate(self, slots: int) -> Slots:
         components, packed = self.layout.components, None
         like = [((slots, *c.shape), mlx_dtype(c.dtype)) for c in components]
-        # Storage is viewed once and before any kernel reads it: on CUDA the first host access
+        # View the storage once, before any kernel reads it: on CUDA the first access by the host
         # moves an array to managed memory.
         if packing.fits(like):
             shape = packing.by_rows(like) or (packing.packed_bytes(like) // packing.WORD,)

@@ -1,8 +1,8 @@
-"""One layer of a streamed store: its bank, who is in it, and how experts get there.
+"""One layer of a streamed store: its bank, its table of slots, and its reads.
 
-The order of every change makes an interruption at any moment harmless: an expert leaves the
-table before its slot is written, enters it after its block has arrived, and until then
-`unsettled` is set, which makes the next user put things right first.
+The order of every change makes an interrupt harmless at any moment. An expert leaves the table
+before its slot is written and enters it after its block has arrived. Until then `unsettled` is set,
+and the next caller settles the layer first.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from mlx_moeflux.experts.telemetry.events import (
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT
 
-# More outputs than this are not remembered, but evaluated: by then they long have been.
+# Beyond so many pending outputs the layer evaluates them; most have ended long before.
 MAX_UNEVALUATED = 8
 
 
 class PendingOutput(NamedTuple):
-    """A result that reads a bank; maker: whose streams it is on, None for anyone's to wait for."""
+    """A lazy output that references a bank. maker: The thread whose streams it is on; None if every
+    thread may wait for it."""
 
     maker: threading.Thread | None
     output: mx.array
 
     def ended(self) -> bool:
-        """Wait until `output` is evaluated; False if this thread cannot do that, or must not.
+        """Wait until `output` is evaluated; return False if this thread must not wait for it.
 
-        MLX waits for work that ``async_eval`` began, wherever that was, but does not see that
-        another thread is inside ``eval``.
+        MLX waits for work that ``async_eval`` began in any thread, but does not notice that another
+        thread is inside ``eval``.
         """
         here = self.maker is None or self.maker is threading.current_thread()
         if not here and self.maker.is_alive():
@@ -60,7 +61,7 @@ class PendingOutput(NamedTuple):
         try:
             mx.eval(self.output)
         except RuntimeError as error:
-            # The streams of a thread are its own, and end with it.
+            # Streams belong to their thread and end with it.
             if "in current thread" not in str(error):
                 raise
             return False
@@ -68,7 +69,7 @@ class PendingOutput(NamedTuple):
 
 
 class StreamedLayer:
-    """The slots of one layer. All methods but none of the reads run in the caller's thread."""
+    """The slots of one layer. Methods run in the caller's thread, reads in threads of the pool."""
 
     def __init__(
         self,
@@ -88,19 +89,19 @@ class StreamedLayer:
         self._reader, self._policy, self.stats = reader, policy, stats
         # Batches on their way, the oldest first.
         self._fetches: deque[Fetch] = deque()
-        # Blocks on their way that nobody has asked for yet, and residents that came so.
+        # Prefetches that are under way, and residents that were prefetched and not yet used.
         self._ahead: list[tuple[Target, Fetch]] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
-        # Experts that were missed, and that lost their slots, since the end of the last call.
+        # Misses and victims since the end of the last call.
         self.missed: list[int] = []
         self.victims: list[int] = []
         self._readers_of_bank: list[PendingOutput] = []
         self._device_table: mx.array | None = None
 
     def device_table(self) -> mx.array | None:
-        """Expert -> slot, and an entry for padding that is none, ``[E + 1]`` uint32; None if expert
-        e is in slot e. The layer is complete."""
+        """Return expert -> slot as ``[E + 1]`` uint32, with ABSENT for padding at the end; None if
+        expert e is in slot e. The layer is complete."""
         if self.table.in_order:
             return None
         if self._device_table is None:
@@ -111,19 +112,19 @@ class StreamedLayer:
         return self._device_table
 
     def remember(self, output: mx.array) -> None:
-        """`output`, perhaps not evaluated, reads the bank: no slot changes before it is."""
-        # While reads are under way the bank cannot be left; the end of the call remembers again.
+        """Keep every slot as it is until `output`, which may be lazy, is evaluated."""
+        # The fence cannot run while reads are under way; the end of the call comes back here.
         if len(self._readers_of_bank) >= MAX_UNEVALUATED and not self._fetches:
             self.fence()
         self._readers_of_bank.append(PendingOutput(threading.current_thread(), output))
 
     def fence(self) -> None:
-        """See to it that nothing unevaluated reads the bank.
+        """Evaluate the lazy outputs that still reference the bank.
 
-        What this thread cannot evaluate, or what another thread may be evaluating at this moment,
-        keeps the arrays that it was given, and the layer goes on in a copy of them. Such a result
-        stays right, whenever it is evaluated, and one whose thread has ended blocks nobody; until
-        it is dropped it keeps one bank of this layer more in memory.
+        This thread cannot evaluate the outputs of some others, and must not while they may be
+        inside ``eval``. Such an output keeps the arrays that it references, and the layer continues
+        in a copy of them. The output stays right; until it is dropped, this layer has one more bank
+        in memory.
         """
         if not self._readers_of_bank:
             return
@@ -134,17 +135,17 @@ class StreamedLayer:
         self._readers_of_bank.clear()
 
     def read_elsewhere(self) -> bool:
-        """Results of another thread read the bank, for which this one cannot wait."""
+        """Return True if the bank has pending outputs that this thread cannot wait for."""
         here = threading.current_thread()
         return any(r.maker not in (None, here) for r in self._readers_of_bank)
 
     def own_outputs(self) -> list[mx.array]:
-        """What this thread built on the bank and may not have evaluated."""
+        """Return the pending outputs of this thread."""
         here = threading.current_thread()
         return [reading.output for reading in self._readers_of_bank if reading.maker is here]
 
     def start_eval(self) -> None:
-        """The evaluation of :meth:`own_outputs` has begun: any thread may wait for it."""
+        """Note that :meth:`own_outputs` are being evaluated: any thread may wait for them."""
         here = threading.current_thread()
         self._readers_of_bank = [
             reading._replace(maker=None) if reading.maker is here else reading
@@ -154,7 +155,7 @@ class StreamedLayer:
     def look_up(
         self, needed: Collection[int], missing: Collection[int], events: EventHook | None
     ) -> None:
-        """Count, and tell of, every needed expert, ascending."""
+        """Count every needed expert, ascending, and report it as hit or miss."""
         stats = self.stats
         stats.lookups += len(needed)
         stats.misses += len(missing)
@@ -174,10 +175,10 @@ class StreamedLayer:
     def make_room(
         self, count: int, protected: Container[int], events: EventHook | None
     ) -> list[int]:
-        """Take `count` slots, evicting whom the policy chooses outside `protected`.
+        """Take `count` slots; the policy chooses victims outside `protected`.
 
-        The caller has seen to it that there are enough. No slot is written that was not taken
-        here, so this is where the fence stands.
+        The caller makes sure that there are enough. Every slot that is written is taken here, so
+        the fence is here.
         """
         short = count - self.table.free
         if count:
@@ -196,7 +197,7 @@ class StreamedLayer:
         return [self.table.take() for _ in range(count)]
 
     def evict(self, expert: int, events: EventHook | None) -> None:
-        """Let `expert` lose its slot."""
+        """Evict `expert` from its slot."""
         self.unsettled, self._device_table = True, None
         slot = self.table.remove(expert)
         self._fresh.discard(expert)
@@ -213,7 +214,7 @@ class StreamedLayer:
         protected: Container[int],
         events: EventHook | None,
     ) -> None:
-        """Begin to read `experts`, which are absent, in the place of others than `protected`."""
+        """Begin to read `experts`, which are absent, in place of others than `protected`."""
         slots = self.make_room(len(experts), protected, events)
         self.start(threads, experts, slots, events)
 
@@ -224,12 +225,12 @@ class StreamedLayer:
         slots: Sequence[int],
         events: EventHook | None,
     ) -> None:
-        """Begin to read `experts` into `slots`, which were taken: a batch for :meth:`finish`."""
+        """Begin to read `experts` into `slots`, which were taken; :meth:`finish` waits for them."""
         targets = [self._target(*pair) for pair in zip(experts, slots, strict=True)]
         if events is not None:
             for target in targets:
                 events(ReadStart(self.layer, target.expert, target.slot))
-        # Known to the layer before the first read begins, so that settle() can find it.
+        # Entered before the first read begins, so that settle() finds it.
         fetch = self._new_fetch(threads, targets)
         self._fetches.append(fetch)
         fetch.start(threads, urgent=True)
@@ -261,7 +262,7 @@ class StreamedLayer:
         protected: Container[int],
         events: EventHook | None,
     ) -> None:
-        """Read `experts`, which are absent, in the place of others than `protected`."""
+        """Read `experts`, which are absent, in place of others than `protected`."""
         if not experts:
             return
         try:
@@ -273,10 +274,10 @@ class StreamedLayer:
                 self.settle()
 
     def finish(self, events: EventHook | None) -> None:
-        """Wait for the oldest batch that :meth:`start` began and enter what arrived.
+        """Wait for the oldest batch of :meth:`start` and enter the blocks that arrived.
 
         Raises:
-            ExpertFileError: A read failed; the others are entered all the same.
+            ExpertFileError: A read failed; the other blocks are entered nevertheless.
         """
         if not self._fetches:
             return
@@ -292,7 +293,7 @@ class StreamedLayer:
         self._fetches.popleft()
 
     def slots_soon(self) -> np.ndarray:
-        """Expert -> slot, ``[E]``, as it is once the reads that :meth:`start` began are entered."""
+        """Return expert -> slot, ``[E]``, as after the reads that are under way."""
         known = self.table.slots_by_expert
         known = known.copy() if self._fetches else known
         for target in (target for fetch in self._fetches for target in fetch.targets):
@@ -313,7 +314,7 @@ class StreamedLayer:
         protected: Container[int],
         events: EventHook | None,
     ) -> None:
-        """Begin to read `experts`, which are absent and which nobody has asked for yet."""
+        """Begin to prefetch `experts`, which are absent."""
         slots = self.make_room(len(experts), protected, events)
         for expert, slot in zip(experts, slots, strict=True):
             target = self._target(expert, slot)
@@ -327,10 +328,10 @@ class StreamedLayer:
     def commit_prefetch(
         self, needed: Container[int], *, wait: bool, events: EventHook | None
     ) -> None:
-        """Enter the blocks that were read ahead.
+        """Enter the prefetched blocks.
 
-        wait: Wait for all of them; otherwise those that are not `needed` and not begun are given
-        up, and their slots are free again. A read that failed is given up too.
+        wait: Wait for all of them. Otherwise reads that are not `needed` and have not begun are
+        dropped, and their slots are free again. A read that failed is dropped too.
         """
         if not self._ahead:
             return
@@ -364,18 +365,18 @@ class StreamedLayer:
 
     @property
     def reading(self) -> bool:
-        """Blocks are on their way that a call waits for."""
+        """True while reads are under way that a call waits for."""
         return bool(self._fetches)
 
     @property
     def reading_ahead(self) -> bool:
-        """Blocks are on their way that nobody has asked for yet."""
+        """True while prefetches are under way."""
         return bool(self._ahead)
 
     def settle(self) -> None:
-        """After an error or interruption: wait for reads, make the table right again.
+        """Recover from an error or interrupt: wait for reads and rebuild the table.
 
-        Blocks that :meth:`finish` has not entered are forgotten; the next call reads them again.
+        Blocks that :meth:`finish` has not entered are dropped; the next call reads them again.
         """
         for fetch in (*reversed(self._fetches), *(fetch for _, fetch in self._ahead)):
             fetch.drain()
@@ -387,7 +388,7 @@ class StreamedLayer:
         self.unsettled = False
 
     def resize(self, slots: int, events: EventHook | None) -> None:
-        """Change the number of slots; the policy chooses who leaves when there are too many."""
+        """Change the number of slots; the policy chooses the victims of a smaller bank."""
         self.commit_prefetch((), wait=True, events=events)
         excess = len(self.table) - slots
         if excess > 0:
@@ -400,20 +401,20 @@ class StreamedLayer:
         try:
             self.bank.resize(slots, self.table.resize(slots))
         except BaseException:
-            # Bank and table may disagree: who was where is not known any more.
+            # Bank and table may disagree: start with an empty table.
             self.table = SlotTable(self.bank.slots, self.table.num_experts)
             raise
-        # What reads the old arrays keeps them; nobody writes to them any more.
+        # Pending outputs keep the old arrays, which no one writes again.
         self._readers_of_bank.clear()
         self.unsettled = False
 
     def close(self) -> None:
-        """Wait for reads and let go of the bank."""
+        """Wait for reads and release the bank."""
         self.settle()
         self._readers_of_bank.clear()
         self.bank.close()
 
 
 def missing_of(table: SlotTable, experts: Iterable[int]) -> list[int]:
-    """Those of `experts` that are in no slot, in their order."""
+    """Return those of `experts` that are in no slot, in their order."""
     return list(filterfalse(table.slot_of.__contains__, experts))

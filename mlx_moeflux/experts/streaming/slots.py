@@ -1,4 +1,4 @@
-"""Which expert is in which slot of one layer. No MLX, no reading, no policy."""
+"""The table of experts and slots of one layer. No MLX, no reading, no policy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ EMPTY = -1
 class SlotTable:
     """A partial one-to-one map between experts and slots.
 
-    `expert_of` (slot -> expert or ``EMPTY``) is the truth; the rest follows from it and can be
-    made again after an interruption with :meth:`rebuild`: `slot_of` (expert -> slot) and
-    `slots_by_expert`, the same as an int64 array ``[E]`` with any slot where there is none.
+    `expert_of` (slot -> expert or ``EMPTY``) is the truth. The rest follows from it, and
+    :meth:`rebuild` makes it again after an interrupt: `slot_of` (expert -> slot) and
+    `slots_by_expert`, the same as an int64 array ``[E]`` with an arbitrary slot for an expert that
+    has none.
     """
 
     def __init__(self, slots: int, num_experts: int):
@@ -30,34 +31,34 @@ class SlotTable:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return len(self.expert_of)
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing and are not taken."""
+        """Number of slots that are empty and not taken."""
         return len(self._free)
 
     @property
     def complete(self) -> bool:
-        """Every expert of the layer is in a slot."""
+        """True if every expert of the layer is in a slot."""
         return len(self.slot_of) == self.num_experts
 
     @property
     def in_order(self) -> bool:
-        """Expert e is in slot e, for every expert."""
+        """True if every expert e is in slot e."""
         return self.expert_of == list(range(self.num_experts))
 
     def take(self) -> int:
-        """A free slot, the lowest, for the caller to fill."""
+        """Take the lowest free slot; the caller fills it."""
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
-        """`slot`, which was taken, stays empty."""
+        """Free `slot`, which was taken and stays empty."""
         heapq.heappush(self._free, slot)
 
     def put(self, expert: int, slot: int) -> None:
-        """The bytes of `expert` are now in `slot`, which was taken."""
+        """Enter `expert`, whose bytes are now in `slot`, which was taken."""
         assert self.expert_of[slot] == EMPTY, "a slot in use was filled"
         assert expert not in self.slot_of, "an expert was read twice"
         self.expert_of[slot] = expert
@@ -88,7 +89,7 @@ class SlotTable:
         return moves
 
     def rebuild(self) -> None:
-        """Make everything again from `expert_of`; slots that were taken are free again."""
+        """Derive everything from `expert_of` again; slots that were taken are free."""
         self.slot_of = {e: s for s, e in enumerate(self.expert_of) if e != EMPTY}
         assert len(self.slot_of) == sum(e != EMPTY for e in self.expert_of), "an expert twice"
         self._free = [s for s, e in enumerate(self.expert_of) if e == EMPTY]

@@ -1,4 +1,4 @@
-"""Experts that live on disk and visit memory: the store of a model that does not fit."""
+"""The store of a model larger than memory: experts are on disk, some are in slots."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Call:
     """A call of a layer, from :meth:`StreamedStore.begin_load` to
     :meth:`StreamedStore.release_after`.
 
-    ids, ahead: On the device, ``[N, K]``. host: The same ids as the host knows them, and request:
-    What they ask for; None if nobody looked. missing: Experts that are being read for it. waves:
-    If they are more than the slots.
+    ids, ahead: On the device, ``[N, K]``. host, request: The ids on the host, and the experts that
+    they need; None if the host need not know. missing: Experts that are being read for the call.
+    waves: The schedule of a call that needs more experts than there are slots.
     """
 
     state: StreamedLayer
@@ -73,26 +73,26 @@ class Call:
 
 
 class StreamedStore(ExpertStore):
-    """Resident slots, a reader for what is missing, a policy for who must go.
+    """A store with slots for some experts, a reader for the others and an eviction policy.
     See :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
     reader: Closed with the store. slots: For each MoE layer, or one number for all.
     eviction: A name or an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`. prefetch: A
-    name or a :class:`~mlx_moeflux.experts.policies.prefetch.Prefetch`. keep_all_ahead: Every block
-    that was read ahead is waited for when its layer is called, so that hits do not depend on time;
-    otherwise those that are not needed and not begun are given up. balance: A name or a
-    :class:`~mlx_moeflux.experts.policies.rebalance.Balance`, who moves slots between layers.
-    threads: Reads under way at once. events: Listener, see
+    name or a :class:`~mlx_moeflux.experts.policies.prefetch.Prefetch`. keep_all_ahead: Wait for
+    every prefetched block when its layer is called, so that hits do not depend on time; otherwise
+    blocks that are not needed and not begun are dropped. balance: A name or a
+    :class:`~mlx_moeflux.experts.policies.rebalance.Balance`, which moves slots between layers.
+    threads: Number of reading threads. events: Listener, see
     :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced between steps. mix: The
-    operation that computes experts. scratch_bytes: What one step of a long call may allocate
-    besides its result, None for what suits the device.
+    operation that computes experts. scratch_bytes: Bytes that one step of a long call may allocate
+    besides its result; None: chosen by the device.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
 
-    A call is four steps: :meth:`begin_load`, :meth:`wait`, :meth:`compute`,
-    :meth:`release_after`. :meth:`experts` makes them all; who makes them himself does so inside
-    :meth:`exclusive`.
+    A call has four steps: :meth:`begin_load`, :meth:`wait`, :meth:`compute`,
+    :meth:`release_after`. :meth:`experts` makes them all; a caller that makes them itself does so
+    inside :meth:`exclusive`.
 
     Evaluates: the ids of a call, unless the layer holds every expert and there is no listener;
     long calls altogether.
@@ -148,7 +148,7 @@ class StreamedStore(ExpertStore):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the private buffers of reading threads."""
+        """Bytes of all slots and of the buffers of reading threads."""
         return self.bank_bytes + self.threads * staging_bytes(self.reader)
 
     @property
@@ -168,17 +168,17 @@ class StreamedStore(ExpertStore):
 
     @property
     def cold(self) -> bool:
-        """No expert is resident and none was asked for."""
+        """True if no expert is resident and no layer was called."""
         states = self._layers.values()
         return not any(state.tokens or state.table.slot_of for state in states)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether :meth:`experts` wants to be told what the next layer's router would choose."""
+        """True if :meth:`experts` takes the guess of the next layer's router as ``ahead=``."""
         return self.prefetch is not None and self.prefetch.looks_ahead
 
     def residents(self, layer: int) -> dict[int, int]:
-        """Expert -> slot of a layer, as it is now."""
+        """Return expert -> slot of a layer, as it is now."""
         with self._lock:
             return dict(self._state(layer).table.slot_of)
 
@@ -196,7 +196,7 @@ class StreamedStore(ExpertStore):
         Raises:
             ShapeError: Shapes or dtypes are wrong, or ids are not ascending or out of range.
             MemoryBudgetError: A token needs more experts than the layer has slots.
-            ExpertFileError: A block could not be read; the next call may try again.
+            ExpertFileError: A block could not be read; the next call tries again.
         """
         check_call(layer, x, ids, weights)
         with self.exclusive():
@@ -208,8 +208,8 @@ class StreamedStore(ExpertStore):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the store for a whole step: nobody else changes slots meanwhile. After an error or
-        interrupt nothing is under way."""
+        """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
+        or interrupt no read is under way."""
         with self._lock:
             try:
                 yield
@@ -222,8 +222,9 @@ class StreamedStore(ExpertStore):
     def begin_load(
         self, layer: int, ids: mx.array, weights: mx.array, *, ahead: mx.array | None = None
     ) -> Call:
-        """Learn what a call asks for, tell everybody, and begin to read what is missing; of more
-        experts than slots the first wave. A layer that holds every expert needs no look.
+        """Take the ids of a call, notify policies and listeners, and begin to read missing experts;
+        of a call that needs more experts than slots, those of the first wave. The ids of a layer
+        that holds every expert stay on the device.
 
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
@@ -251,29 +252,29 @@ class StreamedStore(ExpertStore):
         return call
 
     def slots_of(self, call: Call) -> mx.array:
-        """The slots ``[N, K]`` in which the experts of a call are after :meth:`wait`: for callers
-        that compute themselves. The call has no more experts than there are slots, and no
-        padding."""
-        assert call.host is not None, "the layer holds every expert: nobody looked at this call"
+        """Return the slots ``[N, K]`` in which the experts of a call are after :meth:`wait`, for
+        callers that compute themselves. The call needs at most as many experts as there are slots,
+        and has no padding."""
+        assert call.host is not None, "the layer holds every expert: the host does not know the ids"
         slots = indices(call.state.slots_soon()[call.host])
         if self._uploads is not None:
             self._uploads.advise_gpu(slots)
         return slots
 
     def wait(self, call: Call) -> None:
-        """Wait for what :meth:`begin_load` began to read; only then may anything read the slots.
-        Waves are waited for one by one while they are computed."""
+        """Wait for the reads of :meth:`begin_load`; only then may a kernel read the slots. Calls in
+        waves wait in :meth:`compute`."""
         if not call.missing:
             return
         state = call.state
         start, stalled = perf_counter(), state.stats.stall_seconds
-        assert state.reading, "reads were given up in between"
+        assert state.reading, "the reads of this call were dropped"
         state.finish(self.events)
         _account(state, start, stalled)
 
     def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
-        """x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: the whole bank, one pass, or
-        waves. Evaluates: long calls of layers that are not whole."""
+        """Compute x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: from a complete bank, in
+        one pass, or in waves. Evaluates: long calls of incomplete layers."""
         state, form, bank = call.state, self._form, call.state.bank.current.experts
         start, stalled = perf_counter(), state.stats.stall_seconds
         if call.request is None:
@@ -290,7 +291,7 @@ class StreamedStore(ExpertStore):
             total.add(pairs, slot_of, bank)
             y = total.total
         if weights.size > FEW_PAIRS:
-            # A long output is evaluated now rather than kept.
+            # Evaluate a long output now rather than keep it pending.
             metal.settle()
             mx.eval(y)
         _account(state, start, stalled)
@@ -299,18 +300,18 @@ class StreamedStore(ExpertStore):
     def compute_slots(
         self, x: mx.array, slots: mx.array, weights: mx.array, bank: ExpertBank
     ) -> mx.array:
-        """What :meth:`compute` computes of a short call, from what :meth:`slots_of` gave; lazy.
+        """Compute a short call from the slots of :meth:`slots_of`; lazy.
 
-        Steps are traced through here, and the CPU compiles what it fuses anew for every constant:
-        how many slots there are is none of them.
+        Traced steps call this. The number of slots is no constant of the trace: the CPU compiles
+        fused kernels anew for every constant.
         """
         return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
 
     def release_after(self, call: Call, output: mx.array) -> None:
-        """End a call: no slot changes before `output`, perhaps not evaluated, is; then what
-        follows for the next calls."""
+        """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then rebalance and
+        prefetch."""
         state, (N, K) = call.state, call.ids.shape
-        # Nothing that reads a complete bank need be remembered: its slots never change.
+        # Slots of a complete bank never change, so no output need be pending.
         if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
             state.remember(output)
         state.unsettled = False
@@ -331,12 +332,12 @@ class StreamedStore(ExpertStore):
         return tuple(i for i, state in self._layers.items() if not self._whole(state))
 
     def bank(self, layer: int) -> ExpertBank:
-        """The slots of a layer as they are now."""
+        """Return the slots of a layer as they are now."""
         return self._layers[layer].bank.current.experts
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether all calls are lazy."""
+        """True if all calls are lazy."""
         return all(map(self._whole, self._layers.values()))
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
@@ -358,8 +359,7 @@ class StreamedStore(ExpertStore):
         return self._stats
 
     def preload(self, layers: Iterable[int] | None = None) -> None:
-        """Fill free slots with the experts of lowest ids, so that complete layers need no look;
-        counted as reads, not as misses."""
+        """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
         with self._lock:
             for layer in self.layers if layers is None else layers:
                 self._state(layer).fill(self._threads, self.events)
@@ -381,10 +381,10 @@ class StreamedStore(ExpertStore):
             return True
 
     def start_eval(self) -> None:
-        """Begin to evaluate what this thread built, so that the others need not keep away from it.
+        """Begin to evaluate the pending outputs of this thread, so that others can wait for them.
 
-        Without it another thread's next call leaves the banks that this one's results read, and
-        goes on in copies of them. Generation does it after each step.
+        Otherwise the next call of another thread copies the banks that these outputs reference.
+        Generation calls this after each step.
         """
         with self._lock:
             states = self._layers.values()
@@ -393,7 +393,7 @@ class StreamedStore(ExpertStore):
                 state.start_eval()
 
     def resize(self, layer: int, slots: int) -> None:
-        """Change a layer's number of slots; the policy chooses who leaves a smaller bank."""
+        """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
         with self._lock:
             self.generation += 1
             self._state(layer).resize(self._checked(layer, slots), self.events)
@@ -401,18 +401,18 @@ class StreamedStore(ExpertStore):
                 self.events(Resize(layer, self.slots[layer]))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
-        """Give every layer its number of slots; but for one layer's bank no more memory is held
-        than before or after."""
+        """Give every layer its number of slots. Memory exceeds the larger of before and after by at
+        most one layer's bank."""
         with self._lock:
             changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
-            for layer in sorted(changes, key=changes.get):  # those that shrink first
+            for layer in sorted(changes, key=changes.get):  # smaller banks first
                 if changes[layer]:
                     self.resize(layer, slots[layer])
-                    # What MLX keeps of the old bank would count twice.
+                    # Memory that MLX keeps of the old bank would count twice.
                     mx.clear_cache()
 
     def close(self) -> None:
-        """Wait for reads; free bank, files and threads. A second call does nothing."""
+        """Wait for reads; free banks, files and threads. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -438,7 +438,7 @@ class StreamedStore(ExpertStore):
         return count
 
     def _state(self, layer: int) -> StreamedLayer:
-        """A layer with nothing under way but what is read ahead."""
+        """Return a layer that has no reads under way but prefetches."""
         state = self._layers.get(layer)
         if state is None:
             if self._closed:
@@ -449,7 +449,7 @@ class StreamedStore(ExpertStore):
         return state
 
     def _whole(self, state: StreamedLayer) -> bool:
-        """Whether nobody need look at what a call of this layer asks for."""
+        """Return True if the host need not know the ids of a call of this layer."""
         table = state.table
         return (
             len(table.slot_of) == table.num_experts
@@ -458,13 +458,13 @@ class StreamedStore(ExpertStore):
         )
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> np.ndarray:
-        """Wait for the ids ``[N, K]`` of a call and tell everybody of them."""
+        """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
         state, ids = call.state, call.ids
         if mx.default_device() != mx.cpu:
             metal.settle()
         weights = None if self.events is None else weights
         if call.ahead is not None or weights is not None:
-            # All that anybody wants to see, in one evaluation.
+            # One evaluation for everything that the host reads.
             mx.eval(ids, call.ahead, weights)
         host = np.array(ids)
         check_ids(state.layer, host, self.num_experts)
@@ -477,7 +477,7 @@ class StreamedStore(ExpertStore):
         return host
 
     def _enter_ahead(self, state: StreamedLayer, request: ExpertRequest) -> None:
-        """Enter what was read ahead for a call, and tell the prefetcher what it asks for."""
+        """Enter prefetched blocks and notify the prefetcher of the request."""
         needed = frozenset(request.needed)
         state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self.events)
         state.stats.proposed += len(state.proposal)
@@ -490,8 +490,8 @@ class StreamedStore(ExpertStore):
         call.state.begin_reads(self._threads, wave.missing, call.waves.protected, self.events)
 
     def _compute_waves(self, call: Call, pairs: Pairs, total: ExpertSum) -> mx.array:
-        """More experts than slots: waves in ascending id, the next read while one computes, each
-        evaluated, so that its slots may be read into once it is done."""
+        """Compute waves in ascending id, and read the next one meanwhile. Evaluate each, so that its
+        slots can be read into."""
         state = call.state
 
         def compute(wave: Wave) -> None:
@@ -506,7 +506,7 @@ class StreamedStore(ExpertStore):
         return total.total
 
     def _rebalance(self, least: int) -> None:
-        """A token ends: let the balance share out the slots anew, at least `least` a layer."""
+        """Move slots between layers after a token, at least `least` a layer."""
         limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
         tokens = self._layers[self.layers[-1]].tokens
         for layer, slots in changes_in_order(self.balance, tokens, self.slots, **limits):
@@ -514,7 +514,7 @@ class StreamedStore(ExpertStore):
             self._state(layer).resize(slots, self.events)
 
     def _read_ahead(self, call: Call) -> None:
-        """Begin to read what the layer after that of `call` may need."""
+        """Begin to prefetch experts of the layer after that of `call`."""
         guess = () if call.ahead is None else merged(call.ahead.tolist(), self.num_experts)
         following = next_layer(self.layers, call.state.layer)
         if following is None:
@@ -532,6 +532,6 @@ class StreamedStore(ExpertStore):
 
 
 def _account(state: StreamedLayer, start: float, stalled: float) -> None:
-    """Count as computed what has passed since `start` and was not spent waiting for reads."""
+    """Count the time since `start`, less what was spent waiting for reads, as compute time."""
     stats = state.stats
     stats.compute_seconds += perf_counter() - start - (stats.stall_seconds - stalled)

@@ -1,4 +1,4 @@
-"""Reading back, in the background, the experts that were in memory when a state was kept."""
+"""Read back, in the background, the experts that were in memory when a state was saved."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.store import ExpertStore
 
-# Blocks between two moments at which others get the store.
+# Blocks that are read before other threads may use the store.
 AT_ONCE = 8
 ATTEMPTS = 100
 PAUSE_SECONDS = 0.01
 
 
 def warm_up(store: ExpertStore, experts: Mapping[int, Iterable[int]]) -> threading.Thread | None:
-    """Start a thread that reads all `experts` (MoE layer id -> ids) that are missing, a few at a
-    time, in the place of others; None for stores that do not read. What cannot be read is left to
-    the call that needs it."""
+    """Start a thread that reads the missing ones of `experts` (MoE layer id -> ids), a few at a
+    time, in place of others. Return None for stores that do not read. An expert that cannot be read
+    is left to the call that needs it."""
     if store.reader is None or not experts:
         return None
     wanted = {layer: list(ids) for layer, ids in experts.items()}
@@ -40,7 +40,7 @@ def warm_up(store: ExpertStore, experts: Mapping[int, Iterable[int]]) -> threadi
 
 
 def _read_layer(store: ExpertStore, layer: int, ids: list[int]) -> bool:
-    """Bring `ids`, and take from the list what is done; False if the thread must end."""
+    """Read `ids` and remove from the list those that are done; return False to end the thread."""
     protected = frozenset(ids)
     while ids:
         try:
