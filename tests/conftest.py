@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 MOST_PROCESSES = 8
 # Each process has a core: libraries that start a thread for every core only get in the way.
 ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS")
+# Child processes read the package's bytecode: compiling it takes longer than most of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # On CUDA stock products of float32 are TF32 unless this is 0: 11 bits in what tests compare with.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 

@@ -36,6 +36,7 @@ def test_generate_writes_python():
     assert re.search(r"hit rate \d+\.\d %", out)
 
 
+@pytest.mark.slow
 def test_swap_router_trades_reads_for_text():
     rows = [line.split() for line in run("examples/swap_router.py").splitlines()[1:]]
     hits = [float(row[1]) for row in rows]
@@ -102,6 +103,7 @@ def test_train_tiny_learns_saves_goes_on_and_loads(tmp_path):
         assert isinstance(generate(model, tokenizer, "import ", max_tokens=3), str)
 
 
+@pytest.mark.slow
 def test_train_tiny_swaps_the_router(tmp_path):
     out = run(
         "examples/train_tiny.py", "--preset", "smoke", "--steps", "2", "--router", "sigmoid",

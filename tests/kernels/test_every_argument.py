@@ -84,7 +84,7 @@ NAMED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms i
 @pytest.mark.parametrize(
     "pairs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["singly", "in pairs"]
 )
-@pytest.mark.parametrize("back_end", ["cuda", "metal"])
+@pytest.mark.parametrize("back_end", ["metal", pytest.param("cuda", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("operation", "name"), NAMED, ids=map("=".join, NAMED))
 def test_a_form_takes_what_its_reference_takes(operation, name, back_end, pairs):
     mx.random.seed(0)

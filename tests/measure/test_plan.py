@@ -131,6 +131,7 @@ def test_fp8_is_held_decoded_and_its_scales_vanish_when_converted():
     assert set(converted.blocks.values()) == {9 * weights // 16}
 
 
+@pytest.mark.slow
 def test_packed_integers_of_others_are_quantised_already():
     weights = 3 * 2048 * 7168
     assert set(sizes_at("kimi-k2-thinking").blocks.values()) == {5 * weights // 8}

@@ -39,7 +39,7 @@ def opened(**options):
     [
         ({}, 1),
         pytest.param({"fuse": True}, 1, marks=pytest.mark.slow),
-        ({}, 3),
+        pytest.param({}, 3, marks=pytest.mark.slow),
         ({"eviction": "lru", "prefetch": "ahead", "keep_all_ahead": True}, 1),
         pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
         pytest.param({"balance": "shift"}, 1, marks=pytest.mark.slow),

@@ -69,7 +69,7 @@ def opened(name: str):
 
 
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
-ALIKE = ("cogito-v2-671b", "kimi-k2")
+ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking")
 
 
 @pytest.mark.parametrize(

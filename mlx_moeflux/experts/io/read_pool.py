@@ -105,7 +105,8 @@ class Fetch:
     """A batch of reads: blocks of one layer into their slots.
 
     at_once: Number of reading threads. Fewer blocks than threads are cut into pieces, if the reader
-    can. uploads: Staging buffers, where the host does not write the slots.
+    can. uploads: Staging buffers, where the host does not write the slots. in_caller: False once
+    threads may be reading.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class Fetch:
         self._reader, self._layer, self._uploads = reader, layer, uploads
         stored = getattr(reader, "stored_bytes", None)
         self._expected = reader.layout(layer).nbytes if stored is None else stored(layer)
-        self._abandoned = self._submitted = False
+        self._abandoned = False
+        self.in_caller = True
         pieces = self._pieces(-(-at_once // max(1, len(targets))))
         self._jobs = [Job(i, piece) for i in range(len(targets)) for piece in pieces]
         # Threads and caller share this iterator: each job is taken once.
@@ -146,7 +148,7 @@ class Fetch:
                 self._run_one(i)
             return
         self._awaited = min(threads.idle, len(self._jobs)) if urgent else 0
-        self._submitted = True
+        self.in_caller = False
         threads.submit(self)
         if self._awaited:
             with suppress(Empty):
@@ -216,7 +218,7 @@ class Fetch:
 
     def _wait_for(self, expected: Sequence[object]) -> None:
         """Wait until as many reads have ended as `expected` has entries; it may still grow."""
-        while self._submitted and len(self._ended) < len(expected):
+        while not self.in_caller and len(self._ended) < len(expected):
             try:
                 self._wake.get(timeout=_LOOK_AGAIN_SECONDS)
             except Empty:

@@ -233,7 +233,10 @@ class StreamedLayer:
         # Entered before the first read begins, so that settle() finds it.
         fetch = self._new_fetch(threads, targets)
         self._fetches.append(fetch)
+        start = perf_counter()
         fetch.start(threads, urgent=True)
+        if fetch.in_caller:
+            self.stats.stall_seconds += perf_counter() - start
 
     def _target(self, expert: int, slot: int) -> Target:
         if self._uploads is not None:

@@ -490,7 +490,7 @@ class StreamedStore(ExpertStore):
         call.state.begin_reads(self._threads, wave.missing, call.waves.protected, self.events)
 
     def _compute_waves(self, call: Call, pairs: Pairs, total: ExpertSum) -> mx.array:
-        """Compute waves in ascending id, and read the next one meanwhile. Evaluate each, so that its
+        """Compute waves in ascending id and read the next one meanwhile. Evaluate each, so that its
         slots can be read into."""
         state = call.state
 

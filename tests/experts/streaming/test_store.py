@@ -1,5 +1,6 @@
 """Oracle: the resident store, bit for bit; the reader's own count of bytes."""
 
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.streaming import store as store_module
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.streaming.warm_up import warm_up
+from tests.experts.conftest import BOTH_READ
 from tests.experts.helpers import (
     LAYERS,
     MIXED,
@@ -344,3 +346,13 @@ def test_rewarm_reads_what_is_missing_in_the_place_of_others(experts, open_store
     assert warm_up(store, {}) is None
     store.close()
     warm_up(store, wanted).join()
+
+
+@BOTH_READ
+def test_reading_is_a_stall_in_a_thread_and_in_the_caller(wrapped, small_blocks):
+    store = wrapped(lambda *_: time.sleep(0.02), slots=K, threads=K)
+    x, ids, weights = random_call(1)[:3]
+    store.experts(3, x, ids, weights)
+    total = store.stats().total
+    assert 0.015 <= total.stall_seconds <= K * 0.05
+    assert total.compute_seconds < total.stall_seconds

@@ -53,7 +53,7 @@ def on_the_cpu(directory, **options):
         mx.set_default_device(device)
 
 
-@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("padding", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_a_model_says_the_same_with_fused_forms(
     device_of_a_model, quantised, monkeypatch, padding, absorbed
@@ -82,8 +82,8 @@ STEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("padding", [None, [3, 0]])
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("padding", [None, pytest.param([3, 0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("low", [None, 1536])
 def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(padding, split, low):
     """What is traced, untraced; against the operations one by one. low: the width of what

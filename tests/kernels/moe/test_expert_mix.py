@@ -45,6 +45,11 @@ SIZES = [
 ]
 
 
+def slow(*sizes):
+    """These sizes with -m slow only."""
+    return [pytest.param(each, marks=pytest.mark.slow) for each in sizes]
+
+
 def form_of(sizes):
     """The form for few tokens or the other."""
     return expert_mix_pairs if sizes[0] <= 16 else expert_mix_grouped
@@ -101,7 +106,7 @@ def test_reference_agrees_with_float64(absent):
     assert error(y, mix(x, slots, weights, bank, initial)) <= 1e-6
 
 
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], SIZES[7], SIZES[10]])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], *slow(SIZES[7], SIZES[10])])
 def test_slots_change_no_bit(whole_device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
@@ -125,7 +130,7 @@ def test_slots_change_no_bit(whole_device, sizes):
     assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
 
 
-@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], SIZES[7], SIZES[9], SIZES[12]])
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], *slow(SIZES[7], SIZES[9], SIZES[12])])
 def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
@@ -143,9 +148,7 @@ def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     [
         SIZES[1],
         SIZES[6],
-        pytest.param(SIZES[8], marks=pytest.mark.slow),
-        pytest.param(SIZES[12], marks=pytest.mark.slow),
-        SIZES[13],
+        *slow(SIZES[8], SIZES[12], SIZES[13]),
     ],
 )
 def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):

@@ -38,7 +38,8 @@ def fused_calls(monkeypatch):
 
 
 @pytest.mark.usefixtures("device_of_a_model")
-@pytest.mark.parametrize("memory", ["100%", pytest.param("50%", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["100%", "50%"])
 def test_the_same_bits(memory, fused_calls):
     apart = logits(APART, memory)
     assert not fused_calls

@@ -171,6 +171,7 @@ def steps(model) -> list[np.ndarray]:
     return [np.array(y.astype(mx.float32)) for y in calls]
 
 
+@pytest.mark.slow
 def test_metal_would_take_the_texts():
     """Those of a prepared model's launches, with what finds the parameters in them."""
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.errors import ExpertFileError, InputError
+from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.readers import PreadReader
 from mlx_moeflux.kernels.attention.attention import causal_sdpa
 from mlx_moeflux.kernels.delta.gated_delta import gated_delta
@@ -89,6 +90,7 @@ def test_pause_of_the_store(memory):
 
 def test_pause_of_a_read_is_a_stall(monkeypatch):
     monkeypatch.setattr(PreadReader, "read", slow(PreadReader.read, 0.1))
+    monkeypatch.setattr(read_pool, "SMALL_BYTES", 0)
     profiler = run("25%", expert_threads=16)
     found, seconds = stage_of_pause(profiler, "seconds")
     phase = profiler.phases["decode"]
