@@ -1,9 +1,13 @@
 """Hooks of the documentation site; the parts that read source code need no MkDocs.
 
-``{{ source package.module.Name }}`` on a line of its own becomes the source of that object, so a
-quotation cannot go stale; ``{{ section FILE Heading }}`` becomes the text below a heading of a file of
-the repository. After a build each page also lies beside the site as ``page.md``, with
-``::: package.module.Name`` replaced by signatures and docstrings, and ``llms.txt`` lists them.
+Three directives, each on a line of its own, keep quotations from going stale:
+
+- ``{{ source package.module.Name }}`` becomes the source of that object
+- ``{{ docstring package.module }}`` becomes its docstring
+- ``{{ section FILE Heading }}`` becomes the text below a heading of a file of the repository
+
+After a build each page also lies beside the site as ``page.md``, with ``::: package.module.Name``
+replaced by signatures and docstrings, and ``llms.txt`` lists the pages.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = re.compile(r"^\{\{ source ([\w.]+) \}\}$", re.MULTILINE)
+DOCSTRING = re.compile(r"^\{\{ docstring ([\w.]+) \}\}$", re.MULTILINE)
 SECTION = re.compile(r"^\{\{ section (\S+) (.+) \}\}$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: ([\w.]+)\n(?:    .*\n)*", re.MULTILINE)
 # Sphinx roles in docstrings: :class:`~a.b.C` shows as C.
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`|<code>)~?([\w.]+)(`|</code>)")
 
 _pages: dict[str, str] = {}
+_order: list[str] = []
 
 
 def find(path: str) -> tuple[Path, str, ast.AST]:
@@ -66,16 +72,25 @@ def section(name: str, heading: str) -> str:
         LookupError: The file has no such heading.
     """
     text = (ROOT / name).read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+    )
     if found is None:
         raise LookupError(f"{name} has no heading '{heading}'")
     return found[1].strip()
 
 
 def expanded(markdown: str) -> str:
-    """Replace the quotations of a page: source of objects and sections of files."""
+    """Replace the quotations of a page: source, docstrings and sections of files."""
     markdown = SOURCE.sub(lambda match: quoted(match[1]), markdown)
+    markdown = DOCSTRING.sub(lambda match: docstring(match[1]), markdown)
     return SECTION.sub(lambda match: section(match[1], match[2]), markdown)
+
+
+def docstring(path: str) -> str:
+    """Return the docstring of an object with Sphinx roles as code and "Shapes:" as bold text."""
+    text = ROLE.sub(r"`\2`", ast.get_docstring(find(path)[2]) or "").replace("``", "`")
+    return re.sub(r"^(\w+):\n(?=    \S)", r"**\1**\n\n", text, flags=re.MULTILINE)
 
 
 def described(path: str) -> str:
@@ -84,12 +99,12 @@ def described(path: str) -> str:
     parts = [f"## {path}"]
     if not isinstance(node, ast.Module):
         parts.append(f"```python\n{_signature(node)}\n```")
-    parts.append(ROLE.sub(r"`\2`", ast.get_docstring(node) or ""))
+    parts.append(docstring(path))
     for child in node.body if isinstance(node, ast.ClassDef) else []:
         public = isinstance(child, ast.FunctionDef) and not child.name.startswith("_")
         if public and ast.get_docstring(child):
             parts.append(f"### {child.name}\n\n```python\n{_signature(child)}\n```")
-            parts.append(ROLE.sub(r"`\2`", ast.get_docstring(child)))
+            parts.append(docstring(f"{path}.{child.name}"))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -110,8 +125,13 @@ def first_paragraph(markdown: str) -> str:
     return ""
 
 
+def on_nav(nav, **_) -> None:
+    """Keep the order of the pages for llms.txt."""
+    _order[:] = [page.file.src_uri for page in nav.pages]
+
+
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Replace quotations by source, and keep the page for :func:`on_post_build`."""
+    """Expand the quotations, and keep the page for :func:`on_post_build`."""
     markdown = expanded(markdown)
     _pages[page.file.src_uri] = REFERENCE.sub(lambda match: described(match[1]), markdown)
     return markdown
@@ -126,7 +146,8 @@ def on_post_build(config, **_) -> None:
     """Write each page as Markdown, and llms.txt with the title and the subject of each."""
     site = Path(config.site_dir)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
-    for name, markdown in sorted(_pages.items()):
+    for name in _order:
+        markdown = _pages[name]
         file = site / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(markdown, encoding="utf-8")
