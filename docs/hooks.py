@@ -22,6 +22,9 @@ SOURCE = re.compile(r"^\{\{ source ([\w.]+) \}\}$", re.MULTILINE)
 DOCSTRING = re.compile(r"^\{\{ docstring ([\w.]+) \}\}$", re.MULTILINE)
 SECTION = re.compile(r"^\{\{ section (\S+) (.+) \}\}$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: ([\w.]+)\n(?:    .*\n)*", re.MULTILINE)
+# "Shapes:", "Args:" and the like with the indented lines below, and the first line of an entry.
+LIST = re.compile(r"^([A-Z]\w+):\n((?:    .*(?:\n|\Z)|\n(?=    ))+)", re.MULTILINE)
+ENTRY = re.compile(r"[\w, *]+: |[A-Z]\w+Error")
 # Sphinx roles in docstrings: :class:`~a.b.C` shows as C.
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|exc|data):(`|<code>)~?([\w.]+)(`|</code>)")
 
@@ -88,9 +91,15 @@ def expanded(markdown: str) -> str:
 
 
 def docstring(path: str) -> str:
-    """Return the docstring of an object with Sphinx roles as code and "Shapes:" as bold text."""
+    """Return the docstring of an object with Sphinx roles as code and sections as lists."""
     text = ROLE.sub(r"`\2`", ast.get_docstring(find(path)[2]) or "").replace("``", "`")
-    return re.sub(r"^(\w+):\n(?=    \S)", r"**\1**\n\n", text, flags=re.MULTILINE)
+    return LIST.sub(lambda match: f"**{match[1]}**\n\n{_items(match[2])}\n", text)
+
+
+def _items(block: str) -> str:
+    """Return ``name: text`` entries, indented as below "Shapes:", as a Markdown list."""
+    lines = textwrap.dedent(block).rstrip().splitlines()
+    return "\n".join(f"- {line}" if ENTRY.match(line) else f"  {line}" for line in lines)
 
 
 def described(path: str) -> str:
