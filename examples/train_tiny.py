@@ -149,7 +149,7 @@ class DenseExperts(ExpertStore):
         return (hidden.reshape(N, -1) @ down).astype(mx.float32)
 
     def balance_loss(self) -> mx.array:
-        """Return Switch Transformer's auxiliary loss (arXiv:2101.03961, equation 4), layers' mean."""
+        """Return Switch Transformer's auxiliary loss (arXiv:2101.03961, equation 4), a mean."""
         total = sum(self.num_experts * (p * f).sum() for p, f in self.load)
         count, self.load = len(self.load), []
         return total / count
