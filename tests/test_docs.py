@@ -84,7 +84,7 @@ def test_snippets_run(page, tmp_path, monkeypatch, record_property):
             print(f"{page.name}:{block.line} not run: {block.why}")
         elif block.language == "python":
             # Line numbers of a traceback are those of the page.
-            code = "\n" * block.line + block.code
+            code = "\n" * (block.line - 1) + block.code
             exec(compile(code, str(page), "exec"), names)
         else:
             run_shell(block)
@@ -101,7 +101,7 @@ def test_most_snippets_run():
     # Each fence of such a language is a block that this file understands.
     fences = sum(
         len(re.findall(r"^\s*```(?:python|bash|console|sh)\b", page.read_text(), re.MULTILINE))
-        for page in PAGES_WITH_BLOCKS
+        for page in [*TOP, *SITE]
     )
     assert fences == len(blocks)
 
