@@ -132,6 +132,14 @@ def test_quotations_and_reference_entries_exist():
     assert found > 20
 
 
+def test_protocols_of_the_readme_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    paths = re.findall(r"=` \| `([\w.]+)` \|$", text, re.MULTILINE)
+    assert len(paths) == 8
+    for path in paths:
+        assert hooks().find(f"mlx_moeflux.{path}")
+
+
 def test_a_wrong_quotation_is_refused():
     with pytest.raises(LookupError, match="defines no NoSuchBlock"):
         hooks().expanded("{{ source mlx_moeflux.models.moe.NoSuchBlock }}")
