@@ -1,8 +1,8 @@
-"""Run a checkpoint that is larger than the memory its process may have, beside mlx-lm.
+"""Run a checkpoint that is larger than its process's memory limit, and mlx-lm without a limit.
 
 Writes random weights in the shape of Qwen3.5-35B-A3B with a few layers (2.4 GB with the default),
-then starts two processes: ours, whose data segment the kernel limits to `--limit` (Linux), and
-mlx-lm's without a limit. Prints what each held at most.
+then starts two processes: one runs this package with its data segment limited to `--limit` (Linux),
+the other runs mlx-lm. Prints the peak memory of each.
 
     python examples/bigger_than_memory.py [--layers 4] [--limit 1.6e9]
 """
@@ -43,7 +43,7 @@ PEAK = """
 
 
 def run(code: str, **values) -> tuple[str, float]:
-    """The child's output without its last line, and its peak resident memory in GB."""
+    """Run `code` in a child; return its output without the last line, and its peak memory in GB."""
     source = textwrap.dedent(code).format(**values) + textwrap.dedent(PEAK)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     if done.returncode:
@@ -56,7 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--shape", default="qwen3.5-35b-a3b")
-    parser.add_argument("--limit", default="1.6e9", help="bytes that our process may have")
+    parser.add_argument(
+        "--limit", default="1.6e9", help="bytes of data that this package's process may hold"
+    )
     parser.add_argument("--tokens", type=int, default=3)
     args = parser.parse_args()
 
@@ -66,10 +68,10 @@ def main() -> None:
         path = synthesize(args.shape, Path(folder) / "model", layers=args.layers)
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e9
         print(f"checkpoint {size:.2f} GB, limit of our process {float(args.limit) / 1e9:.2f} GB")
-        told, ours = run(OURS, path=str(path), limit=args.limit, tokens=args.tokens)
-        print(f"mlx_moeflux  peak {ours:.2f} GB  {told}")
-        told, theirs = run(THEIRS, path=str(path), tokens=args.tokens)
-        print(f"mlx-lm       peak {theirs:.2f} GB  {told}")
+        output, ours = run(OURS, path=str(path), limit=args.limit, tokens=args.tokens)
+        print(f"mlx_moeflux  peak {ours:.2f} GB  {output}")
+        output, theirs = run(THEIRS, path=str(path), tokens=args.tokens)
+        print(f"mlx-lm       peak {theirs:.2f} GB  {output}")
 
 
 if __name__ == "__main__":

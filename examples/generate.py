@@ -1,5 +1,6 @@
-"""Generate text from a script; with no arguments, from the bundled model with a quarter of its
-experts in memory.
+"""Generate text from a script, by default from the bundled model.
+
+A quarter of the experts is in memory.
 
     python examples/generate.py [MODEL [PROMPT]]
 """

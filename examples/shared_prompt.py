@@ -1,4 +1,4 @@
-"""Three questions about one long text: the text is read once, also by the next process.
+"""Ask three questions about one long text, which is read once, by later processes too.
 
 python examples/shared_prompt.py [DIRECTORY]
 """

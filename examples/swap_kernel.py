@@ -1,4 +1,4 @@
-"""Replace an operation, the end of a MoE layer, by a kernel for Metal and CUDA alike."""
+"""Replace an operation, the end of a MoE layer, by a kernel that runs on Metal and CUDA."""
 
 import mlx.core as mx
 
@@ -23,8 +23,9 @@ def my_add_shared(
     residual: mx.array, experts: mx.array, gate: mx.array, up: mx.array, down: Weight,
     *, score: mx.array,
 ) -> mx.array:  # fmt: skip
-    """residual + experts + sigmoid(score) down(silu(gate) up): residual [..., C], experts [N, C]
-    float32, gate and up [N, F], score [N, 1] -> like residual; plain without GPU."""
+    """Return residual + experts + sigmoid(score) down(silu(gate) up), with plain MLX on a CPU.
+
+    residual [..., C], experts [N, C] float32, gate and up [N, F], score [N, 1] -> like residual."""
     global calls
     calls += 1
     if isinstance(metal.backend(), metal.NoBackend):

@@ -1,4 +1,4 @@
-"""Write an eviction policy, compare it with LRU and the best that is possible, then run it live."""
+"""Write an eviction policy, compare it with LRU and Belady's optimum, then run it live."""
 
 import tempfile
 from pathlib import Path
@@ -10,8 +10,8 @@ from mlx_moeflux.loading import BUNDLED_MODEL
 
 
 class SecondToLast:
-    """LRU-2: evicts the expert whose use before the last is longest ago, so that one use alone
-    does not make an expert look wanted."""
+    """LRU-2: evicts the expert whose use before the last is longest ago, so a single use does not
+    protect an expert."""
 
     name = "second-to-last"
 
@@ -33,7 +33,7 @@ class SecondToLast:
     def admit(self, layer, expert): ...
 
     def reset(self):
-        self.times = {}  # (layer, expert) -> the last two tokens that asked for it
+        self.times = {}  # (layer, expert) -> the last two tokens that used it
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Replace the router by an object of your own and see what it costs.
+"""Replace the router by an object of your own and measure its cost.
 
-The one here prefers experts that are in memory already: their logits get a small bonus. That is
-lossy on purpose; the table shows what it buys in reads and what it does to the predicted text.
+This router adds a small bonus to the logits of the last token's experts, which are in memory. It is
+lossy on purpose; the table shows the reads that it saves and the bits per token that it costs.
 """
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ class StickyRouter(SoftmaxRouter):
         self.calls = 0
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        # Layers call in turn; one counter tells which one this is.
+        # Layers call in a fixed order, so one counter gives the layer.
         layer, self.calls = self.calls % 6, self.calls + 1
         if layer in self.last and logits.shape[0] == 1:
             logits = logits.at[:, self.last[layer]].add(self.bonus)
@@ -35,7 +35,7 @@ def main() -> None:
     for bonus in (0.0, 0.5, 1.0, 2.0):
         model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", router=StickyRouter(4, bonus))
         with model:
-            # A load runs the router once to check its shapes: forget that call.
+            # load() runs the router once to check its shapes; reset that call.
             model._router.calls, model._router.last = 0, {}
             ids = mx.array(tokenizer.encode(text))
             cache, bits = model.make_cache(), 0.0

@@ -1,9 +1,9 @@
-"""Record which experts a model asks for, then try every policy and budget without the model.
+"""Record the experts that a model uses, then replay every policy and budget without the model.
 
     python examples/trace_and_replay.py [MODEL]
 
-The first lines show that a replay gives the live store's hits; the table has hit rates in percent,
-with the best that is possible (belady) and what LRU has left without the tokens' order (shuffled).
+The first lines show that a replay gives the hits of the live store. The table has hit rates in
+percent, with Belady's optimum (belady) and the default policy on shuffled tokens (shuffled).
 """
 
 import sys
@@ -43,7 +43,7 @@ def main() -> None:
     for name, rates in rows.items():
         print(f"{name:10}" + "".join(f"{100 * rate:8.1f}" for rate in rates))
 
-    # A disk of 1 GB/s and a computer that needs 2 ms a token when everything is resident.
+    # A disk of 1 GB/s, and 2 ms a token if every expert is resident.
     block = trace.info.block_bytes[0]
     profile = Profile.of_disk(1.0, block, token_seconds=0.002)
     for budget in BUDGETS:

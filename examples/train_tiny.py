@@ -1,13 +1,12 @@
-"""Train a small Qwen3.5-MoE on Python's own standard library, and swap a part of it.
+"""Train a small Qwen3.5-MoE on Python's standard library, optionally with another router.
 
     python examples/train_tiny.py --out tiny                    # the bundled model's settings
     python examples/train_tiny.py --preset smoke --out tiny     # a minute on a CPU
     python examples/train_tiny.py --preset smoke --router sigmoid --out other
 
-The model is the package's own `mlx.nn` class. Its experts run through a store of our own
-(`DenseExperts`), because a training batch touches every expert anyway; `--router` swaps the
-router in the same way. The result is rounded to 4 bits (groups of 64), which costs 1 to 2 %,
-and written in the layout that mlx-lm publishes.
+The model is the package's `mlx.nn` class. Its experts run through a store for training
+(`DenseExperts`), because a training batch uses every expert; `--router` replaces the router. The
+result is rounded to 4 bits (groups of 64), which costs 1 to 2 %, and written in mlx-lm's layout.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from mlx_moeflux.models.moe import SwitchGLU
 from mlx_moeflux.models.qwen3_5_moe import Config, Model
 
 END = "<|endoftext|>"
-# Digits one by one, runs of spaces with the last one given to the word, as Qwen's pattern does.
+# As in Qwen's pattern: single digits, and runs of spaces whose last one belongs to the word.
 WORDS = r"(?:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\w]?\w+|\d| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GROUP = 64
 
@@ -60,9 +59,9 @@ PRESETS = {
 
 
 def corpus(limit: int | None, characters: int | None) -> tuple[list[str], list[str]]:
-    """The standard library's sources: training and held-out files (every 25th by hash of name).
+    """Read the standard library; return texts for training and held-out texts (1 in 25 by hash).
 
-    limit: Files to look at. characters: Of each held-out file that count.
+    limit: Number of files to consider. characters: Length to which held-out files are cut.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train, held_out = [], []
@@ -130,8 +129,8 @@ def make_config(preset: Preset) -> Config:
 
 
 class DenseExperts(ExpertStore):
-    """An expert store for training: every expert sees every token, weights are 0 where not
-    chosen. Same result as a sparse store, and nothing but large matrix products."""
+    """A store for training that computes every expert for every token, with weight 0 where the
+    router did not choose it. The result is a sparse store's, in a few large matrix products."""
 
     def __init__(self, blocks: dict[int, SwitchGLU], num_experts: int):
         self.blocks, self.num_experts = blocks, num_experts
@@ -150,7 +149,7 @@ class DenseExperts(ExpertStore):
         return (hidden.reshape(N, -1) @ down).astype(mx.float32)
 
     def balance_loss(self) -> mx.array:
-        """Switch Transformer's auxiliary loss (arXiv:2101.03961, equation 4), over all layers."""
+        """Return Switch Transformer's auxiliary loss (arXiv:2101.03961, equation 4), a mean."""
         total = sum(self.num_experts * (p * f).sum() for p, f in self.load)
         count, self.load = len(self.load), []
         return total / count
@@ -160,7 +159,7 @@ class DenseExperts(ExpertStore):
 
 
 class SigmoidRouter:
-    """A swapped-in router: sigmoid scores, the K largest, normalised (as in DeepSeek-V3)."""
+    """A router with sigmoid scores, of which the K largest are normalised, as in DeepSeek-V3."""
 
     def __init__(self, num_experts_per_tok: int):
         self.num_experts_per_tok = num_experts_per_tok
@@ -191,21 +190,21 @@ def build(preset: Preset, router: str) -> tuple[Model, DenseExperts]:
 
 
 def stored_bits(path: str, shape: tuple[int, ...]) -> int | None:
-    """How a parameter is stored: 8 bits for what routes, 4 for other matrices, else as it is."""
+    """Return 8 for router matrices, 4 for other matrices, None for parameters kept as floats."""
     if len(shape) < 2 or "conv1d" in path or shape[-1] % GROUP:
         return None
     return 8 if path.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) else 4
 
 
 def cast(parameters: dict, dtype: mx.Dtype) -> dict:
-    """In `dtype`, except what the forward pass wants in float32."""
+    """Cast parameters to `dtype`, except those that the forward pass requires in float32."""
     return tree_map_with_path(
         lambda path, w: w if path.endswith(("A_log", "dt_bias")) else w.astype(dtype), parameters
     )
 
 
 def rounded(parameters: dict) -> dict:
-    """As :func:`export` stores them, in float32."""
+    """Return the parameters with the rounding of :func:`export`, in float32."""
 
     def view(path: str, w: mx.array) -> mx.array:
         bits = stored_bits(path, w.shape)
@@ -218,7 +217,7 @@ def rounded(parameters: dict) -> dict:
 
 
 def batches(files: list[np.ndarray], preset: Preset, seed: int):
-    """Random windows of the shuffled files' concatenation, for ever: [B, T + 1]."""
+    """Yield random windows [B, T + 1] of the shuffled, concatenated files, without end."""
     random = np.random.default_rng(seed)
     width = preset.length + 1
     while True:
@@ -234,8 +233,7 @@ def batches(files: list[np.ndarray], preset: Preset, seed: int):
 
 def train(model: Model, store: DenseExperts, files: list[np.ndarray], args) -> None:
     preset = args.preset
-    # The rate stays high: where it falls, so little text is learnt by heart (held out: 1.53 bits
-    # per byte after 800 steps of a cosine, 1.30 after these 700).
+    # A rate that falls makes the model memorise a text this small: held-out loss rises.
     schedule = optim.linear_schedule(1e-6, args.learning_rate, min(200, preset.steps))
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.1, bias_correction=True)
     optimizer.init(model.trainable_parameters())
@@ -287,7 +285,7 @@ def checkpoint(out: Path, parameters: dict, state: dict, step: int) -> None:
 
 
 def resume(model: Model, optimizer: optim.Optimizer, out: Path) -> int:
-    """Continue from `out` if a run was stopped there; the step to go on with."""
+    """Load the checkpoint in `out` if there is one; return the next step."""
     if not (out / "training.safetensors").exists():
         return 0
     flat = mx.load(str(out / "training.safetensors"))
@@ -299,7 +297,7 @@ def resume(model: Model, optimizer: optim.Optimizer, out: Path) -> int:
 
 
 def bits_per_byte(model: Model, files: list[np.ndarray], texts: list[str]) -> float:
-    """Held-out text, each file from its beginning in windows of 2048 tokens."""
+    """Return the loss on held-out files, each in windows of 2048 tokens from its beginning."""
     model.eval()
     bits = 0.0
     for ids in files:
@@ -315,7 +313,7 @@ def bits_per_byte(model: Model, files: list[np.ndarray], texts: list[str]) -> fl
 
 
 def export(model: Model, tokenizer: Tokenizer, out: Path) -> None:
-    """Write what mlx-lm publishes: 4-bit weights, 8-bit router, tokenizer, config."""
+    """Write mlx-lm's layout: 4-bit weights, 8-bit router, tokenizer, config."""
     out.mkdir(parents=True, exist_ok=True)
     weights, overrides = {}, {}
     for name, w in tree_flatten(model.parameters()):
