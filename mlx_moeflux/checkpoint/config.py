@@ -1,4 +1,4 @@
-"""Reading config.json strictly: a key that nobody reads must not change a model in silence.
+"""Read config.json strictly: an unknown key must not change a model silently.
 
 Every architecture declares a frozen dataclass. Its fields are the keys that are used: one
 without a default must be there. ``INERT`` lists the keys that are known to change nothing

@@ -26,8 +26,7 @@ def read_exact(
     file: Path,
     error: type[MoefluxError],
 ) -> None:
-    """Fill ``into`` (bytes; several views: one behind the other) from ``offset`` of an open file;
-    short reads are continued.
+    """Fill ``into``, byte views in order, from ``offset`` of an open file; continue short reads.
 
     Raises ``error``, naming file and offset, at the end of the file and on an OSError.
     """

@@ -42,13 +42,16 @@ _MAX_REASON = 200
 
 
 def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """The directory of a checkpoint (or a GGUF file): an existing one, or a hub repository's,
-    downloaded.
+    """Return the directory of a checkpoint, or a GGUF file: an existing one, or a download of a hub
+    repository.
 
     ``revision`` is a branch, tag or commit of the repository. Without a connection the copy in
-    the cache is taken. Raises CheckpointError if there is no such directory or repository or if
-    it is gated, UnsupportedError if the hub cannot be reached or the repository holds no
-    safetensors, MemoryBudgetError if the disk is too small.
+    the cache is used.
+
+    Raises:
+        CheckpointError: There is no such directory or repository, or the repository is gated.
+        UnsupportedError: The hub cannot be reached, or the repository holds no safetensors.
+        MemoryBudgetError: The disk is too small.
     """
     name = os.fspath(path_or_repo_id)
     path = os.path.expanduser(name)
@@ -188,7 +191,7 @@ def _cached(repo_id: str, revision: str | None, offline: Exception) -> Path:
 
 
 def _is_offline(cause: Exception) -> bool:
-    """Whether no answer came at all, as opposed to one that says no."""
+    """Return True if no answer came, as opposed to a refusal."""
     from huggingface_hub import errors
 
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)

@@ -36,7 +36,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Experts:
-    """Where routed experts lie.
+    """The names of tensors with routed experts.
 
     `pattern` has the groups ``layer``, optionally ``expert`` (absent: the tensor stacks all
     experts on axis 0), and optionally ``projection`` and ``part``. `components` names what the

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantised: MLX's affine form, a default and exceptions.
+"""The quantisation of a checkpoint's weights: MLX's affine form, a default and exceptions.
 
 A quantised weight [out, in] is stored as ``weight`` [out, in * bits / 32] uint32 with ``scales``
 and ``biases`` [out, in / group_size]: element = q * scale + bias. config.json says bits and
@@ -54,10 +54,10 @@ class QuantSpec:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The default of a checkpoint and what differs, by module path; None is not quantised.
+    """The default of a checkpoint, and exceptions by module path; None is not quantised.
 
-    Paths are kept as the config gives them: see :meth:`renamed`. A module whose checkpoint has no
-    ``scales`` is not quantised, whatever is said here (mlx-lm's rule too).
+    Paths are those of the config: see :meth:`renamed`. A module whose checkpoint has no ``scales``
+    is not quantised, even if this object says so (mlx-lm's rule too).
     """
 
     default: QuantSpec | None = None
@@ -88,7 +88,7 @@ class Quantization:
         return first
 
     def spec(self, module_path: str) -> QuantSpec | None:
-        """How the weight of a module is quantised; the path must be exactly the config's."""
+        """Return the quantisation of a module's weight; the path is exactly the config's."""
         return self.overrides.get(module_path, self.default)
 
     def renamed(self, rename: Callable[[str], str | None]) -> Quantization:
@@ -107,7 +107,7 @@ class Quantization:
         return Quantization(self.default, result)
 
     def to_config(self) -> dict[str, object]:
-        """The object that mlx-lm reads back from ``quantization`` ({} when nothing is said)."""
+        """Return the object that mlx-lm reads from ``quantization``; {} without quantisation."""
         entries = {
             path: False if spec is None else spec.to_config()
             for path, spec in self.overrides.items()
@@ -116,7 +116,7 @@ class Quantization:
 
 
 def _fault(bits: object, group_size: object, mode: object) -> str | None:
-    """What is wrong with three values of an entry, or None."""
+    """Return the fault of the three values of an entry, or None."""
     if mode != AFFINE:
         return f"mode {mode!r} is not supported, only {AFFINE!r} is"
     if type(bits) is not int or bits not in BITS:

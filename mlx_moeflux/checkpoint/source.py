@@ -1,4 +1,4 @@
-"""A checkpoint directory, whatever its form: config, trunk tensors and where the experts lie.
+"""A checkpoint directory of any form: config, trunk tensors and the places of the experts.
 
 Forms: safetensors (Hugging Face originals, mlx-lm, mlx-community), the packed directory of this
 package, the directories of moeflux / flash-moe, and GGUF files. Opening reads headers and JSON, no
@@ -31,12 +31,13 @@ CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
 
 @dataclass
 class Checkpoint:
-    """What is on disk, under the names of the disk.
+    """A checkpoint under the names on disk.
 
-    config: config.json. tensors: name -> reference. blocks: MoE layer id -> component ->
+    config: config.json. tensors: Name -> reference. blocks: MoE layer id -> component ->
     references, for forms that keep experts apart from the tensors; else empty. described_by: The
-    file that says what config.json says elsewhere. approximated: What is not read exactly, in
-    words. tokenizer: Files of the tokenizer that are not in the directory, name -> content.
+    file that holds what config.json holds in other forms. approximated: A sentence about tensors
+    that are not read exactly. tokenizer: Files of the tokenizer that are not in the directory, name
+    -> content.
     """
 
     directory: Path
@@ -153,7 +154,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             content, config = tokenizer_json(found.metadata, path)
             tokenizer = {TOKENIZER_NAME: content, "tokenizer_config.json": config}
         except MoefluxError:
-            # Who wants text is told by the tokenizer.
+            # The tokenizer raises this error.
             tokenizer = {}
     return Checkpoint(
         directory=path.parent,

@@ -1,6 +1,6 @@
 """Tensors on disk: references to their bytes, and the index of a safetensors checkpoint.
 
-A reference reads nothing before it is asked. The index reads and checks headers alone.
+A reference reads nothing until it is used. The index reads and checks headers alone.
 
 A safetensors file is a little-endian u64 N, N bytes of JSON that map names to dtype, shape and
 byte range, and the data. The ranges must tile the data exactly, so that after
@@ -82,7 +82,7 @@ def mlx_dtype(code: str) -> mx.Dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where one tensor's bytes lie: nothing is read until asked.
+    """A reference to one tensor's bytes in a file.
 
     ``offset`` is absolute in ``file``; ``dtype`` is a safetensors code; the bytes are row-major
     and little-endian.

@@ -294,7 +294,7 @@ def _lock(lock: int, out: Path) -> None:
     except BlockingIOError:
         raise busy from None
     except OSError:
-        # A file system without locks: two conversions at once are then the user's business.
+        # A file system without locks: the user must not run two conversions together.
         return
     try:
         present = os.stat(out / LOCK_NAME)
@@ -306,7 +306,7 @@ def _lock(lock: int, out: Path) -> None:
 
 
 def _check_content(out: Path, identity: str) -> bool:
-    """Whether an unfinished conversion of the same kind is there; False if nothing is."""
+    """Return True if an unfinished conversion of the same kind exists, False if nothing does."""
     marker = out / MARKER_NAME
     if not out.exists() or all(file.name in _NOTHING_YET for file in out.iterdir()):
         return False

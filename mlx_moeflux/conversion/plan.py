@@ -1,4 +1,4 @@
-"""What a conversion makes of every weight, in row chunks, and the config.json that says so."""
+"""Plan a conversion: each weight in row chunks, and the new config.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What happens to one weight.
+    """The conversion of one weight.
 
     source: its weight and, when quantised, scales and biases. spec: how it is quantised on disk
     now. target: how it shall be. dtype: code of the output's floats. transform: of its rows.
@@ -167,7 +167,7 @@ class Conversion:
         )
 
     def identity(self) -> str:
-        """Of the source's files and the options: what an interrupted run must share to go on."""
+        """Hash of the source's files and the options; a resumed run must have the same."""
         options = [self.layout, str(self.spec), self.dequantize, self.code]
         files = {ref.file for ref in self.checkpoint.tensors.values()}
         files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
@@ -177,7 +177,7 @@ class Conversion:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def expert_recipe(self, layer: int, projection: str, expert: int) -> Recipe:
-        """How one projection of one expert is converted."""
+        """Return the conversion of one projection of one expert."""
         components = self.mapped.experts[layer]
         source = tuple(
             components[f"{projection}.{part}"][expert]

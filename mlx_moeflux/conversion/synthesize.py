@@ -1,8 +1,8 @@
 """Checkpoints of random weights in a published shape and layout, at any scale.
 
-For benchmarks and tests of what no one wants to download. Routing is skewed on purpose: all
+For benchmarks and tests of models that are too large to download. Routing is skewed on purpose: all
 embeddings share a direction (their mean), and the router's random rows lean along it more or less,
-so that some experts are asked for more often than others.
+so that some experts are chosen more often than others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Skew:
-    """How unevenly experts are asked for, measured on random tokens.
+    """The skew of routing, measured on random tokens.
 
-    distinct: Mean number of distinct experts that 32 tokens ask a layer for. hit_rate: Of an LRU
+    distinct: Mean number of distinct experts of a layer that 32 tokens need. hit_rate: Of an LRU
     cache of half the experts. shuffled: The same with the tokens in random order. uniform: The
     same on choices without any preference.
     """

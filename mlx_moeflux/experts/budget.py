@@ -1,4 +1,4 @@
-"""How much memory the experts get, and what follows: resident or streamed, slots per layer.
+"""The memory budget of the experts: resident or streamed, and the slots of each layer.
 
 Everything but :func:`measure_memory` is arithmetic on numbers that are passed in. GB is 10^9
 bytes, GiB 2^30, ``%`` is of all routed-expert bytes. A budget covers all layers and the reader's
@@ -101,9 +101,9 @@ def slots_for_budget(
 
 @dataclass(frozen=True)
 class Memory:
-    """What the back end offers before anything is loaded.
+    """The memory of a back end before anything is loaded.
 
-    usable_bytes: What `auto` may fill with trunk, experts and state. what: It in words.
+    usable_bytes: Bytes that `auto` may fill with trunk, experts and state. what: A description.
     """
 
     backend: str
@@ -130,7 +130,7 @@ def measure_memory() -> Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the experts will be. ``str()`` is the line that loading prints.
+    """The placement of the experts. ``str()`` is the line that loading prints.
 
     slots: MoE layer id -> slots; every expert's when `resident`.
     """
@@ -172,14 +172,14 @@ def make_plan(
     reader: str = "pread",
     staging_bytes: int = 0,
 ) -> Plan:
-    """Decide for one model and one machine.
+    """Plan the memory of one model on one machine.
 
     budget: As :func:`parse_budget` takes it. blocks: MoE layer id -> bytes of one block.
     kv_bytes: Key-value cache and state at 8192 tokens. staging_bytes: The reader's buffers for
     all threads.
 
-    ``auto`` is resident if trunk, experts, `kv_bytes` and 1 GB fit in the usable memory, else
-    half of what is left without the experts, so that the page cache has the other half.
+    ``auto`` is resident if trunk, experts, `kv_bytes` and 1 GB fit in the usable memory. Otherwise
+    the experts get half of what is left, so that the page cache has the other half.
 
     Raises:
         InputError: `budget` cannot be read.
@@ -249,7 +249,7 @@ def _available_bytes() -> int:
 
 
 def _container_bytes() -> list[int]:
-    """What the limit of this process's control group leaves, if there is one."""
+    """Return the bytes that the limit of this process's control group leaves, if there is one."""
     root = Path("/sys/fs/cgroup")
     for folder, limit, used in (
         (root, "memory.max", "memory.current"),

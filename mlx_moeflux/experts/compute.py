@@ -62,9 +62,9 @@ def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
 
 @dataclass(frozen=True)
 class ExpertCompute:
-    """How experts are computed.
+    """Options of computing experts.
 
-    mix: The operation. scratch_bytes: None is what suits the device.
+    mix: The operation. scratch_bytes: None: chosen by the device.
     """
 
     mix: ExpertMix = expert_mix
@@ -127,7 +127,7 @@ class ExpertCompute:
         return self.rows(x[indices(pairs.token)], indices(slots), bank, ascending=False)
 
     def takes_few(self, pairs: int, tokens: int, bank: ExpertBank) -> bool:
-        """Whether so few pairs are computed as they come, in one piece."""
+        """Return True if so few pairs are computed in their order, in one piece."""
         small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
         return pairs <= FEW_PAIRS and (small or not needs_cast(bank))
 
@@ -139,15 +139,15 @@ class ExpertCompute:
 
 
 def compute_scratch_bytes() -> int:
-    """What computing experts may allocate at once, besides results; on the CPU dense matrices that
-    are kept count as well."""
+    """Return the bytes that computing experts may allocate besides results; on the CPU cached dense
+    matrices count as well."""
     if not on_cpu():
         return SCRATCH_BYTES["gpu"]
     return SCRATCH_BYTES["cpu"] + TAKE_BYTES + KEPT_BYTES
 
 
 def on_cpu() -> bool:
-    """Whether operations run on the CPU by default."""
+    """Return True if operations run on the CPU by default."""
     return mx.default_device() == mx.cpu
 
 
@@ -159,7 +159,8 @@ def block_bytes(bank: ExpertBank) -> int:
 
 
 def needs_cast(bank: ExpertBank) -> bool:
-    """Whether the CPU would cast every slot of `bank` on each call: its floats are not float32."""
+    """Return True if the CPU would cast every slot of `bank` on each call: its floats are not
+    float32."""
     parts = (p.weight if p.scales is None else p.scales for p in (bank.gate, bank.up, bank.down))
     return on_cpu() and any(part.dtype != mx.float32 for part in parts)
 
@@ -220,7 +221,7 @@ def _chunk_of_whole_bank(
 
 
 def indices(values: np.ndarray) -> mx.array:
-    """As MLX looks rows up."""
+    """Return indices in the form in which MLX looks rows up."""
     return mx.array(values.astype(np.uint32))
 
 
@@ -343,8 +344,8 @@ class ExpertSum:
         )
 
     def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
-        # Tokens without a pair come along: where a slot is ABSENT nothing is read or added, and
-        # MLX compiles the kernels that pick rows for each process anew, 1 s each on an H100.
+        # Tokens without a pair stay in: an ABSENT slot reads and adds nothing, and MLX compiles the
+        # kernels that select rows anew in each process.
         slots = mx.array(pairs.grid(self.weights.shape, slot_of))
         N, chunk = len(slots), self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
         if chunk >= N:

@@ -27,7 +27,7 @@ class ResidentStore(ExpertStore):
 
     banks: MoE layer id -> that layer's experts, expert e in slot e; asked on every call, because
         training replaces parameter arrays.
-    events: Listener that is told what the router chose, or None; may be replaced between steps.
+    events: Listener of the routers' choices, or None; may be replaced between steps.
     mix: The operation that computes experts. scratch_bytes: What one step of a long call may
         allocate besides its result; None is what suits the device. block_bytes: MoE layer id ->
         bytes of one expert on disk, for traces.

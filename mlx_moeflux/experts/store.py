@@ -1,8 +1,8 @@
-"""What a model asks for its routed experts, whatever holds them.
+"""The base class of expert stores, which compute a model's routed experts.
 
 :class:`~mlx_moeflux.experts.resident.ResidentStore` has all of them in memory,
-:class:`~mlx_moeflux.experts.streaming.store.StreamedStore` reads what is missing. Both give the
-same bits.
+:class:`~mlx_moeflux.experts.streaming.store.StreamedStore` reads missing ones. Both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ PAST_EXPERTS = ("whole", "partial", "stays_on_device", "parts_calls")
 class ExpertStore:
     """Computes the experts that the router chose. Replace it with ``load(store=...)``.
 
-    A store of one's own sets `layers` and `num_experts` and defines :meth:`experts` and
-    :meth:`stats`. What else models ask has an answer here. A class that defines :meth:`experts`
-    and not the ways past it (`whole`, `partial`, `stays_on_device`, `parts_calls`) has none of
-    these: it is asked for every token.
+    A subclass sets `layers` and `num_experts` and defines :meth:`experts` and :meth:`stats`. This
+    class has defaults for everything else that models use. A class that defines :meth:`experts`,
+    but not the ways past it (`whole`, `partial`, `stays_on_device`, `parts_calls`), has none of
+    them: models call its :meth:`experts` for every token.
 
-    looks_ahead: :meth:`experts` is also given ``ahead=``, ``[N, K]`` uint32: what the router of the
-        next MoE layer would choose now, the likeliest first; E marks padding. It is None for the
-        last layer and for long calls. generation: Grows when arrays that a trace may have met are
-        replaced. cold: No expert is in memory and none was asked for. slots: MoE layer id -> number
-        of slots, of a store that reads what is missing. nbytes: Bytes that experts may take.
-        block_bytes: MoE layer id -> bytes of one expert. eviction, prefetch, reader: If it has any.
+    looks_ahead: True to get ``ahead=``, ``[N, K]`` uint32, in :meth:`experts`: what the router of
+        the next MoE layer would choose now, the likeliest first; E marks padding. It is None for
+        the last layer and for long calls. generation: Grows when arrays that a trace may hold are
+        replaced. cold: True if no expert is in memory and no layer was called. slots: MoE layer id
+        -> number of slots, of a store that reads missing experts. nbytes: Bytes that experts may
+        take. block_bytes: MoE layer id -> bytes of one expert. eviction, prefetch, reader: Its
+        policies and reader, or None.
     """
 
     num_experts: int
@@ -68,11 +69,11 @@ class ExpertStore:
 
     @property
     def events(self) -> EventHook | None:
-        """Listener that is told of events, or None. A class that tells of them says
-        ``events = None``, and the listener may be replaced between steps.
+        """The listener of events, or None. A class that reports events sets ``events = None``; its
+        listener may be replaced between steps.
 
         Raises:
-            InputError: When set: this store tells nobody.
+            InputError: When set: this store reports no events.
         """
         return None
 
@@ -82,34 +83,35 @@ class ExpertStore:
             raise InputError(f"{type(self).__name__} has no events to listen to.")
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
-        """The weighted sum of each token's experts: sum over k of weights[n, k] expert(x[n]).
+        """Return the weighted sum of each token's experts: sum over k of weights[n, k]
+        expert(x[n]).
 
         Shapes:
             x: ``[N, C]``; ids: ``[N, K]`` uint32, ascending in each row; weights: ``[N, K]``
-            float32. An id equal to E marks padding: no expert, whatever its weight.
+            float32. An id equal to E marks padding: no expert, and its weight is ignored.
             returns: ``[N, C]`` float32.
         """
         raise NotImplementedError
 
     def stats(self) -> ExpertStats:
-        """The live account of this store."""
+        """Return the live statistics of this store."""
         raise NotImplementedError
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
-        """A layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: e is in slot e),
-        if all experts are in it and nobody is to be told of calls: who computes with them says so
-        to :meth:`count`."""
+        """Return a layer's bank and its table, expert -> slot, ``[E + 1]`` uint32 (None: e is in
+        slot e), if all experts are in it and no listener wants its calls. Callers that compute with
+        them report it to :meth:`count`."""
         return None
 
     def partial(self) -> tuple[int, ...]:
-        """The layers whose calls the host must look at."""
+        """Return the layers of whose calls the host needs the ids."""
         return self.layers
 
     def count(self, tokens: int, layer: int | None = None) -> None:
-        """Account for a call of a layer, or of all, that did not come through :meth:`experts`."""
+        """Count a call of a layer, or of all, that did not come through :meth:`experts`."""
 
     def residents(self, layer: int) -> dict[int, int]:
-        """Expert -> slot of a layer, as it is now; none where nothing is read."""
+        """Return expert -> slot of a layer, as it is now; empty if the store reads nothing."""
         return {}
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -119,12 +121,13 @@ class ExpertStore:
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
-        """Read those that are missing, in the place of others than `protected`; False if that must
-        wait, None if there is nothing to read into. Counted as reads, not as misses."""
+        """Read missing ones of `experts` in place of others than `protected`. Return False if that
+        must wait, None if there are no slots. They count as reads, not as misses."""
         return None
 
     def start_eval(self) -> None:
-        """Begin to evaluate what this thread built, so that others need not keep away from it."""
+        """Begin to evaluate the pending outputs of this thread, so that others can wait for
+        them."""
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots.
@@ -135,4 +138,4 @@ class ExpertStore:
         raise InputError("these experts are not streamed; load with a smaller expert_memory.")
 
     def close(self) -> None:
-        """Free memory, files and threads; the store cannot be asked afterwards."""
+        """Free memory, files and threads; the store cannot be used afterwards."""

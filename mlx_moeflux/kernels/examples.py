@@ -60,8 +60,8 @@ class Sizes:
         return QuantSpec(4, self.group)
 
 
-# Qwen3.6-35B-A3B with DeepSeek-V3's latents; what a CPU is asked to run; and what a check takes,
-# whose tokens are T or, of a step that has one token a sequence, N.
+# Qwen3.6-35B-A3B with DeepSeek-V3's latents; sizes for a CPU; and sizes for a check,
+# whose tokens are T or, in a step of one token a sequence, N.
 LARGE = Sizes(2048, 512, 256, 8, 16, 2, 256, 256, 16, 32, 128, 128, 512)
 SMALL = Sizes(768, 256, 32, 4, 8, 2, 128, 128, 4, 8, 128, 16, 512)
 TINY = Sizes(
@@ -149,7 +149,7 @@ def _sdpa_gated(s: Sizes, n: int, x: Normal) -> Arguments:
 
 
 def _paged_sdpa(s: Sizes, n: int, x: Normal) -> Arguments:
-    """Of n sequences, their blocks one behind another."""
+    """Arguments for n sequences with consecutive blocks."""
     pages, tail = (s.keys + 256) // BLOCK, (x(n, s.Hkv, s.tail, s.Dh), x(n, s.Hkv, s.tail, s.Dh))
     rows = (n * pages + 1) * BLOCK
     table = (1 + mx.arange(n * pages)).reshape(n, pages).astype(mx.int32)

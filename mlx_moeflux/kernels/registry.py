@@ -139,7 +139,7 @@ Starts = list[tuple[int, "tuple[str, Implementation] | None"]]
 
 @dataclass
 class Fallback:
-    """How often "auto" chose an implementation that refused the call, and why the last time."""
+    """The number of calls that an implementation chosen by "auto" refused, and the last reason."""
 
     calls: int = 0
     reason: str = ""
@@ -206,7 +206,8 @@ class Operation:
         return best[1]
 
     def _best(self, args) -> tuple[str, Implementation] | None:
-        """What "auto" takes for a call, with its name; None: the reference."""
+        """Return the implementation that "auto" chooses for a call, with its name; None: the
+        reference."""
         if (
             self._backend is None
             or self._backend is not metal.Active.backend
@@ -247,7 +248,7 @@ class Operation:
         return starts
 
     def goes_beyond_reference(self, *args, **kwargs) -> bool:
-        """Whether a call of this size may take another form than the reference."""
+        """Return True if a call of this size may take another implementation than the reference."""
         if self._fixed is not None:
             return self.implementation() is not self._implementations[REFERENCE]
         return self._best(args) is not None
@@ -265,7 +266,7 @@ class Operation:
 
 
 class _Mode:
-    """What the operations of one :class:`Kernels` share."""
+    """State that the operations of one :class:`Kernels` share."""
 
     references_only = False
 
@@ -295,7 +296,8 @@ class Kernels:
         return {name: op.active() for name, op in self._operations.items()}
 
     def fallbacks(self) -> list[str]:
-        """What "auto" chose and could not use, a line for each, for ``--stats``."""
+        """Return a line for each implementation that "auto" chose and that refused, for
+        ``--stats``."""
         return [
             f"{name}={form} fell back to the reference {entry.calls} times: {entry.reason}"
             for name, operation in self._operations.items()
@@ -303,12 +305,12 @@ class Kernels:
         ]
 
     def are_auto(self, *names: str) -> bool:
-        """Whether nobody chose a form of any of these operations."""
+        """Return True if all of these operations are on "auto"."""
         return self._chosen.isdisjoint(names)
 
     def references_only(self, on: bool = True) -> None:
-        """Take references whatever was chosen by name: training needs their gradients. Callables
-        that were given stay."""
+        """Use references instead of implementations chosen by name: training needs their
+        gradients. Given callables stay."""
         self._mode.references_only = on
 
 
@@ -317,7 +319,7 @@ def choose_kernels(
     *,
     environment: str | None = None,
 ) -> Kernels:
-    """What "auto" gives, then `environment` (default ``$MOEFLUX_KERNELS``), then `choices`.
+    """Choose implementations: "auto", then `environment` (``$MOEFLUX_KERNELS``), then `choices`.
 
     choices: Operation -> the name of a form or a callable; or a text as in the environment.
 

@@ -34,7 +34,7 @@ SYSTEM_VERSION = Path("/System/Library/CoreServices/SystemVersion.plist")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison said: the largest error relative to the largest value, or why none."""
+    """The result of a comparison: the largest error relative to the largest value, or why none."""
 
     ok: bool
     error: float | None = None
@@ -100,7 +100,8 @@ def describe(value: Any) -> str:
 def trusted(
     operation: str, name: str, forms: Mapping[str, Implementation], args: Sequence[Any]
 ) -> bool:
-    """Whether a form may be used on this GPU; compared once, and a failure warned of once."""
+    """Return True if an implementation may run on this GPU; compare it once, warn of a failure
+    once."""
     # An operation's first argument may be several arrays, such as keys and values.
     dtypes = (array.dtype for array in _arrays(args) if array.dtype in LIMITS)
     dtype = next(dtypes, mx.float32)
@@ -126,7 +127,7 @@ def trusted(
 
 
 def file() -> Path:
-    """Where verdicts are kept."""
+    """Return the file of verdicts."""
     return user_cache.root() / "kernels.json"
 
 
@@ -136,7 +137,7 @@ def gpu() -> str:
 
 
 def _place() -> str:
-    """Where a verdict holds: Metal's compiler is a part of macOS."""
+    """Return the place for which a verdict holds: Metal's compiler is a part of macOS."""
     build = _macos_build()
     return f"MLX {mx.__version__} on {gpu()}" + (f", macOS {build}" if build else "")
 

@@ -100,7 +100,7 @@ def float64(array: mx.array) -> np.ndarray:
 
 
 def on_cpu() -> bool:
-    """Whether stock operations run on the CPU."""
+    """Return True if stock operations run on the CPU."""
     return mx.default_device() == mx.cpu
 
 

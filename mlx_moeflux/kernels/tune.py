@@ -96,9 +96,9 @@ def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
 def seconds(
     forms: Mapping[str, Callable[..., Any]], calls: Sequence[Arguments], *, report: Report
 ) -> dict[str, float]:
-    """Implementation -> seconds of one call: the slope over their number in one evaluation, the
-    median of some. Forms take turns, so that a machine that slows down slows all alike. Those that
-    do not take such a call are left out."""
+    """Return implementation -> seconds of one call: the median of slopes over the number of calls
+    in one evaluation. Implementations alternate, so that a machine that slows down slows all alike.
+    Those that refuse the call are left out."""
 
     def run(form: str, count: int) -> float:
         outputs, start = [], time.perf_counter()

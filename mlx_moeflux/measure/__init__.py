@@ -1,1 +1,1 @@
-"""What users run to measure, plan and compare."""
+"""Commands that measure, plan and compare."""

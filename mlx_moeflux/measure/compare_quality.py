@@ -1,4 +1,4 @@
-"""What a lossy choice costs: the same fixed prompts, exact and lossy, side by side."""
+"""Compare the quality of lossy options with the exact model on the same fixed prompts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def compare(
 
 
 def is_json(text: str) -> bool:
-    """Whether `text` begins with a whole JSON object or array; fences and blanks may precede it."""
+    """Return True if `text` begins with a complete JSON value in braces or brackets; a fence and
+    blanks may precede it."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts or text[: min(starts)].strip().removeprefix("```json").strip("`\n "):
         return False

@@ -30,9 +30,12 @@ GROUP = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model is made of. blocks: MoE layer id -> bytes of one expert. trunk_bytes: As it is
-    held on a GPU, floats in bfloat16. embedding_bytes: The part of it of which a token reads one
-    row. state_bytes: Key-value cache and recurrent state at `context` positions."""
+    """The sizes of a model.
+
+    blocks: MoE layer id -> bytes of one expert. trunk_bytes: On a GPU, with floats in bfloat16.
+    embedding_bytes: The part of the trunk of which a token reads one row. state_bytes: Key-value
+    cache and recurrent state at `context` positions.
+    """
 
     model_type: str
     num_experts: int
@@ -235,7 +238,7 @@ def plan_model(
     ssd_gbps: float = SSD_GBPS,
     memory_gbps: float = MEMORY_GBPS,
 ) -> ModelPlan:
-    """What loading would decide on a machine, and what to expect of it.
+    """Plan how a machine would load a model, and estimate memory and speed.
 
     Args:
         memory: Of the machine, of which :data:`MEMORY_SHARE` is usable, or what was measured.
@@ -285,7 +288,7 @@ def plan_model(
 
 
 def typical_hit_rate(share: float) -> float:
-    """Of a bank that holds `share` of the experts, on a router like the published ones."""
+    """Return the hit rate of a bank of `share` of the experts, with routers like published ones."""
     for (low, first), (high, then) in pairwise(_HITS):
         if share <= high:
             return first + (then - first) * (share - low) / (high - low)

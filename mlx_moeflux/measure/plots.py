@@ -85,7 +85,7 @@ def draw_hit_rates(axes: Any, trace: Trace) -> None:
 
 
 def draw_popularity(axes: Any, trace: Trace) -> None:
-    """How often each layer's experts are chosen, the most popular first; 1 is an equal share."""
+    """Draw how often each layer's experts are chosen, the most popular first; 1: an equal share."""
     counts = np.stack([np.sort(row)[::-1] for row in popularity(trace).values()]).astype(float)
     share = counts / np.maximum(counts.mean(axis=1, keepdims=True), 1e-9)
     axes.grid(False)

@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass
 class Tuning:
-    """What was found. model: The checkpoint's identity. measured: (what, seconds) in order.
+    """The result of :func:`tune`. model: The checkpoint's identity. measured: (label, seconds).
 
     The file is also a :class:`~mlx_moeflux.experts.telemetry.forecast.Profile`; what synchronising
     costs is contained in `token_seconds`.
@@ -83,12 +83,12 @@ def tune(
     repeats: int = 3,
     report: Report = lambda line: None,
 ) -> Tuning:
-    """Measure, and choose.
+    """Measure budgets, readers, threads and prefetchers, and choose the fastest.
 
     Args:
-        budgets: To try; by default shares of what ``auto`` could give, or nothing but everything
-            where everything fits. tokens: Of each decode. repeats: Of each measurement; budgets and
-            prefetchers take turns, so that a machine that slows down slows all alike.
+        budgets: To try; by default shares of what ``auto`` could give, or only everything where
+            everything fits. tokens: Of each decode. repeats: Of each measurement; those of budgets
+            and prefetchers alternate, so that a machine that slows down slows all alike.
 
     Memory: That of the largest budget.
 
@@ -171,7 +171,7 @@ def _budgets(model: Any) -> list[str]:
 def _read_speeds(
     name: str, experts: Mapping[int, Any], repeats: int, note: Callable[[str, float], float]
 ) -> tuple[int, tuple[float, ...]]:
-    """How many threads `name` wants, and how long 1 to 8 cold blocks take with them."""
+    """Return the best number of threads for a reader, and the seconds of 1 to 8 cold blocks."""
     reader = make_reader(name, experts)
     try:
         times = {

@@ -47,7 +47,7 @@ class DecodedRef(ABC):
 
     @property
     def offset(self) -> int:
-        """Where the first source begins in its file."""
+        """Offset of the first source in its file."""
         return self.sources[0].offset
 
     @property
@@ -66,7 +66,8 @@ class DecodedRef(ABC):
 
     @property
     def scratch_bytes(self) -> int:
-        """What :meth:`decode` allocates at most: some rows in float32 and on the way."""
+        """Most bytes that :meth:`decode` allocates: some rows in float32 and intermediate
+        values."""
         return SCRATCH_PER_ELEMENT * min(prod(self.shape), ELEMENTS_AT_ONCE + self.shape[-1])
 
     def _row_chunks(self) -> Iterator[tuple[int, int]]:

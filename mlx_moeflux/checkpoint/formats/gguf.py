@@ -32,7 +32,7 @@ from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 GROUP = 32
-# Decoded at once: float32 values of Q6_K, codes, words that are packed.
+# Decoded together: float32 values of Q6_K, codes, words that are packed.
 ELEMENTS_AT_ONCE = 1 << 15
 SCRATCH_PER_ELEMENT = 32
 
@@ -255,7 +255,7 @@ _KEYS = {
 
 @dataclass
 class GgufFile:
-    """What a file, or all shards of one, holds.
+    """The content of a file or of all its shards.
 
     config: As config.json. tensors: The trunk. blocks: MoE layer id -> component -> references.
     metadata: Of the first shard, strings and numbers. requantised: Names of tensors that are
@@ -438,7 +438,7 @@ def _config(found: GgufFile, path: Path) -> dict[str, Any]:
     eos = found.metadata.get("tokenizer.ggml.eos_token_id")
     return config | {
         "mlp_only_layers": dense,
-        # llama.cpp divides by the sum in this architecture, whatever the file says.
+        # llama.cpp divides by the sum in this architecture and ignores the file.
         "norm_topk_prob": True,
         "tie_word_embeddings": "lm_head.weight" not in found.tensors,
         "eos_token_id": eos,

@@ -262,7 +262,7 @@ Progress = Callable[[int, int], None]
 
 
 def is_packed(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory holds packed experts, or what an interrupted conversion left of them."""
+    """Return True if a directory holds packed experts, complete or of an interrupted conversion."""
     experts = Path(directory) / EXPERTS_DIRECTORY
     return (experts / INDEX_NAME).exists() or (experts / PROGRESS_NAME).exists()
 
@@ -431,7 +431,7 @@ class PackedWriter:
             ) from cause
 
     def done(self, layer: int) -> bool:
-        """Whether a finished file of this layer, from the same source, is there to be kept."""
+        """Return True if a finished file of this layer from the same source exists."""
         entry = self._layers.get(layer)
         if entry is None:
             return False

@@ -1,8 +1,8 @@
-"""Which expert gives up its slot when another is needed: the protocol. Pure Python, no MLX.
+"""The protocol of eviction policies, which choose the expert that loses its slot. No MLX.
 
-A policy sees a logical clock only, never time, so that a recorded trace can be replayed. It
-advises and does not keep the books: the set of residents that it is given is the truth, also
-after an interrupted call in which it was not told of everything.
+A policy sees a logical clock, never time, so that a recorded trace can be replayed. The set of
+residents that a policy receives is the truth, also after an interrupted call of which it missed a
+part.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mlx_moeflux.experts.policies.evictions import EVICTIONS
 class Eviction(Protocol):
     """Chooses victims. Replace it with ``load(eviction=...)``.
 
-    For each call of a layer the store calls `touch` once, with everything that the tokens ask
-    for; then, once or several times, `choose`, `evict` for each victim, and `admit` for each
-    expert whose block has arrived. Between calls `choose`, `evict` and `admit` may come for
-    blocks that nobody has asked for yet, and when the bank is resized.
+    For each call of a layer the store calls `touch` once, with all requested experts; then, once
+    or several times, `choose`, `evict` for each victim, and `admit` for each expert whose block has
+    arrived. Between calls of a layer `choose`, `evict` and `admit` serve prefetches and changes of
+    the bank's size.
     """
 
     name: str
@@ -28,36 +28,36 @@ class Eviction(Protocol):
     def touch(
         self, layer: int, experts: Sequence[int], last: Sequence[int], uses: Sequence[int]
     ) -> None:
-        """The tokens of a call ask for `experts`, resident or not.
+        """Note that the tokens of a call need `experts`, resident or not.
 
         experts: Different ones, in the order of their last use: by token, then in the router's
         order (ascending ids). last: The token of that use, counted by the layer since the store
-        was opened. uses: How many tokens of the call ask for it.
+        was opened. uses: Number of tokens of the call that need it.
         """
         ...
 
     def choose(
         self, layer: int, count: int, *, resident: Collection[int], protected: Container[int]
     ) -> list[int]:
-        """Exactly `count` different members of `resident` that are not in `protected`; the store
-        never asks for more than there are."""
+        """Return exactly `count` different members of `resident` that are not in `protected`; there
+        are always enough."""
         ...
 
     def evict(self, layer: int, expert: int) -> None:
-        """`expert` has lost its slot."""
+        """Note that `expert` has lost its slot."""
         ...
 
     def admit(self, layer: int, expert: int) -> None:
-        """`expert` has been read into a slot."""
+        """Note that `expert` has been read into a slot."""
         ...
 
     def reset(self) -> None:
-        """Every bank is empty; forget everything."""
+        """Forget everything: all banks are empty."""
         ...
 
 
 def make_eviction(policy: str | Eviction) -> Eviction:
-    """A policy by name, or the given object if it has the methods of :class:`Eviction`.
+    """Return a policy by name, or the given object if it has the methods of :class:`Eviction`.
 
     Raises:
         InputError: The name is unknown or a method is missing.
@@ -83,10 +83,10 @@ def choose_victims(
     resident: Collection[int],
     protected: Container[int],
 ) -> list[int]:
-    """Ask `policy` and hold it to its contract.
+    """Let `policy` choose, and check its answer.
 
     Raises:
-        InputError: It named too few, too many, the same twice, or an expert it may not.
+        InputError: It chose too few, too many, one twice, or one that is not allowed.
     """
     victims = list(policy.choose(layer, count, resident=resident, protected=protected))
     if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:

@@ -1,8 +1,8 @@
 """The eviction policies that come with the package. Pure Python, no MLX.
 
-Each is an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`, whose docstrings say what the
-methods are told. Layers do not see each other. What a call costs is said where it is more than the
-length of its arguments.
+Each is an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`, whose docstrings describe the
+methods. Layers are independent. A call costs the length of its arguments unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_moeflux.experts.policies.lazy_min_heap import LazyMinHeap, unknown
 
 
 class LRU:
-    """Evicts the expert whose last use is longest ago; one that was never asked for goes first."""
+    """Evicts the least recently used expert; one that was never used goes first."""
 
     name = "lru"
 
@@ -42,7 +42,7 @@ class LRU:
             if expert in resident and expert not in protected:
                 victims.append(expert)
         if len(victims) < count:
-            # Residents that this object was never told of are older than anything it knows.
+            # Residents that this object does not know are older than those it knows.
             victims = unknown(order, resident, protected) + victims
         return victims[:count]
 
@@ -112,7 +112,7 @@ class LFU:
 
 
 class Static:
-    """Keeps the experts that were used most and leaves the rest to take turns.
+    """Keeps the experts that were used most; the others share the remaining slots by LRU.
 
     counts: Layer -> expert -> uses, such as a trace gives. Without it the first `learn` tokens of
     each layer are counted, and nothing after them.
@@ -230,8 +230,8 @@ class _Queues(NamedTuple):
 
 
 class S3FIFO:
-    """Three queues: newcomers pass through a small one, and only those that were asked for again
-    enter the main one; a ghost queue remembers who left the small one too early.
+    """Three queues: newcomers pass through a small one, and only those that are used again enter
+    the main one; a ghost queue remembers those that left the small one.
 
     small: Share of the residents that the small queue may hold.
 
@@ -262,8 +262,8 @@ class S3FIFO:
         small, main, *_ = self._layers[layer]
         share = max(1, int(self._share * len(resident)))
         victims: list[int] = []
-        # Both in order. Whoever was passed over once, as absent, protected or a victim, stays so;
-        # whoever goes to the end of the main queue goes to the end of its list.
+        # Both in order. An expert that is passed over once, as absent, protected or a victim, stays
+        # so; one that goes to the end of the main queue goes to the end of its list.
         newcomers, regulars = list(small), list(main)
         a, b, leaving = 0, 0, 0
         while len(victims) < count:
@@ -351,7 +351,7 @@ class Random:
     ) -> list[int]:
         members, draw = self._members[layer], self._generator(layer).random
         victims: list[int] = []
-        # Drawn from those that this object was told of, until nearly all draws must have failed.
+        # Draw from the known experts, until nearly all draws must have failed.
         for _ in range(8 * count + 8 if members else 0):
             if len(victims) == count:
                 return victims

@@ -1,4 +1,4 @@
-"""What policies share to find a victim. Pure Python, no MLX."""
+"""A heap of scores from which policies choose victims. Pure Python, no MLX."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LazyMinHeap:
         heap, queued, keys, floor = self._heap, self._queued, self.keys, self._floor
         while len(victims) < count:
             if self._out_of_date or not heap:
-                # Residents are missing that nobody told of, or since an interruption.
+                # Residents are missing that the policy does not know, or since an interrupt.
                 if complete:
                     break
                 complete = True

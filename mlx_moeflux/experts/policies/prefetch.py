@@ -1,9 +1,9 @@
-"""Which experts are read before anyone asks for them. Pure Python, no MLX.
+"""Prefetchers: they name experts that are read before their layer is called. No MLX.
 
-A prefetcher sees a logical clock only, like an eviction policy, and the rules below are those of
-the store and of the simulator. At the end of a call it names experts for the next layer; those
-that are not resident are read, and count as found once their layer is called, however much of the
-read is left to wait for by then.
+A prefetcher sees a logical clock, like an eviction policy. Store and simulator follow the rules of
+this module. At the end of a call the prefetcher names experts for the next layer. The store reads
+those that are not resident; they count as hits when their layer is called, even if the call waits
+for the rest of the read.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, Protocol
 
 from mlx_moeflux.errors import InputError
 
-# After calls of more (token, expert) pairs nothing is read ahead: the next layer needs most
-# experts anyway and reads them in its own order.
+# Calls of more (token, expert) pairs prefetch nothing: the next layer needs most experts and
+# reads them in its own order.
 MOST_PAIRS = 64
 
 
 class Prefetch(Protocol):
-    """Names experts ahead. Replace it with ``load(prefetch=...)``.
+    """Names experts to read ahead. Replace it with ``load(prefetch=...)``.
 
-    looks_ahead: The next layer's router is asked, on the present hidden state, what it would
-    choose; the answer is the `guess` of :meth:`propose`. most: Blocks read ahead for one call at
-    most, None for all that fit.
+    looks_ahead: True to run the next layer's router on the present hidden state; its choice is the
+    `guess` of :meth:`propose`. most: Blocks that one call prefetches at most, None for all that
+    fit.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Prefetch(Protocol):
     most: int | None
 
     def requested(self, layer: int, experts: Sequence[int], last: Sequence[int]) -> None:
-        """What the tokens of a call asked for: see
+        """Note the experts that the tokens of a call need: see
         :meth:`~mlx_moeflux.experts.policies.eviction.Eviction.touch`."""
         ...
 
     def propose(self, layer: int, guess: Sequence[int]) -> Sequence[int]:
-        """Different experts that the next call of `layer` may ask for, resident or not, the
-        likeliest first. guess: The router's, in the same order; empty if it was not asked, as
-        for the first layer, whose token is not known yet."""
+        """Return different experts that the next call of `layer` may need, resident or not, the
+        likeliest first. guess: The router's guess, in the same order; empty without
+        `looks_ahead`, and for the first layer, whose token is not known yet."""
         ...
 
     def reset(self) -> None:
@@ -47,10 +47,10 @@ class Prefetch(Protocol):
 
 
 class LastToken:
-    """The experts that the layer's last token asked for, as moeflux does.
+    """Proposes the experts of the layer's last token, as moeflux does.
 
-    A bank that keeps them, and LRU always does, has nothing left to read: what this shows then is
-    how often they are asked for again.
+    A bank that keeps them, as LRU does, has nothing left to read; the statistics then show how
+    often they are used again.
     """
 
     name = "last"
@@ -72,7 +72,7 @@ class LastToken:
 
 
 class LookAhead:
-    """What the next layer's router chooses on the present hidden state, `most` blocks at most."""
+    """Proposes what the next layer's router chooses on the present hidden state: `most` blocks."""
 
     name = "ahead"
     looks_ahead = True

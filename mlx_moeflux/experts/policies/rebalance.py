@@ -1,8 +1,8 @@
-"""How slots are shared out among layers while a model runs. Pure Python, no MLX.
+"""Balances: they move slots between layers while a model runs. Pure Python, no MLX.
 
-By default every layer keeps what it was given. A balance moves slots at token boundaries, through
-the banks' resize, from layers that would miss them least to those that would use them most; it sees
-a logical clock only, like every policy, and the simulator follows the same rules.
+By default every layer keeps its slots. A balance moves slots at token boundaries from layers that
+would miss them least to those that would use them most. It sees a logical clock, like every policy,
+and the simulator follows the same rules.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Balance(Protocol):
 
 
 class Shift:
-    """Every `period` tokens the layer whose last victims were wanted back least often gives `step`
-    slots to the one whose were wanted back most often, if that is `margin` times as often.
+    """Moves `step` slots every `period` tokens.
 
-    A layer's last victims are as many as `step`: those that it would have kept with that many
-    slots more.
+    They go from the layer that reads its last victims back least often to the one that does so most
+    often, if that is `margin` times as often. A layer's last victims are the `step` experts that it
+    would have kept with `step` more slots.
     """
 
     name = "shift"
@@ -69,7 +69,7 @@ class Shift:
         needy = [layer for layer in slots if slots[layer] + self._step <= most]
         if not able or not needy:
             return slots
-        # Ties go to the lowest layer, whatever the order of the mapping.
+        # Ties go to the lowest layer; the order of the mapping does not matter.
         giver = min(able, key=lambda layer: (wanted.get(layer, 0), layer))
         taker = max(needy, key=lambda layer: (wanted.get(layer, 0), -layer))
         if wanted.get(taker, 0) <= self._margin * wanted.get(giver, 0):

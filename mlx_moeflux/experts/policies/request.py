@@ -1,4 +1,4 @@
-"""What a call of a layer asks for, as policies are told it. No MLX."""
+"""The request of a layer call, as policies receive it. No MLX."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""In which order a layer takes its turns when its tokens need more experts than it has slots.
+"""The waves of a layer call that needs more experts than the layer has slots.
 
-No MLX: the store and the simulator both follow this.
+No MLX: both the store and the simulator use this schedule.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
-# Blocks that a wave reads at most: enough to keep a disk busy, few enough that computing
-# begins early and that most residents can wait for their turn.
+# Blocks that a wave reads at most: enough to keep a disk busy, few enough that computing begins
+# early and that most residents stay until their wave.
 READ_AHEAD = 16
 
 
 class Residents(Container[int], Protocol):
-    """Who is in the slots of a layer."""
+    """The residents of a layer."""
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         ...
 
 
@@ -31,10 +31,10 @@ class Wave(NamedTuple):
 
 
 class WaveSchedule:
-    """Decides the waves of one sweep.
+    """The waves of one call.
 
-    Every needed expert is in exactly one, ascending. Residents whose turn comes later are kept
-    if that leaves room to read, so that each block is read at most once and hits stay hits.
+    Every needed expert is in exactly one wave, in ascending order. Residents of later waves stay if
+    that leaves room to read, so that each block is read at most once and hits stay hits.
 
     begun: Waves whose reads have begun and that are not computed yet, the oldest first.
     """
@@ -55,11 +55,11 @@ class WaveSchedule:
         return self._kept | self._busy
 
     def room(self) -> int:
-        """Slots that can be read into now."""
+        """Return the number of slots that can be read into now."""
         return self._table.slots - len(self.protected)
 
     def next(self, limit: int) -> Wave | None:
-        """The next wave that takes at most `limit` slots; None if it would be empty."""
+        """Return the next wave, which takes at most `limit` slots; None if it would be empty."""
         experts, missing = [], []
         while self._waiting:
             expert = self._waiting[-1]
@@ -76,12 +76,12 @@ class WaveSchedule:
         return Wave(experts, missing) if experts else None
 
     def done(self, full: Wave) -> None:
-        """`full` has been computed: its slots may be read into."""
+        """Free the slots of `full`, which has been computed."""
         self._busy.difference_update(full.experts)
 
 
 def begin_first(plan: WaveSchedule, begin: Callable[[Wave], None]) -> bool:
-    """Begin the first wave, which :func:`run_waves` does unless it was done before."""
+    """Begin the first wave; :func:`run_waves` does so unless it has begun."""
     return _begin_next(plan, max(1, plan.room() // 3), begin)
 
 
@@ -91,11 +91,11 @@ def run_waves(
     finish: Callable[[], None],
     compute: Callable[[Wave], None],
 ) -> None:
-    """Play a sweep: `begin` makes room for a wave and starts its reads, `finish` waits for
-    those of the oldest, `compute` uses what arrived.
+    """Run all waves: `begin` makes room for a wave and starts its reads, `finish` waits for the
+    oldest wave's, `compute` uses them.
 
-    While one wave computes, the next is being read, and the one after it waits for the disk,
-    which would rest between the two.
+    While one wave computes, the next is being read, and the reads of a third are queued, so that
+    the disk does not idle in between.
     """
     while plan.begun or begin_first(plan, begin):
         if len(plan.begun) == 1:

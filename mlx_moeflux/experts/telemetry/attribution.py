@@ -1,4 +1,4 @@
-"""What every call of a layer cost: who was asked for, who was there, what it waited for. No MLX."""
+"""The cost of every layer call: requests, hits, reads and waiting time. No MLX."""
 
 from __future__ import annotations
 

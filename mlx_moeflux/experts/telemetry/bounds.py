@@ -1,4 +1,4 @@
-"""What a policy is held against: the best that is possible, and traces without order. No MLX."""
+"""Bounds for eviction policies: the best possible one, and traces without order. No MLX."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Belady:
 def _next_uses(
     trace: Trace,
 ) -> tuple[dict[int, list[dict[int, float]]], dict[int, dict[int, float]]]:
-    """For each layer: for each call, when the experts that it asks for are asked for next; and
-    when each expert is asked for first. Made once for each trace.
+    """Return for each layer: for each call, the times of the next use of its experts; and the time
+    of each expert's first use. Cached for each trace.
 
-    A time is a float that holds a whole number, ``call * E + (E - 1 - expert)``: floats are sorted
-    fastest, and of two that are never asked for again the lower expert comes first.
+    A time is a float that holds a whole number, ``call * E + (E - 1 - expert)``: floats sort
+    fastest, and of two experts that are never used again the lower one comes first.
     """
     known = trace.__dict__.get("_next_uses")
     if known is not None and known[0] == len(trace.calls):
@@ -99,8 +99,8 @@ def popularity(trace: Trace) -> dict[int, np.ndarray]:
 
 
 def reuse_distances(trace: Trace) -> np.ndarray:
-    """For every choice of an expert how many others its layer was asked for since it was last
-    chosen; -1 for the first time. Slots needed for a hit, less one, if the bank is LRU."""
+    """Return for every use of an expert the number of other experts that its layer used since its
+    last use; -1 for the first use. In an LRU bank a hit needs one slot more than that."""
     E = trace.info.num_experts
     stacks: dict[int, list[int]] = {layer: [] for layer in trace.info.layers}
     distances = []

@@ -1,4 +1,4 @@
-"""What a store tells the one listener it may have: statistics, traces, simulators feed on it.
+"""The events of a store, for one listener: traces, attribution and simulators use them.
 
 For each call of a layer the order is: one :class:`Chosen`; a :class:`PrefetchEnd` or
 :class:`PrefetchDrop` for each block on its way to this layer; then for each wave (one, unless
@@ -11,7 +11,7 @@ looks ahead, an :class:`Evict` for each victim in the next layer, and a :class:`
 each block that is read ahead.
 
 All events come from the thread that calls the store. A listener may raise; the call is then
-abandoned like any interrupted one. Without a listener nothing is built.
+abandoned like an interrupted one. Without a listener no event is made.
 
 While a store has a listener, every layer synchronises, because ids and weights must be known, and
 decode steps are not traced.
@@ -26,9 +26,9 @@ import numpy as np
 
 
 class Chosen(NamedTuple):
-    """What the router chose. ids ``[N, K]`` uint32, E marks padding; weights ``[N, K]`` float32.
+    """The router's choice. ids ``[N, K]`` uint32, E marks padding; weights ``[N, K]`` float32.
 
-    token: How many tokens this layer had seen before.
+    token: Number of tokens that this layer had seen before.
     """
 
     layer: int
@@ -86,7 +86,7 @@ class Guess(NamedTuple):
 
 
 class PrefetchStart(NamedTuple):
-    """A block that nobody has asked for yet was handed to the threads."""
+    """The prefetch of a block was submitted to the threads."""
 
     layer: int
     expert: int

@@ -16,12 +16,12 @@ from mlx_moeflux.experts.telemetry.trace import Trace
 
 @dataclass(frozen=True)
 class Profile:
-    """What one machine needs for one model.
+    """The times of one model on one machine.
 
-    token_seconds: A decode step with every expert resident. sync_seconds: What a layer that must
-    look costs more, its ids on their way to the host included. read_seconds: Until 1, 2, 3, ...
-    blocks that were asked for at once have all arrived; beyond its end the last step goes on.
-    host_seconds: Of a token outside the model: sampling, text.
+    token_seconds: A decode step with every expert resident. sync_seconds: Extra time of a layer
+    whose ids the host needs, their copy included. read_seconds: Until 1, 2, 3, ... blocks that are
+    read together have arrived; beyond its end the last difference repeats. host_seconds: A token's
+    time outside the model: sampling, text.
     """
 
     token_seconds: float
@@ -131,10 +131,10 @@ class Forecast:
 
 
 def forecast(trace: Trace, simulation: Simulation, profile: Profile) -> Forecast:
-    """What the decode steps of `trace` would take after `simulation` of it.
+    """Estimate the time of the decode steps of `trace` from its `simulation`.
 
-    Prefill is left out: it computes while it reads, and what counts there is bytes. What is read
-    ahead of a layer has the computing of one layer to hide behind.
+    Prefill is left out: it computes while it reads, so its bytes matter. The compute time of one
+    layer can hide the reads ahead of the next.
 
     Raises:
         InputError: The trace has no decode step.

@@ -32,7 +32,7 @@ from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, requests_of
 
 @dataclass
 class Counts:
-    """What one layer met, in the terms of
+    """The counts of one layer, in the terms of
     :class:`~mlx_moeflux.experts.telemetry.stats.LayerStats`."""
 
     lookups: int = 0
@@ -53,8 +53,8 @@ class Counts:
 
 @dataclass
 class Simulation:
-    """What a replay gave. layers: By MoE layer id. misses, ahead: Blocks that every call, in the
-    trace's order, had to read, and that were being read for it before it came."""
+    """The result of a replay. layers: MoE layer id -> counts. misses, ahead: For every call, in the
+    trace's order, the number of blocks that it had to read, and that were prefetched for it."""
 
     info: TraceInfo
     eviction: str
@@ -74,7 +74,7 @@ class Simulation:
 
     @property
     def hit_rate(self) -> float:
-        """Of all layers."""
+        """Hit rate over all layers."""
         return self.total.hit_rate
 
     def __str__(self) -> str:

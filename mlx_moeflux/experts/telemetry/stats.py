@@ -1,4 +1,4 @@
-"""What streaming cost: counts and seconds for each layer and in total."""
+"""Statistics of streaming: counts and seconds for each layer and in total."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ExpertStats:
         return result
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
-        """What happened after `earlier`, a snapshot of the same store without a reset between."""
+        """Return the difference to `earlier`, a snapshot since which there was no reset."""
         result = self.snapshot()
         if self.calls is not None:
             result.calls = self.calls[len(earlier.calls or ()) :]

@@ -44,7 +44,7 @@ KINDS = {PrefetchStart: b"P", PrefetchEnd: b"A", PrefetchDrop: b"D"}
 
 @dataclass(frozen=True)
 class TraceInfo:
-    """What a trace says about the model and the run that it was recorded from.
+    """The description of the model and the run of a trace.
 
     model: The checkpoint's identity. block_bytes: MoE layer id -> bytes of one expert. slots: MoE
     layer id -> slots, None where everything was resident. cold: The banks were empty at the
@@ -63,7 +63,7 @@ class TraceInfo:
 
     @classmethod
     def of(cls, store: Any, *, experts_per_token: int, model: str = "") -> TraceInfo:
-        """What `store`, as it is now, has to say.
+        """Describe `store` as it is now.
 
         Raises:
             InputError: It has no events to listen to.
@@ -100,8 +100,8 @@ class TraceInfo:
 
 @dataclass
 class Result:
-    """What a recorded call met: experts found, those of them that were read ahead, experts
-    missing; bytes that arrived on demand and the seconds of their reads, summed over threads."""
+    """The outcome of a recorded call: hits, those of them that were prefetched, misses; bytes that
+    were read on demand and the seconds of their reads, summed over threads."""
 
     hits: int = 0
     prefetched: int = 0
@@ -184,7 +184,7 @@ class Trace:
 
 
 def requests_of(trace: Trace) -> list[ExpertRequest]:
-    """What every call asked for; made once for each trace."""
+    """Return the request of every call; cached for each trace."""
     known = trace.__dict__.get("_asked")
     if known is None or len(known) != len(trace.calls):
         E = trace.info.num_experts

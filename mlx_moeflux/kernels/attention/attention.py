@@ -38,12 +38,12 @@ from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches
 
 
 class Call(NamedTuple):
-    """What a launch depends on: shapes of q, k, v, widths of the gate and of rotary parts.
+    """The arguments on which a launch depends: shapes of q, k, v, widths of gate and rotary parts.
 
-    expanded: Beside the rotary part, which heads share, each has keys and values of its own; else
-    values are the first columns of the keys. q_heads: Queries lie as a projection gives them,
-    ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those that are meant; 0: they lie as
-    it says.
+    expanded: Heads share the rotary part, and each has keys and values of its own; else values are
+    the first columns of the keys. q_heads: Queries have the layout of a projection's result,
+    ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those in use; 0: `q` is their
+    layout.
     """
 
     name: str
@@ -99,8 +99,8 @@ def check_dtypes(name: str, dtype: mx.Dtype, others: dict[str, mx.array | None])
 
 # Calls of so many tokens at most read each key once for all heads that share it.
 FEW_TOKENS = 8
-# Threadgroups that a launch should have (an H100 has 132 processors): where one takes 16 rows, two
-# for each; keys that one should see at least; and threadgroups of 128 rows for a call to take them.
+# Threadgroups that a launch of 16 rows each should have; keys that one should see at least; and
+# threadgroups of 128 rows from which on a call takes them.
 ENOUGH_GROUPS, ENOUGH_SMALL_GROUPS, LEAST_KEYS = 132, 264, 64
 ENOUGH_LARGE_GROUPS = 3 * ENOUGH_GROUPS
 # Static threadgroup memory, in bytes; what CUDA gives on demand, on any GPU that has tiles; and, by

@@ -30,10 +30,10 @@ from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 KEPT_BYTES = 128 << 20
-# Numbers that are made dense at once where they are not kept.
+# Numbers that are dequantised together, of matrices that are not kept.
 BLOCK = 1 << 20
-# Numbers up to which several matrices of a bank are made dense at once: what they share of the
-# work counts, and they are in a core's cache when they are multiplied.
+# Numbers up to which several matrices of a bank are dequantised together: they share a part of the
+# work, and they are in a core's cache when they are multiplied.
 SEVERAL = 1 << 17
 # Numbers up to which an array is sooner copied than reshaped.
 SMALL = 1 << 14
@@ -45,8 +45,8 @@ Key = tuple[int, int | None, int]
 
 
 class Kept:
-    """Dense matrices that live as long as the packed ones that they were made from. One is kept
-    when it is asked for again: new memory costs more than a matrix is worth to a single call.
+    """A cache of dense matrices, which live as long as their packed ones. A matrix enters it at its
+    second use: new memory costs more than a matrix is worth to a single call.
 
     matrices: By the id of the packed array, the slot in it, and the id of the scales.
     """
@@ -54,11 +54,11 @@ class Kept:
     def __init__(self, limit: int):
         self.limit, self.nbytes = limit, 0
         self.matrices: dict[Key, np.ndarray] = {}
-        # What was asked for, by the id of the packed array.
+        # Keys that were used, by the id of the packed array.
         self._asked: dict[int, set[Key]] = {}
 
     def wants(self, key: Key, packed: mx.array, nbytes: int) -> bool:
-        """Whether a matrix that is not here should be: it was asked for before, and fits."""
+        """Return True if an absent matrix should enter: it was used before, and it fits."""
         asked = self._asked.get(key[0])
         if asked is None:
             asked = self._asked[key[0]] = set()
@@ -72,7 +72,7 @@ class Kept:
         self.matrices[key] = values
 
     def forget(self, owner: int) -> None:
-        """What was made from the array with this id, if anything was."""
+        """Drop the dense matrices of the array with this id."""
         for key in self._asked.pop(owner, ()):
             values = self.matrices.pop(key, None)
             self.nbytes -= 0 if values is None else values.nbytes
@@ -119,7 +119,7 @@ def reshaped(x: mx.array, *shape: int) -> mx.array:
 
 
 def readable(matrix: object) -> bool:
-    """Whether :func:`dense` knows how a matrix is stored."""
+    """Return True if :func:`dense` can read a matrix."""
     if getattr(matrix, "weight", None) is None:
         return False
     spec = matrix.spec
@@ -555,7 +555,7 @@ def softmax_top_k_blas(
 
 # Multiplications up to which OpenBLAS leaves a product of matrices to one thread.
 SINGLE_THREADED = 1 << 18
-# Fewer keys at once use a core badly; more parts are better shared between threads.
+# Parts with fewer keys use a core badly; more parts are better shared between threads.
 LEAST_KEYS, MOST_PARTS = 32, 32
 
 

@@ -5,8 +5,8 @@
 
 Shapes:
     qkv: ``[B, T, D]`` with D = 2 Hk Dk + Hv Dv, channels in the order q, k, v.
-    z: ``[B, T, Hv Dv]``; a, b: ``[B, T, Hv]``; where all three are None, they follow in the rows of
-    qkv.
+    z: ``[B, T, Hv Dv]``; a, b: ``[B, T, Hv]``; if all three are None, the rows of qkv continue with
+    them.
     conv_weight: ``[D, W]``; conv_state: ``[B, W - 1, D]``; state: ``[B, Hv, Dv, Dk]`` float32.
     a_log, dt_bias: ``[Hv]``; norm_weight: ``[Dv]``.
     mask: ``[B, T]`` bool or None; a token at False counts as zeros in the convolution and leaves
@@ -34,17 +34,8 @@ Gates and norms:
 
 The epsilon is added to the sum of squares, as in transformers 5 (`l2norm`), not to the mean.
 
-Kernels: one launch for decode, four for prefill. Everything is computed in
-float32 and rounded where it is written; activations are float32, float16 or bfloat16, all alike.
-
-H100, Hk 16, Hv 32, D 128, bfloat16, microseconds (launches included; host: until the launch is in
-MLX's graph)::
-
-                           one launch        four launches
-    T                   1     2     4     8     8    64  1024
-    GPU, B 1          9.7  12.6  18.3  29.1  26.6  35.1   164
-    host             10.7  10.7  10.6  10.6  26.5  34.7  37.6
-    operations of MLX, T = 1: 45.6, host 95.9; one launch, T = 1, B = 8: 21.3
+Kernels: one launch for decode, four for prefill. They compute in float32 and round what they write;
+activations are all float32, all float16 or all bfloat16. Times are in docs/notes/kernels.md.
 """
 
 from __future__ import annotations
@@ -302,7 +293,7 @@ class Shapes(NamedTuple):
 
 
 def signature_of(qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths):
-    """What a launch depends on."""
+    """Return the arguments on which a launch depends."""
     return (
         (qkv.shape, a.shape, b.shape, weight.shape, conv.shape, a_log.shape, dt_bias.shape),
         (qkv.dtype, a.dtype, b.dtype, a_log.dtype, dt_bias.dtype),
@@ -354,12 +345,12 @@ def template_of(s: Shapes, signature) -> dict[str, Any]:
 
 
 def _simdgroups(Dv: int, threads: int) -> int:
-    """Of four rows of the state at a time: as many as fit and leave equal shares."""
+    """Return the simdgroups of four rows of the state: as many as fit, with equal shares."""
     return max(n for n in range(1, threads // 32 + 1) if Dv // 4 % n == 0)
 
 
 def _step_threads(Dk: int, Dv: int, backend: str) -> int:
-    """As many as registers allow: 256 always fit."""
+    """Return the threads of a step, as many as registers allow: 256 always fit."""
     state = Dk // 8 * (Dv // 4) // _simdgroups(Dv, 512)
     fits = backend != "metal" and state + _STEP_REGISTERS <= _REGISTERS_OF_512
     return 512 if fits else 256
@@ -367,7 +358,7 @@ def _step_threads(Dk: int, Dv: int, backend: str) -> int:
 
 @functools.cache
 def no_lengths() -> mx.array:
-    """Stands in for lengths that nobody reads."""
+    """Return a placeholder for lengths that the kernel does not read."""
     array = mx.zeros((LEAST_INPUT,), mx.int32)
     mx.eval(array)
     return array
@@ -442,7 +433,7 @@ def delta_prepare(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, ...]:
-    """What precedes the delta rule, in one launch.
+    """Compute the inputs of the delta rule in one launch.
 
     Returns:
         q, k ``[B, T, Hk, Dk]`` normalised and q scaled, v ``[B, T, Hv, Dv]``, log decay and beta
@@ -580,5 +571,6 @@ def _prepare_launch(signature, Hk: int, Dk: int) -> dict[str, Any]:
 
 
 def _pack(width: int) -> int:
-    """Neighbours that a lane takes at once of rows of `width`: as many as divide its share."""
+    """Return the neighbours in a row of `width` that a lane reads together: a divisor of its
+    share."""
     return math.gcd(width // 32, 4)

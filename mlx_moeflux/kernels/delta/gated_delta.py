@@ -82,7 +82,7 @@ def gated_delta_chunked(
     mask: mx.array | None = None,
     chunk: int = CHUNK,
 ) -> tuple[mx.array, mx.array]:
-    """Chunk by chunk; the work inside a chunk is matrix products over all chunks at once.
+    """Compute chunk by chunk; the work inside chunks is matrix products over all chunks.
 
     With G[l, i] = exp(sum of g over (i, l]) the deltas U of a chunk solve the unit lower
     triangular system (I + A) U = beta (V - exp(G_l) S K), A[l, i] = beta_l G[l, i] (k_l . k_i).
@@ -275,13 +275,13 @@ def gated_delta_chunkwise_fused(
     parts: int | None = None,
     prefetch: bool | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Chunk by chunk: what needs no state for all chunks at once, then the walk over them.
+    """Compute chunk by chunk: first, for all chunks, what needs no state, then the state.
 
     Args:
         parts: How float matrices enter products: 1 as floats, 2 as pairs of bfloats (bfloat16
             only); by default 2 where matrix units take no floats.
-        prefetch: Whether a chunk is read while the one before is computed, which takes
-            registers; by default on CUDA.
+        prefetch: True to read a chunk while the one before is computed, which takes registers;
+            by default on CUDA.
 
     Raises:
         ShapeError: As :func:`gated_delta_recurrent_fused`; or Dk is above 256.
@@ -307,7 +307,7 @@ def gated_delta_chunkwise_fused(
 
 
 def _signature(q, k, v, log_decay, beta, state, mask):
-    """What a launch depends on."""
+    """Return the arguments on which a launch depends."""
     return (
         (q.shape, k.shape, v.shape, log_decay.shape, beta.shape, state.shape),
         (q.dtype, k.dtype, v.dtype, state.dtype),

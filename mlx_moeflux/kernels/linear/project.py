@@ -4,7 +4,7 @@
 
 Shapes:
     x: ``[..., C]``; norm: ``[C]`` or None (x is taken as it is); weights: matrices
-    ``[out_i, C]``, quantised each in its own way or not, or several that lie one behind another;
+    ``[out_i, C]``, quantised each in its own way or not, or several concatenated ones;
     residual: ``[..., out]`` like x or None, with one matrix only.
     returns: a list of ``[..., out_i]`` in the dtype of x (float32 where a weight is `precise`),
     and with `normed` norm(x) ``[..., C]`` behind them; with `flat` all of them ``[N, ...]``.
@@ -34,11 +34,10 @@ from mlx_moeflux.kernels.runtime.metal import (
 )
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
-# on the chip (H100: 6 to 40 % faster than the others tried).
+# on the chip.
 ROWS, SIMDGROUPS = 4, 4
-# From this width on simdgroups share the columns instead, and a threadgroup's rows are so many that
-# all threadgroups are there at once (H100, 16384 -> 7168: 26 us, rows on the chip 66, small groups
-# 36; 7168 -> 36864: 60; 18432 -> 7168: 32 against 58).
+# From this width on simdgroups share the columns instead, and a threadgroup has so many rows that
+# all threadgroups run together (docs/notes/kernels.md).
 WIDE = 4096
 # So do rows of these widths, of which lanes take half as much (1536 -> 24576: 10.4 against 15.2;
 # 2048 -> 12352: no difference).
@@ -47,10 +46,10 @@ MIDDLE = range(1536, 2048)
 SQUARES = 32
 # Columns of a simdgroup, of wide rows and of the others.
 WIDE_COLUMNS, MIDDLE_COLUMNS = 1024, 512
-# Rows at a time, and threadgroups that are there at once: of AT_ONCE simdgroups for each of
-# PROCESSORS, of rows of middle widths MIDDLE_AT_ONCE (1536 -> 24576: 9.8 us, with 18 it is 10.3).
-# More simdgroups than MOST_SIMDGROUPS have no registers, which are one for each of a lane's columns
-# and some 70 besides: with twice the columns MOST_OF_TWO. A back end may allow fewer.
+# Rows at a time, and threadgroups that run together: AT_ONCE simdgroups for each of PROCESSORS, or
+# MIDDLE_AT_ONCE for rows of middle widths. More simdgroups than MOST_SIMDGROUPS have too few
+# registers: one for each of a lane's columns and some 70 more; with twice the columns MOST_OF_TWO.
+# A back end may allow fewer.
 TOGETHER, PROCESSORS, AT_ONCE, MIDDLE_AT_ONCE = 4, 132, 18, 24
 MOST_SIMDGROUPS, MOST_OF_TWO = 18, 14
 
@@ -58,11 +57,11 @@ MOST_SIMDGROUPS, MOST_OF_TWO = 18, 14
 def tiling(
     matrix: Matrix, out: int, width: int, dtype: mx.Dtype, threads: int, rows: int | None = None
 ) -> tuple[int, dict[str, int], int]:
-    """How ``rows_of`` in matvec.metal is laid out for a matrix ``[out, width]``: threadgroups,
-    template arguments, floats of threadgroup memory.
+    """Lay out ``rows_of`` in matvec.metal for a matrix ``[out, width]``: threadgroups, template
+    arguments, floats of threadgroup memory.
 
-    dtype: Of x. threads: That a threadgroup may have. rows: Of which those are a part, if not of
-        themselves.
+    dtype: Of x. threads: Most threads of a threadgroup. rows: Number of rows of which those are a
+        part; by default `out`.
 
     Raises:
         UnsupportedError: The rows are too wide.
@@ -89,9 +88,9 @@ def rows_at_once(
     simdgroups: int,
     middle: bool = False,
 ) -> tuple[int, int]:
-    """Of `out` rows of a matrix those of a threadgroup, so that those of all `rows` are there at
-    once, and no more than it has threads; and of them those that are taken together, for x of
-    `dtype`: float32 takes more registers. middle: They are of middle width."""
+    """Return how many of `out` rows a threadgroup owns, so that all threadgroups of `rows` run
+    together and none owns more rows than it has threads; and how many rows it computes together for
+    x of `dtype`: float32 takes more registers. middle: The rows are of middle width."""
     together = TOGETHER // (2 if dtype == mx.float32 else 1) if matrix.bits else 1
     step, most = math.gcd(together, out), 32 * simdgroups
     groups = (MIDDLE_AT_ONCE if middle else AT_ONCE) // simdgroups
@@ -101,12 +100,13 @@ def rows_at_once(
 
 
 def words_at_once(matrix: Matrix, width: int, most: int = 16) -> int:
-    """How many words a lane takes that keeps its share of x in registers: of 32 columns at most."""
+    """Return the words that a lane reads together if it keeps its share of x, at most 32 columns,
+    in registers."""
     return matrix.access(width, most // 2 if matrix.bits == 2 else most)
 
 
 def shares_columns(width: int) -> bool:
-    """Whether simdgroups share the columns of rows of `width`."""
+    """Return True if simdgroups share the columns of rows of `width`."""
     return width >= WIDE or width in MIDDLE
 
 
@@ -137,8 +137,8 @@ MOST_DENSE, ROWS_AT_ONCE = 256 * 2**20, 128
 class Weight:
     """A matrix ``[out, in]``; see :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank`.
 
-    outs: Rows of each, where several matrices lie one behind another. precise: What it gives is
-    computed in float32 and stays so.
+    outs: Rows of each of several concatenated matrices. precise: Its result is computed in float32
+    and stays so.
     """
 
     weight: mx.array
@@ -207,8 +207,8 @@ Part = tuple[Matrix, tuple[int, ...], bool]
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows first .. last - 1 of a matrix, made dense when they are used, MOST_DENSE bytes at a
-    time: of one of 250,000 rows no more need be there at once."""
+    """Rows first .. last - 1 of a matrix, dequantised when they are used, MOST_DENSE bytes at a
+    time: an output matrix of 250,000 rows is never dense as a whole."""
 
     stored: Weight
     first: int
@@ -234,7 +234,7 @@ def project(
     normed: bool = False,
     flat: bool = False,
 ) -> list[mx.array]:
-    """The module's formula in stock MLX. Of a weight nothing is asked but ``matmul``."""
+    """Compute the module's formula in stock MLX; a weight needs only ``matmul``."""
     if flat:
         x = x.reshape(-1, x.shape[-1])
     if norm is not None:
@@ -313,11 +313,11 @@ def project_fused(
 def project_joined(
     x: mx.array, weights: Sequence[Weight], *, norm: mx.array, eps: float
 ) -> mx.array:
-    """What :func:`project_fused` gives for x of N rows with `normed`, in one array ``[N, stride]``
-    in the dtype of x; see :func:`joined_places`.
+    """Compute the results of :func:`project_fused` with `normed` for x of N rows, as one array
+    ``[N, stride]`` in the dtype of x; see :func:`joined_places`.
 
     Raises:
-        ShapeError, UnsupportedError: As there.
+        ShapeError, UnsupportedError: As :func:`project_fused`.
     """
     kernel, weights, parts = chosen(_KERNELS, x, weights, "joined", norm=norm)
     if any(precise for *_, precise in parts):
@@ -336,12 +336,12 @@ def chosen(
     norm: mx.array | None,
     residual: mx.array | None = None,
 ) -> tuple[MetalKernel, Sequence[Weight], tuple[Part, ...]]:
-    """Of `kernels`, by structure and end, the one for a call; the matrices that it takes, which are
-    split where it has none for them as they are; and what it has to know of each.
+    """Return the kernel of `kernels`, by structure and end, for a call; its matrices, split where
+    no kernel takes them whole; and the layout of each.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
-        UnsupportedError: There is none for so many matrices, or for how one is stored.
+        UnsupportedError: There is none for so many matrices, or for the storage of one.
     """
     C = x.shape[-1]
     if not x.size or x.dtype not in FLOATS or (norm is not None and norm.shape != (C,)):
@@ -395,15 +395,15 @@ def declared(name: str, structure: tuple[int, ...], end: str, *more: str) -> dic
 
 
 def added_to(structure: tuple[int, ...], end: str) -> str:
-    """What a call in a body says of the residual."""
+    """Return the argument for the residual of a call in a body."""
     return "residual" if structure == (1,) and not end else "x"
 
 
 def joined_places(
     parts: Sequence[tuple[Matrix, tuple[int, ...]]], C: int
 ) -> tuple[tuple[int, ...], int]:
-    """Where the results of the matrices and then norm(x) ``[C]`` begin in a row, and where the last
-    one ends. Those whose width is a multiple of eight begin at one."""
+    """Return where the results of the matrices and then norm(x) ``[C]`` begin in a row, and where
+    the last one ends. A result whose width is a multiple of eight begins at such a multiple."""
     widths = [*(out for _, outs in parts for out in outs), C]
     places, end = [0] * len(widths), 0
     for i in sorted(range(len(widths)), key=lambda i: widths[i] % 8 != 0):
@@ -413,7 +413,7 @@ def joined_places(
 
 
 def joined_stride(end: int) -> int:
-    """How far apart rows are."""
+    """Return the distance between rows."""
     return -(-end // 8) * 8
 
 

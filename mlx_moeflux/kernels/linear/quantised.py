@@ -1,4 +1,4 @@
-"""How matrices lie in memory, for the kernels that read them as they are stored.
+"""The storage of matrices, for kernels that read them without dequantising them first.
 
 An affine matrix ``[out, in]`` holds numbers of 2, 4 or 8 bits in uint32 words, the lowest first,
 and a scale and a bias for every `group` neighbours of a row: value = scale * number + bias.
@@ -29,7 +29,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Matrix:
-    """How the numbers of a row are stored; bits 0: floats."""
+    """The storage of the numbers of a row; bits 0: floats."""
 
     bits: int
     group: int
@@ -39,8 +39,8 @@ class Matrix:
         return width * self.bits // 32 if self.bits else width
 
     def access(self, width: int, most: int) -> int:
-        """How many words a lane takes at once: a power of two that keeps the 32 lanes busy with
-        a row, belongs to one group and has at most `most` bytes, but four numbers at least."""
+        """Return the words that a lane reads together: a power of two that keeps the 32 lanes busy
+        with a row, belongs to one group and has at most `most` bytes, but at least four numbers."""
         per = 32 // self.bits if self.bits else 1
         limit = min(most // 4, self.group // per) if self.bits else most // 2
         count = 1 if self.bits else 4
@@ -50,7 +50,7 @@ class Matrix:
 
 
 def matrix_of(matrix: Stored, width: int) -> Matrix:
-    """How rows of `width` numbers are stored.
+    """Return the storage of rows of `width` numbers.
 
     Raises:
         ShapeError: The arrays do not fit together.

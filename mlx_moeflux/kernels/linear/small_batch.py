@@ -34,18 +34,17 @@ from mlx_moeflux.kernels.moe.add_shared import add_shared, checked
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, launches, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
-# Threadgroups that a launch should have (an H100 has 132 processors) before one takes more rows.
+# Threadgroups that a launch should have before one takes more rows.
 ENOUGH_GROUPS, MOST_TILES = 264, 2
-# Tokens of a threadgroup are 8, 16 or 32: as many as leave so many simdgroups (32 tokens, us on an
-# H100 within a model, with 8, 16 and 32: 2048 -> 1281 11.9, 14.3, 20.0; 512 -> 2048 6.6, 9.6, 16;
-# 4096 -> 2048 12.5, 10.7, 11.5; 2048 -> 12352 32, 28, 22).
+# Tokens of a threadgroup are 8, 16 or 32: as many as leave so many simdgroups
+# (docs/notes/kernels.md).
 MOST_TOKEN_TILES, ENOUGH_SIMDGROUPS = 4, 8 * 132
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How ``multiply_tile`` in small_batch.metal is laid out for a matrix: 16 `MT` rows a
-    threadgroup, `V` words at once."""
+    """The layout of ``multiply_tile`` in small_batch.metal for a matrix: 16 `MT` rows a
+    threadgroup, `V` words a read."""
 
     MT: int
     V: int
@@ -61,10 +60,10 @@ class Tiling:
 
 
 def tiling(matrix: Matrix, outs: Sequence[int], width: int) -> Tiling:
-    """What suits a matrix ``[sum of outs, width]``.
+    """Return the layout for a matrix ``[sum of outs, width]``.
 
     Raises:
-        UnsupportedError: Its rows do not go in steps.
+        UnsupportedError: Its rows are no multiple of a step.
     """
     per = 32 // matrix.bits if matrix.bits else 1
     words = [1, 2, 4] if matrix.bits else [8]

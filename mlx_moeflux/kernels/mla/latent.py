@@ -6,10 +6,10 @@ the rotary key r_s of position s, which all heads share. Two forms of the same s
     absorbed      score = (W_K(h)^T q_nope) c_s + q_rotary r_s,  y = W_V(h) (sum p_s c_s)
     materialised  score = q_nope (W_K(h) c_s) + q_rotary r_s,    y = sum p_s (W_V(h) c_s)
 
-Neither ever holds scores of all heads, queries and keys: keys are taken some at a time with a
-running softmax in float32.
+Neither holds the scores of all heads, queries and keys: it takes some keys at a time with a running
+softmax in float32.
 
-Evaluates: every stretch of keys and heads, unless one stretch takes all.
+Evaluates: every part of keys and heads, unless one part takes all.
 
 Shapes:
     latents: ``[B, 1, capacity, R]``; rotary_keys: ``[B, 1, capacity, Dr]``: whole buffers, of
@@ -18,7 +18,7 @@ Shapes:
     mask: None (every query sees every key), "causal", or bool ``[B or 1, 1, T, length]``.
     length: An int, or (one query only) int32 ``[1]``.
     start: None, or int32 ``[B]``: the first key of each sequence; a query before it sees itself
-    alone, and its result means nothing.
+    alone, and its result is undefined.
     tail: None, or (one query only) the newest rows of both buffers, as in
     :mod:`mlx_moeflux.kernels.attention.attention`.
     values: None, or of the absorbed form each head's matrix ``[Dv, R]``, which the weighted latents
@@ -59,7 +59,7 @@ from mlx_moeflux.kernels.mla.per_head_matmul import (
 )
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches, most_threads
 
-# Scores computed at once: 16 MiB in float32, and as much again for each step to the weights.
+# Scores computed together: 16 MiB in float32, and as much again for each step to the weights.
 SCORES_AT_ONCE = 4 << 20
 KEYS_AT_ONCE = 512
 # Stands for minus infinity, of which the difference to itself is no number.
@@ -190,7 +190,7 @@ class _RunningSoftmax:
 
 
 def _at_once(count: int, cost: int) -> int:
-    """How many of `count` heads keep `cost` scores each within bounds."""
+    """Return how many of `count` heads with `cost` scores each stay within bounds."""
     return max(1, min(count, SCORES_AT_ONCE // cost))
 
 
@@ -241,7 +241,7 @@ VALUES_KERNEL = MetalKernel(
 
 
 def takes_values(matrices: HeadMatrices, R: int) -> bool:
-    """Whether the kernel reads these matrices of rows of R numbers."""
+    """Return True if the kernel reads these matrices of rows of R numbers."""
     try:
         layout = matrix_of(matrices, matrices.width)
     except UnsupportedError:
@@ -302,8 +302,8 @@ def _values_launch(
     }
 
 
-# Numbers of keys and values that are held at once: 128 heads of 2048 positions, a few heads of very
-# long prompts.
+# Numbers of keys and values that are held together: 128 heads of 2048 positions, a few heads of
+# very long prompts.
 VALUES_AT_ONCE = 128 << 20
 
 
@@ -321,8 +321,8 @@ def latent_attention_fused(
     tail: tuple[mx.array, mx.array] | None = None,
     values: HeadMatrices | None = None,
 ) -> mx.array:
-    """The absorbed form in one launch and, over parts of the keys, one that joins them, and goes
-    on with `values`. A mask that is an array goes to the reference.
+    """Compute the absorbed form in one launch. Over parts of the keys a second launch joins them
+    and applies `values`. The reference takes a mask that is an array.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, R is no multiple of 64 or P of 16, or
@@ -424,6 +424,6 @@ def latent_prefill_expanded(
 
 
 def heads_at_once(B: int, H: int, Dn: int, length: int) -> int:
-    """How many heads' keys and values are made at once, both of width Dn."""
+    """Return how many heads' keys and values are computed together, both of width Dn."""
     most = max(1, VALUES_AT_ONCE // (B * length * 2 * Dn))
     return -(-H // -(-H // most))

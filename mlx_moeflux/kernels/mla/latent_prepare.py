@@ -1,4 +1,4 @@
-"""What latent attention does to the results of its projections.
+"""Split, norm and rotate the results of latent attention's projections.
 
     nope, rotary = q[..., :Dn], turn(q[..., Dn:])      of each head
     latent, key = norm(kv[..., :R]), turn(kv[..., R:])  that all heads share

@@ -1,4 +1,4 @@
-"""What latent attention does to one token of each sequence between its projections and its sums.
+"""Prepare one token of each sequence between latent attention's projections and sums.
 
     nope, rotary, latent, key = latent_prepare(q, kv)
     q_latent = w_h nope[h]  (transposed: w_h^T nope[h]);   tail' = tail with the row (latent, key)

@@ -24,8 +24,8 @@ from mlx_moeflux.kernels.runtime.metal import MetalKernel
 
 @dataclass(frozen=True)
 class Layout:
-    """How a threadgroup is laid out: tiles of 16 heads, simdgroups, how many of them share the sum
-    of a score, positions of a tile; and threadgroups that a launch should have."""
+    """The layout of a threadgroup: tiles of 16 heads, simdgroups, simdgroups that share the sum of
+    a score, positions of a tile; and threadgroups that a launch should have."""
 
     MT: int
     W: int
@@ -34,11 +34,9 @@ class Layout:
     groups: int
 
 
-# Where there is no more memory than a kernel declares. With more, each latent is read once for 32
-# heads where there are many positions, and with few there are fewer parts to join. An H100 has 132
-# processors; there the three and what joins the parts took, in a chain with 220 MB of other reads,
-# 16.2, 15.1 and 16.9 us for 2080 positions, 31.3, 30.8 and 28.0 for 8224, 85.8, 92.8 and 72.4 for
-# 32800; as they are compiled now, the first two 15.9 and 14.6 for 2080 (docs/attention.md).
+# For no more memory than a kernel declares. With more, a threadgroup reads each latent once for 32
+# heads where there are many positions, and with few there are fewer parts to join
+# (docs/notes/attention.md, docs/notes/kernels.md).
 SMALL = Layout(1, 4, 4, 16, 264)
 FEW = Layout(1, 8, 2, 64, 132)
 MANY = Layout(2, 8, 4, 32, 132)
@@ -83,8 +81,8 @@ def launch_of(
     tail: int,
     dtype: mx.Dtype,
 ) -> dict[str, Any] | None:
-    """How a call is launched with `limit` bytes of threadgroup memory, or with `on_demand`; None:
-    there is no kernel for it."""
+    """Return the launch of a call with `limit` bytes of threadgroup memory, or with `on_demand`;
+    None if there is no kernel for it."""
     (B, H, T, R), capacity = q, latents[2]
     if T != 1 or not tail or not rotary or rotary % 16:
         return None

@@ -43,7 +43,7 @@ class HeadMatrices:
 
     @property
     def number(self) -> int:
-        """How many heads."""
+        """Number of heads."""
         first, last = self.heads or (0, self.weight.shape[0])
         return last - first
 
@@ -222,8 +222,8 @@ def _launch(
 
 
 def narrow_rows(layout: Matrix, count: int, width: int) -> dict[str, int] | None:
-    """How the rows of a matrix ``[count, width]`` lie that a simdgroup takes several of at once:
-    words of a lane and rows of a simdgroup; None: they are wider, or do not come out even."""
+    """Return the layout of a matrix ``[count, width]`` of which a simdgroup computes several rows
+    together: words of a lane and rows of a simdgroup; None if rows are wider or uneven."""
     words = min(4, layout.group * layout.bits // 32) if layout.bits else 8
     while words > (0 if layout.bits else 2):
         lanes, rest = divmod(width, words * (32 // layout.bits if layout.bits else 1))

@@ -120,8 +120,8 @@ _SUM = MetalKernel(
         }
     """,
 )
-# From so many numbers on a matrix is worth a launch of its own beside routed experts: it then waits
-# for nobody, and what is left to do after them is little.
+# From so many numbers on a matrix gets a launch of its own beside the routed experts: it waits for
+# none of them, and little work is left after them.
 APART, THREADS = 1 << 23, 128
 
 

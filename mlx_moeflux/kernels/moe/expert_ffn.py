@@ -77,8 +77,8 @@ class ProjectionBank:
 class ExpertBank:
     """The three projections of one layer's experts; all have the same number of slots.
 
-    fixed: What is in a slot never changes. experts: How many take turns in the slots; None: as many
-    as there are slots.
+    fixed: The content of slots never changes. experts: Number of experts that share the slots;
+    None: one for each slot.
     """
 
     gate: ProjectionBank
@@ -113,18 +113,18 @@ class ExpertBank:
 
     @functools.cached_property
     def layout(self) -> ExpertLayout:
-        """How it is stored; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`."""
+        """Its storage; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`."""
         return expert_layout(self.gate, self.up, self.down)
 
     @functools.cached_property
     def arrays(self) -> tuple[tuple[mx.array, ...], ...]:
-        """Of gate, up and down what the kernels take; see
+        """The arrays of gate, up and down that kernels take; see
         :func:`~mlx_moeflux.kernels.linear.quantised.arrays_of`."""
         return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
 
     @functools.cached_property
     def launches(self) -> dict[Any, Any]:
-        """What launches on this bank were found to need, kept by those who launch."""
+        """Launch arguments for this bank; the launching functions keep them here."""
         return {}
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:

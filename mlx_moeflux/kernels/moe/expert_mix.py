@@ -96,7 +96,7 @@ def expert_mix_grouped(
 
 
 def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
-    """Whether the kernels know how this bank is stored, and take so many experts a token."""
+    """Return True if kernels can read this bank and take so many experts a token."""
     try:
         # Found once for a bank.
         _ = bank.layout
@@ -215,7 +215,7 @@ _OUTER_WIDE = MetalKernel(
 INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 
 
-# From this C on simdgroups share the columns (H100, 7168 and 2048: 49 and 29 us, else 64 and 44).
+# From this C on simdgroups share the columns (docs/notes/kernels.md).
 WIDE_EXPERTS, MOST_SIMDGROUPS = 6144, 16
 
 
@@ -283,7 +283,7 @@ def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
 
 
 def is_wide(layout: ExpertLayout) -> bool:
-    """Whether simdgroups share the columns of an expert's rows."""
+    """Return True if simdgroups share the columns of an expert's rows."""
     return layout.C >= WIDE_EXPERTS
 
 

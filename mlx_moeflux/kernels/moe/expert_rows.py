@@ -28,8 +28,7 @@ from mlx_moeflux.kernels.moe.expert_tiles import LISTING, combine, list_pairs, l
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
 
 EIGHT = 8
-# Tiles of 16 rows that a threadgroup takes of down, whose rows are short (H100, 32 tokens: 32 us,
-# with two 38).
+# Tiles of 16 rows that a threadgroup takes of down, whose rows are short.
 OUTER_TILES = 4
 
 _INNER = MetalKernel(

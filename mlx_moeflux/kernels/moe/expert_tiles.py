@@ -42,7 +42,7 @@ class Tile:
         return (self.BM + matrices * self.BN) * (self.bytes + 16) + 4 * self.BM
 
     def fits(self, matrices: int, matrix: Matrix, dtype: mx.Dtype) -> bool:
-        """Whether there is memory for it, and a thread's weights belong to one group."""
+        """Return True if it fits in memory and a thread's weights belong to one group."""
         values = self.BN * self.bytes // dtype.size // self.threads
         even = matrix.bits == 0 or values <= matrix.group
         return even and self.memory(matrices) <= most_bytes()
@@ -224,7 +224,7 @@ def grouped(
     *,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> mx.array:
-    """What :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` says; arguments were checked."""
+    """Compute :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` of checked arguments."""
     N, K = slots.shape
     layout, P = bank.layout, N * K
     C, F = layout.C, layout.F

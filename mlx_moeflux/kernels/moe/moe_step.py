@@ -5,14 +5,14 @@
 
 Shapes:
     x: ``[..., C]``, N rows; weights: what :func:`~mlx_moeflux.kernels.linear.project.project`
-    takes, with the router's logits ``[E]`` as the first result, and where there is a shared expert
-    its score ``[1]`` unless its factor is 1, and its first two products ``[F]``; norm: ``[C]``;
-    bank: the experts by slot; table: expert -> slot, ``[E]`` or more uint32, or None (expert e is
-    in slot e); down: the shared expert's last matrix ``[C, F]``, or None. returns: like x.
+    takes: the router's logits ``[E]`` first; with a shared expert also its score ``[1]``, unless
+    its factor is 1, and its first two products ``[F]``. norm: ``[C]``; bank: the experts by slot;
+    table: expert -> slot, ``[E]`` or more uint32, or None (expert e is in slot e); down: the shared
+    expert's last matrix ``[C, F]``, or None. returns: like x.
 
-Composed it is eight launches, fused it is three, with the same bits: projections and norm into one
-array; choice of experts (by each threadgroup for itself) and their inner values; everything that
-is added to the residual.
+Composed it is eight launches, fused it is three, with the same bits. They compute the projections
+and the norm as one array; the choice of experts (each threadgroup for itself) and their inner
+values; the sum with the residual.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def moe_step_fused(
 
 
 def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any) -> bool:
-    """Whether the kernels know how all matrices are stored."""
+    """Return True if the kernels can read all matrices."""
     try:
         down, C = options.get("down"), x.shape[-1]
         parts = tuple((matrix_of(w, C), w.results) for w in weights)

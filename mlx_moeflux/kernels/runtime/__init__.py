@@ -1,1 +1,1 @@
-"""How a Metal text becomes a launch."""
+"""Launch Metal texts on any GPU that MLX drives."""

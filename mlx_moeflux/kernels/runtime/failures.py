@@ -46,12 +46,12 @@ class Failed:
 
 
 def generation() -> int:
-    """How often kernels were marked: a trace from before must be made anew."""
+    """Return how often kernels were marked: older traces must be made again."""
     return Failed.generation
 
 
 def failed(form: Callable[..., Any]) -> bool:
-    """Whether a form launches a kernel that failed in this process."""
+    """Return True if an implementation launches a kernel that failed in this process."""
     if not Failed.generation:
         return False
     launched = getattr(form, "kernels", ())
@@ -90,7 +90,7 @@ def reported() -> Iterator[None]:
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether an error of MLX says that there is no room for an array."""
+    """Return True if an error of MLX means that memory is exhausted."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
 

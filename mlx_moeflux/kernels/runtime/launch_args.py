@@ -23,8 +23,8 @@ def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None
     first, last = (
         mx.array(0 if n is None else n).reshape(-1, 1).astype(mx.int32) for n in (start, length)
     )
-    # One launch. mx.stack copies twice, and each launch of a CUDA graph that reads what it gives
-    # begins some 5 us later, in every layer (H100).
+    # One launch. mx.stack copies twice, and on CUDA each launch that reads its result begins later,
+    # in every layer.
     return mx.where(_firsts(LEAST_INPUT // 2 if B == 1 else B), first, last)
 
 

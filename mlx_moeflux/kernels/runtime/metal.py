@@ -1,4 +1,4 @@
-"""Kernels written once in Metal's language and launched on whatever GPU MLX drives.
+"""Kernels written once in Metal's language and launched on every GPU that MLX drives.
 
 A :class:`MetalKernel` owns a kernel: its name, the file with its functions, the body that calls
 them, and one lazily built launcher for each back end. Checks of shapes and dtypes belong to the
@@ -39,7 +39,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Backend(Protocol):
-    """Where kernels run: the two GPU back ends below, or a test's."""
+    """A place where kernels run: one of the two GPU back ends below, or a test's."""
 
     name: str
     pads_inputs: bool
@@ -138,12 +138,12 @@ def most_bytes() -> int:
 
 
 def on_nvidia() -> bool:
-    """Whether stock operations run on NVIDIA's GPU."""
+    """Return True if stock operations run on NVIDIA's GPU."""
     return mx.cuda.is_available() and mx.default_device().type == mx.gpu
 
 
 def on_apple() -> bool:
-    """Whether stock operations run on Apple's GPU."""
+    """Return True if stock operations run on Apple's GPU."""
     return mx.metal.is_available() and mx.default_device().type == mx.gpu
 
 
@@ -255,14 +255,14 @@ class MetalKernel:
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        """Launch. `grid` counts threads and is divisible by `threadgroup`.
+        """Launch the kernel; `grid` counts threads and is divisible by `threadgroup`.
 
-        Inputs are made row-contiguous by MLX; the outputs are new, nothing else is written.
+        MLX makes the inputs row-contiguous. The outputs are new; the kernel writes nothing else.
 
         Raises:
             UnsupportedError: MLX drives no GPU.
-            ShapeError: `grid` is not divisible, `threadgroup` is larger than the back end allows,
-                an input is too small for Metal and the body reads its shape, or a number of
+            ShapeError: `grid` is not divisible. `threadgroup` is larger than the back end allows.
+                An input is too small for Metal, and the body reads its shape. A number of
                 `template` is negative: MLX makes it part of a name.
         """
         if self._packed and packing.PLACES:

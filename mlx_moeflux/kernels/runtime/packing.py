@@ -38,8 +38,8 @@ TYPES = {
 
 
 class Place:
-    """Where an array lies: `start` units of 16 bytes into `buffer`, or by rows that many a row; its
-    type in a kernel, and the length of its first axis."""
+    """The place of an array: `start` units of 16 bytes into `buffer`, or into each of its rows; the
+    array's type in a kernel, and the length of its first axis."""
 
     __slots__ = ("buffer", "by_rows", "rows", "start", "type")
 
@@ -54,7 +54,7 @@ PLACES: dict[int, Place] = {}
 
 
 class _Deaths:
-    """How many packings are gone: their places' ids may belong to others now."""
+    """Counts packings that are gone: other arrays may have their ids now."""
 
     count = 0
 
@@ -94,7 +94,7 @@ class Packing:
         return cls(buffer, like)
 
     def __del__(self):
-        # Kept until they are counted: nobody gets their ids before.
+        # Keep them until they are counted: until then no other array gets their ids.
         gone = [PLACES.pop(id(array), None) for array in getattr(self, "arrays", ())]
         _Deaths.count += 1
         del gone
@@ -104,7 +104,7 @@ class Packing:
 
 
 def fits(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> bool:
-    """Whether arrays of these shapes and dtypes can lie in one buffer, and are several."""
+    """Return True for several arrays whose shapes and dtypes fit in one buffer."""
     known = all(dtype in TYPES for _, dtype in like)
     return len(like) > 1 and known and packed_bytes(like) <= MOST_BYTES
 
@@ -152,11 +152,11 @@ def _view(buffer: mx.array, start: int, shape: Sequence[int], dtype: mx.Dtype) -
 
 
 class Binding(NamedTuple):
-    """How a kernel comes by one of its inputs.
+    """The source of one input of a kernel.
 
-    source: Which of the arrays that are passed. type: If it is a part of that array, what it is
-    made of. rows: Whether the body asks for the length of its first axis. by_rows: Whether the
-    parts of that array lie by rows.
+    source: Index of the array that is passed. type: The element type, if the input is a part of
+    that array. rows: True if the body reads the length of its first axis. by_rows: True if the
+    parts of that array are interleaved by rows.
     """
 
     source: int
@@ -244,8 +244,8 @@ def _arrangement(
 
 
 def source_names(names: Sequence[str], bindings: Sequence[Binding]) -> tuple[str, ...]:
-    """What the arrays are called that are passed: a buffer has a name of its own, others that of
-    the first input that they stand for."""
+    """Return the names of the arrays that are passed: a buffer has a name of its own, others have
+    that of their first input."""
     found: dict[int, str] = {}
     for name, binding in zip(names, bindings, strict=True):
         called = f"packed{binding.source}" if binding.type else name
@@ -254,7 +254,7 @@ def source_names(names: Sequence[str], bindings: Sequence[Binding]) -> tuple[str
 
 
 def opening(names: Sequence[str], bindings: Sequence[Binding]) -> str:
-    """What a kernel's body begins with, in Metal's language, so that all `names` are known."""
+    """Return the beginning of a kernel's body in Metal's language, which defines all `names`."""
     sources, lines = source_names(names, bindings), []
     for name, binding in zip(names, bindings, strict=True):
         source = sources[binding.source]

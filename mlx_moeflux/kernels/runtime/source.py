@@ -125,7 +125,7 @@ def split(text: str) -> list[str]:
 
 
 def _goes_on(text: str, i: int) -> bool:
-    """Whether a closing brace is followed by the semicolon of the same definition."""
+    """Return True if the semicolon of the same definition follows a closing brace."""
     return text[i:].lstrip()[:1] == ";"
 
 
@@ -262,7 +262,7 @@ def refuse_negative(kernel: str, template: Mapping[str, object]) -> None:
 
 
 def _in_one_block(body: str) -> str:
-    """Arrays declared ``threadgroup``, one behind another in the memory that a launch asks for."""
+    """Place arrays declared ``threadgroup`` consecutively in the memory of a launch."""
     arrays = _ARRAYS.findall(body)
     members = "".join(f"alignas(16) {kind} {name}{size}; " for kind, name, size in arrays)
     pointers = "".join(f"{kind}* {name} = parts.{name};\n" for kind, name, _ in arrays)

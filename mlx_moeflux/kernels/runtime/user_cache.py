@@ -1,8 +1,8 @@
 """Files that outlive a process: verdicts on kernels, their text and their machine code.
 
-They lie in ``$MOEFLUX_CACHE_DIR``, else in ``mlx_moeflux`` below ``$XDG_CACHE_HOME`` or
+They are in ``$MOEFLUX_CACHE_DIR``, else in ``mlx_moeflux`` below ``$XDG_CACHE_HOME`` or
 ``~/.cache``. Everything there can be deleted at any time. What is compiled or executed is taken
-only from a folder that nobody else can write to.
+only from a folder that no other user can write to.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def private(*parts: str) -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only this user, or the system's administrator, can put files into a resolved folder
-    or put another in its place."""
+    """Return True if only this user, or the system's administrator, can write to a resolved folder
+    or replace it."""
     own = folder.stat()
     if own.st_uid != os.getuid() or own.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
@@ -58,10 +58,10 @@ def _keeps_names(above: os.stat_result) -> bool:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file in its place at once, so that no reader sees half of it.
+    """Write a file atomically: no reader sees half of it.
 
     Raises:
-        OSError: It cannot be written; nothing is left behind.
+        OSError: It cannot be written; no partial file remains.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent)
     try:

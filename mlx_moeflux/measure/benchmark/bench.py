@@ -1,6 +1,6 @@
 """The benchmark: card, exactness, then timed pairs at every budget and context.
 
-Loaded budgets take turns with each other and with the other program.
+The trials of loaded budgets and of the other program alternate.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from mlx_moeflux.models.weights import default_dtype
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of a benchmark.
 
     expert_memory: Budgets. contexts: Prompt lengths. batch_sizes: Sequences. All are swept.
     compare: "mlx-lm" or None. cold: Empty the page cache and the banks before every trial, and
@@ -158,7 +158,7 @@ def benchmark(
 
 
 class _Bench:
-    """What stays the same between the runs of one benchmark."""
+    """The state that all runs of one benchmark share."""
 
     def __init__(self, directory: Path, options: Options, say: Say):
         self.directory, self.options, self.say = directory, options, say
@@ -194,7 +194,8 @@ class _Bench:
         return report
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """Budgets that are loaded together, so that their trials take turns: all, if they fit."""
+        """Return groups of budgets that are loaded together, so that their trials alternate: one
+        group if all fit."""
         budgets, options = self.options.expert_memory, self.options
         experts = sum(
             len(refs) * refs[0].nbytes
@@ -361,7 +362,7 @@ def measure_case(
     for i in range(options.trials):
         if options.delay:
             time.sleep(options.delay)
-        # Nobody always follows the same one.
+        # No side always follows the same one.
         turn = i % len(measurements)
         for measurement in [*measurements[turn:], *measurements[:turn]]:
             title = f"Trial {i + 1}" + (f" {measurement.budget}" if several else "")
@@ -416,7 +417,7 @@ class Measurement:
         return timing
 
     def result(self, others: Sequence[Timing]) -> Run:
-        """What the trials come to, beside the other program's of the same rounds."""
+        """Summarise the trials beside those of the other program in the same rounds."""
         result = self._result(others)
         if self.streams:
             self._add_streaming(result)
@@ -424,7 +425,7 @@ class Measurement:
         return result
 
     def look(self, say: Callable[[str], None]) -> None:
-        """Capture and profile the last case once more, if that was asked for."""
+        """Run the last case once more to capture or profile it, if the options say so."""
         stream, options, model = self._stream, self.options, self.ours.model
         if options.capture is not None:
             with gpu_capture(model, **options.capture):

@@ -1,8 +1,8 @@
-"""What bounds a decode step before anything is run: bytes, and how fast they can come.
+"""The limits of a decode step: bytes, and the bandwidths of memory and disk.
 
 Every new token reads the trunk, its experts and its state once. Divided by the memory's bandwidth
-that is a limit nobody passes; with experts on disk, the missed bytes by the disk's bandwidth are
-another. Both bandwidths are measured in the same run.
+that is a hard limit; with experts on disk, the missed bytes by the disk's bandwidth are another.
+The same run measures both bandwidths.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _sums_in_threads(parts: list[np.ndarray]) -> None:
 
 
 def disk_bandwidth(mapped: MappedTensors, *, threads: int, seed: int = 0) -> float | None:
-    """Bytes a second of random experts that are in no cache, `threads` reads at once: direct
-    reads, or such through an empty page cache, whichever is faster.
+    """Measure the bytes a second of random experts that no cache holds, by `threads` threads: the
+    faster of direct reads and reads through an empty page cache.
 
     None if the file system allows neither.
     """

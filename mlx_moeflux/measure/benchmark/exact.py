@@ -1,4 +1,4 @@
-"""Whether what is measured is right: no speed is printed unless this holds in the same run.
+"""Check the results of a benchmark: it prints no speed unless they are right in the same run.
 
 The judge of a streamed or resident model is the same model with :class:`FreshStore`, which reads
 every expert anew on every call: it has no slots, no policy and nothing to confuse. The judge of
@@ -69,7 +69,7 @@ class FreshStore(ExpertStore):
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart two sets of logits are: by position, `worst` and `median`; `largest` of all
+    """The distance of two sets of logits: `worst` and `median` over positions; `largest` over
     single logits; `same` if every bit agrees."""
 
     worst: float
@@ -116,8 +116,9 @@ def hold(what: str, found: Difference, limit: float) -> str:
 def forced_logits(
     call: Callable[[mx.array], mx.array], ids: np.ndarray, *, decode: int
 ) -> np.ndarray:
-    """ids ``[B, T]`` -> logits ``[B, T, V]`` float32: all but the last `decode` tokens at once,
-    those one by one. call: tokens ``[B, n]`` -> logits ``[B, n, V]``, with a cache inside."""
+    """Compute ids ``[B, T]`` -> logits ``[B, T, V]`` float32: all but the last `decode` tokens
+    in one call, those one by one. call: tokens ``[B, n]`` -> logits ``[B, n, V]``; it owns a
+    cache."""
     split = ids.shape[1] - decode
     parts: Sequence[np.ndarray] = [ids[:, :split], *np.split(ids[:, split:], decode, axis=1)]
     return np.concatenate([_host(call(mx.array(part))) for part in parts], axis=1)
@@ -128,7 +129,7 @@ def _host(logits: Any) -> np.ndarray:
 
 
 # For most positions: the difference by what the layer adds to its input, and a fifth of the
-# input itself, whose rounding nobody can avoid.
+# input itself, whose rounding is unavoidable.
 LIMITS = {"bfloat16": 4e-2, "float16": 1e-2, "float32": 1e-3}
 OF_INPUT = 0.2
 

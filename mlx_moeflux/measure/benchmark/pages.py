@@ -38,7 +38,7 @@ def evict(files: Iterable[Path]) -> bool:
 
 
 def cached_share(files: Iterable[Path]) -> float | None:
-    """The share of the pages of `files` that is in memory, 0 to 1; None where nobody can tell."""
+    """Return the share of the pages of `files` in memory, 0 to 1; None where it is unknown."""
     if sys.platform != "linux":
         return None
     pages = cached = 0
@@ -67,7 +67,7 @@ def _resident_pages(file: Path, size: int) -> np.ndarray | None:
 
 
 def bytes_from_disk() -> int | None:
-    """What this process has caused to be read from disks so far; None where nobody counts."""
+    """Return the bytes that disks have read for this process; None where it is unknown."""
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
@@ -90,11 +90,11 @@ rest may."""
 
 
 class Account:
-    """What one trial read.
+    """The reads of one trial.
 
     cached: Share of the experts' pages that were in memory before it. from_disk: Bytes that came
-    from disks by bytes read; both None where nobody can tell. prompt, decode: The store's account
-    up to the first token, and from there.
+    from disks by bytes read; both None where unknown. prompt, decode: The store's statistics up to
+    the first token, and from there.
     """
 
     def __init__(self, stats: ExpertStats, *, cached: float | None):
@@ -116,7 +116,7 @@ class Account:
 
 
 def cache_state(accounts: Sequence[Account], *, cold: bool) -> str:
-    """ "cold", "warm" or "unverified": what the counters say, whatever was asked for."""
+    """Return "cold", "warm" or "unverified", by the counters and not by the option."""
     shares = [account.from_disk for account in accounts]
     cached = [account.cached for account in accounts]
     if None in shares or None in cached:

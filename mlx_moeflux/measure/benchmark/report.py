@@ -57,13 +57,13 @@ class Speeds:
 
 @dataclass
 class Streaming:
-    """What the experts cost while decoding, a step on average.
+    """The cost of experts while decoding: averages over steps.
 
     missed: Bytes read for a step; stall: seconds waited for them; sync: partly resident layers.
     prompt_read: Bytes read for the prompt.
     hit_rate, shuffled: Of the decode steps' look-ups, and what an LRU of the same size would hit
     if the same tokens came in random order. from_disk: Bytes that came from a disk by bytes read,
-    None where nobody counts. state: "cold", "warm" or "unverified", as found, not as asked.
+    None where unknown. state: "cold", "warm" or "unverified", as measured.
     """
 
     hit_rate: float
@@ -78,8 +78,8 @@ class Streaming:
 
 @dataclass(frozen=True)
 class BesideResident:
-    """What streaming costs: speeds by those of the resident model, seconds that a step takes
-    more, and the seconds that its missed bytes need at the disk's measured speed."""
+    """The cost of streaming: speeds divided by those of the resident model, seconds that a step
+    takes longer, and seconds that its missed bytes need at the disk's measured speed."""
 
     speed: float
     seconds_more: float
@@ -161,7 +161,7 @@ COMPARED = ("mlx-lm prefill", "mlx-lm decode", "prefill ratio", "decode ratio", 
 
 
 def run_lines(run: Run) -> list[str]:
-    """What one run comes to, after its trials."""
+    """Format the result of one run."""
     means = ", ".join(f"{name}={value:.3f}" for name, value in run.ours.means.items())
     lines = [f"Averages: {means}", _speeds("Medians", run.ours)]
     if run.theirs is not None:

@@ -1,4 +1,4 @@
-"""What the routers chose while a stream ran, and what any cache could make of it."""
+"""The routers' choices during a run, and the hit rates that caches could reach on them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Routing:
         return self._hits(slots, np.random.default_rng(seed).permutation)
 
     def skew(self, num_experts: int, *, seed: int) -> dict[str, float]:
-        """How unevenly experts were asked for: distinct ones in 32 tokens, and hit rates of an LRU
+        """Measure how uneven requests are: distinct experts in 32 tokens, and hit rates of an LRU
         of half of them, in order and shuffled."""
         tails = (np.concatenate(parts)[-32:] for parts in self.calls.values())
         half = max(1, num_experts // 2)
@@ -86,7 +86,7 @@ class _LRU:
 
 
 def follow(store: Any, action: Callable[[], Any]) -> Routing:
-    """Run `action` and see what `store` is asked for; its listener is put back afterwards."""
+    """Run `action` and record the requests to `store`; restore its listener afterwards."""
     calls: dict[int, list[np.ndarray]] = {}
     before = store.events
 

@@ -1,9 +1,8 @@
-"""The two programs that are measured, and the ids that both are fed.
+"""The two programs that are measured, and the ids that both process.
 
-Greedy text would differ between programs, and with it the experts that are asked for. So both
-run their own generation loop with a sampler that chooses as greedy sampling does and then returns
-the next id of a fixed random stream: the work of choosing, and the dependency of each step on the
-one before, stay.
+Greedy text would differ between programs, and with it the experts in use. So both run their own
+generation loop with a sampler that chooses greedily and then returns the next id of a fixed random
+stream: the work of choosing, and the dependency of each step on the one before, stay.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Stream:
 
 
 class ForcedSampler:
-    """logprobs ``[B, V]`` -> the stream's next ids ``[B]``, whatever greedy sampling says."""
+    """Maps logprobs ``[B, V]`` to the stream's next ids ``[B]``, after sampling greedily."""
 
     def __init__(self, stream: Stream):
         self._columns = [mx.array(column) for column in stream.following.T.astype(np.uint32)]
-        # One more, for programs that begin a step which nobody asks for.
+        # One more, for programs that begin a step too many.
         self._columns.append(self._columns[-1])
         mx.eval(self._columns)
         self._next = 0
@@ -76,7 +75,7 @@ class Timing:
 
     @property
     def generation_tps(self) -> float:
-        """Of the tokens after the first, all sequences together."""
+        """Tokens a second after the first token, over all sequences."""
         return self.decode_tokens / self.decode_seconds
 
 
@@ -85,8 +84,8 @@ Steps = Callable[[Stream, Report], Iterator[Any]]
 
 
 def settled_memory() -> int:
-    """Bytes that MLX holds once what nobody refers to any more is gone: a model that is collected
-    while another is loaded would make that one look smaller."""
+    """Return the bytes that MLX holds after garbage collection: a model that is collected while
+    another is loaded would make that one look smaller."""
     gc.collect()
     return mx.get_active_memory()
 

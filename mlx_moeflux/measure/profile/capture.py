@@ -27,7 +27,7 @@ def check_capture(file: str | Path) -> Path:
 def gpu_capture(model: Any, file: str | Path, *, layer: int = 0, token: int = 10) -> Iterator[None]:
     """Write the commands of `layer` in the `token`-th decode step (from 1) to ``FILE.gputrace``.
 
-    The capture ends with the layer, whatever happens. Compiled functions run as written.
+    The capture ends with the layer, also after an error. Compiled functions run as written.
 
     Raises:
         UnsupportedError: There is no Metal, or capturing is not enabled.

@@ -88,8 +88,8 @@ class Cache:
         outputs: Sequence[str],
         memory: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> Callable[..., list[mx.array]]:
-        """What ``mx.fast.cuda_kernel`` returns, with its keywords; memory: template -> bytes of
-        threadgroup memory that a launch asks for."""
+        """Return a launcher like that of ``mx.fast.cuda_kernel``. memory: Template -> bytes of
+        threadgroup memory of a launch."""
         kernel = Kernel(name, header, body, tuple(inputs), tuple(outputs))
         variants: dict[tuple, Callable[..., list[mx.array]]] = {}
 
@@ -223,7 +223,8 @@ def store(folder: Path, module: cuda_module.Module, code: bytes, function: str) 
 
 
 def is_stored(folder: Path, module: cuda_module.Module) -> bool:
-    """Whether a module is there, whole: power may fail between a file's name and its content."""
+    """Return True if a complete module is stored: power may fail between a file's name and
+    content."""
     try:
         code = (folder / f"{module.name}.ptx").read_bytes()
         names, digest = (folder / f"{module.name}.txt").read_text().splitlines()
@@ -265,10 +266,10 @@ _RULES = f"{cuda_module.HEADER}{nvrtc.OPTIONS}"
 
 @contextlib.contextmanager
 def _mlx_folder(ours: Path) -> Iterator[Path | None]:
-    """Where MLX looks for modules, if only this user can write to it.
+    """Yield the folder in which MLX looks for modules, or None if others can write to it.
 
-    MLX's default lies in the folder for temporary files: unless somebody chose another, it is
-    given `ours`, for this process alone.
+    MLX's default is in the folder for temporary files: unless the user chose another, MLX gets
+    `ours`, for this process alone.
     """
     before = os.environ.get(MLX_FOLDER)
     if before is not None:
@@ -286,9 +287,9 @@ def _mlx_folder(ours: Path) -> Iterator[Path | None]:
 
 
 def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
-    """Whether MLX takes a module from the folder, and passes shapes as the module expects.
+    """Return True if MLX takes a module from the folder, and passes shapes as the module expects.
 
-    By the text that MLX is given every answer is 0; by the module in the folder it is a size.
+    The text that MLX gets answers 0 everywhere; the module in the folder answers a size.
     """
     kernel = Kernel(
         "moeflux_probe",

@@ -1,7 +1,7 @@
-"""What MLX makes of a custom kernel on NVIDIA: its text, and what it calls the module.
+"""The text and the module name that MLX makes of a custom kernel on NVIDIA.
 
 A mirror of ``custom_kernel.cpp``. MLX looks for a module of that name in its cache folder before it
-compiles; nothing but time is lost where the mirror is wrong.
+compiles; a wrong mirror costs only time.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _HASH, _SEED = "_ZSt11_Hash_bytesPKvmm", 0xC70F6907
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ``mx.fast.cuda_kernel`` is given: a text, the names of its arrays, and bytes of
-    threadgroup memory besides what the text declares."""
+    """The arguments of ``mx.fast.cuda_kernel``: a text, the names of its arrays, and bytes of
+    threadgroup memory beyond those that the text declares."""
 
     name: str
     header: str
@@ -78,7 +78,7 @@ class Kernel:
         return replace(self, body="".join(_constant(*entry) for entry in template) + self.body)
 
     def build(self) -> Callable[..., list[mx.array]]:
-        """As MLX launches it."""
+        """Build MLX's launcher."""
         return mx.fast.cuda_kernel(
             name=self.name,
             input_names=list(self.inputs),
