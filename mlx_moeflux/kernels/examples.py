@@ -318,10 +318,17 @@ def workload(name: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments
     return WORKLOADS[name](sizes, tokens, _normal(dtype))
 
 
-def example(operation: str, dtype: mx.Dtype = mx.float32, *, form: str | None = None) -> Arguments:
-    """Positional and keyword arguments; activations and weights in `dtype`. form: What is to take
-    them."""
-    args, options = EXAMPLES[operation](TINY, TOKENS.get(operation, T), _normal(dtype))
+def example(
+    operation: str,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    form: str | None = None,
+    tokens: int | None = None,
+) -> Arguments:
+    """Return positional and keyword arguments; activations and weights in `dtype`. form: The
+    implementation that takes them. tokens: Another number of them than the example's own."""
+    tokens = TOKENS.get(operation, T) if tokens is None else tokens
+    args, options = EXAMPLES[operation](TINY, tokens, _normal(dtype))
     if form == "blas":
         options.pop("start", None)  # which BLAS refuses
     return args, options

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, selfcheck
 from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
 from mlx_moeflux.kernels.cpu import blas, blas_delta
@@ -318,14 +318,18 @@ def choose_kernels(
     choices: str | Mapping[str, str | Implementation] | None = None,
     *,
     environment: str | None = None,
+    check_values: bool = True,
 ) -> Kernels:
     """Choose implementations: "auto", then `environment` (``$MOEFLUX_KERNELS``), then `choices`.
 
-    choices: Operation -> the name of a form or a callable; or a text as in the environment.
+    choices: Operation -> the name of an implementation or a callable; or a text as in the
+        environment. check_values: Compare what a callable returns on small cases with the
+        reference, by value; pass False for one that is meant to differ.
 
     Raises:
-        InputError: An operation or a form's name is unknown, or the table names such a form.
-        ShapeError: A given callable does not return the shapes and dtypes of the reference.
+        InputError: An operation or an implementation's name is unknown, or the table names one that
+            is. A callable's numbers are wrong, or NaN.
+        ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
         UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
     if environment is None:
@@ -336,7 +340,7 @@ def choose_kernels(
         if operation not in IMPLEMENTATIONS:
             raise _unknown(operation)
         if callable(form):
-            _check_implementation(operation, form)
+            _check_implementation(operation, form, check_values)
         elif form != AUTO:
             _named(operation, form)
     _check_table()
@@ -394,14 +398,29 @@ def _check_table() -> None:
             )
 
 
-def _check_implementation(operation: str, form: Implementation) -> None:
-    """Run `form` and the reference on one small case; shapes and dtypes must agree."""
-    args, kwargs = example(operation)
-    expected = IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)
-    try:
-        actual = form(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ShapeError(f"the given '{operation}' fails on a small case: {error}.") from error
-    described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
-    if described != wanted:
-        raise ShapeError(f"the given '{operation}' returns {described}, expected {wanted}.")
+def _check_implementation(operation: str, form: Implementation, values: bool) -> None:
+    """Run `form` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
+    agree."""
+    for tokens in (None, 1):
+        args, kwargs = example(operation, tokens=tokens)
+        expected = IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)
+        mx.eval(expected)
+        try:
+            actual = form(*args, **kwargs)
+            mx.eval(actual)
+        except MoefluxError:
+            raise
+        except Exception as error:
+            raise ShapeError(
+                f"the given '{operation}' fails on a small case: {type(error).__name__}: {error}."
+            ) from error
+        described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
+        if described != wanted:
+            raise ShapeError(f"the given '{operation}' returns {described}, expected {wanted}.")
+        error, limit = selfcheck.largest_error(actual, expected), selfcheck.LIMITS[mx.float32]
+        if values and not error <= limit:
+            raise InputError(
+                f"the given '{operation}' differs from the reference by {error:.2g} of the largest "
+                f"value on a small case, more than {limit:g}; mend it, or pass check_values=False "
+                "if it is meant to differ."
+            )

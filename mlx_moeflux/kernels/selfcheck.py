@@ -66,9 +66,15 @@ def compare(
         return Verdict(False, reason=" ".join(str(error).split())[:300])
     if describe(actual) != describe(expected):
         return Verdict(False, reason=f"returns {describe(actual)}, not {describe(expected)}")
-    worst = max((_error(a, b) for a, b in zip(actual, expected, strict=True)), default=0.0)
-    limit = LIMITS[dtype]
+    worst, limit = largest_error(actual, expected), LIMITS[dtype]
     return Verdict(worst <= limit, worst, "" if worst <= limit else f"error {worst:.2g}")
+
+
+def largest_error(actual: Any, expected: Any) -> float:
+    """Return the largest error of arrays, nested alike, each relative to the largest expected
+    value; infinite for NaN, and where integers differ."""
+    pairs = zip(_arrays(actual), _arrays(expected), strict=True)
+    return max((_error(a, b) for a, b in pairs), default=0.0)
 
 
 def _arrays(value: Any) -> list[mx.array]:

@@ -196,13 +196,50 @@ def test_a_callable_is_checked_and_used():
         ids, weights = router.softmax_top_k(logits, k=k, normalise=normalise)
         return ids, 2 * weights
 
-    kernels = choose_kernels({"softmax_top_k": mine})
+    kernels = choose_kernels({"softmax_top_k": mine}, check_values=False)
     assert kernels.names()["softmax_top_k"] == "mine"
     assert kernels.softmax_top_k(LOGITS, k=2)[1].sum().item() == pytest.approx(6)
+    with pytest.raises(
+        InputError, match=r"'softmax_top_k' differs .* by 1 of .*check_values=False"
+    ):
+        choose_kernels({"softmax_top_k": mine})
     with pytest.raises(ShapeError, match="returns"):
         choose_kernels({"softmax_top_k": lambda logits, *, k: logits})
-    with pytest.raises(ShapeError, match="fails on a small case"):
+    with pytest.raises(ShapeError, match="fails on a small case: TypeError"):
         choose_kernels({"softmax_top_k": lambda logits: logits})
+
+
+def scaled(reference, factor):
+    """The reference with every float times `factor`."""
+
+    def scale(value):
+        if isinstance(value, mx.array):
+            return value * factor if mx.issubdtype(value.dtype, mx.floating) else value
+        return tuple(map(scale, value)) if isinstance(value, (tuple, list)) else value
+
+    return lambda *args, **kwargs: scale(reference(*args, **kwargs))
+
+
+@pytest.mark.parametrize("operation", sorted(IMPLEMENTATIONS))
+def test_values_of_a_callable_are_those_of_the_reference(operation):
+    reference = IMPLEMENTATIONS[operation]["reference"]
+    right = choose_kernels({operation: lambda *args, **kwargs: reference(*args, **kwargs)})
+    assert right.names()[operation] != "auto"
+    for factor in (1.01, float("nan")):
+        wrong = {operation: scaled(reference, mx.array(factor, mx.float32))}
+        with pytest.raises(InputError, match=f"'{operation}' differs"):
+            choose_kernels(wrong)
+        choose_kernels(wrong, check_values=False)
+
+
+def test_an_error_of_a_callable_is_named():
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("of mine")
+
+    with pytest.raises(
+        ShapeError, match="'sdpa' fails on a small case: ZeroDivisionError: of mine"
+    ):
+        choose_kernels({"sdpa": broken})
 
 
 def test_training_takes_references(calls, table):
