@@ -9,7 +9,8 @@ from textwrap import fill
 from typing import Any
 
 from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION, EVICTIONS
-from mlx_moeflux.experts.policies.prefetch import NONE, PREFETCHES
+from mlx_moeflux.experts.policies.named import NONE
+from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.experts.policies.rebalance import BALANCES
 
 POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {

@@ -23,7 +23,8 @@ from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import InputError, MemoryBudgetError, UnsupportedError
 from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.experts.policies.prefetch import NONE, PREFETCHES, make_prefetch
+from mlx_moeflux.experts.policies.named import NONE
+from mlx_moeflux.experts.policies.prefetch import PREFETCHES, make_prefetch
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark.pages import evict

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.evictions import EVICTIONS
+from mlx_moeflux.experts.policies.named import distinct_ids, label, policy_of
 
 
 class Eviction(Protocol):
@@ -60,19 +61,10 @@ def make_eviction(policy: str | Eviction) -> Eviction:
     """Return a policy by name, or the given object if it has the methods of :class:`Eviction`.
 
     Raises:
-        InputError: The name is unknown or a method is missing.
+        InputError: The name is unknown, a method is missing, or the object is a class.
     """
-    if isinstance(policy, str):
-        if policy not in EVICTIONS:
-            raise InputError(f"no eviction is called '{policy}'; there are {', '.join(EVICTIONS)}.")
-        return EVICTIONS[policy]()
-    for method in ("touch", "choose", "evict", "admit", "reset"):
-        if not callable(getattr(policy, method, None)):
-            raise InputError(
-                f"the eviction {type(policy).__name__} has no method '{method}'; see the "
-                "Eviction protocol."
-            )
-    return policy
+    needs = ("touch", "choose", "evict", "admit", "reset")
+    return policy_of("eviction", policy, EVICTIONS, needs)
 
 
 def choose_victims(
@@ -88,16 +80,13 @@ def choose_victims(
     Raises:
         InputError: It chose too few, too many, one twice, or one that is not allowed.
     """
-    victims = list(policy.choose(layer, count, resident=resident, protected=protected))
-    if len(victims) == count == 1 and victims[0] in resident and victims[0] not in protected:
-        return victims
-    fair = len(victims) == count == len(set(victims))
-    for expert in victims:
-        if expert not in resident or expert in protected:
-            fair = False
-    if not fair:
+    answer = policy.choose(layer, count, resident=resident, protected=protected)
+    victims = distinct_ids(answer)
+    if victims is None or len(victims) != count or not all(
+        expert in resident and expert not in protected for expert in victims
+    ):  # fmt: skip
         raise InputError(
-            f"the eviction {getattr(policy, 'name', type(policy).__name__)} chose {victims} in "
-            f"layer {layer}; expected {count} different unprotected residents."
+            f"the eviction {label(policy)} chose {answer!r} in layer {layer}; expected {count} "
+            "different unprotected residents."
         )
     return victims

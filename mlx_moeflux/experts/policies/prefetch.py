@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.named import distinct_ids, label, policy_of
 
 # Calls of more (token, expert) pairs prefetch nothing: the next layer needs most experts and
 # reads them in its own order.
@@ -90,48 +91,39 @@ class LookAhead:
         pass
 
 
-NONE = "none"
 PREFETCHES: dict[str, Callable[[], Any]] = {kind.name: kind for kind in (LastToken, LookAhead)}
 
 
 def make_prefetch(policy: str | Prefetch | None) -> Prefetch | None:
-    """A prefetcher by name, the given object if it fits :class:`Prefetch`, or None for ``none``.
+    """Return a prefetcher by name, the given object if it fits :class:`Prefetch`, or None for
+    ``none``.
 
     Raises:
-        InputError: The name is unknown or something is missing.
+        InputError: The name is unknown, something is missing, or the object is a class.
     """
-    if policy is None or policy == NONE:
-        return None
-    if isinstance(policy, str):
-        if policy not in PREFETCHES:
-            names = ", ".join((NONE, *PREFETCHES))
-            raise InputError(f"no prefetch is called '{policy}'; there are {names}.")
-        return PREFETCHES[policy]()
-    for name in ("requested", "propose", "reset", "looks_ahead", "most"):
-        if not hasattr(policy, name):
-            raise InputError(
-                f"the prefetch {type(policy).__name__} has no '{name}'; see the Prefetch protocol."
-            )
-    return policy
+    needs = ("requested", "propose", "reset", "looks_ahead", "most")
+    return policy_of("prefetch", policy, PREFETCHES, needs, optional=True)
 
 
 def next_layer(layers: Sequence[int], layer: int) -> int | None:
-    """Whom to read ahead for after `layer`; after the last, the first; None if it is alone."""
+    """Return the layer to prefetch for after `layer`: the first after the last; None if it is
+    alone."""
     following = layers[(layers.index(layer) + 1) % len(layers)]
     return None if following == layer else following
 
 
 def proposed(policy: Prefetch, layer: int, guess: Sequence[int], num_experts: int) -> Sequence[int]:
-    """Ask `policy` and hold it to its contract.
+    """Let `policy` propose, and check its answer.
 
     Raises:
-        InputError: It named an expert twice or one that does not exist.
+        InputError: It proposed an expert twice, or one that does not exist, or no experts at all.
     """
-    proposal = policy.propose(layer, guess)
-    if len(set(proposal)) != len(proposal) or not all(0 <= e < num_experts for e in proposal):
+    answer = policy.propose(layer, guess)
+    proposal = distinct_ids(answer)
+    if proposal is None or not all(0 <= e < num_experts for e in proposal):
         raise InputError(
-            f"the prefetch {getattr(policy, 'name', type(policy).__name__)} proposed "
-            f"{list(proposal)} for layer {layer}; expected different experts below {num_experts}."
+            f"the prefetch {label(policy)} proposed {answer!r} for layer {layer}; expected "
+            f"different experts below {num_experts}."
         )
     return proposal
 
@@ -139,9 +131,9 @@ def proposed(policy: Prefetch, layer: int, guess: Sequence[int], num_experts: in
 def blocks_ahead(
     policy: Prefetch, proposal: Sequence[int], resident: Container[int], slots: int
 ) -> list[int]:
-    """Those of `proposal` to read, in its order.
+    """Return those of `proposal` to read, in its order.
 
-    All that is proposed stays: what is resident of it takes slots that cannot be read into.
+    Proposed residents stay: their slots cannot be read into.
     """
     absent = [expert for expert in proposal if expert not in resident]
     room = slots - (len(proposal) - len(absent))
@@ -149,6 +141,6 @@ def blocks_ahead(
 
 
 def merged(rows: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
-    """The guesses of several tokens as one, likeliest first; `num_experts` marks padding."""
+    """Merge the guesses of several tokens, likeliest first; `num_experts` marks padding."""
     columns = zip(*rows, strict=True)
     return tuple(dict.fromkeys(e for column in columns for e in column if e != num_experts))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.named import label, policy_of
 
 
 class Balance(Protocol):
@@ -20,15 +21,15 @@ class Balance(Protocol):
     name: str
 
     def called(self, layer: int, misses: Sequence[int], evicted: Sequence[int]) -> None:
-        """A call of `layer` had to read `misses`; `evicted` lost their slots for them."""
+        """Note that a call of `layer` read `misses`; `evicted` lost their slots for them."""
         ...
 
     def share(
         self, token: int, slots: Mapping[int, int], *, least: int, most: int
     ) -> Mapping[int, int]:
-        """Layer -> slots from now on, or the given ones to change nothing; asked after the last
-        layer of each short call. token: Tokens that this layer has seen. The sum may not grow, and
-        each must stay within `least` and `most`."""
+        """Return layer -> slots from now on, or `slots` itself to change nothing; called after the
+        last layer of each short call. token: Tokens that this layer has seen. The bytes may not
+        grow, and each number stays within `least` and `most`."""
         ...
 
     def reset(self) -> None:
@@ -84,30 +85,16 @@ class Shift:
         self._ghosts: dict[int, OrderedDict[int, bool]] = {}
 
 
-NONE = "none"
 BALANCES: dict[str, Callable[[], Any]] = {Shift.name: Shift}
 
 
 def make_balance(policy: str | Balance | None) -> Balance | None:
-    """A balance by name, the given object if it fits :class:`Balance`, or None for ``none``.
+    """Return a balance by name, the given object if it fits :class:`Balance`, or None for ``none``.
 
     Raises:
-        InputError: The name is unknown or a method is missing.
+        InputError: The name is unknown, a method is missing, or the object is a class.
     """
-    if policy is None or policy == NONE:
-        return None
-    if isinstance(policy, str):
-        if policy not in BALANCES:
-            names = ", ".join((NONE, *BALANCES))
-            raise InputError(f"no balance is called '{policy}'; there are {names}.")
-        return BALANCES[policy]()
-    for name in ("called", "share", "reset"):
-        if not callable(getattr(policy, name, None)):
-            raise InputError(
-                f"the balance {type(policy).__name__} has no method '{name}'; see the Balance "
-                "protocol."
-            )
-    return policy
+    return policy_of("balance", policy, BALANCES, ("called", "share", "reset"), optional=True)
 
 
 def changes_in_order(
@@ -119,21 +106,21 @@ def changes_in_order(
     most: int,
     bytes_of: Mapping[int, int],
 ) -> list[tuple[int, int]]:
-    """(layer, slots) of every bank to resize, those that shrink first.
+    """Return (layer, slots) of every bank to resize, those that shrink first.
 
     Raises:
-        InputError: The policy gave away more bytes than there are, or a number out of range.
+        InputError: The policy gave more bytes than there are, a number out of range, or no mapping.
     """
     wanted = policy.share(token, slots, least=least, most=most)
     if wanted is slots:
         return []
-    before, after = (sum(n * bytes_of[layer] for layer, n in s.items()) for s in (slots, wanted))
-    if set(wanted) != set(slots) or after > before or not all(
-        least <= n <= most for n in wanted.values()
-    ):  # fmt: skip
+    fair = isinstance(wanted, Mapping) and set(wanted) == set(slots)
+    if not (fair and all(isinstance(n, int) and least <= n <= most for n in wanted.values())) or (
+        sum((wanted[layer] - n) * bytes_of[layer] for layer, n in slots.items()) > 0
+    ):
         raise InputError(
-            f"the balance {getattr(policy, 'name', type(policy).__name__)} gave slots {wanted}; "
-            f"they must be {least} to {most} a layer and no more bytes than {dict(slots)}."
+            f"the balance {label(policy)} gave slots {wanted!r}; they must be {least} to {most} a "
+            f"layer and no more bytes than {dict(slots)}."
         )
     changed = [(layer, n) for layer, n in wanted.items() if n != slots[layer]]
     return sorted(changed, key=lambda change: (change[1] - slots[change[0]], change[0]))

@@ -305,7 +305,7 @@ def test_make_eviction():
     assert make_eviction(mine) is mine
     with pytest.raises(InputError, match="no eviction is called 'mru'; there are lru, lfu, clock"):
         make_eviction("mru")
-    with pytest.raises(InputError, match="object has no method 'touch'"):
+    with pytest.raises(InputError, match="object has no 'touch'"):
         make_eviction(object())
 
 

@@ -58,7 +58,7 @@ def test_names_and_objects():
     assert make_balance("none") is make_balance(None) is None
     with pytest.raises(InputError, match="no balance is called 'fair'; there are none, shift"):
         make_balance("fair")
-    with pytest.raises(InputError, match="object has no method 'called'"):
+    with pytest.raises(InputError, match="object has no 'called'"):
         make_balance(object())
 
 

@@ -1,0 +1,58 @@
+"""Policies by name or by object. Pure Python, no MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_moeflux.errors import InputError
+
+NONE = "none"
+
+
+def policy_of(
+    kind: str,
+    policy: Any,
+    known: Mapping[str, Callable[[], Any]],
+    needs: Sequence[str],
+    *,
+    optional: bool = False,
+) -> Any:
+    """Return a policy by name, or the given object if it has all attributes in `needs`.
+
+    kind: "eviction", "prefetch" or "balance", for messages. optional: None and ``none`` mean no
+    policy, which is None.
+
+    Raises:
+        InputError: The name is unknown, an attribute is missing, or the object is a class.
+    """
+    if optional and (policy is None or policy == NONE):
+        return None
+    if isinstance(policy, str):
+        if policy not in known:
+            names = ", ".join([NONE] * optional + list(known))
+            raise InputError(f"no {kind} is called '{policy}'; there are {names}.")
+        return known[policy]()
+    if isinstance(policy, type):
+        raise InputError(f"the {kind} {policy.__name__} is a class; pass an instance of it.")
+    for name in needs:
+        if not hasattr(policy, name):
+            raise InputError(
+                f"the {kind} {type(policy).__name__} has no '{name}'; see the {kind.capitalize()} "
+                "protocol."
+            )
+    return policy
+
+
+def label(policy: Any) -> str:
+    """Return the name of a policy for messages."""
+    return str(getattr(policy, "name", type(policy).__name__))
+
+
+def distinct_ids(answer: Any) -> list[int] | None:
+    """Return an answer as a list if it is a collection of different whole numbers, else None."""
+    try:
+        ids = [e.__index__() for e in answer]
+    except (TypeError, AttributeError):
+        return None
+    return ids if len(set(ids)) == len(ids) else None
