@@ -6,7 +6,7 @@ No code from a checkpoint runs: templates are rendered in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from numbers import Integral
 from pathlib import Path
@@ -22,6 +22,50 @@ from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 _TEMPLATE_FAULTS = (
     TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
+
+
+# Tokens and parts of templates from which mlx-lm 0.32.2 (tokenizer_utils.py) infers thinking and
+# tool calls. A group counts if all its members are there.
+_XTML_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_THINKING_TOKENS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+    _XTML_TOKENS,
+)
+_TOOL_TOKENS = (_XTML_TOKENS, ("<|tool_call_start|>", "<|tool_call_end|>"))
+_TOOL_MARKERS = (
+    ("<minimax:tool_call>",),
+    ("<|tool_call>", "<tool_call|>"),
+    ("<start_function_call>",),
+    ("<longcat_tool_call>",),
+    ("<arg_key>",),
+    ("<|tool_list_start|>",),
+    ("<|tool_call_start|>",),
+    ("<tool_call>\\n<function=",),
+    ("<tool_call>\n<function=",),
+    ("<|tool_calls_section_begin|>",),
+    ('<function name="', '<param name="'),
+    ("[TOOL_CALLS]",),
+    ("<atem:function_calls>",),
+    ("<tool_call>", "tool_call.name"),
+)
+
+
+class Encoding(dict[str, Any]):
+    """``input_ids`` and ``attention_mask`` of :class:`Tokenizer`, as items and as attributes.
+
+    Both are lists for one text, and lists of lists, not padded, for a list of texts.
+    """
+
+    @property
+    def input_ids(self) -> list[Any]:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> list[Any]:
+        return self["attention_mask"]
 
 
 class BytePairs:
@@ -167,6 +211,50 @@ class Tokenizer:
         """The text of ids; incomplete UTF-8 shows as U+FFFD, an id without a token as nothing."""
         ids = [_id(ids)] if isinstance(ids, Integral) else [_id(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
+
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any
+    ) -> Encoding:
+        """Return the ids of a text, or of each text of a list, as transformers' tokenizers do.
+
+        Raises:
+            InputError: A text cannot be encoded (see :meth:`encode`), or an option such as
+                ``padding=True`` asks for tensors or a common length.
+        """
+        for name in (name for name, value in options.items() if value):
+            raise InputError(f"{name} is not offered; pad, cut and convert the lists of ids.")
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        if not isinstance(text, Sequence):
+            raise InputError(f"the text to encode is a {type(text).__name__}; give str or strs.")
+        rows = [self.encode(one, add_special_tokens) for one in text]
+        return Encoding(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
+
+    def batch_decode(
+        self, sequences: Iterable[int | Sequence[int]], skip_special_tokens: bool = False, **_: Any
+    ) -> list[str]:
+        """Return the text of each sequence of ids, see :meth:`decode`."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    @property
+    def has_thinking(self) -> bool:
+        """Return True if the vocabulary has tokens that open and close a thought."""
+        return self._knows(_THINKING_TOKENS)
+
+    @property
+    def has_tool_calling(self) -> bool:
+        """Return True if the chat template or the vocabulary has a known syntax of tool calls."""
+        templates = [t for t in (self.chat_template, self.tool_template) if isinstance(t, str)]
+        return (
+            self._config.get("tool_parser_type") is not None
+            or self._knows(_TOOL_TOKENS)
+            or any(all(m in t for m in markers) for t in templates for markers in _TOOL_MARKERS)
+        )
+
+    def _knows(self, groups: Sequence[Sequence[str]]) -> bool:
+        """Return True if all tokens of one group are in the vocabulary."""
+        return any(all(self._backend.id_of(t) is not None for t in group) for group in groups)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         if isinstance(ids, Integral):

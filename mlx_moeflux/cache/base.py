@@ -15,7 +15,7 @@ Python integers: reading them never waits for the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -71,6 +71,7 @@ class BaseCache:
 
     def __init__(self) -> None:
         self.columns = 0
+        self.on_advance: Callable[[], None] | None = None
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
 
@@ -148,8 +149,10 @@ class BaseCache:
         return mask
 
     def advance(self, T: int) -> None:
-        """Counts T columns as written (``update_and_fetch`` does so itself)."""
+        """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
         self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
 
     def parts(self, T: int, size: int) -> list[tuple[int, int]]:
         """How the next T columns go through a layer's mixer: (start, stop) of at most `size`."""
@@ -252,7 +255,9 @@ class BaseCache:
 
     def __deepcopy__(self, memo: dict[int, Any]):
         """An independent entry. Arrays are shared: a write replaces the writer's only."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        other.on_advance = None
+        return other
 
     @classmethod
     def from_state(cls, state):

@@ -68,7 +68,7 @@ class RecurrentCache(BaseCache):
 
     def advance(self, T: int) -> None:
         """See :meth:`BaseCache.advance`."""
-        self.columns += T
+        super().advance(T)
         if self.columns in self._watched:
             self._seen_at[self.columns] = self.conv, self.delta
 

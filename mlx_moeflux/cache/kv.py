@@ -146,7 +146,7 @@ class AttentionCache(BaseCache):
             _written(self._keys, keys, columns),
             _written(self._values, values, columns),
         )
-        self.columns = columns + T
+        self.advance(T)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -13,8 +13,17 @@ from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
 from mlx_moeflux.generation.prompt import Prompt, prompt_ids
-from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, check_ids, choose_sampling
+from mlx_moeflux.generation.sampling import (
+    LogitsProcessor,
+    Sampler,
+    SamplingOptions,
+    check_ids,
+    choose_sampling,
+)
 from mlx_moeflux.generation.text import end_ids, stop_texts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -66,7 +75,7 @@ def batch_generate(
     prefill_batch_size: int = 8,
     prefill_step_size: int = 2048,
     prompt_cache: PromptCache | None = None,
-    **options: Any,
+    **options: Unpack[SamplingOptions],
 ) -> BatchResponse:
     """Reply to all prompts (of any form that :func:`~mlx_moeflux.generation.text.generate` takes).
 

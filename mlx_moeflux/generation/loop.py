@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -36,15 +38,18 @@ def generate_step(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
 
-    prefill_step_size: Tokens a call. None: the whole prompt at once, so that every expert is read
-    at most once; the model bounds its own scratch.
+    prefill_step_size: Tokens a call. None reads the whole prompt in one call, so that every expert
+    is read at most once; the model bounds its own scratch.
 
-    resumed: A beginning of the prompt that need not be read; its state takes the place of
-    `prompt_cache`, which is then not looked at.
+    prompt_progress_callback: Called with (tokens done, tokens of the prompt) whenever layers have
+    processed another token's share: the prompt passes layer by layer, so a call of 1,000 tokens
+    counts 250 when a quarter of the layers is done.
 
-    A step is prepared while the one before it is used. A prefill that fails or is interrupted
-    leaves `prompt_cache` as it was. Afterwards it stands behind the last token that was yielded,
-    whether the end was a limit, the caller or a failure.
+    resumed: The known beginning of the prompt; its state replaces `prompt_cache`.
+
+    On GPUs the next step is scheduled before the caller gets the current token. A prefill that
+    fails or is interrupted leaves `prompt_cache` as it was. After decoding, however it ends, the
+    cache holds everything up to the last token that was yielded.
 
     Evaluates: one step ahead of the caller.
     """
@@ -52,13 +57,17 @@ def generate_step(
         cache = resumed.state
     else:
         cache = model.make_cache() if prompt_cache is None else prompt_cache
-    loop = _Loop(model, cache, sampler or make_sampler(), list(logits_processors), prompt)
+    loop = _Loop(
+        model,
+        cache,
+        sampler or make_sampler(),
+        list(logits_processors),
+        prompt,
+        prompt_progress_callback,
+    )
     with model.lock, transaction(cache):
         following = loop.prefill(
-            prefill_step_size or prompt.shape[0],
-            prompt_progress_callback,
-            stop=max_tokens == 0,
-            resumed=resumed,
+            prefill_step_size or prompt.shape[0], stop=max_tokens == 0, resumed=resumed
         )
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
     # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
@@ -98,39 +107,49 @@ class _Loop:
         sampler: Sampler,
         processors: list[LogitsProcessor],
         prompt: mx.array,
+        progress: Progress | None,
     ):
+        self._progress = progress
         self._model, self._cache = model, cache
         self._sampler, self._processors = sampler, processors
         self._prompt, self._tokens = prompt, None
 
     def prefill(
-        self, size: int, progress: Progress | None, *, stop: bool, resumed: Resumed | None
+        self, size: int, *, stop: bool, resumed: Resumed | None
     ) -> tuple[mx.array, mx.array] | None:
-        """Read the prompt, `size` tokens a call; the first step's result, or None with `stop`."""
-        prompt, report = self._prompt, progress or (lambda done, total: None)
+        """Read the prompt, `size` tokens a call.
+
+        Return the first step's token and logprobs, or None with `stop`.
+        """
+        prompt = self._prompt
         start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
-        report(start, total)
+        self._report(start)
         for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
             self._pass(prompt[start:end], resumed, start, end)
             mx.clear_cache()
             start = end
-            report(start, total)
+            self._report(start)
         raw = self._last_logits(prompt[start:], resumed)
         if stop:
-            report(total, total)
+            self._report(total)
             return None
         first = self._sampled(raw, prompt[start:])
         mx.eval(first, [entry.state for entry in self._cache])
-        report(total, total)
+        self._report(total)
         return first
 
     def _pass(self, inputs: mx.array, resumed: Resumed | None, start: int, end: int) -> mx.array:
-        """Read `inputs`, and keep the states at the stops that are passed; the last logits."""
+        """Read `inputs`, tokens ``[start, end)``, and store the states at the stops among them.
+
+        Return the last logits ``[1, V]``.
+        """
         if resumed is None:
-            return self.read(inputs)
+            with self._layer_progress(start, end):
+                return self.read(inputs)
         stops = [stop for stop in resumed.stops if start < stop <= end]
         resumed.state.watch(stops)
-        logits = self.read(inputs)
+        with self._layer_progress(start, end):
+            logits = self.read(inputs)
         for stop in stops:
             resumed.reached(stop)
         resumed.state.watch(())
@@ -145,6 +164,38 @@ class _Loop:
         if resumed is not None:
             resumed.reached(total, raw[0])
         return raw
+
+    @contextmanager
+    def _layer_progress(self, start: int, end: int) -> Iterator[None]:
+        """Report tokens in proportion to the layers that tokens ``[start, end)`` have passed.
+
+        A layer has passed when the next one writes its cache. A streamed layer waits for its
+        experts before that, so these reports follow the work.
+        """
+        if self._progress is None:
+            yield
+            return
+        last = start
+
+        def entered(layer: int) -> None:
+            nonlocal last
+            done = start + (end - start) * layer // len(entries)
+            if done > last:
+                last = done
+                self._report(done)
+
+        entries = list(self._cache)
+        for layer, entry in enumerate(entries):
+            entry.on_advance = functools.partial(entered, layer)
+        try:
+            yield
+        finally:
+            for entry in entries:
+                entry.on_advance = None
+
+    def _report(self, done: int) -> None:
+        if self._progress is not None:
+            self._progress(done, self._prompt.shape[0])
 
     def read(self, inputs: mx.array) -> mx.array:
         """inputs ``[T]`` go into the cache, and nothing is left lazy; the last logits ``[1, V]``.

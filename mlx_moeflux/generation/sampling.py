@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 
@@ -20,6 +20,27 @@ from mlx_moeflux.errors import InputError
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of :func:`make_sampler` and :func:`make_logits_processors`."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+
 
 # Temperatures below its inverse are as good as greedy, and 0 * inf would be NaN.
 MAX_SHARPNESS = 1e30
@@ -227,12 +248,9 @@ def choose_sampling(
         {name: options[name] for name in inspect.signature(make).parameters if name in options}
         for make in (make_sampler, make_logits_processors)
     )
-    for name in options.keys() - ours.keys() - theirs.keys():
-        known = [
-            *inspect.signature(make_sampler).parameters,
-            *inspect.signature(make_logits_processors).parameters,
-        ]
-        near = difflib.get_close_matches(name, {*known, *others} - {"options"}, n=1)
+    known = SamplingOptions.__annotations__
+    for name in options.keys() - known.keys():
+        near = difflib.get_close_matches(name, {*known, *others}, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(known))}."
         raise InputError(f"nothing is called '{name}'; {hint}")
     for given, plain, what in (

@@ -6,11 +6,10 @@ and timing in mlx-lm's terms; :func:`generate` returns the string.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import mlx.core as mx
 
@@ -24,11 +23,15 @@ from mlx_moeflux.generation.prompt import Prompt, prompt_ids, turn_end
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
+    SamplingOptions,
     check_ids,
     check_integer,
     choose_sampling,
 )
 from mlx_moeflux.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -72,35 +75,35 @@ def stream_generate(
     breakpoints: Iterable[int] = (),
     prefill_step_size: int | None = None,
     prompt_progress_callback: Progress | None = None,
-    **options: Any,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
-    """Generate from a prompt: text (taken as it is), ids, or messages (the template is applied).
+    """Generate from a prompt: text (encoded as it is), ids, or messages (the template applies).
 
     Args:
-        sampler, logits_processors: mlx-lm's callables; or instead plain options:
+        sampler, logits_processors: mlx-lm's callables, instead of plain options.
         options: Those of :func:`~mlx_moeflux.generation.sampling.make_sampler` and
             :func:`~mlx_moeflux.generation.sampling.make_logits_processors`, such as ``temp=0.7,
             top_p=0.9``.
-        max_tokens: Most tokens of the reply; -1 is what the context has room for.
+        max_tokens: Largest number of tokens of the reply; -1 allows what the context has room for.
         stop: Texts that end the reply and are not part of it. stop_ids: More ids that end it.
-        seed: Of the drawing thread's generator, set when the first token is asked for.
-        tools, template_options: For the chat template.
-        prompt_cache: Of ``model.make_cache()``; grows by the prompt and the tokens yielded. Or a
-            :class:`~mlx_moeflux.cache.prompt.cache.PromptCache`, which knows beginnings of prompts
-            and learns this one. breakpoints: Positions in the prompt that it keeps too.
+        seed: Seeds the random state of the thread that iterates, when iteration begins.
+        tools, template_options: Passed to the chat template.
+        prompt_cache: A state of ``model.make_cache()``, which grows by the prompt and the tokens
+            yielded. Or a :class:`~mlx_moeflux.cache.prompt.cache.PromptCache`, which supplies the
+            longest known beginning of the prompt and stores this one. breakpoints: More positions
+            in the prompt that it stores.
+        prompt_progress_callback: See :func:`~mlx_moeflux.generation.loop.generate_step`.
 
     Raises:
-        InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
+        InputError: The prompt or an option cannot be used; a misspelt option is named with the
+            nearest known one. CacheError: The prompt exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
     check_numbers(max_tokens, prefill_step_size, seed)
     for name in ("logit_bias", "xtc_special_tokens"):
         if options.get(name) is not None:
-            check_ids(name, options[name], model.config.vocab_size)
-    others = {
-        *inspect.signature(stream_generate).parameters,
-        *inspect.signature(generate).parameters,
-    }
+            check_ids(name, options.get(name), model.config.vocab_size)
+    others = (*GenerationOptions.__annotations__, "verbose", "return_response")
     sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
     resumed = None
@@ -198,6 +201,43 @@ def _stream(
         steps.close()
 
 
+class GenerationOptions(SamplingOptions, total=False):
+    """Keywords of :func:`stream_generate` that :func:`generate` passes on."""
+
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    stop: str | Sequence[str]
+    stop_ids: Iterable[int]
+    seed: int | None
+    tools: Sequence[dict[str, Any]] | None
+    template_options: Mapping[str, Any] | None
+    prompt_cache: list[Any] | PromptCache | None
+    breakpoints: Iterable[int]
+    prefill_step_size: int | None
+    prompt_progress_callback: Progress | None
+
+
+@overload
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    verbose: bool = False,
+    *,
+    return_response: Literal[False] = False,
+    **options: Unpack[GenerationOptions],
+) -> str: ...
+@overload
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    verbose: bool = False,
+    *,
+    return_response: Literal[True],
+    **options: Unpack[GenerationOptions],
+) -> GenerationResponse: ...
 def generate(
     model: Any,
     tokenizer: Any,
@@ -205,12 +245,12 @@ def generate(
     verbose: bool = False,
     *,
     return_response: bool = False,
-    **options: Any,
+    **options: Unpack[GenerationOptions],
 ) -> str | GenerationResponse:
-    """The whole reply as a string.
+    """Return the whole reply as a string.
 
     verbose: Print the text as it comes, and the speed. return_response: Return the last
-    :class:`GenerationResponse` with the whole text and the expert statistics instead. options:
+    :class:`GenerationResponse` instead, with the whole text and the expert statistics. options:
     Those of :func:`stream_generate`. A second call on the same model waits for the first.
     """
     parts, last = [], None

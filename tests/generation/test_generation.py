@@ -87,6 +87,23 @@ def test_prefill_steps_do_not_change_the_text(pair, expected, size):
     assert seen == sorted(seen)
 
 
+def test_progress_follows_the_layers_of_a_prompt(pair):
+    model, tokenizer = pair
+    ids = tokenizer.encode(PROMPT)
+    cache, seen, T, L = model.make_cache(), [], len(ids), len(model.layers)
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total, sum(not entry.empty() for entry in cache)))
+
+    generate(
+        model, tokenizer, ids, max_tokens=2, prompt_cache=cache, prompt_progress_callback=progress
+    )
+    steps = {T * layer // L: layer + 1 for layer in range(L)} | {0: 0, T: L}
+    assert seen == [(done, T, entered) for done, entered in sorted(steps.items())]
+    assert len(seen) > 3
+    assert all(entry.on_advance is None for entry in cache)
+
+
 def test_prompts_of_every_form(pair, expected):
     model, tokenizer = pair
     ids = tokenizer.encode(PROMPT)
@@ -254,7 +271,7 @@ def test_a_prompt_in_steps_that_fails_leaves_the_cache_as_it_was(pair, calls, er
             )
     finally:
         model.set_store(store)
-    assert seen == list(range(0, 2 * (calls // 6) + 1, 2))
+    assert seen == list(range(2 * (calls // 6) + 1))
     assert {entry.offset for entry in cache} == {3}
     after = states(cache)
     assert len(after) == len(before)
