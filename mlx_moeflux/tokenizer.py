@@ -1,4 +1,4 @@
-"""Text to ids and back: tokenizer.json or tokenizer.model, and the chat template.
+"""Tokenizers of tokenizer.json, tokenizer.model and GGUF files, and chat templates.
 
 No code from a checkpoint runs: templates are rendered in jinja2's sandbox.
 """
@@ -18,7 +18,7 @@ from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 
-# What a template may do wrong, apart from jinja2's own errors.
+# Errors of a template's expressions, apart from jinja2's own.
 _TEMPLATE_FAULTS = (
     TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
@@ -69,7 +69,7 @@ class Encoding(dict[str, Any]):
 
 
 class BytePairs:
-    """tokenizer.json through the `tokenizers` library; `content`: what `file` says as such."""
+    """Backend of tokenizer.json, by the `tokenizers` library; `content` replaces `file`'s."""
 
     def __init__(self, file: Path, content: dict[str, Any] | None = None):
         from tokenizers import Tokenizer as Backend
@@ -80,7 +80,7 @@ class BytePairs:
                 self.backend = Backend.from_file(str(file))
             else:
                 self.backend = Backend.from_str(json.dumps(content))
-        # The library raises nothing more special.
+        # The library raises no narrower type.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
         self.byte_level = isinstance(self.backend.decoder, ByteLevel)
@@ -106,7 +106,7 @@ class BytePairs:
 
 
 class SentencePieces:
-    """tokenizer.model through the `sentencepiece` library."""
+    """Backend of tokenizer.model, by the `sentencepiece` library."""
 
     byte_level = False
 
@@ -123,7 +123,7 @@ class SentencePieces:
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         control = self.special_ids() if skip_special else ()
-        # A model's vocabulary may be padded beyond the tokenizer's: such ids have no text.
+        # A model's vocabulary may be padded beyond the tokenizer's; those ids have no text.
         size = self.backend.vocab_size()
         return self.backend.decode([i for i in ids if i < size and i not in control])
 
@@ -142,9 +142,9 @@ class SentencePieces:
 
 
 class Tokenizer:
-    """What generation, the command line and mlx-lm's ``TokenizerWrapper`` ask of a tokenizer.
+    """Tokenizer with transformers' names, which mlx-lm's ``TokenizerWrapper`` also accepts.
 
-    eos_token_ids: Every id that ends a reply. Attributes and methods have transformers' names.
+    eos_token_ids: All ids that end a reply. Any thread may call its methods.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Tokenizer:
         return self.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        """Token -> id, added tokens included."""
+        """Return token -> id, added tokens included."""
         return self._backend.vocabulary()
 
     @property
@@ -192,10 +192,10 @@ class Tokenizer:
         return self.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        """The ids of `text`, framed as the tokenizer's post-processor says.
+        """Return the ids of `text`, with the special tokens of the post-processor around them.
 
         Raises:
-            InputError: `text` is no string, or has bytes that are not UTF-8 (half a surrogate).
+            InputError: `text` is no string, or has a lone surrogate, which UTF-8 cannot encode.
         """
         if not isinstance(text, str):
             raise InputError(f"the text to encode is a {type(text).__name__}; give a string.")
@@ -208,7 +208,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of ids; incomplete UTF-8 shows as U+FFFD, an id without a token as nothing."""
+        """Return the text of ids; incomplete UTF-8 gives U+FFFD, an id without a token nothing."""
         ids = [_id(ids)] if isinstance(ids, Integral) else [_id(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
 
@@ -279,14 +279,14 @@ class Tokenizer:
         return_dict: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Messages to a prompt, as ids or (``tokenize=False``) text.
+        """Render messages to a prompt, as ids or (``tokenize=False``) text.
 
-        chat_template: A template instead of the checkpoint's. continue_final_message: The reply
-        goes on from the last message instead of beginning. return_dict: Only False. variables:
-        For the template.
+        chat_template: Replaces the checkpoint's. continue_final_message: The prompt ends inside the
+        last message, which the reply continues. return_dict: Must be False. variables: Passed to
+        the template.
 
         Raises:
-            InputError: There is no template, or it refuses the messages.
+            InputError: The tokenizer has no template, or the template refuses the messages.
         """
         if return_dict:
             raise InputError("return_dict is not offered; the result is ids or text.")
@@ -316,24 +316,24 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def detokenizer(self) -> ByteDetokenizer | PieceDetokenizer:
-        """A fresh streaming decoder."""
+        """Return a new streaming decoder."""
         if self._backend.byte_level:
             return ByteDetokenizer(self._backend.token_of)
         return PieceDetokenizer(self.decode, self._backend.token_of)
 
 
-# Byte pairs by rank, as Kimi-K2 and the first Qwen have them.
+# Files of byte pairs by rank, which Kimi-K2 and the first Qwen have.
 _RANKS = ("tiktoken.model", "*.tiktoken")
 
 
 def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """Load the tokenizer of a checkpoint directory.
 
-    overrides: Keys that win over those of tokenizer_config.json.
+    overrides: Keys that replace those of tokenizer_config.json.
 
     Raises:
-        CheckpointError: There is no tokenizer, or it is damaged.
-        ConfigError: Nothing names the end token.
+        CheckpointError: The directory has no tokenizer, or a damaged one.
+        ConfigError: No file names the end token.
     """
     directory, config = Path(directory), {}
     gguf, directory = _gguf(directory)
@@ -378,7 +378,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 
 
 def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
-    """The tokenizer of a GGUF file that has no tokenizer.json beside it, and the directory."""
+    """Return the tokenizer of a GGUF file without a tokenizer file beside it, and the directory."""
     directory = path.parent if path.is_file() else path
     if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
         return None, directory
@@ -396,7 +396,7 @@ def _end_ids(found: Any, file: Path) -> set[int]:
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The template, and the one for requests with tools where that is another."""
+    """Return the template, and the one for requests with tools if it is another."""
     file = directory / "chat_template.jinja"
     if file.exists():
         try:
@@ -435,13 +435,13 @@ def _id(token: Any) -> int:
 
 
 def _environment() -> Any:
-    """jinja2's sandbox with what transformers offers to templates."""
+    """Return jinja2's sandbox with the filters and functions that transformers offers."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for training; here it is their text."""
+        """``{% generation %}`` blocks, which mark the reply for training; renders their content."""
 
         tags = {"generation"}  # noqa: RUF012
 
