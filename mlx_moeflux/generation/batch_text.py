@@ -1,4 +1,4 @@
-"""Many prompts in, many texts out: :func:`batch_generate`, with mlx-lm's signature."""
+"""Text generation for many prompts: :func:`batch_generate`, with mlx-lm's signature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BatchStats:
-    """What a call took. Times in seconds, peak_memory in GB; experts: the store's account of it."""
+    """Cost of a call: times in seconds, peak_memory in GB, experts: the store's statistics."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -38,14 +38,16 @@ class BatchStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replies together, reading included."""
+        """Return tokens of all replies by wall time, prefill included."""
         return self.generation_tokens / self.wall_time if self.wall_time else 0.0
 
 
 @dataclass
 class BatchResponse:
-    """texts: One for each prompt, in their order. caches, token_ids, logprobs (of the tokens that
-    were chosen): If asked for, else None. Without the token that ended a reply, but for the states.
+    """Replies in the order of the prompts.
+
+    caches, token_ids, logprobs (of the chosen tokens): If requested, else None. Ids and logprobs
+    leave out the token that ended a reply; caches contain it.
     """
 
     texts: list[str]
@@ -77,15 +79,16 @@ def batch_generate(
     prompt_cache: PromptCache | None = None,
     **options: Unpack[SamplingOptions],
 ) -> BatchResponse:
-    """Reply to all prompts (of any form that :func:`~mlx_moeflux.generation.text.generate` takes).
+    """Generate a reply to every prompt, in any form that
+    :func:`~mlx_moeflux.generation.text.generate` takes.
 
-    prompt_caches: States to go on from, which stay as they are. max_tokens: For all, or for each.
-    verbose: Print how many are done. completion_batch_size, prefill_batch_size,
-    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`; the
-    more prompts are together, the fewer times each expert is read. The others: as for one prompt.
+    prompt_caches: States to continue from, which do not change. max_tokens: One limit for all, or
+    one for each. verbose: Print how many are done. completion_batch_size, prefill_batch_size,
+    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`;
+    larger batches read each expert fewer times. The others: as for one prompt.
 
     Raises:
-        InputError, CacheError: As for one prompt; nothing was generated then.
+        InputError, CacheError: As for one prompt; raised before anything is generated.
     """
     sampler, processors = choose_sampling(sampler, logits_processors, options)
     ids = [prompt_ids(model, tokenizer, prompt) for prompt in prompts]
@@ -132,23 +135,23 @@ def batch_generate(
 class _Reply:
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], *, logprobs: bool):
         self._tokenizer, self._stops = tokenizer, stops
-        self._wants_logprobs = logprobs
+        self._keep_logprobs = logprobs
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.state, self.count = None, 0
 
     def add(self, reply: BatchReply) -> bool:
-        """True if a stop text ends it here."""
+        """Append a token; return True if a stop text ends the reply here."""
         self.count += 1
         if reply.finish_reason is not None:
             self.state = reply.prompt_cache
         if reply.finish_reason != "stop":
             self.ids.append(reply.token)
-            if self._wants_logprobs:
+            if self._keep_logprobs:
                 self.logprobs.append(reply.logprobs[reply.token].item())
         if not self._stops:
             return False
-        # A token may be a part of a character: four of them at most.
+        # A character has at most four tokens.
         tail = self._tokenizer.decode(self.ids[-4 * max(map(len, self._stops)) - 4 :])
         return any(stop in tail for stop in self._stops)
 

@@ -1,4 +1,4 @@
-"""Prefill and decode over ids, one step ahead of the caller where that pays."""
+"""Prefill and decode over ids; on GPUs decode runs one step ahead of the caller."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
-from mlx_moeflux.generation.memory import housekept
+from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, make_sampler
 
 Progress = Callable[[int, int], None]
 
-# MLX keeps freed buffers; as many steps between clearing them as mlx-lm takes.
+# Steps after which MLX's freed buffers are cleared, as in mlx-lm.
 CLEAR_EVERY = 256
 
-# States that a call of a prefill keeps at most besides its last: each has all recurrent layers'.
+# Most states that one call of a prefill keeps besides its last; each holds all recurrent layers'.
 STOPS_PER_CALL = 4
 
 
-@housekept
+@with_memory_limits
 def generate_step(
     prompt: mx.array,
     model: Any,
@@ -70,8 +70,8 @@ def generate_step(
             prefill_step_size or prompt.shape[0], stop=max_tokens == 0, resumed=resumed
         )
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
-    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
-    # and a pending reader would keep MLX from writing the key-value buffers in place.
+    # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
+    # pending reader would keep MLX from writing the key-value buffers in place.
     ahead = mx.default_device() != mx.cpu
     count, reply = 0, []
     try:
@@ -80,7 +80,7 @@ def generate_step(
             token, logprobs = following
             if not ahead:
                 mx.eval(token)
-            # An interrupt may come while a result is awaited, when the cache has moved on already.
+            # An interrupt may come at item(), when the cache has advanced already.
             with model.lock, transaction(cache):
                 if count != max_tokens:
                     following = loop.step(token)
@@ -98,7 +98,7 @@ def generate_step(
 
 
 class _Loop:
-    """A model, its cache and the tokens that went into it."""
+    """A model, its cache, and the tokens that processors see; lives for one generation."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Loop:
         return logits
 
     def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
-        """Those after the prompt, ``[1, V]``, of which `rest` is unread."""
+        """Return the logits after the prompt, ``[1, V]``, of which `rest` is unread."""
         if not rest.size:
             return resumed.logits[None]
         total = self._prompt.shape[0]
@@ -198,10 +198,10 @@ class _Loop:
             self._progress(done, self._prompt.shape[0])
 
     def read(self, inputs: mx.array) -> mx.array:
-        """inputs ``[T]`` go into the cache, and nothing is left lazy; the last logits ``[1, V]``.
+        """Append inputs ``[T]`` to the cache and return the last logits ``[1, V]``, all evaluated.
 
-        The last layer's experts are computed too, which the cache does not need: the store waits
-        for whatever reads its bank, and another thread could not evaluate it later.
+        The logits are evaluated even if unused: the store waits for all outputs that read its bank,
+        and another thread could not evaluate them later.
         """
         logits = self._logits(inputs)
         mx.eval(logits, [entry.state for entry in self._cache])
@@ -209,14 +209,14 @@ class _Loop:
         return logits
 
     def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
+        """Schedule a step on inputs ``[T]`` and return token ``[1]`` and logprobs ``[V]``."""
         return self._sampled(self._logits(inputs), inputs)
 
     def _logits(self, inputs: mx.array) -> mx.array:
         return self._model(inputs[None], cache=self._cache, last_only=True)[:, -1]
 
     def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """raw ``[1, V]``: the logits after `inputs`."""
+        """Schedule token ``[1]`` and logprobs ``[V]`` from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
             if self._processors:
@@ -234,14 +234,16 @@ class _Loop:
             mx.async_eval(token, logprobs)
             self._model.start_eval()
         except BaseException:
-            mx.eval(raw)  # as read() does, and why
+            mx.eval(raw)  # for the reason that read() gives
             raise
         return token, logprobs.squeeze(0)  # indexing is a gather
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:
-    """Where the calls of a prefill end but for the last: after `size` tokens, and before more
-    states were kept at `stops` than memory should hold."""
+    """Yield the ends of all calls of a prefill but the last.
+
+    A call has at most `size` tokens and at most STOPS_PER_CALL of `stops`.
+    """
     while True:
         passed = [stop for stop in stops if stop > start]
         end = min(start + size, *passed[STOPS_PER_CALL - 1 : STOPS_PER_CALL], total)

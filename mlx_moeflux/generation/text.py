@@ -1,7 +1,6 @@
-"""Prompt in, text out.
+"""Text generation: :func:`stream_generate` yields text and timing, :func:`generate` a string.
 
-:func:`~mlx_moeflux.generation.loop.generate_step` knows ids only; :func:`stream_generate` adds text
-and timing in mlx-lm's terms; :func:`generate` returns the string.
+:func:`~mlx_moeflux.generation.loop.generate_step` computes the ids.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class GenerationResponse:
-    """One step's text, with mlx-lm's fields.
+    """One step of a generation, with mlx-lm's fields.
 
     text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps, generation_tps:
-    Tokens per second. peak_memory: GB (10^9 bytes) that MLX held at most. finish_reason: "stop",
-    "length", or None before the last. experts: The store's account of this call, on the last.
-    cached_tokens: Of the prompt, those that a prompt cache knew.
+    Tokens per second. peak_memory: MLX's peak in GB (10^9 bytes). finish_reason: "stop", "length",
+    or None before the last. experts: The store's statistics of this call, on the last.
+    cached_tokens: Tokens of the prompt that a prompt cache supplied.
     """
 
     text: str
@@ -157,7 +156,7 @@ def _stream(
     steps: Iterator[tuple[int, mx.array]],
 ) -> Iterator[GenerationResponse]:
     if seed is not None:
-        # Each thread has a random state of its own: here it is that of the drawing one.
+        # MLX has one random state per thread: seed in the thread that draws.
         mx.random.seed(seed % 2**64)
     before = store.stats().snapshot()
     mx.reset_peak_memory()
@@ -269,7 +268,7 @@ def generate(
 
 
 def summary(last: GenerationResponse) -> str:
-    """One line: speeds, peak memory, and what the experts cost."""
+    """Return one line of speeds, peak memory, hit rate and bytes read."""
     total = last.experts.total
     return (
         f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; "
@@ -280,7 +279,7 @@ def summary(last: GenerationResponse) -> str:
 
 
 def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
-    """Refuse with an InputError what no generation can be asked for."""
+    """Raise an InputError if a number is of another type or out of range."""
     check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
     if prefill_step_size is not None:
         check_integer("prefill_step_size", prefill_step_size, 1)
@@ -289,7 +288,7 @@ def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | No
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as the caller gave them, checked."""
+    """Return the stop strings as a tuple; raise an InputError if one is empty or no string."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Iterable):
         raise InputError(f"stop is a {type(stop).__name__}; give texts.")
@@ -307,12 +306,12 @@ def _detokenizer(tokenizer: Any) -> Any:
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """The ids that end a reply."""
+    """Return the ids that end a reply."""
     return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
 
 
 def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
-    """Tokens that may follow the prompt; in a caller's cache the last one needs a place too."""
+    """Return how many tokens may follow the prompt; a caller's cache stores the last one too."""
     context, used = model.context_left(), model.context_left() - model.context_left(cache)
     if used + prompt_tokens > context:
         raise CacheError(

@@ -160,10 +160,10 @@ def check_arrays(
     """Raise CacheError unless the arrays of a file are the expected ones."""
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
-            has, wants = (
+            has, needs = (
                 f"{array.dtype} {list(array.shape)}" if array else "nothing"
                 for array in (found.get(name), expected.get(name))
             )
             raise CacheError(
-                f"{path} has {has} as {name!r}, this model's states have {wants}; remove the file."
+                f"{path} has {has} as {name!r}, this model's states have {needs}; remove the file."
             )
