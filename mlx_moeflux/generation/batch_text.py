@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def batch_generate(
     ) as generator:
         uids = generator.insert(ids, limits, caches=prompt_caches)
         replies = {uid: _Reply(tokenizer, stops, logprobs=return_logprobs) for uid in uids}
-        _run(generator, replies, progress=_printer(len(uids)) if verbose else None)
+        _run(generator, replies, verbose=verbose)
     done = [replies[uid] for uid in uids]
     stats = BatchStats(
         prompt_tokens=sum(map(len, ids)),
@@ -160,28 +160,18 @@ class _Reply:
         return text[: min((i for i in map(text.find, self._stops) if i >= 0), default=len(text))]
 
 
-def _run(
-    generator: BatchGenerator, replies: dict[int, _Reply], progress: Callable[[], None] | None
-) -> None:
+def _run(generator: BatchGenerator, replies: dict[int, _Reply], *, verbose: bool) -> None:
+    done = 0
     while current := generator.next():
         for reply in current:
             stopped = replies[reply.uid].add(reply)
             if stopped and reply.finish_reason is None:
                 states = generator.remove([reply.uid], return_prompt_caches=generator.keep_states)
                 replies[reply.uid].state = states.get(reply.uid)
-            if progress and (stopped or reply.finish_reason):
-                progress()
-
-
-def _printer(total: int) -> Callable[[], None]:
-    done = 0
-
-    def progress() -> None:
-        nonlocal done
-        done += 1
-        print(f"{done} of {total} replies", end="\r", flush=True)  # noqa: T201
-
-    return progress
+            if stopped or reply.finish_reason:
+                done += 1
+                if verbose:
+                    print(f"{done} of {len(replies)} replies", end="\r", flush=True)  # noqa: T201
 
 
 def _summary(stats: BatchStats) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -97,22 +98,17 @@ def generate_step(
                 resumed.replied(reply)
 
 
+@dataclass
 class _Loop:
     """A model, its cache, and the tokens that processors see; lives for one generation."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: list[Any],
-        sampler: Sampler,
-        processors: list[LogitsProcessor],
-        prompt: mx.array,
-        progress: Progress | None,
-    ):
-        self._progress = progress
-        self._model, self._cache = model, cache
-        self._sampler, self._processors = sampler, processors
-        self._prompt, self._tokens = prompt, None
+    model: Any
+    cache: list[Any]
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    prompt: mx.array
+    progress: Progress | None
+    tokens: mx.array | None = None
 
     def prefill(
         self, size: int, *, stop: bool, resumed: Resumed | None
@@ -121,7 +117,7 @@ class _Loop:
 
         Return the first step's token and logprobs, or None with `stop`.
         """
-        prompt = self._prompt
+        prompt = self.prompt
         start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
         self._report(start)
         for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
@@ -134,7 +130,7 @@ class _Loop:
             self._report(total)
             return None
         first = self._sampled(raw, prompt[start:])
-        mx.eval(first, [entry.state for entry in self._cache])
+        mx.eval(first, [entry.state for entry in self.cache])
         self._report(total)
         return first
 
@@ -143,23 +139,22 @@ class _Loop:
 
         Return the last logits ``[1, V]``.
         """
-        if resumed is None:
-            with self._layer_progress(start, end):
-                return self.read(inputs)
-        stops = [stop for stop in resumed.stops if start < stop <= end]
-        resumed.state.watch(stops)
+        stops = [] if resumed is None else [s for s in resumed.stops if start < s <= end]
+        if stops:
+            resumed.state.watch(stops)
         with self._layer_progress(start, end):
             logits = self.read(inputs)
         for stop in stops:
             resumed.reached(stop)
-        resumed.state.watch(())
+        if stops:
+            resumed.state.watch(())
         return logits
 
     def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
         """Return the logits after the prompt, ``[1, V]``, of which `rest` is unread."""
         if not rest.size:
             return resumed.logits[None]
-        total = self._prompt.shape[0]
+        total = self.prompt.shape[0]
         raw = self._pass(rest, resumed, total - rest.shape[0], total)
         if resumed is not None:
             resumed.reached(total, raw[0])
@@ -172,7 +167,7 @@ class _Loop:
         A layer has passed when the next one writes its cache. A streamed layer waits for its
         experts before that, so these reports follow the work.
         """
-        if self._progress is None:
+        if self.progress is None:
             yield
             return
         last = start
@@ -184,7 +179,7 @@ class _Loop:
                 last = done
                 self._report(done)
 
-        entries = list(self._cache)
+        entries = list(self.cache)
         for layer, entry in enumerate(entries):
             entry.on_advance = functools.partial(entered, layer)
         try:
@@ -194,8 +189,8 @@ class _Loop:
                 entry.on_advance = None
 
     def _report(self, done: int) -> None:
-        if self._progress is not None:
-            self._progress(done, self._prompt.shape[0])
+        if self.progress is not None:
+            self.progress(done, self.prompt.shape[0])
 
     def read(self, inputs: mx.array) -> mx.array:
         """Append inputs ``[T]`` to the cache and return the last logits ``[1, V]``, all evaluated.
@@ -204,8 +199,8 @@ class _Loop:
         and another thread could not evaluate them later.
         """
         logits = self._logits(inputs)
-        mx.eval(logits, [entry.state for entry in self._cache])
-        self._model.start_eval()
+        mx.eval(logits, [entry.state for entry in self.cache])
+        self.model.start_eval()
         return logits
 
     def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
@@ -213,26 +208,26 @@ class _Loop:
         return self._sampled(self._logits(inputs), inputs)
 
     def _logits(self, inputs: mx.array) -> mx.array:
-        return self._model(inputs[None], cache=self._cache, last_only=True)[:, -1]
+        return self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
 
     def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
         """Schedule token ``[1]`` and logprobs ``[V]`` from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
-            if self._processors:
-                seen = self._tokens
-                self._tokens = (
-                    self._prompt
+            if self.processors:
+                seen = self.tokens
+                self.tokens = (
+                    self.prompt
                     if seen is None
                     else mx.concatenate([seen, inputs.astype(seen.dtype)])
                 )
-                for processor in self._processors:
-                    logits = processor(self._tokens, logits)
+                for processor in self.processors:
+                    logits = processor(self.tokens, logits)
             logits = logits.astype(mx.float32)
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            token = self._sampler(logprobs)
+            token = self.sampler(logprobs)
             mx.async_eval(token, logprobs)
-            self._model.start_eval()
+            self.model.start_eval()
         except BaseException:
             mx.eval(raw)  # for the reason that read() gives
             raise

@@ -113,10 +113,10 @@ def test_batch_is_single_on_many_schedules(model, alone, prefill_batch_size):
 def padded(monkeypatch):
     """Prompts that are read together are padded, as on GPUs."""
 
-    def begin(model, sequences, cache):
+    def make_prefill(model, sequences, cache):
         return (PaddedPrefill if len(sequences) > 1 else Prefill)(model, sequences, cache)
 
-    monkeypatch.setattr(batch, "begin", begin)
+    monkeypatch.setattr(batch, "make_prefill", make_prefill)
 
 
 @pytest.mark.parametrize(
