@@ -1,4 +1,4 @@
-"""Oracle: decoding everything at once, mlx-lm's wrapper, and the sandbox's promise."""
+"""Oracles: decoding all ids in one call, mlx-lm's wrapper, and jinja2's sandbox."""
 
 from __future__ import annotations
 

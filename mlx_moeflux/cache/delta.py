@@ -68,7 +68,7 @@ class RecurrentCache(BaseCache):
         return parts
 
     def advance(self, T: int) -> None:
-        """See :meth:`BaseCache.advance`."""
+        """Count T columns, and keep the state if it is watched here."""
         super().advance(T)
         if self.columns in self._watched:
             self._seen_at[self.columns] = self.conv, self.delta

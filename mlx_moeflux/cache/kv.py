@@ -136,8 +136,7 @@ class AttentionCache(BaseCache):
                 f"The cache holds {self.batch_size} sequences but {B} were given; use merge(), "
                 "extend() or filter() to change the batch."
             )
-        if self._tail is not None:
-            self._flush()
+        self._flush()
         if self._keys is None or columns + T > self._keys.shape[2]:
             self._reserve(keys, values)
         self._keys, self._values = (
@@ -171,8 +170,7 @@ class AttentionCache(BaseCache):
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Return whole buffers and the number of columns in use."""
-        if self._tail is not None:
-            self._flush()
+        self._flush()
         return self._keys, self._values, self.columns
 
     # Appending one row at a time.

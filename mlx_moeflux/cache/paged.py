@@ -126,10 +126,10 @@ class KVPool:
         return mx.array(found)
 
     def _take(self, counts: Sequence[int]) -> None:
-        wanted = sum(max(count, 0) for count in counts)
-        if wanted > len(self._free):
+        needed = sum(max(count, 0) for count in counts)
+        if needed > len(self._free):
             raise CacheError(
-                f"The KV pool is full: {wanted} blocks of {self.block} tokens are needed, "
+                f"The KV pool is full: {needed} blocks of {self.block} tokens are needed, "
                 f"{len(self._free)} of {self.blocks} are free and {len(self.tables)} sequences "
                 "hold the others; let one end, or give the pool more bytes."
             )

@@ -197,22 +197,23 @@ def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
 
 
 def _repetition(penalty: float, size: int) -> LogitsProcessor:
-    def repetition(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = _recent(tokens, size, logits)
-        chosen = mx.take_along_axis(logits, recent, axis=-1)
-        scaled = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
-        return mx.put_along_axis(logits, recent, scaled, axis=-1)
-
-    return repetition
+    return _change_recent(size, lambda x: mx.where(x < 0, x * penalty, x / penalty))
 
 
 def _presence(penalty: float, size: int) -> LogitsProcessor:
-    def presence(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = _recent(tokens, size, logits)
-        lowered = mx.take_along_axis(logits, recent, axis=-1) - penalty
-        return mx.put_along_axis(logits, recent, lowered, axis=-1)
+    return _change_recent(size, lambda x: x - penalty)
 
-    return presence
+
+def _change_recent(size: int, change: Callable[[mx.array], mx.array]) -> LogitsProcessor:
+    """Return a processor that changes the logits of the last `size` tokens, each token once."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        recent = tokens[-size:]
+        recent = mx.broadcast_to(recent, (logits.shape[0], recent.shape[0]))
+        changed = change(mx.take_along_axis(logits, recent, axis=-1))
+        return mx.put_along_axis(logits, recent, changed, axis=-1)
+
+    return process
 
 
 def _frequency(penalty: float, size: int) -> LogitsProcessor:
@@ -220,12 +221,6 @@ def _frequency(penalty: float, size: int) -> LogitsProcessor:
         return logits.at[:, tokens[-size:]].subtract(mx.array(penalty, logits.dtype))
 
     return frequency
-
-
-def _recent(tokens: mx.array, size: int, logits: mx.array) -> mx.array:
-    """Return the last `size` tokens, repeated for each row of logits: ``[B, size]``."""
-    recent = tokens[-size:]
-    return mx.broadcast_to(recent, (logits.shape[0], recent.shape[0]))
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:

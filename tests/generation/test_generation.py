@@ -1,4 +1,4 @@
-"""Oracle: a greedy loop that evaluates the whole text anew for every token, with no cache."""
+"""Oracle: a greedy loop without a cache that runs the model on the whole text for every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle: one sentence before any work, for everything that cannot be meant."""
+"""Oracle: invalid input raises one sentence before any work is done."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The number of first tokens that a prompt shares with the path of `node`."""
+    """Number of first tokens that a prompt shares with the path of `node`."""
 
     node: Node
     tokens: int

@@ -15,19 +15,11 @@ from math import prod
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, mlx_dtype
 from mlx_moeflux.errors import CacheError
 
 # safetensors code of each dtype that a state or its logits may have.
-DTYPE_CODES = {
-    mx.float32: "F32",
-    mx.bfloat16: "BF16",
-    mx.float16: "F16",
-    mx.int32: "I32",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-}
+DTYPE_CODES = {mlx_dtype(code): code for code in ("F32", "BF16", "F16", "I32", "U32", "U16", "U8")}
 
 
 @dataclass(frozen=True)
