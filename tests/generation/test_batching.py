@@ -1,5 +1,5 @@
-"""Oracle: every prompt alone. Who joins, leaves or pads beside it changes no token, and where
-prompts are read one at a time no bit."""
+"""Oracle: every prompt alone. Other sequences, which join, leave or pad, change no token, and no
+bit where prompts are read one at a time."""
 
 from __future__ import annotations
 

@@ -329,6 +329,11 @@ def no_second_chunk(done: int, total: int) -> None:
         no_more()
 
 
+def no_later_layers(done: int, total: int) -> None:
+    if 0 < done < total:
+        no_more()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -338,6 +343,9 @@ def no_second_chunk(done: int, total: int) -> None:
         {"logits_processors": [no_more]},
         {"sampler": no_more},
         {"prefill_step_size": 2, "prompt_progress_callback": no_second_chunk},
+        {"prefill_step_size": 2, "prompt_progress_callback": no_later_layers},
+        {"prompt_progress_callback": no_later_layers},
+        {"prompt_progress_callback": no_later_layers, "cached": True},
     ],
 )
 @pytest.mark.parametrize("prompt", [PROMPT, [7]])

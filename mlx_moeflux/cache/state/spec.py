@@ -72,10 +72,6 @@ class EntrySpec:
         rows = -(-tokens // self.step) * self.step
         return sum(array.rows(rows).nbytes for array in self.arrays.values())
 
-    def expected(self, tokens: int) -> dict[str, ArraySpec]:
-        """Return name -> array of an export of `tokens` tokens."""
-        return {name: array.rows(tokens) for name, array in self.arrays.items()}
-
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -91,9 +87,9 @@ class StateSpec:
     def expected(self, tokens: int) -> dict[str, ArraySpec]:
         """Return ``layers.<i>.<field>`` -> array of a state's export of `tokens` tokens."""
         return {
-            f"layers.{i}.{name}": array
+            f"layers.{i}.{name}": array.rows(tokens)
             for i, entry in enumerate(self.entries)
-            for name, array in entry.expected(tokens).items()
+            for name, array in entry.arrays.items()
         }
 
 
