@@ -1,7 +1,7 @@
-"""Ids one at a time to text that may be shown: whole characters, and no stop string.
+"""Streaming decoders: ids one at a time to whole characters, held back before stop strings.
 
-A detokenizer's :meth:`add` returns what may be shown now and :meth:`finish` the rest; together
-they are ``tokenizer.decode(all ids)``. Both kinds take time linear in the number of tokens.
+A detokenizer's :meth:`add` returns the text that is complete and :meth:`finish` the rest; together
+they equal ``tokenizer.decode(all ids)``. Both kinds take time linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies (GPT-2's alphabet): bytes to characters as they complete.
+    """Detokenizer of byte-level vocabularies (GPT-2's alphabet).
 
     token_of: Id -> token as the vocabulary spells it, or None for an id without one.
     """
 
     def __init__(self, token_of: Callable[[int], str | None]):
         self._token_of = token_of
-        # Its replacement of invalid bytes is the one that decode() shows.
+        # Replaces invalid bytes as decode() does.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
@@ -33,9 +33,9 @@ class ByteDetokenizer:
 
 
 class PieceDetokenizer:
-    """For any other vocabulary: asks ``decode`` about the last few tokens.
+    """Detokenizer of any other vocabulary, which decodes the last few tokens again.
 
-    decode: Ids -> text. token_of: As in :class:`ByteDetokenizer`.
+    decode: Ids -> text. token_of: See :class:`ByteDetokenizer`.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], token_of: Callable[[int], str | None]):
@@ -50,7 +50,7 @@ class PieceDetokenizer:
         if spelled is None:
             return ""
         self._pending.append(token)
-        # Whether a run of byte pieces is text at all is known at its end.
+        # A run of byte pieces can be decoded only at its end.
         if _BYTE_PIECE.fullmatch(spelled):
             return ""
         return self._advance(final=False)
@@ -69,19 +69,20 @@ class PieceDetokenizer:
         if alone:
             self._context, self._shown = self._pending, alone
         if alone or self._context:
-            # What is silent alone is no context: the text after it would seem to begin anew.
+            # Tokens that decode to "" cannot serve as context: the decoder would treat the next
+            # one as the first of a text.
             self._pending = []
         return segment
 
 
 class StopText:
-    """Holds text back while it may be the beginning of a stop string."""
+    """Filter that holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def add(self, text: str) -> str:
-        """What may be shown now; sets `found` once a stop string is complete."""
+        """Return the text that cannot belong to a stop string; set `found` once one is complete."""
         self._held += text
         hits = [i for i in (self._held.find(stop) for stop in self._stops) if i >= 0]
         if hits:
@@ -94,7 +95,7 @@ class StopText:
         return shown
 
     def finish(self, text: str) -> str:
-        """The rest when no more comes."""
+        """Return the rest, after the last `text`."""
         shown = self.add(text)
         if self.found:
             return shown
@@ -103,14 +104,14 @@ class StopText:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that ends `text`."""
+    """Return the length of the longest proper prefix of `stop` that ends `text`."""
     return next(
         (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
     )
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte: visible Latin-1 characters stand for themselves, the rest for 256 on."""
+    """Return character -> byte: visible Latin-1 is itself, other bytes are characters from 256."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in visible]
     return {chr(b): b for b in visible} | {chr(0x100 + n): b for n, b in enumerate(hidden)}
@@ -120,7 +121,7 @@ _BYTES = _byte_alphabet()
 
 
 def _spelled(token: str) -> bytes:
-    """A token's bytes; one with a character outside the alphabet (an added token) is plain text."""
+    """Return a token's bytes; an added token, with characters outside the alphabet, is UTF-8."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:

@@ -1,4 +1,4 @@
-"""Text to ids and back: tokenizer.json or tokenizer.model, and the chat template.
+"""Tokenizers of tokenizer.json, tokenizer.model and GGUF files, and chat templates.
 
 No code from a checkpoint runs: templates are rendered in jinja2's sandbox.
 """
@@ -6,7 +6,7 @@ No code from a checkpoint runs: templates are rendered in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from numbers import Integral
 from pathlib import Path
@@ -18,14 +18,58 @@ from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 
-# What a template may do wrong, apart from jinja2's own errors.
+# Errors of a template's expressions, apart from jinja2's own.
 _TEMPLATE_FAULTS = (
     TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
 
 
+# Tokens and parts of templates from which mlx-lm 0.32.2 (tokenizer_utils.py) infers thinking and
+# tool calls. A group counts if all its members are there.
+_XTML_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_THINKING_TOKENS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+    _XTML_TOKENS,
+)
+_TOOL_TOKENS = (_XTML_TOKENS, ("<|tool_call_start|>", "<|tool_call_end|>"))
+_TOOL_MARKERS = (
+    ("<minimax:tool_call>",),
+    ("<|tool_call>", "<tool_call|>"),
+    ("<start_function_call>",),
+    ("<longcat_tool_call>",),
+    ("<arg_key>",),
+    ("<|tool_list_start|>",),
+    ("<|tool_call_start|>",),
+    ("<tool_call>\\n<function=",),
+    ("<tool_call>\n<function=",),
+    ("<|tool_calls_section_begin|>",),
+    ('<function name="', '<param name="'),
+    ("[TOOL_CALLS]",),
+    ("<atem:function_calls>",),
+    ("<tool_call>", "tool_call.name"),
+)
+
+
+class Encoding(dict[str, Any]):
+    """``input_ids`` and ``attention_mask`` of :class:`Tokenizer`, as items and as attributes.
+
+    Both are lists for one text, and lists of lists, not padded, for a list of texts.
+    """
+
+    @property
+    def input_ids(self) -> list[Any]:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> list[Any]:
+        return self["attention_mask"]
+
+
 class BytePairs:
-    """tokenizer.json through the `tokenizers` library; `content`: what `file` says as such."""
+    """Backend of tokenizer.json, by the `tokenizers` library; `content` replaces `file`'s."""
 
     def __init__(self, file: Path, content: dict[str, Any] | None = None):
         from tokenizers import Tokenizer as Backend
@@ -36,7 +80,7 @@ class BytePairs:
                 self.backend = Backend.from_file(str(file))
             else:
                 self.backend = Backend.from_str(json.dumps(content))
-        # The library raises nothing more special.
+        # The library raises no narrower type.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
         self.byte_level = isinstance(self.backend.decoder, ByteLevel)
@@ -62,7 +106,7 @@ class BytePairs:
 
 
 class SentencePieces:
-    """tokenizer.model through the `sentencepiece` library."""
+    """Backend of tokenizer.model, by the `sentencepiece` library."""
 
     byte_level = False
 
@@ -79,7 +123,7 @@ class SentencePieces:
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         control = self.special_ids() if skip_special else ()
-        # A model's vocabulary may be padded beyond the tokenizer's: such ids have no text.
+        # A model's vocabulary may be padded beyond the tokenizer's; those ids have no text.
         size = self.backend.vocab_size()
         return self.backend.decode([i for i in ids if i < size and i not in control])
 
@@ -98,9 +142,9 @@ class SentencePieces:
 
 
 class Tokenizer:
-    """What generation, the command line and mlx-lm's ``TokenizerWrapper`` ask of a tokenizer.
+    """Tokenizer with transformers' names, which mlx-lm's ``TokenizerWrapper`` also accepts.
 
-    eos_token_ids: Every id that ends a reply. Attributes and methods have transformers' names.
+    eos_token_ids: All ids that end a reply. Any thread may call its methods.
     """
 
     def __init__(
@@ -140,7 +184,7 @@ class Tokenizer:
         return self.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        """Token -> id, added tokens included."""
+        """Return token -> id, added tokens included."""
         return self._backend.vocabulary()
 
     @property
@@ -148,10 +192,10 @@ class Tokenizer:
         return self.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        """The ids of `text`, framed as the tokenizer's post-processor says.
+        """Return the ids of `text`, with the special tokens of the post-processor around them.
 
         Raises:
-            InputError: `text` is no string, or has bytes that are not UTF-8 (half a surrogate).
+            InputError: `text` is no string, or has a lone surrogate, which UTF-8 cannot encode.
         """
         if not isinstance(text, str):
             raise InputError(f"the text to encode is a {type(text).__name__}; give a string.")
@@ -164,9 +208,53 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of ids; incomplete UTF-8 shows as U+FFFD, an id without a token as nothing."""
+        """Return the text of ids; incomplete UTF-8 gives U+FFFD, an id without a token nothing."""
         ids = [_id(ids)] if isinstance(ids, Integral) else [_id(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
+
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any
+    ) -> Encoding:
+        """Return the ids of a text, or of each text of a list, as transformers' tokenizers do.
+
+        Raises:
+            InputError: A text cannot be encoded (see :meth:`encode`), or an option such as
+                ``padding=True`` asks for tensors or a common length.
+        """
+        for name in (name for name, value in options.items() if value):
+            raise InputError(f"{name} is not offered; pad, cut and convert the lists of ids.")
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        if not isinstance(text, Sequence):
+            raise InputError(f"the text to encode is a {type(text).__name__}; give str or strs.")
+        rows = [self.encode(one, add_special_tokens) for one in text]
+        return Encoding(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
+
+    def batch_decode(
+        self, sequences: Iterable[int | Sequence[int]], skip_special_tokens: bool = False, **_: Any
+    ) -> list[str]:
+        """Return the text of each sequence of ids, see :meth:`decode`."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    @property
+    def has_thinking(self) -> bool:
+        """Return True if the vocabulary has tokens that open and close a thought."""
+        return self._knows(_THINKING_TOKENS)
+
+    @property
+    def has_tool_calling(self) -> bool:
+        """Return True if the chat template or the vocabulary has a known syntax of tool calls."""
+        templates = [t for t in (self.chat_template, self.tool_template) if isinstance(t, str)]
+        return (
+            self._config.get("tool_parser_type") is not None
+            or self._knows(_TOOL_TOKENS)
+            or any(all(m in t for m in markers) for t in templates for markers in _TOOL_MARKERS)
+        )
+
+    def _knows(self, groups: Sequence[Sequence[str]]) -> bool:
+        """Return True if all tokens of one group are in the vocabulary."""
+        return any(all(self._backend.id_of(t) is not None for t in group) for group in groups)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         if isinstance(ids, Integral):
@@ -191,14 +279,14 @@ class Tokenizer:
         return_dict: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Messages to a prompt, as ids or (``tokenize=False``) text.
+        """Render messages to a prompt, as ids or (``tokenize=False``) text.
 
-        chat_template: A template instead of the checkpoint's. continue_final_message: The reply
-        goes on from the last message instead of beginning. return_dict: Only False. variables:
-        For the template.
+        chat_template: Replaces the checkpoint's. continue_final_message: The prompt ends inside the
+        last message, which the reply continues. return_dict: Must be False. variables: Passed to
+        the template.
 
         Raises:
-            InputError: There is no template, or it refuses the messages.
+            InputError: The tokenizer has no template, or the template refuses the messages.
         """
         if return_dict:
             raise InputError("return_dict is not offered; the result is ids or text.")
@@ -228,24 +316,24 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def detokenizer(self) -> ByteDetokenizer | PieceDetokenizer:
-        """A fresh streaming decoder."""
+        """Return a new streaming decoder."""
         if self._backend.byte_level:
             return ByteDetokenizer(self._backend.token_of)
         return PieceDetokenizer(self.decode, self._backend.token_of)
 
 
-# Byte pairs by rank, as Kimi-K2 and the first Qwen have them.
+# Files of byte pairs by rank, which Kimi-K2 and the first Qwen have.
 _RANKS = ("tiktoken.model", "*.tiktoken")
 
 
 def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """Load the tokenizer of a checkpoint directory.
 
-    overrides: Keys that win over those of tokenizer_config.json.
+    overrides: Keys that replace those of tokenizer_config.json.
 
     Raises:
-        CheckpointError: There is no tokenizer, or it is damaged.
-        ConfigError: Nothing names the end token.
+        CheckpointError: The directory has no tokenizer, or a damaged one.
+        ConfigError: No file names the end token.
     """
     directory, config = Path(directory), {}
     gguf, directory = _gguf(directory)
@@ -290,7 +378,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 
 
 def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
-    """The tokenizer of a GGUF file that has no tokenizer.json beside it, and the directory."""
+    """Return the tokenizer of a GGUF file without a tokenizer file beside it, and the directory."""
     directory = path.parent if path.is_file() else path
     if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
         return None, directory
@@ -308,7 +396,7 @@ def _end_ids(found: Any, file: Path) -> set[int]:
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The template, and the one for requests with tools where that is another."""
+    """Return the template, and the one for requests with tools if it is another."""
     file = directory / "chat_template.jinja"
     if file.exists():
         try:
@@ -347,13 +435,13 @@ def _id(token: Any) -> int:
 
 
 def _environment() -> Any:
-    """jinja2's sandbox with what transformers offers to templates."""
+    """Return jinja2's sandbox with the filters and functions that transformers offers."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for training; here it is their text."""
+        """``{% generation %}`` blocks, which mark the reply for training; renders their content."""
 
         tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Oracle: decoding all ids at once; no piece may be wrong about ids that are still to come."""
+"""Oracle: decoding all ids in one call; no piece may depend on later ids."""
 
 from __future__ import annotations
 

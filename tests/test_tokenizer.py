@@ -1,4 +1,4 @@
-"""Oracle: decoding everything at once, mlx-lm's wrapper, and the sandbox's promise."""
+"""Oracles: decoding all ids in one call, mlx-lm's wrapper, and jinja2's sandbox."""
 
 from __future__ import annotations
 
@@ -40,6 +40,60 @@ def test_a_list_of_ranks_is_refused_by_name(tmp_path, name):
 
 def test_text_survives(tokenizer):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_called_as_transformers_tokenizers_are(tokenizer):
+    short = "a b"
+    one, both = tokenizer(TEXT), tokenizer([TEXT, short])
+    rows = [tokenizer.encode(TEXT), tokenizer.encode(short)]
+    assert one.input_ids == one["input_ids"] == rows[0]
+    assert one.attention_mask == [1] * len(rows[0])
+    assert both.input_ids == rows
+    assert [len(mask) for mask in both["attention_mask"]] == [len(row) for row in rows]
+    assert tokenizer.batch_decode(both.input_ids) == [TEXT, short]
+    assert tokenizer.batch_decode(rows[1]) == [tokenizer.decode(i) for i in rows[1]]
+    with pytest.raises(InputError, match="padding is not offered"):
+        tokenizer([TEXT, short], padding=True)
+    for wrong in (5, [5], None):
+        with pytest.raises(InputError, match="the text to encode"):
+            tokenizer(wrong)
+
+
+TEMPLATES = [
+    "plain", "<minimax:tool_call>", "<|tool_call> <tool_call|>", "<|tool_call>", "<arg_key>",
+    "<start_function_call>", "<longcat_tool_call>", "<|tool_list_start|>", "<|tool_call_start|>",
+    "<tool_call>\n<function=", "<tool_call>\\n<function=", "<|tool_calls_section_begin|>",
+    '<function name="x"><param name="y">', '<function name="x">', "[TOOL_CALLS]",
+    "<atem:function_calls>", "<tool_call> tool_call.name", "<tool_call>",
+]  # fmt: skip
+TOKENS = [
+    [], ["<think>"], ["<think>", "</think>"], ["<longcat_think>", "</longcat_think>"],
+    ["<|think:start|>", "<|think:end|>"], ["<|channel>", "<channel|>"],
+    ["<|open|>", "<|close|>", "<|sep|>"], ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
+    ["<|tool_call_start|>", "<|tool_call_end|>"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"), [*((t, []) for t in TEMPLATES), *((None, t) for t in TOKENS)]
+)
+def test_thinking_and_tool_calls_are_found_as_mlx_lm_finds_them(directory, template, tokens):
+    utils = pytest.importorskip("mlx_lm.tokenizer_utils")
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    first = load_tokenizer(directory).vocab_size
+    for i, token in enumerate(tokens, first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": i, "content": token, "special": True, **flags})
+    file.write_text(json.dumps(content), encoding="utf-8")
+    ours = load_tokenizer(directory, chat_template=template)
+    assert ours.has_thinking == (utils._infer_thinking(ours)[0] is not None)
+    assert ours.has_tool_calling == (utils._infer_tool_parser(ours) is not None)
+
+
+def test_the_config_may_name_the_parser_of_tool_calls(directory):
+    assert load_tokenizer(directory, tool_parser_type="mistral").has_tool_calling
+    assert not load_tokenizer(directory).has_tool_calling
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,10 +1,9 @@
-"""What a model remembers of the sequences it reads, one entry per layer.
+"""Caches of a model's layers, one entry per layer, for one sequence or a batch.
 
-``KVCache`` (attention), ``LatentCache`` (latent attention) and ``RecurrentCache`` (gated
-delta net) serve one sequence and batches alike; the ``clock`` module counts columns and
-keeps padding apart from tokens. The methods are the ones that mlx-lm's generators call, so
-they run on our models unchanged, yet nothing here imports mlx_lm. All entries of a model
-together are a ``SequenceState``, which can be kept, rewound and saved.
+``KVCache`` (attention), ``LatentCache`` (latent attention) and ``RecurrentCache`` (gated delta
+net) derive from ``BaseCache``, which counts columns and padding. They have the methods that
+mlx-lm's generators call, without importing mlx_lm. A ``SequenceState`` is the list of a model's
+entries, with snapshots, checkpoints and files.
 """
 
 from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction

@@ -1,4 +1,4 @@
-"""The bookkeeping that all cache entries share: columns, padding, and the way back.
+"""Base class of cache entries: counts columns, tracks padding, rolls back.
 
 Every call of a model adds T columns to each of B sequences. A column is a real token
 unless it is padding:
@@ -15,18 +15,21 @@ Python integers: reading them never waits for the device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.kernels.runtime import failures
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class Mark:
-    """A moment of one cache entry, made by ``mark()``; only ``rollback()`` looks inside."""
+    """A moment of one cache entry, made by ``mark()`` and read by ``rollback()`` alone."""
 
     __slots__ = ("__weakref__", "columns", "fields", "spent")
 
@@ -37,7 +40,7 @@ class Mark:
 
 
 def as_ints(numbers: Sequence[int] | mx.array, what: str) -> list[int]:
-    """A list of Python ints from a list, tuple or integer array; ``what`` names it in errors."""
+    """Return Python ints from a list, tuple or integer array; errors call it ``what``."""
     if isinstance(numbers, mx.array):
         numbers = numbers.tolist()
     try:
@@ -54,11 +57,12 @@ def _one_width(lengths: list[int], right: list[int]) -> bool:
 
 
 class BaseCache:
-    """Counts the columns of B sequences; the base of every cache entry.
+    """Column counts of B sequences; the base of every cache entry. Not thread-safe.
 
     ``columns``: columns written so far, padding included, the same for all sequences.
+    ``on_advance``: called without arguments whenever columns were written.
 
-    A subclass says what it is when saved, see :mod:`mlx_moeflux.cache.state.spec`.
+    A subclass defines how it is saved, see :mod:`mlx_moeflux.cache.state.spec`.
     """
 
     kind: ClassVar[str]
@@ -67,10 +71,11 @@ class BaseCache:
     step: ClassVar[int] = 1
     """Rows of tokens by which arrays grow."""
     takes_steps: ClassVar[bool] = True
-    """Whether a traced step may take its arrays by ``begin_step``."""
+    """True if a traced step may take the arrays by ``begin_step``."""
 
     def __init__(self) -> None:
         self.columns = 0
+        self.on_advance: Callable[[], None] | None = None
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
 
@@ -79,7 +84,7 @@ class BaseCache:
 
     @property
     def batch_size(self) -> int:
-        """B; 1 for an entry that has seen nothing and was not merged."""
+        """Return B; 1 for an entry that has seen nothing and was not merged."""
         for array in self._arrays():
             if array is not None:
                 return array.shape[0]
@@ -90,26 +95,26 @@ class BaseCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays held, unused rows included."""
+        """Return the bytes of all arrays, unused rows included."""
         return sum(array.nbytes for array in self._arrays() if array is not None)
 
     def empty(self) -> bool:
-        """True while no column was written."""
+        """Return True while no column was written."""
         return self.columns == 0
 
     def seen(self) -> list[int]:
-        """Tokens read so far by each sequence, padding not counted."""
+        """Return the tokens that each sequence has read, without padding."""
         last = [self.columns] * self.batch_size if self._ends is None else self._ends
         first = self._padding or [0] * len(last)
         return [max(min(self.columns, b) - a, 0) for a, b in zip(first, last, strict=True)]
 
     def size(self) -> int:
-        """Tokens read by the longest sequence."""
+        """Return the tokens that the longest sequence has read."""
         return max(self.seen(), default=0)
 
     @property
     def offset(self) -> int | mx.array:
-        """Position of the next column's token: an int, or int32 [B] where sequences differ."""
+        """Return the position of the next token: an int, or int32 [B] where sequences differ."""
         first = self._padding
         if not first:
             return self.columns
@@ -119,20 +124,20 @@ class BaseCache:
 
     @property
     def left_padding(self) -> mx.array | None:
-        """int32 [B]: padding columns before each sequence's first token; None without any."""
+        """Return the padding columns before each first token, int32 [B], or None if all are 0."""
         if not self._padding or not any(self._padding):
             return None
         return mx.array(self._padding, dtype=mx.int32)
 
     @property
     def lengths(self) -> mx.array | None:
-        """int32 [B]: columns still to come up to each sequence's end; None unless prepared."""
+        """Return the columns up to each sequence's end, int32 [B], or None unless prepared."""
         if self._ends is None:
             return None
         return mx.array([end - self.columns for end in self._ends], dtype=mx.int32)
 
     def real_tokens(self, T: int) -> mx.array | None:
-        """Which of the next T columns are tokens: bool [B, T], or None when all are."""
+        """Return a mask of tokens in the next T columns, bool [B, T], or None if all are."""
         now = self.columns
         masked_left = self._padding is not None and any(a > now for a in self._padding)
         masked_right = self._ends is not None and any(b < now + T for b in self._ends)
@@ -148,11 +153,13 @@ class BaseCache:
         return mask
 
     def advance(self, T: int) -> None:
-        """Counts T columns as written (``update_and_fetch`` does so itself)."""
+        """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
         self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
 
     def parts(self, T: int, size: int) -> list[tuple[int, int]]:
-        """How the next T columns go through a layer's mixer: (start, stop) of at most `size`."""
+        """Split the next T columns for a layer's mixer into (start, stop) of at most `size`."""
         return [(start, min(start + size, T)) for start in range(0, T, size)]
 
     def prepare(
@@ -162,7 +169,7 @@ class BaseCache:
         lengths: Sequence[int] | mx.array | None = None,
         right_padding: Sequence[int] | mx.array | None = None,
     ) -> None:
-        """Announces the padding of the columns to come, one number per sequence.
+        """Announce the padding of the columns to come, one number per sequence.
 
         ``left_padding``: columns before the first token; only for an empty entry.
         ``lengths``: tokens among the columns that arrive until ``finalize()``, counted after
@@ -211,7 +218,7 @@ class BaseCache:
         self._ends = [a + n for a, n in zip(start, lengths, strict=True)]
 
     def finalize(self) -> None:
-        """Ends a right-padded prompt: its padding becomes left padding of what follows."""
+        """End a right-padded prompt: its padding becomes left padding of what follows."""
         if self._ends is None:
             return
         extra = [max(self.columns - end, 0) for end in self._ends]
@@ -221,14 +228,25 @@ class BaseCache:
         self._ends = None
 
     def _move_right(self, extra: list[int]) -> None:
-        """Moves each sequence's last columns by ``extra[b]``, where columns are stored."""
+        """Move the stored columns of sequence b by ``extra[b]`` to the right."""
+
+    @classmethod
+    def merge(cls, caches: Sequence[Self]) -> Self:
+        """Return one entry for all sequences of ``caches``, which stay as they are."""
+        merged = cls()
+        merged._join(list(caches))
+        return merged
+
+    def extend(self, other: Self) -> None:
+        """Append the sequences of ``other`` to the batch."""
+        self._join([copy.copy(self), other])
 
     def _require_final(self, what: str) -> None:
         if self._ends is not None:
             raise CacheError(f"{what} inside a right-padded prompt; call finalize() first.")
 
     def _keep(self, keep: list[int]) -> int:
-        """Keeps these sequences' counts; drops and returns the columns that pad them all."""
+        """Keep these sequences' counts; drop the columns that pad all of them, return how many."""
         padding = self._padding or [0] * self.batch_size
         padding = [padding[i] for i in keep]
         drop = min(min(padding, default=0), self.columns)
@@ -239,7 +257,7 @@ class BaseCache:
         return drop
 
     def _join_counts(self, parts: list[Any]) -> None:
-        """Counts of all sequences of ``parts``, aligned at the right, where tokens arrive."""
+        """Take the counts of all sequences of ``parts``, aligned at their last columns."""
         for part in parts:
             part._require_final("merge() or extend()")
         self.columns = max(part.columns for part in parts)
@@ -251,12 +269,14 @@ class BaseCache:
         self._ends = None
 
     def __deepcopy__(self, memo: dict[int, Any]):
-        """An independent entry. Arrays are shared: a write replaces the writer's only."""
-        return copy.copy(self)
+        """Return an independent entry that shares arrays; a write replaces the writer's only."""
+        other = copy.copy(self)
+        other.on_advance = None
+        return other
 
     @classmethod
     def from_state(cls, state):
-        """An entry with the given ``state``, as ``load_prompt_cache`` of mlx-lm makes it."""
+        """Return an entry with the given ``state``; mlx-lm's ``load_prompt_cache`` calls this."""
         entry = cls()
         entry.state = state
         return entry
@@ -280,10 +300,11 @@ class BaseCache:
 
 
 def check_positions(cache: Sequence[BaseCache]) -> list[int]:
-    """Tokens seen by each sequence, the same in every entry of one model's cache.
+    """Return the tokens seen by each sequence, which all entries of a cache must agree on.
 
-    Raises CacheError naming the first entry that disagrees: a call was interrupted without
-    ``transaction``, or entries of different caches were mixed.
+    Raises:
+        CacheError: An entry disagrees, because a call was interrupted without ``transaction`` or
+            entries of different caches were mixed.
     """
     expected: list[int] | None = None
     for index, entry in enumerate(cache):
@@ -300,11 +321,10 @@ def check_positions(cache: Sequence[BaseCache]) -> list[int]:
 
 @contextmanager
 def transaction(cache: list[Any] | None) -> Iterator[None]:
-    """On any exception inside, puts every entry of ``cache`` back as it was, then re-raises; a
-    kernel's failure as :class:`~mlx_moeflux.errors.KernelError`.
+    """Roll every entry of ``cache`` back if the block raises, then re-raise.
 
-    Entering costs a few Python attributes per layer; for recurrent entries it keeps the old
-    state arrays alive until the block ends. ``None`` is allowed and does nothing.
+    A kernel's failure is raised as :class:`~mlx_moeflux.errors.KernelError`. Recurrent entries
+    keep their old state arrays alive until the block ends. ``None`` has no entries.
     """
     entries = list(cache or ())
     marks = [entry.mark() for entry in entries]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from mlx_moeflux.errors import CacheError
 
 
 class RecurrentCache(BaseCache):
-    """What a gated delta net carries from token to token; None until the first call.
+    """Convolution window and delta state of one layer; None until the first call.
 
     ``conv`` [B, width - 1, conv_dim]: the last inputs of the convolution, oldest first.
     ``delta`` [B, Hv, Dv, Dk] float32: the delta rule's state. (``state`` is both together
@@ -34,22 +33,24 @@ class RecurrentCache(BaseCache):
         self._seen_at: dict[int, tuple[mx.array, mx.array]] = {}
 
     def make_mask(self, T: int) -> mx.array | None:
-        """Which of the next T columns are tokens: bool [B, T], or None when all are.
+        """Return a mask of tokens in the next T columns, bool [B, T], or None if all are.
 
-        Padding must leave ``delta`` as it is. In ``conv``, left padding counts as zeros, and
-        the window ends at the last token, which ``lengths`` tells.
+        Padding must not change ``delta``. In ``conv``, left padding counts as zeros, and the
+        window ends at the last token, whose place ``lengths`` gives.
         """
         return self.real_tokens(T)
 
     # Looking back.
 
     def watch(self, positions: Iterable[int]) -> None:
-        """Remember the state at these columns when they are passed, for :meth:`seen_at`; what was
-        watched before is forgotten. Costs no call of the model: a layer's mixer stops there."""
+        """Keep the state at these columns for :meth:`seen_at` and forget the ones kept before.
+
+        The layer's mixer splits its call there, see :meth:`parts`.
+        """
         self._watched, self._seen_at = frozenset(positions), {}
 
     def seen_at(self, column: int) -> tuple[mx.array, mx.array] | None:
-        """(conv, delta) as they were at a column that was watched and passed."""
+        """Return (conv, delta) at a watched column, or None if it was not watched or passed."""
         return self._seen_at.get(column)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentCache:
@@ -58,7 +59,7 @@ class RecurrentCache(BaseCache):
         return other
 
     def parts(self, T: int, size: int) -> list[tuple[int, int]]:
-        """See :meth:`BaseCache.parts`; also cut where the state is watched."""
+        """Split as :meth:`BaseCache.parts` does, and also at watched columns."""
         now = self.columns
         cuts = {column - now for column in self._watched if now < column < now + T}
         parts = []
@@ -67,30 +68,30 @@ class RecurrentCache(BaseCache):
         return parts
 
     def advance(self, T: int) -> None:
-        """See :meth:`BaseCache.advance`."""
-        self.columns += T
+        """Count T columns, and keep the state if it is watched here."""
+        super().advance(T)
         if self.columns in self._watched:
             self._seen_at[self.columns] = self.conv, self.delta
 
     # One column at a time.
 
     def begin_step(self) -> tuple[mx.array, mx.array]:
-        """The arrays that a step of one column reads, ``conv`` and ``delta``."""
+        """Return ``conv`` and ``delta``, which a step of one column reads."""
         return self.conv, self.delta
 
     def end_step(self, conv: mx.array, delta: mx.array) -> None:
-        """The same after the step."""
+        """Store the arrays after the step and count its column."""
         self.conv, self.delta = conv, delta
         self.advance(1)
 
     # Going back.
 
     def is_trimmable(self) -> bool:
-        """False: a recurrent state has no past to return to."""
+        """Return False: the state before a token cannot be recomputed."""
         return False
 
     def trim(self, n: int) -> int:
-        """Raises CacheError unless n is 0."""
+        """Raise CacheError unless n is 0."""
         if n == 0:
             return 0
         raise CacheError(
@@ -99,25 +100,14 @@ class RecurrentCache(BaseCache):
         )
 
     def mark(self) -> Mark:
-        """This moment, for ``rollback``; holds the state's arrays."""
+        """Return a mark of this moment for ``rollback``; it holds the state's arrays."""
         return Mark(self.columns, dict(self.__dict__))
 
     def rollback(self, mark: Mark) -> None:
-        """Back to the moment of ``mark``, whatever happened since."""
+        """Return to the moment of ``mark``."""
         self.__dict__.update(mark.fields)
 
     # Batches.
-
-    @classmethod
-    def merge(cls, caches: Sequence[RecurrentCache]) -> RecurrentCache:
-        """One entry for all sequences of ``caches``, which stay as they are."""
-        merged = cls()
-        merged._join(list(caches))
-        return merged
-
-    def extend(self, other: RecurrentCache) -> None:
-        """Appends the sequences of ``other`` to the batch."""
-        self._join([copy.copy(self), other])
 
     def _join(self, parts: list[RecurrentCache]) -> None:
         self._join_counts(parts)
@@ -126,7 +116,7 @@ class RecurrentCache(BaseCache):
         self.delta = _stacked([part.delta for part in parts], sizes)
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keeps only these sequences, in this order."""
+        """Keep only these sequences, in this order."""
         keep = as_ints(batch_indices, "batch_indices")
         all_stay = keep == list(range(self.batch_size))
         self._keep(keep)
@@ -137,7 +127,7 @@ class RecurrentCache(BaseCache):
         self.delta = None if self.delta is None else self.delta[index]
 
     def extract(self, i: int) -> RecurrentCache:
-        """An entry of its own for sequence i, with a copy of its state."""
+        """Return an entry for sequence i alone, with a copy of its state."""
         self._require_final("extract()")
         single = type(self)()
         single.columns = self.seen()[i]
@@ -152,7 +142,7 @@ class RecurrentCache(BaseCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(conv, delta, columns, left padding, ends): what saving and ``mx.eval`` need."""
+        """Return (conv, delta, columns, left padding, ends), for saving and ``mx.eval``."""
         return self.conv, self.delta, self.columns, *self._padding_state()
 
     @state.setter
@@ -164,7 +154,7 @@ class RecurrentCache(BaseCache):
 
 
 def _stacked(arrays: list[mx.array | None], sizes: list[int]) -> mx.array | None:
-    """Arrays of several batches as one, zeros where a batch has none yet."""
+    """Concatenate the arrays of several batches, with zeros where a batch has none yet."""
     shape = next((array for array in arrays if array is not None), None)
     if shape is None:
         return None

@@ -1,13 +1,12 @@
 """Keys and values of attention layers, for one sequence or a batch.
 
-MLX updates a buffer in place only when nobody else holds it, and one step ahead of the GPU the
-step before still does: 20 buffers of 32k rows then cost 3 ms of copies a token. So decode steps
-append to a tail of at most TAIL_ROWS rows, which a kernel writes anew each time, and the buffer
-gets the tail when it is full.
+MLX updates a buffer in place only if it has no other holder. Decoding runs one step ahead of the
+GPU, so the step before still holds the buffer, and every step would copy it. Decode steps therefore
+append to a tail of TAIL_ROWS rows, which a kernel writes anew each time, and a full tail is copied
+into the buffer.
 
-Quantised entries pack a row into the integers, scales and biases of its groups, as MLX's affine
-quantisation makes them, in one run of 16-bit words; so all that holds, moves, saves and shares rows
-stays as it is.
+Quantised entries pack the integers, scales and biases of a row's groups (MLX's affine
+quantisation) into one run of 16-bit words, so the code that stores, moves and saves rows is shared.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ import mlx.core as mx
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
 from mlx_moeflux.errors import CacheError, InputError, UnsupportedError
 
-# Divides the rows by which buffers grow; a multiple of the keys that kernels take at once.
+# Divides the rows by which buffers grow; a multiple of the keys that kernels take in one pass.
 TAIL_ROWS = 64
 
 
 class Tail(NamedTuple):
-    """Rows start, start + 1, ... of a sequence: keys ``[B, Hkv, TAIL_ROWS, Dk]``, values likewise.
+    """Rows from start on of a sequence: keys ``[B, Hkv, TAIL_ROWS, Dk]``, values likewise.
 
     start: A multiple of TAIL_ROWS. Rows past the sequence's end hold garbage.
     """
@@ -39,13 +38,13 @@ class Tail(NamedTuple):
 
 
 def tail_start(columns: int) -> int:
-    """Where the tail of a sequence begins that appends its row `columns`."""
+    """Return the first row of the tail to which row `columns` is appended."""
     return columns // TAIL_ROWS * TAIL_ROWS
 
 
 def cut(keys: mx.array, values: mx.array, columns: int) -> Tail:
-    """The tail that appends row `columns`, from buffers ``[B, Hkv, capacity, D]`` that hold all
-    rows before it."""
+    """Return the tail for row `columns`, from buffers ``[B, Hkv, capacity, D]`` of all rows before
+    it."""
     start = tail_start(columns)
     rows = slice(start, start + TAIL_ROWS)
     return Tail(start, keys[:, :, rows], values[:, :, rows])
@@ -62,7 +61,7 @@ class AttentionCache(BaseCache):
     kind, fields, token_axis = "attention", ("keys", "values"), 2
     step = 256
     packs: ClassVar[bool] = False
-    """Whether rows are kept in another form than the model's."""
+    """True if rows are stored packed, not as the model gives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class AttentionCache(BaseCache):
 
     @property
     def keys(self) -> mx.array | None:
-        """The buffer of keys, with every row that was appended."""
+        """Return the buffer of keys, the tail's rows included."""
         self._flush()
         return self._keys
 
@@ -86,7 +85,7 @@ class AttentionCache(BaseCache):
 
     @property
     def values(self) -> mx.array | None:
-        """The buffer of values, with every row that was appended."""
+        """Return the buffer of values, the tail's rows included."""
         self._flush()
         return self._values
 
@@ -96,28 +95,27 @@ class AttentionCache(BaseCache):
 
     @property
     def capacity(self) -> int:
-        """Rows allocated for each sequence."""
+        """Return the rows allocated for each sequence."""
         return 0 if self._keys is None else self._keys.shape[2]
 
     @classmethod
     def rows_for(cls, columns: int) -> int:
-        """Rows that a cache of so many columns allocates: the buffers grow in steps."""
+        """Return the rows that `columns` columns allocate, a multiple of ``step``."""
         return -(-columns // cls.step) * cls.step
 
     # Appending and reading.
 
     def positions(self, T: int) -> int | mx.array:
-        """Positions where T new columns start, as ``mx.fast.rope`` takes its offset.
+        """Return the position of the next column, as ``mx.fast.rope`` takes its offset.
 
-        Padding columns get meaningless (perhaps negative) positions. Raises CacheError for
-        a call without columns.
+        Padding columns get meaningless (perhaps negative) positions. Raises CacheError if T < 1.
         """
         if T < 1:
             raise CacheError(f"A model call needs at least one token per sequence, not T = {T}.")
         return self.offset if self._padding else self.columns
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends T columns; returns views of all S columns.
+        """Append T columns and return views of all S columns.
 
         keys [B, Hkv, T, Dk], values [B, Hkv, T, Dv] -> [B, Hkv, S, Dk], [B, Hkv, S, Dv].
         """
@@ -138,50 +136,48 @@ class AttentionCache(BaseCache):
                 f"The cache holds {self.batch_size} sequences but {B} were given; use merge(), "
                 "extend() or filter() to change the batch."
             )
-        if self._tail is not None:
-            self._flush()
+        self._flush()
         if self._keys is None or columns + T > self._keys.shape[2]:
             self._reserve(keys, values)
         self._keys, self._values = (
             _written(self._keys, keys, columns),
             _written(self._values, values, columns),
         )
-        self.columns = columns + T
+        self.advance(T)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of the S columns written so far: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+        """Return views of all S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
         rows = (self.keys[:, :, : self.columns], self.values[:, :, : self.columns])
         return self.unpacked(rows[0]), self.unpacked(rows[1])
 
     @classmethod
     def packed(cls, rows: mx.array) -> mx.array:
-        """Rows of the model as they are kept."""
+        """Return rows of the model in their stored form."""
         return rows
 
     @classmethod
     def unpacked(cls, rows: mx.array) -> mx.array:
-        """The reverse of :meth:`packed`."""
+        """Return stored rows as the model gave them."""
         return rows
 
     def append(self, kernels: Any, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        """:meth:`update_and_fetch`, but returns what an attention operation takes: whole buffers
-        and which rows of them count."""
+        """Append T columns; return the arguments of an attention operation: whole buffers, the
+        number of rows in use and the first row of each sequence."""
         self._write(keys, values)
         keys, values, length = self.buffer()
         start = self.left_padding if self._padding else None
         return {"k": keys, "v": values, "length": length, "start": start}
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
-        """Whole buffers and the number of columns in use, for kernels that take a length."""
-        if self._tail is not None:
-            self._flush()
+        """Return whole buffers and the number of columns in use."""
+        self._flush()
         return self._keys, self._values, self.columns
 
     # Appending one row at a time.
 
     def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Buffers and tail (keys, values, tail keys, tail values) for a step of one column: rows
-        before ``tail_start(columns)`` are in the buffers, the others in the tail."""
+        """Return (keys, values, tail keys, tail values) for a step of one column: rows before
+        ``tail_start(columns)`` are in the buffers, the others in the tail."""
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self._flush()
             self._reserve(self._keys[:, :, :1], self._values[:, :, :1])
@@ -189,7 +185,7 @@ class AttentionCache(BaseCache):
         return self._keys, self._values, self._tail.keys, self._tail.values
 
     def end_step(self, keys: mx.array, values: mx.array) -> None:
-        """The tail that :meth:`begin_step` gave, with the new column's row."""
+        """Store the tail of :meth:`begin_step` with the new row and count its column."""
         self._tail = Tail(self._tail.start, keys, values)
         self.advance(1)
 
@@ -207,8 +203,8 @@ class AttentionCache(BaseCache):
             )
 
     def windowed(self, T: int, window: int) -> dict[str, Any]:
-        """What an attention operation takes besides, before T columns are appended, if a token
-        sees only `window` of them, itself included."""
+        """Return the extra arguments of an attention operation whose tokens see only the last
+        `window` tokens, themselves included; call it before T columns are appended."""
         if self.columns + T <= window:
             return {}
         return {"mask": self.make_mask(T, window_size=window), "start": None}
@@ -218,7 +214,7 @@ class AttentionCache(BaseCache):
         if needed <= self.capacity:
             return
         rows = self.rows_for(needed)
-        # Both at once: an interrupt between the two would leave buffers of different capacity.
+        # One assignment: an interrupt between two would leave buffers of different capacity.
         self.keys, self.values = (
             _resized(self.keys, keys, rows, self.columns),
             _resized(self.values, values, rows, self.columns),
@@ -227,11 +223,11 @@ class AttentionCache(BaseCache):
     def make_mask(
         self, T: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Who sees whom when T columns are about to be appended.
+        """Return the attention mask of the next T columns.
 
-        None (all visible), ``"causal"``, or bool [B or 1, 1, T, S] with S = columns + T, True
-        where visible. Tokens never see padding. A left-padding column sees itself and
-        nothing else, so that its softmax stays finite; its result means nothing.
+        It is None (all visible), ``"causal"``, or bool [B or 1, 1, T, S] with S = columns + T,
+        True where visible. Tokens never see padding. A left-padding column sees itself alone, so
+        that its softmax stays finite; its result means nothing.
         """
         S = self.columns + T
         padded = self._padding is not None and any(self._padding)
@@ -251,11 +247,11 @@ class AttentionCache(BaseCache):
     # Going back.
 
     def is_trimmable(self) -> bool:
-        """True: forgetting the last columns is exact."""
+        """Return True: dropping the last columns is exact."""
         return True
 
     def trim(self, n: int) -> int:
-        """Forgets the last n tokens of every sequence (at most the shortest); how many it did."""
+        """Drop the last n tokens of every sequence, at most the shortest's; return how many."""
         self._require_final("trim()")
         if n < 0:
             raise CacheError(f"trim() needs a number of tokens >= 0, not {n}.")
@@ -268,21 +264,22 @@ class AttentionCache(BaseCache):
             if mark.columns > columns:
                 mark.spent = True
         if self._tail is not None and columns < self._tail.start:
-            self._tail = None  # all that is left is in the buffers
+            self._tail = None  # the remaining rows are in the buffers
         self.columns = columns
 
     def mark(self) -> Mark:
-        """This moment, for ``rollback``; holds no arrays, so appending stays in place."""
+        """Return a mark for ``rollback``. It holds no arrays, so appending stays in place."""
         fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self._keys is None}
         mark = Mark(self.columns, fields)
         self._marks.add(mark)
         return mark
 
     def rollback(self, mark: Mark) -> None:
-        """Back to the moment of ``mark``, also across a growth step.
+        """Return to the moment of ``mark``, also across a growth step.
 
-        Raises CacheError when rows before the mark were moved or rewritten since (trim,
-        merge, extend, filter or finalize).
+        Raises:
+            CacheError: Rows before the mark were moved or rewritten since (trim, merge, extend,
+                filter or finalize).
         """
         if mark.spent:
             raise CacheError(
@@ -306,10 +303,10 @@ class AttentionCache(BaseCache):
 
     @property
     def to_quantized(self) -> None:
-        """Refuses what mlx-lm's generators would do with ``kv_bits``.
+        """Refuse mlx-lm's ``kv_bits``.
 
-        They look for this name before the first token and call it thousands of tokens later: a
-        property refuses at once.
+        mlx-lm looks this name up before the first token but calls it only after many; a property
+        raises at the look-up.
         """
         raise UnsupportedError(
             "Keys and values are quantised from the first token on or never; give kv_bits to "
@@ -317,17 +314,6 @@ class AttentionCache(BaseCache):
         )
 
     # Batches.
-
-    @classmethod
-    def merge(cls, caches: Sequence[AttentionCache]) -> AttentionCache:
-        """One entry for all sequences of ``caches``, which stay as they are."""
-        merged = cls()
-        merged._join(list(caches))
-        return merged
-
-    def extend(self, other: AttentionCache) -> None:
-        """Appends the sequences of ``other`` to the batch."""
-        self._join([copy.copy(self), other])
 
     def _join(self, parts: list[AttentionCache]) -> None:
         self._rearranged()
@@ -338,7 +324,7 @@ class AttentionCache(BaseCache):
         self.values = _aligned([part.values for part in parts], sizes, self.columns, rows)
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keeps only these sequences, in this order, and drops columns that pad them all."""
+        """Keep only these sequences, in this order, and drop columns that pad all of them."""
         keep = as_ints(batch_indices, "batch_indices")
         self._rearranged()
         self._flush()  # while the counts are those of the rows
@@ -358,7 +344,7 @@ class AttentionCache(BaseCache):
             )
 
     def extract(self, i: int) -> AttentionCache:
-        """An entry of its own for sequence i, with a copy of its rows."""
+        """Return an entry for sequence i alone, with a copy of its rows."""
         self._require_final("extract()")
         single = type(self)()
         first = 0 if self._padding is None else min(self._padding[i], self.columns)
@@ -384,7 +370,7 @@ class AttentionCache(BaseCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys, values, columns, left padding, ends): what saving and ``mx.eval`` need."""
+        """Return (keys, values, columns, left padding, ends), for saving and ``mx.eval``."""
         return self.keys, self.values, self.columns, *self._padding_state()
 
     @state.setter
@@ -403,23 +389,23 @@ KVCache = AttentionCache
 
 
 class LatentCache(AttentionCache):
-    """What latent attention remembers: ``keys`` are the latents [B, 1, capacity, R] and
-    ``values`` the rotary keys [B, 1, capacity, Dr] that all heads share."""
+    """Cache of latent attention: ``keys`` are the latents [B, 1, capacity, R] and ``values`` the
+    rotary keys [B, 1, capacity, Dr] that all heads share."""
 
     kind = "latent"
 
 
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
-    """``buffer`` [B, H, capacity, D] with ``rows`` [B, H, T, D] at row ``start``."""
-    # A second handle: assigning through the caller's would change arrays that others hold,
-    # and the old handle is dropped by the caller, which lets MLX write in place.
+    """Return ``buffer`` [B, H, capacity, D] with ``rows`` [B, H, T, D] written at ``start``."""
+    # Assigning through the caller's handle would change arrays that others hold. The caller drops
+    # its handle, so MLX can write in place.
     buffer = copy.copy(buffer)
     buffer[:, :, start : start + rows.shape[2]] = rows
     return buffer
 
 
 def _resized(buffer: mx.array | None, like: mx.array, rows: int, used: int) -> mx.array:
-    """A buffer of ``rows`` rows that starts with the first ``used`` rows of ``buffer``."""
+    """Return a buffer of ``rows`` rows that begins with the first ``used`` of ``buffer``."""
     B, H, _, D = like.shape
     if buffer is None or used == 0:
         return mx.zeros((B, H, rows, D), like.dtype)
@@ -430,7 +416,7 @@ def _resized(buffer: mx.array | None, like: mx.array, rows: int, used: int) -> m
 def _aligned(
     buffers: list[mx.array | None], sizes: list[tuple[int, int]], columns: int, rows: int
 ) -> mx.array | None:
-    """Buffers of several batches as one [sum of B, H, rows, D] whose columns end together.
+    """Concatenate batches to [sum of B, H, rows, D] so that their last columns align.
 
     ``sizes``: columns in use and B of each; ``columns``: columns in use of the result.
     """
@@ -456,7 +442,7 @@ WORD = 16
 def quantized(
     kind: type[AttentionCache], *, bits: int, group_size: int, dtype: mx.Dtype
 ) -> type[AttentionCache]:
-    """The class of entries like `kind` whose rows are quantised; dtype: of what they return."""
+    """Return a subclass of `kind` with quantised rows, which it returns in `dtype`."""
     per_group = group_size * bits // WORD + 2 * dtype.size * 8 // WORD
 
     class Quantized(kind):
@@ -464,7 +450,7 @@ def quantized(
 
         @classmethod
         def packed(cls, rows: mx.array) -> mx.array:
-            """rows [..., D] -> uint16 [..., W]."""
+            """Quantise rows [..., D] to uint16 [..., W]."""
             if rows.shape[-1] % group_size:
                 raise InputError(
                     f"rows of {rows.shape[-1]} numbers have no groups of {group_size}; give a "
@@ -475,7 +461,7 @@ def quantized(
 
         @classmethod
         def unpacked(cls, rows: mx.array) -> mx.array:
-            """uint16 [..., W] -> [..., D] in the compute dtype."""
+            """Dequantise uint16 [..., W] to [..., D] in the compute dtype."""
             groups = rows.shape[-1] // per_group
             integers = groups * group_size * bits // WORD
             scales = (rows.shape[-1] - integers) // 2
@@ -489,7 +475,7 @@ def quantized(
             )
 
         def buffer(self) -> tuple[mx.array, mx.array, int]:
-            """See :meth:`AttentionCache.buffer`; copies of the columns in use."""
+            """Return dequantised copies of the columns in use, and their number."""
             return *self.keys_and_values(), self.columns
 
     Quantized.kind = f"{kind.kind}, {bits} bits in groups of {group_size}"

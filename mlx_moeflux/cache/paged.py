@@ -1,9 +1,9 @@
 """Keys and values of a batch in blocks of one pool: nothing is copied when sequences join or leave.
 
-The same block numbers hold a sequence's rows in every layer. Block 0 belongs to nobody: padding
-reads it. A call gathers each sequence's rows so that all end at the last column, as
-:class:`~mlx_moeflux.cache.kv.AttentionCache` has them: the same arrays, the same bits. A
-traced step gathers nothing: its attention reads the blocks through their table.
+A sequence has the same block numbers in every layer. Block 0 has no owner; padding reads it. A call
+gathers each sequence's rows so that all end at the last column, which gives the arrays, and the
+bits, of :class:`~mlx_moeflux.cache.kv.AttentionCache`. A traced step gathers nothing: its attention
+kernel reads the blocks through their table.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BLOCK_TOKENS = 16
 
 
 class KVPool:
-    """Who has which blocks, for all attention layers of a model together.
+    """Block tables of all sequences, shared by the attention layers of a model.
 
-    nbytes: Of all layers' blocks. block: Tokens of one.
+    nbytes: Bytes of all layers' blocks. block: Tokens of a block.
 
     Raises:
-        InputError: Not one block fits.
+        InputError: The bytes have no room for one block.
     """
 
     def __init__(self, spec: StateSpec, nbytes: int, *, block: int = BLOCK_TOKENS):
@@ -48,24 +48,24 @@ class KVPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody has."""
+        """Return the number of free blocks."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that a sequence of so many tokens takes."""
+        """Return the blocks that a sequence of `tokens` tokens takes."""
         return -(-tokens // self.block) if self.block_bytes else 0
 
     def admit(self, lengths: Sequence[int]) -> None:
-        """Give new sequences, of so many tokens, their blocks.
+        """Add sequences of these lengths and allocate their blocks.
 
         Raises:
-            CacheError: There are not enough; nothing was given.
+            CacheError: Too few blocks are free; nothing was allocated.
         """
         self._take([0] * len(self.tables) + [self.blocks_for(n) for n in lengths])
         self._index = self._table = None
 
     def release(self, keep: Sequence[int]) -> None:
-        """Take the blocks of all sequences but these back."""
+        """Remove all sequences but these and free their blocks."""
         kept = set(keep)
         for i, table in enumerate(self.tables):
             if i not in kept:
@@ -74,10 +74,10 @@ class KVPool:
         self._index = self._table = None
 
     def reserve(self, lengths: Sequence[int]) -> None:
-        """Take the blocks that sequences of these lengths lack.
+        """Allocate the blocks that sequences of these lengths lack.
 
         Raises:
-            CacheError: There are not enough.
+            CacheError: Too few blocks are free.
         """
         counts = [self.blocks_for(n) - len(t) for n, t in zip(lengths, self.tables, strict=True)]
         if max(counts, default=0) > 0:
@@ -85,7 +85,7 @@ class KVPool:
             self._table = None
 
     def table(self, pages: int) -> mx.array:
-        """The first blocks of each sequence: int32 [B, pages], 0 where it has none."""
+        """Return the first blocks of each sequence, int32 [B, pages], 0 where it has none."""
         if self._table is None or self._table[0] != pages:
             found = np.zeros((len(self.tables), pages), np.int32)
             for row, blocks in zip(found, self.tables, strict=True):
@@ -94,11 +94,13 @@ class KVPool:
         return self._table[1]
 
     def rows(self, lengths: Sequence[int]) -> mx.array:
-        """Where the sequences' tokens are, once they have these lengths: int32 [B, S], each
-        sequence's last token in the last column, 0 for padding. Takes the blocks that are missing.
+        """Return the pool rows of sequences of these lengths, int32 [B, S].
+
+        The last token of each sequence is in the last column; padding is 0. Missing blocks are
+        allocated.
 
         Raises:
-            CacheError: There are not enough.
+            CacheError: Too few blocks are free.
         """
         lengths = list(lengths)
         self.reserve(lengths)
@@ -115,7 +117,7 @@ class KVPool:
         return self._index[1]
 
     def last_rows(self, lengths: Sequence[int], last: int) -> mx.array:
-        """The `last` columns of :meth:`rows`, of sequences that have their blocks."""
+        """Return the `last` columns of :meth:`rows`, without allocating blocks."""
         found = np.zeros((len(lengths), last), np.int32)
         for row, n, table in zip(found, lengths, self.tables, strict=True):
             position = np.arange(max(n - last, 0), n)
@@ -124,10 +126,10 @@ class KVPool:
         return mx.array(found)
 
     def _take(self, counts: Sequence[int]) -> None:
-        wanted = sum(max(count, 0) for count in counts)
-        if wanted > len(self._free):
+        needed = sum(max(count, 0) for count in counts)
+        if needed > len(self._free):
             raise CacheError(
-                f"The KV pool is full: {wanted} blocks of {self.block} tokens are needed, "
+                f"The KV pool is full: {needed} blocks of {self.block} tokens are needed, "
                 f"{len(self._free)} of {self.blocks} are free and {len(self.tables)} sequences "
                 "hold the others; let one end, or give the pool more bytes."
             )
@@ -139,7 +141,7 @@ class KVPool:
 class PagedCache(AttentionCache):
     """One layer's keys and values in a pool: ``keys`` [R, Hkv, Dk] and ``values`` [R, Hkv, Dv].
 
-    spec, kind: Of the entries that join, see :class:`AttentionCache`; ``extract`` makes such.
+    spec, kind: Arrays and class of the entries that join and that ``extract`` returns.
     windowed: Tokens see only a window of the others.
     """
 
@@ -162,12 +164,12 @@ class PagedCache(AttentionCache):
 
     @property
     def capacity(self) -> int:
-        """Rows of the pool."""
+        """Return the rows of the pool."""
         return self.keys.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that sequences have."""
+        """Return the bytes of all allocated blocks."""
         row = (self.keys.nbytes + self.values.nbytes) // self.capacity
         return row * self._pool.block * sum(map(len, self._pool.tables))
 
@@ -179,14 +181,16 @@ class PagedCache(AttentionCache):
         self.advance(T)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+        """Return copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
         index = self._pool.rows(self.seen())
         rows = (array[index].swapaxes(1, 2) for array in (self.keys, self.values))
         return tuple(map(self._kind.unpacked, rows))
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
-        """See :meth:`AttentionCache.buffer`; the buffers are this call's copies, as long as those
-        of contiguous entries: how attention shares its keys out depends on that."""
+        """Return copies as long as the buffers of contiguous entries, and the columns in use.
+
+        Attention kernels choose how to split the keys by the length of the buffer.
+        """
         if self._kind.buffer is not AttentionCache.buffer:
             return *self.keys_and_values(), self.columns
         index = self._pool.rows(self.seen())
@@ -197,13 +201,13 @@ class PagedCache(AttentionCache):
 
     @property
     def takes_steps(self) -> bool:
-        """See :attr:`BaseCache.takes_steps`."""
+        """Return True if the paged attention kernel can read the blocks."""
         return (
             self._kind is AttentionCache and not self._windowed and self._pool.block == BLOCK_TOKENS
         )
 
     def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-        """Pools and tail (see :meth:`AttentionCache.begin_step`), and the table of blocks."""
+        """Return pools and tail, see :meth:`AttentionCache.begin_step`, and the block table."""
         self._pool.reserve([n + 1 for n in self.seen()])
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self._flush()
@@ -230,11 +234,11 @@ class PagedCache(AttentionCache):
             )
 
     def settle(self) -> None:
-        """Have every row in its block: before the pool admits others."""
+        """Write the tail into the blocks; call it before the pool admits sequences."""
         self._flush()
 
     def extend(self, other: AttentionCache) -> None:
-        """Takes in the sequences of a contiguous entry, which the pool has admitted before."""
+        """Append the sequences of a contiguous entry, which the pool has admitted before."""
         self._join_counts([copy.copy(self), other] if self._padding else [other])
         if other.keys is None:
             return
@@ -249,12 +253,12 @@ class PagedCache(AttentionCache):
             )
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keeps only these sequences; the pool is told apart."""
+        """Keep only these sequences; the caller releases the others' blocks."""
         self._flush()  # while the counts are those of the blocks
         self._keep(as_ints(batch_indices, "batch_indices"))
 
     def extract(self, i: int) -> AttentionCache:
-        """A contiguous entry for sequence i."""
+        """Return a contiguous entry for sequence i."""
         single = self._kind()
         single.columns = n = self.seen()[i]
         if n:
@@ -266,7 +270,7 @@ class PagedCache(AttentionCache):
         return single
 
     def _scatter(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
-        """rows [B, T]; keys, values [B, Hkv, T, D]."""
+        """Write keys and values [B, Hkv, T, D] at rows [B, T]."""
         rows = rows.reshape(-1)
         self.keys, self.values = (
             _scattered(pool, rows, new) for pool, new in ((self.keys, keys), (self.values, values))
@@ -274,10 +278,10 @@ class PagedCache(AttentionCache):
 
 
 def _scattered(pool: mx.array, rows: mx.array, new: mx.array) -> mx.array:
-    """`pool` [R, H, D] with `new` [B, H, T, D] at `rows` [B * T]."""
+    """Return `pool` [R, H, D] with `new` [B, H, T, D] written at `rows` [B * T]."""
     _, H, _, D = new.shape
     # A second handle lets MLX write in place, as in AttentionCache. Padding of a joining sequence
-    # goes to row 0, which nobody reads as a token.
+    # goes to row 0, which is never read as a token.
     pool = copy.copy(pool)
     pool[rows] = new.swapaxes(1, 2).reshape(-1, H, D).astype(pool.dtype)
     return pool

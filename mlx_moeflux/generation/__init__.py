@@ -1,1 +1,1 @@
-"""From a prompt to text: prefill, decode, sampling, batches."""
+"""Generation: prefill, decode, sampling, batches, text."""

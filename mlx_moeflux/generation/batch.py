@@ -1,4 +1,4 @@
-"""Continuous batching: prompts join a running batch between steps and leave it when they end."""
+"""Continuous batching: prompts join a running batch between steps, replies leave at their end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mlx_moeflux.kernels.runtime import failures
 
 
 class Batch:
-    """Sequences that take every step together, under names of the caller's.
+    """Sequences that take every step together, under the caller's names. Not thread-safe.
 
     ``names``: In the order of the rows of :meth:`step`. kv_pool_bytes: Keep keys and values in
-    blocks of a pool of this size, so that nothing is copied when sequences join or leave; None:
-    each layer has one buffer as long as the longest sequence.
+    blocks of a pool of this size, so that nothing is copied when sequences join or leave; None
+    gives each layer one buffer as long as the longest sequence.
 
     Raises:
-        InputError: The pool has not room for a block.
+        InputError: The pool has no room for one block.
     """
 
     def __init__(self, model: Any, *, kv_pool_bytes: int | None = None):
@@ -54,15 +54,16 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states, with their padding and reserve."""
+        """Return the bytes of all states, padding and reserve included."""
         return sum(entry.nbytes for entry in self._entries)
 
     def join(self, names: Sequence[Hashable], state: Sequence[Any]) -> None:
-        """Take in the sequences of a state (of one sequence, or merged of several), which must
-        not be used any more.
+        """Append the sequences of a state, of one sequence or merged of several.
+
+        The caller must not use the state afterwards.
 
         Raises:
-            InputError: A name is taken, or there are not as many as sequences.
+            InputError: A name is taken, or names and sequences differ in number.
             CacheError: The pool is full.
         """
         names = list(names)
@@ -85,7 +86,7 @@ class Batch:
         self.names += names
 
     def leave(self, names: Iterable[Hashable]) -> None:
-        """Let these sequences go, and what they held."""
+        """Remove these sequences and free their memory."""
         gone = set(names)
         keep = [i for i, name in enumerate(self.names) if name not in gone]
         if len(keep) == len(self.names):
@@ -100,10 +101,10 @@ class Batch:
             self._entries = []
 
     def state(self, name: Hashable) -> SequenceState:
-        """A copy of one sequence's state.
+        """Return a copy of one sequence's state.
 
         Raises:
-            InputError: It is not in the batch.
+            InputError: The sequence is not in the batch.
         """
         if name not in self.names:
             raise InputError(f"sequence {name} is not in the batch; there are {self.names}.")
@@ -111,12 +112,13 @@ class Batch:
         return self.model.new_state(entry.extract(i) for entry in self._entries)
 
     def step(self, tokens: mx.array) -> mx.array:
-        """One token for each sequence, ``[B]`` in the order of `names` -> logits ``[B, V]``, lazy.
+        """Append one token to each sequence, ``[B]`` in the order of `names`; return lazy logits
+        ``[B, V]``.
 
-        A call that raises leaves all states as they were.
+        A call that raises changes no state.
 
         Raises:
-            InputError: The tokens are not one for each sequence. CacheError: The pool is full.
+            InputError: There is not one token per sequence. CacheError: The pool is full.
         """
         if tokens.shape != (len(self.names),):
             raise InputError(
@@ -126,27 +128,27 @@ class Batch:
         return self.model(tokens[:, None], cache=self._entries, last_only=True)[:, -1]
 
     def evaluate(self, *arrays: mx.array) -> None:
-        """Compute what :meth:`step` returned, and the states behind it."""
+        """Evaluate the results of :meth:`step` and the states."""
         mx.eval(arrays, [entry.state for entry in self._entries])
         self.model.start_eval()
 
     def transaction(self):
-        """A block that leaves all states as they were if it raises."""
+        """Return a context that rolls all states back if its block raises."""
         return transaction(self._entries)
 
 
 def merged(states: Sequence[Sequence[Any]]) -> list[Any]:
-    """One state for the sequences of several, which stay as they are."""
+    """Return one state for the sequences of several, which do not change."""
     return [type(row[0]).merge(list(row)) for row in zip(*states, strict=True)]
 
 
 @dataclass
 class Request:
-    """A prompt, its reply so far, and what it was asked with.
+    """A prompt, its options, and its reply so far.
 
-    limit: Tokens of the reply. state: Where it goes on from, until it is read. tokens: Of its
-    state at the end, at most. fresh: The prompt begins the sequence. resumed: What a prompt cache
-    knows of it.
+    limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
+    tokens: Most tokens of the state at the end. fresh: True if the prompt begins the sequence.
+    resumed: The beginning that a prompt cache supplies.
     """
 
     uid: int
@@ -162,22 +164,21 @@ class Request:
 
     @property
     def known(self) -> int:
-        """First tokens of the prompt that need not be read."""
+        """Return the number of first tokens that a prompt cache supplies."""
         return 0 if self.resumed is None else self.resumed.position
 
     def resume(self, model: Any, cache: PromptCache | None) -> None:
-        """Begin with what `cache` knows."""
+        """Begin with the longest prefix in `cache`."""
         if cache is not None and self.fresh:
             self.resumed = cache.resume(model, self.prompt)
             self.state = self.resumed.state
 
 
-def begin(model: Any, sequences: list[Request], cache: PromptCache | None = None) -> Prefill:
-    """Read prompts together, in the way that suits the device. cache: Learns them.
+def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None = None) -> Prefill:
+    """Return the prefill of several prompts: padded on a GPU, unpadded on a CPU.
 
-    On an H100, milliseconds for eight prompts of a 35B model: of 64 tokens 78 padded, 195 without
-    padding and 375 one by one; of 512 tokens 133, 205 and 449; of 16 to 1,000 tokens 185, 185
-    and 462. On a CPU launches cost nothing, and padding as much as any token.
+    On a GPU padding costs less than a launch per prompt; on a CPU it costs as much as tokens.
+    cache: Stores the prompts' states.
     """
     padded = (
         len(sequences) > 1
@@ -188,8 +189,9 @@ def begin(model: Any, sequences: list[Request], cache: PromptCache | None = None
 
 
 class Prefill:
-    """Prompts that are read together: every expert once for all, the rest prompt by prompt, so
-    that none is padded, and each gets the bits that it gets alone.
+    """Prefill of several prompts without padding, with the bits that each prompt gets alone.
+
+    Experts are read once for all prompts; mixers take the prompts one by one.
     """
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
@@ -206,16 +208,18 @@ class Prefill:
 
     @property
     def entries(self) -> list[Any]:
-        """One state of all sequences."""
+        """Return one merged state of all sequences."""
         return merged([sequence.state for sequence in self.sequences])
 
     def drop(self, uids: set[int]) -> None:
-        """Go on without these sequences."""
+        """Remove these sequences."""
         self.sequences = [s for s in self.sequences if s.uid not in uids]
 
     def advance(self, size: int) -> mx.array | None:
-        """Read at most `size` tokens of each prompt; the logits behind all of them ``[B, V]``, or
-        None while there is more to read."""
+        """Read at most `size` tokens of each prompt.
+
+        Return the logits after all prompts ``[B, V]``, or None while tokens are unread.
+        """
         unread = self._unread()
         if unread:
             parts = [s.prompt[self._done[s.uid] :][:size] for s in unread]
@@ -228,7 +232,7 @@ class Prefill:
         return mx.stack([self._logits[s.uid] for s in self.sequences])
 
     def keep(self) -> None:
-        """Tell the prompt cache what was read; call it once the logits are there."""
+        """Store the states in the prompt cache; call it after :meth:`advance` returned logits."""
         for sequence in self.sequences if self._cache is not None else ():
             if sequence.fresh:
                 uid, prompt, state = sequence.uid, sequence.prompt, sequence.state
@@ -253,8 +257,11 @@ class Prefill:
 
 
 class PaddedPrefill(Prefill):
-    """Prompts that are read as one batch, right-padded to the longest. Their last tokens take a
-    step of their own, at which all end alike; only the states at their ends are kept."""
+    """Prefill of several prompts as one batch, right-padded to the longest.
+
+    The last tokens take a step of their own, so that all prompts end at the same column. Only the
+    states at the ends go to the prompt cache.
+    """
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
         super().__init__(model, sequences, cache)
@@ -272,18 +279,18 @@ class PaddedPrefill(Prefill):
 
     @property
     def entries(self) -> list[Any]:
-        """See :attr:`Prefill.entries`."""
+        """Return the merged state, see :attr:`Prefill.entries`."""
         return self._merged
 
     def drop(self, uids: set[int]) -> None:
-        """See :meth:`Prefill.drop`; what was read of the others is read again."""
+        """Remove these sequences and read the others again from the start."""
         before = len(self.sequences)
         super().drop(uids)
         if self.sequences and len(self.sequences) < before:
             self._begin()
 
     def advance(self, size: int) -> mx.array | None:
-        """See :meth:`Prefill.advance`."""
+        """Read at most `size` columns, see :meth:`Prefill.advance`."""
         width = self._rows.shape[1]
         if self._read_columns < width:
             part = self._rows[:, self._read_columns : self._read_columns + size]
@@ -298,7 +305,7 @@ class PaddedPrefill(Prefill):
         return self._ends
 
     def keep(self) -> None:
-        """See :meth:`Prefill.keep`."""
+        """Store the states at the ends, see :meth:`Prefill.keep`."""
         for i, sequence in enumerate(self.sequences if self._cache is not None else ()):
             if sequence.fresh:
                 state = [entry.extract(i) for entry in self._merged]
@@ -315,8 +322,11 @@ class PaddedPrefill(Prefill):
 def sampled(
     logits: mx.array, sequences: list[Request], *, pending: Sequence[mx.array] = ()
 ) -> tuple[mx.array, mx.array]:
-    """logits ``[B, V]`` -> tokens ``[B]`` and logprobs ``[B, V]`` float32, each row by its own
-    sequence's processors and sampler. pending: ``[B]`` tokens that are not in the replies yet."""
+    """Sample tokens ``[B]`` and logprobs ``[B, V]`` float32 from logits ``[B, V]``.
+
+    Each row takes its own sequence's processors and sampler. pending: Arrays ``[B]`` of tokens that
+    are not in the replies yet.
+    """
     if any(sequence.processors for sequence in sequences):
         rows = []
         for i, sequence in enumerate(sequences):
@@ -342,8 +352,8 @@ def sampled(
 class BatchReply:
     """One token of one sequence.
 
-    logprobs: ``[V]``. finish_reason: "stop" (this is the token that ended it), "length", or None
-    before the last. prompt_cache: The state behind this token, on the last if states are kept.
+    logprobs: ``[V]``. finish_reason: "stop" (this token ended the reply), "length", or None before
+    the last. prompt_cache: The state after this token, on the last if states are kept.
     """
 
     uid: int
@@ -354,18 +364,19 @@ class BatchReply:
 
 
 class BatchGenerator:
-    """Replies to many prompts at once, token by token.
+    """Generator of replies to many prompts, one token of each per :meth:`next`.
 
-    max_tokens: Of a reply, where :meth:`insert` says no other. stop_ids: End every reply.
-    sampler, logits_processors: mlx-lm's callables, for sequences without their own.
-    completion_batch_size: Sequences in a step at most. prefill_batch_size: Prompts read together
-    at most: each expert is then read once for all of them. prefill_step_size: Tokens of a prompt
-    between two steps of the others. keep_states: Replies end with their states. kv_pool_bytes: See
-    :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for
-    their whole reply. prompt_cache: Knows beginnings of prompts and learns these.
+    max_tokens: Default limit of a reply. stop_ids: Ids that end every reply. sampler,
+    logits_processors: mlx-lm's callables, for sequences without their own. completion_batch_size:
+    Most sequences in a step. prefill_batch_size: Most prompts read together; each expert is then
+    read once for all of them. prefill_step_size: Tokens of a prompt between two steps of the
+    others. keep_states: Return the state of each reply. kv_pool_bytes: See
+    :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for their
+    whole reply. prompt_cache: Supplies known beginnings of prompts and stores these.
 
-    A reply is that of a call with its prompt alone, but for the rounding of larger matrix
-    products. Between two calls of :meth:`next` sequences may be inserted and removed.
+    A reply equals that of its prompt alone, but for the rounding of larger matrix products. One
+    thread at a time may call its methods; sequences are inserted and removed between calls of
+    :meth:`next`.
     """
 
     def __init__(
@@ -395,7 +406,7 @@ class BatchGenerator:
         self.prompt_cache = prompt_cache
         self._stops = set(check_ids("stop_ids", stop_ids))
         self._sampler, self._processors = sampler or make_sampler(), list(logits_processors)
-        # One step ahead hides the host's work behind a GPU's; states that are kept hold the last
+        # One step ahead hides the host's work behind a GPU's. A returned state contains the last
         # token, which must go through the model before its sequence leaves.
         self._ahead = keep_states or mx.default_device() != mx.cpu
         self._waiting: deque[Request] = deque()
@@ -405,7 +416,7 @@ class BatchGenerator:
         self._tokens: mx.array | None = None
         self._logprobs: mx.array | None = None
         self._uids = self._steps = 0
-        self._fresh = False  # tokens were not told of yet
+        self._unreported = False
         self._closed = False
 
     def insert(
@@ -416,8 +427,9 @@ class BatchGenerator:
         samplers: Sequence[Sampler | None] | None = None,
         logits_processors: Sequence[Sequence[LogitsProcessor] | None] | None = None,
     ) -> list[int]:
-        """Queue prompts of ids; their uids. caches: States to go on from, which stay as they are,
-        or None for an empty one.
+        """Queue prompts of ids and return their uids.
+
+        caches: States to continue from, which do not change, or None for an empty one.
 
         Raises:
             InputError: A prompt is empty, an id is out of range, or lists differ in length.
@@ -444,19 +456,20 @@ class BatchGenerator:
         return [sequence.uid for sequence in new]
 
     def next(self) -> list[BatchReply]:
-        """The next token of every sequence that is being replied to, after reading at most one
-        step's worth of waiting prompts; more only while there is nothing else to do. Empty when
-        all is done.
+        """Return the next token of every running sequence, or an empty list if none is left.
 
-        After an error or interrupt the next call goes on as if this one had not been.
+        The call first reads one step of the waiting prompts, or more if no sequence is running.
+        After an error or interrupt the next call repeats this one.
         """
         self._check_open()
         with self.model.lock, failures.reported():
             return self._next()
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
-        """Forget sequences, wherever they are; their states by uid if asked for (of those that
-        are being replied to)."""
+        """Remove waiting, prefilling and running sequences.
+
+        Return the states of the running ones by uid if `return_prompt_caches`.
+        """
         uids = set(uids)
         states = {}
         with self.model.lock:
@@ -479,8 +492,8 @@ class BatchGenerator:
         self._batch.leave(list(self._batch.names))
 
     def warm_up(self, prompt_tokens: int = 32) -> None:
-        """Run a prompt and steps of every batch size that is a power of two, so that kernels are
-        compiled and buffers made before the first request."""
+        """Run prompts in every batch size that is a power of two, to compile kernels and allocate
+        buffers before the first request."""
         self._check_open()
         size, prompt = 1, [0] * prompt_tokens
         while size <= self.completion_batch_size:
@@ -498,13 +511,13 @@ class BatchGenerator:
             size *= 2
 
     def __len__(self) -> int:
-        """Sequences that are not done."""
+        """Return the number of unfinished sequences."""
         reading = 0 if self._prefill is None else len(self._prefill.sequences)
         return len(self._waiting) + reading + len(self._sequences)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states of all sequences that are being replied to."""
+        """Return the bytes of the states of all running sequences."""
         return self._batch.nbytes
 
     def __enter__(self) -> BatchGenerator:
@@ -545,9 +558,9 @@ class BatchGenerator:
         return Request(self._uids + i, ids, limit, state, sampler, processors, total, fresh=fresh)
 
     def _next(self) -> list[BatchReply]:
-        if not self._ahead and len(self._batch) and not self._fresh:
-            self._tokens, self._logprobs, _ = self._fed()
-            self._fresh = True
+        if not self._ahead and len(self._batch) and not self._unreported:
+            self._tokens, self._logprobs, _ = self._advance()
+            self._unreported = True
         self._read_prompts()
         while not len(self._batch):
             if self._prefill is None:
@@ -555,9 +568,9 @@ class BatchGenerator:
             self._read_prompts()
         logprobs, names = self._logprobs, list(self._batch.names)
         if self._ahead:
-            self._tokens, self._logprobs, tokens = self._fed()
+            self._tokens, self._logprobs, tokens = self._advance()
         else:
-            tokens, self._fresh = self._tokens.tolist(), False
+            tokens, self._unreported = self._tokens.tolist(), False
         replies = [
             self._reply(uid, token, logprobs[i])
             for i, (uid, token) in enumerate(zip(names, tokens, strict=True))
@@ -592,9 +605,11 @@ class BatchGenerator:
             rows = mx.array(keep)
             self._tokens, self._logprobs = self._tokens[rows], self._logprobs[rows]
 
-    def _fed(self) -> tuple[mx.array, mx.array, list[int]]:
-        """The newest token of every sequence goes through the model: the tokens and logprobs that
-        follow, and what went in."""
+    def _advance(self) -> tuple[mx.array, mx.array, list[int]]:
+        """Run the model on every sequence's newest token.
+
+        Return the next tokens and logprobs, and the tokens that went in.
+        """
         sequences = [self._sequences[uid] for uid in self._batch.names]
         pending = [self._tokens] if self._ahead else []
         with self._batch.transaction():
@@ -605,21 +620,21 @@ class BatchGenerator:
                 self.model.start_eval()
             else:
                 self._batch.evaluate(tokens, logprobs)
-            # Awaited here: an interrupt must find the states as they were.
+            # tolist() waits inside the transaction, which an interrupt rolls back.
             return tokens, logprobs, self._tokens.tolist()
 
     def _read_prompts(self) -> None:
-        """Begin to read waiting prompts if there is room, and read one step's worth."""
+        """Admit waiting prompts if there is room, and read one step of them."""
         if self._prefill is None:
             room = min(self.prefill_batch_size, self.completion_batch_size - len(self._batch))
             first = self._admitted(room)
             if not first:
                 return
-            self._prefill = begin(self.model, first, self.prompt_cache)
-        done = self._prefill.advance(self.prefill_step_size)
-        if done is None:
+            self._prefill = make_prefill(self.model, first, self.prompt_cache)
+        logits = self._prefill.advance(self.prefill_step_size)
+        if logits is None:
             return
-        sequences, logits = self._prefill.sequences, done
+        sequences = self._prefill.sequences
         self._prefill.keep()
         tokens, logprobs = sampled(logits, sequences)
         mx.eval(tokens, logprobs)
@@ -631,10 +646,10 @@ class BatchGenerator:
         )
         for sequence in sequences:
             sequence.state = sequence.resumed = None
-        self._prefill, self._fresh = None, True
+        self._prefill, self._unreported = None, True
 
     def _admitted(self, room: int) -> list[Request]:
-        """The next prompts, at most `room`, whose whole replies the pool has blocks for."""
+        """Return at most `room` next prompts whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
         promised = sum(self._blocks(s) for s in self._sequences.values())
         while self._waiting and len(first) < room:

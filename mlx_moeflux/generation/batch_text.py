@@ -1,11 +1,11 @@
-"""Many prompts in, many texts out: :func:`batch_generate`, with mlx-lm's signature."""
+"""Text generation for many prompts: :func:`batch_generate`, with mlx-lm's signature."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -13,13 +13,22 @@ from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
 from mlx_moeflux.generation.prompt import Prompt, prompt_ids
-from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, check_ids, choose_sampling
+from mlx_moeflux.generation.sampling import (
+    LogitsProcessor,
+    Sampler,
+    SamplingOptions,
+    check_ids,
+    choose_sampling,
+)
 from mlx_moeflux.generation.text import end_ids, stop_texts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
 class BatchStats:
-    """What a call took. Times in seconds, peak_memory in GB; experts: the store's account of it."""
+    """Cost of a call: times in seconds, peak_memory in GB, experts: the store's statistics."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -29,14 +38,16 @@ class BatchStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replies together, reading included."""
+        """Return tokens of all replies by wall time, prefill included."""
         return self.generation_tokens / self.wall_time if self.wall_time else 0.0
 
 
 @dataclass
 class BatchResponse:
-    """texts: One for each prompt, in their order. caches, token_ids, logprobs (of the tokens that
-    were chosen): If asked for, else None. Without the token that ended a reply, but for the states.
+    """Replies in the order of the prompts.
+
+    caches, token_ids, logprobs (of the chosen tokens): If requested, else None. Ids and logprobs
+    leave out the token that ended a reply; caches contain it.
     """
 
     texts: list[str]
@@ -66,17 +77,18 @@ def batch_generate(
     prefill_batch_size: int = 8,
     prefill_step_size: int = 2048,
     prompt_cache: PromptCache | None = None,
-    **options: Any,
+    **options: Unpack[SamplingOptions],
 ) -> BatchResponse:
-    """Reply to all prompts (of any form that :func:`~mlx_moeflux.generation.text.generate` takes).
+    """Generate a reply to every prompt, in any form that
+    :func:`~mlx_moeflux.generation.text.generate` takes.
 
-    prompt_caches: States to go on from, which stay as they are. max_tokens: For all, or for each.
-    verbose: Print how many are done. completion_batch_size, prefill_batch_size,
-    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`; the
-    more prompts are together, the fewer times each expert is read. The others: as for one prompt.
+    prompt_caches: States to continue from, which do not change. max_tokens: One limit for all, or
+    one for each. verbose: Print how many are done. completion_batch_size, prefill_batch_size,
+    prefill_step_size, prompt_cache: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`;
+    larger batches read each expert fewer times. The others: as for one prompt.
 
     Raises:
-        InputError, CacheError: As for one prompt; nothing was generated then.
+        InputError, CacheError: As for one prompt; raised before anything is generated.
     """
     sampler, processors = choose_sampling(sampler, logits_processors, options)
     ids = [prompt_ids(model, tokenizer, prompt) for prompt in prompts]
@@ -100,7 +112,7 @@ def batch_generate(
     ) as generator:
         uids = generator.insert(ids, limits, caches=prompt_caches)
         replies = {uid: _Reply(tokenizer, stops, logprobs=return_logprobs) for uid in uids}
-        _run(generator, replies, progress=_printer(len(uids)) if verbose else None)
+        _run(generator, replies, verbose=verbose)
     done = [replies[uid] for uid in uids]
     stats = BatchStats(
         prompt_tokens=sum(map(len, ids)),
@@ -123,23 +135,23 @@ def batch_generate(
 class _Reply:
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], *, logprobs: bool):
         self._tokenizer, self._stops = tokenizer, stops
-        self._wants_logprobs = logprobs
+        self._keep_logprobs = logprobs
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.state, self.count = None, 0
 
     def add(self, reply: BatchReply) -> bool:
-        """True if a stop text ends it here."""
+        """Append a token; return True if a stop text ends the reply here."""
         self.count += 1
         if reply.finish_reason is not None:
             self.state = reply.prompt_cache
         if reply.finish_reason != "stop":
             self.ids.append(reply.token)
-            if self._wants_logprobs:
+            if self._keep_logprobs:
                 self.logprobs.append(reply.logprobs[reply.token].item())
         if not self._stops:
             return False
-        # A token may be a part of a character: four of them at most.
+        # A character has at most four tokens.
         tail = self._tokenizer.decode(self.ids[-4 * max(map(len, self._stops)) - 4 :])
         return any(stop in tail for stop in self._stops)
 
@@ -148,28 +160,18 @@ class _Reply:
         return text[: min((i for i in map(text.find, self._stops) if i >= 0), default=len(text))]
 
 
-def _run(
-    generator: BatchGenerator, replies: dict[int, _Reply], progress: Callable[[], None] | None
-) -> None:
+def _run(generator: BatchGenerator, replies: dict[int, _Reply], *, verbose: bool) -> None:
+    done = 0
     while current := generator.next():
         for reply in current:
             stopped = replies[reply.uid].add(reply)
             if stopped and reply.finish_reason is None:
                 states = generator.remove([reply.uid], return_prompt_caches=generator.keep_states)
                 replies[reply.uid].state = states.get(reply.uid)
-            if progress and (stopped or reply.finish_reason):
-                progress()
-
-
-def _printer(total: int) -> Callable[[], None]:
-    done = 0
-
-    def progress() -> None:
-        nonlocal done
-        done += 1
-        print(f"{done} of {total} replies", end="\r", flush=True)  # noqa: T201
-
-    return progress
+            if stopped or reply.finish_reason:
+                done += 1
+                if verbose:
+                    print(f"{done} of {len(replies)} replies", end="\r", flush=True)  # noqa: T201
 
 
 def _summary(stats: BatchStats) -> str:

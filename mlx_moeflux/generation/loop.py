@@ -1,27 +1,30 @@
-"""Prefill and decode over ids, one step ahead of the caller where that pays."""
+"""Prefill and decode over ids; on GPUs decode runs one step ahead of the caller."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
-from mlx_moeflux.generation.memory import housekept
+from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, make_sampler
 
 Progress = Callable[[int, int], None]
 
-# MLX keeps freed buffers; as many steps between clearing them as mlx-lm takes.
+# Steps after which MLX's freed buffers are cleared, as in mlx-lm.
 CLEAR_EVERY = 256
 
-# States that a call of a prefill keeps at most besides its last: each has all recurrent layers'.
+# Most states that one call of a prefill keeps besides its last; each holds all recurrent layers'.
 STOPS_PER_CALL = 4
 
 
-@housekept
+@with_memory_limits
 def generate_step(
     prompt: mx.array,
     model: Any,
@@ -36,15 +39,18 @@ def generate_step(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
 
-    prefill_step_size: Tokens a call. None: the whole prompt at once, so that every expert is read
-    at most once; the model bounds its own scratch.
+    prefill_step_size: Tokens a call. None reads the whole prompt in one call, so that every expert
+    is read at most once; the model bounds its own scratch.
 
-    resumed: A beginning of the prompt that need not be read; its state takes the place of
-    `prompt_cache`, which is then not looked at.
+    prompt_progress_callback: Called with (tokens done, tokens of the prompt) whenever layers have
+    processed another token's share: the prompt passes layer by layer, so a call of 1,000 tokens
+    counts 250 when a quarter of the layers is done.
 
-    A step is prepared while the one before it is used. A prefill that fails or is interrupted
-    leaves `prompt_cache` as it was. Afterwards it stands behind the last token that was yielded,
-    whether the end was a limit, the caller or a failure.
+    resumed: The known beginning of the prompt; its state replaces `prompt_cache`.
+
+    On GPUs the next step is scheduled before the caller gets the current token. A prefill that
+    fails or is interrupted leaves `prompt_cache` as it was. After decoding, however it ends, the
+    cache holds everything up to the last token that was yielded.
 
     Evaluates: one step ahead of the caller.
     """
@@ -52,17 +58,21 @@ def generate_step(
         cache = resumed.state
     else:
         cache = model.make_cache() if prompt_cache is None else prompt_cache
-    loop = _Loop(model, cache, sampler or make_sampler(), list(logits_processors), prompt)
+    loop = _Loop(
+        model,
+        cache,
+        sampler or make_sampler(),
+        list(logits_processors),
+        prompt,
+        prompt_progress_callback,
+    )
     with model.lock, transaction(cache):
         following = loop.prefill(
-            prefill_step_size or prompt.shape[0],
-            prompt_progress_callback,
-            stop=max_tokens == 0,
-            resumed=resumed,
+            prefill_step_size or prompt.shape[0], stop=max_tokens == 0, resumed=resumed
         )
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
-    # One step ahead hides the host's work behind the GPU's. On the CPU there is nothing to hide,
-    # and a pending reader would keep MLX from writing the key-value buffers in place.
+    # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
+    # pending reader would keep MLX from writing the key-value buffers in place.
     ahead = mx.default_device() != mx.cpu
     count, reply = 0, []
     try:
@@ -71,7 +81,7 @@ def generate_step(
             token, logprobs = following
             if not ahead:
                 mx.eval(token)
-            # An interrupt may come while a result is awaited, when the cache has moved on already.
+            # An interrupt may come at item(), when the cache has advanced already.
             with model.lock, transaction(cache):
                 if count != max_tokens:
                     following = loop.step(token)
@@ -88,109 +98,147 @@ def generate_step(
                 resumed.replied(reply)
 
 
+@dataclass
 class _Loop:
-    """A model, its cache and the tokens that went into it."""
+    """A model, its cache, and the tokens that processors see; lives for one generation."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: list[Any],
-        sampler: Sampler,
-        processors: list[LogitsProcessor],
-        prompt: mx.array,
-    ):
-        self._model, self._cache = model, cache
-        self._sampler, self._processors = sampler, processors
-        self._prompt, self._tokens = prompt, None
+    model: Any
+    cache: list[Any]
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    prompt: mx.array
+    progress: Progress | None
+    tokens: mx.array | None = None
 
     def prefill(
-        self, size: int, progress: Progress | None, *, stop: bool, resumed: Resumed | None
+        self, size: int, *, stop: bool, resumed: Resumed | None
     ) -> tuple[mx.array, mx.array] | None:
-        """Read the prompt, `size` tokens a call; the first step's result, or None with `stop`."""
-        prompt, report = self._prompt, progress or (lambda done, total: None)
+        """Read the prompt, `size` tokens a call.
+
+        Return the first step's token and logprobs, or None with `stop`.
+        """
+        prompt = self.prompt
         start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
-        report(start, total)
+        self._report(start)
         for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
             self._pass(prompt[start:end], resumed, start, end)
             mx.clear_cache()
             start = end
-            report(start, total)
+            self._report(start)
         raw = self._last_logits(prompt[start:], resumed)
         if stop:
-            report(total, total)
+            self._report(total)
             return None
         first = self._sampled(raw, prompt[start:])
-        mx.eval(first, [entry.state for entry in self._cache])
-        report(total, total)
+        mx.eval(first, [entry.state for entry in self.cache])
+        self._report(total)
         return first
 
     def _pass(self, inputs: mx.array, resumed: Resumed | None, start: int, end: int) -> mx.array:
-        """Read `inputs`, and keep the states at the stops that are passed; the last logits."""
-        if resumed is None:
-            return self.read(inputs)
-        stops = [stop for stop in resumed.stops if start < stop <= end]
-        resumed.state.watch(stops)
-        logits = self.read(inputs)
+        """Read `inputs`, tokens ``[start, end)``, and store the states at the stops among them.
+
+        Return the last logits ``[1, V]``.
+        """
+        stops = [] if resumed is None else [s for s in resumed.stops if start < s <= end]
+        if stops:
+            resumed.state.watch(stops)
+        with self._layer_progress(start, end):
+            logits = self.read(inputs)
         for stop in stops:
             resumed.reached(stop)
-        resumed.state.watch(())
+        if stops:
+            resumed.state.watch(())
         return logits
 
     def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
-        """Those after the prompt, ``[1, V]``, of which `rest` is unread."""
+        """Return the logits after the prompt, ``[1, V]``, of which `rest` is unread."""
         if not rest.size:
             return resumed.logits[None]
-        total = self._prompt.shape[0]
+        total = self.prompt.shape[0]
         raw = self._pass(rest, resumed, total - rest.shape[0], total)
         if resumed is not None:
             resumed.reached(total, raw[0])
         return raw
 
-    def read(self, inputs: mx.array) -> mx.array:
-        """inputs ``[T]`` go into the cache, and nothing is left lazy; the last logits ``[1, V]``.
+    @contextmanager
+    def _layer_progress(self, start: int, end: int) -> Iterator[None]:
+        """Report tokens in proportion to the layers that tokens ``[start, end)`` have passed.
 
-        The last layer's experts are computed too, which the cache does not need: the store waits
-        for whatever reads its bank, and another thread could not evaluate it later.
+        A layer has passed when the next one writes its cache. A streamed layer waits for its
+        experts before that, so these reports follow the work.
+        """
+        if self.progress is None:
+            yield
+            return
+        last = start
+
+        def entered(layer: int) -> None:
+            nonlocal last
+            done = start + (end - start) * layer // len(entries)
+            if done > last:
+                last = done
+                self._report(done)
+
+        entries = list(self.cache)
+        for layer, entry in enumerate(entries):
+            entry.on_advance = functools.partial(entered, layer)
+        try:
+            yield
+        finally:
+            for entry in entries:
+                entry.on_advance = None
+
+    def _report(self, done: int) -> None:
+        if self.progress is not None:
+            self.progress(done, self.prompt.shape[0])
+
+    def read(self, inputs: mx.array) -> mx.array:
+        """Append inputs ``[T]`` to the cache and return the last logits ``[1, V]``, all evaluated.
+
+        The logits are evaluated even if unused: the store waits for all outputs that read its bank,
+        and another thread could not evaluate them later.
         """
         logits = self._logits(inputs)
-        mx.eval(logits, [entry.state for entry in self._cache])
-        self._model.start_eval()
+        mx.eval(logits, [entry.state for entry in self.cache])
+        self.model.start_eval()
         return logits
 
     def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """inputs ``[T]`` -> token ``[1]``, logprobs ``[V]``; both scheduled, not awaited."""
+        """Schedule a step on inputs ``[T]`` and return token ``[1]`` and logprobs ``[V]``."""
         return self._sampled(self._logits(inputs), inputs)
 
     def _logits(self, inputs: mx.array) -> mx.array:
-        return self._model(inputs[None], cache=self._cache, last_only=True)[:, -1]
+        return self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
 
     def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """raw ``[1, V]``: the logits after `inputs`."""
+        """Schedule token ``[1]`` and logprobs ``[V]`` from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
-            if self._processors:
-                seen = self._tokens
-                self._tokens = (
-                    self._prompt
+            if self.processors:
+                seen = self.tokens
+                self.tokens = (
+                    self.prompt
                     if seen is None
                     else mx.concatenate([seen, inputs.astype(seen.dtype)])
                 )
-                for processor in self._processors:
-                    logits = processor(self._tokens, logits)
+                for processor in self.processors:
+                    logits = processor(self.tokens, logits)
             logits = logits.astype(mx.float32)
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            token = self._sampler(logprobs)
+            token = self.sampler(logprobs)
             mx.async_eval(token, logprobs)
-            self._model.start_eval()
+            self.model.start_eval()
         except BaseException:
-            mx.eval(raw)  # as read() does, and why
+            mx.eval(raw)  # for the reason that read() gives
             raise
         return token, logprobs.squeeze(0)  # indexing is a gather
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:
-    """Where the calls of a prefill end but for the last: after `size` tokens, and before more
-    states were kept at `stops` than memory should hold."""
+    """Yield the ends of all calls of a prefill but the last.
+
+    A call has at most `size` tokens and at most STOPS_PER_CALL of `stops`.
+    """
     while True:
         passed = [stop for stop in stops if stop > start]
         end = min(start + size, *passed[STOPS_PER_CALL - 1 : STOPS_PER_CALL], total)

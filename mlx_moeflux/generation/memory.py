@@ -1,9 +1,8 @@
-"""MLX's memory while text is generated: freed buffers bounded, and on Metal the weights wired.
+"""Limits of MLX's memory during a generation: freed buffers, and on Metal wired memory.
 
-MLX keeps freed buffers for reuse, without a bound that anybody chose: here it keeps what one call
-of the model may allocate. Metal pages out what it was not told to keep: trunk, bank and state are
-wired while tokens are made, never more than the recommended working set, and all limits are put
-back afterwards.
+MLX keeps freed buffers for reuse; the limit is what one call of the model may allocate. Metal may
+page out memory that is not wired; trunk, bank and state are wired up to the recommended working
+set. The earlier limits are restored after the last generation.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ LEAST_CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """What one generation wants: bytes of freed buffers, and bytes that stay in memory.
+    """Bytes of freed buffers and of wired memory that one generation needs.
 
-    owner: Generations of one owner share what stays.
+    owner: Generations of one owner share the wired bytes.
     """
 
     owner: int
@@ -34,8 +33,8 @@ class Needs:
 
     @classmethod
     def of(cls, model: Any, *, prompt_tokens: int, positions: int) -> Needs:
-        """cache: What a call on the prompt may allocate. wired: Trunk, experts, and the state
-        after `positions` tokens."""
+        """Return the needs of a generation: `cache` for the activations of a prompt call, `wired`
+        for trunk, bank, and the state after `positions` tokens."""
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         bank = model.store.nbytes
         return cls(
@@ -46,8 +45,10 @@ class Needs:
 
 
 class Limits:
-    """MLX's limits, which are the process's: changed with the first generation that is under
-    way, following those that come and go, and put back with the last."""
+    """MLX's limits, which are process-wide, for all generations under way; thread-safe.
+
+    The first generation changes them, and the end of the last restores them.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class Limits:
 
     @contextmanager
     def held(self, needs: Needs) -> Iterator[None]:
-        """Grant `needs` meanwhile, as far as the limits that were found allow."""
+        """Apply `needs` inside the block, never above the limits found at first."""
         with self._lock:
             self._needs.append(needs)
             self._apply()
@@ -71,7 +72,7 @@ class Limits:
     def _apply(self) -> None:
         on_metal = mx.metal.is_available() and mx.default_device() != mx.cpu
         if on_metal:
-            # The limit must not change under work that is under way.
+            # The limit must not change while work is under way.
             mx.synchronize()
         if self._needs:
             self._tighten(on_metal)
@@ -83,12 +84,12 @@ class Limits:
 
     def _tighten(self, on_metal: bool) -> None:
         if self._cache is None:
-            # A limit is only told when it is changed.
+            # MLX returns a limit only when it changes it.
             self._cache = mx.set_cache_limit(LEAST_CACHE_BYTES)
         limit = min(self._cache, sum(needs.cache for needs in self._needs))
         mx.set_cache_limit(limit)
         if mx.get_cache_memory() > limit:
-            # Or every buffer that is freed would go back to the system from now on.
+            # Above the limit MLX would return every freed buffer to the system.
             mx.clear_cache()
         if not on_metal:
             return
@@ -104,12 +105,12 @@ class Limits:
 LIMITS = Limits()
 
 
-def housekept(generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    """A generator function ``(prompt [T], model, *, max_tokens=...)`` that sets the limits from
-    its first step to its last, or until it is closed."""
+def with_memory_limits(generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Decorate a generator function ``(prompt [T], model, *, max_tokens=...)`` to hold the limits
+    from its first step until it ends or is closed."""
 
     @functools.wraps(generate)
-    def kept(prompt: mx.array, model: Any, **options: Any) -> Iterator[Any]:
+    def limited(prompt: mx.array, model: Any, **options: Any) -> Iterator[Any]:
         context, tokens = model.config.max_position_embeddings, prompt.shape[0]
         new = options.get("max_tokens", -1)
         positions = context if new < 0 or options.get("prompt_cache") else tokens + new
@@ -117,4 +118,4 @@ def housekept(generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[
         with LIMITS.held(needs):
             yield from generate(prompt, model, **options)
 
-    return kept
+    return limited

@@ -1,4 +1,4 @@
-"""A prompt of any accepted form as ids."""
+"""Conversion of prompts (text, ids, messages) to ids."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def prompt_ids(
     tools: Sequence[dict[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """A prompt of any accepted form as ids, checked against the vocabulary.
+    """Return the ids of a prompt, checked against the vocabulary.
 
     Raises:
-        InputError: It is empty, of another type, or an id is out of range.
+        InputError: The prompt is empty, of another type, or has an id out of range.
     """
     if isinstance(prompt, str):
         framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
@@ -61,8 +61,10 @@ def turn_end(
     tools: Sequence[dict[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Where the messages of a conversation end in its `ids`, before what opens the reply: the next
-    turn has the same beginning, whatever the template makes of the reply. None for other prompts.
+    """Return the number of `ids` before the opening of the reply, if messages rendered them.
+
+    The next turn begins with the same ids even if the template changes the reply. None for other
+    prompts.
     """
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return None

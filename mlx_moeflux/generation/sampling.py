@@ -1,8 +1,8 @@
-"""From logits to the next token, on the device: samplers and logits processors.
+"""Samplers and logits processors: from logits to the next token, on the device.
 
 A sampler maps log-probabilities ``[B, V]`` to ids ``[B]``; a processor maps the tokens so far
 ``[T]`` and logits ``[B, V]`` to logits. Names and semantics are mlx-lm's, so either package's
-callables work in the other. Nothing here waits for the device or changes its arguments.
+callables work in the other. No function here waits for the device or changes its arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypedDict
 
 import mlx.core as mx
 
@@ -21,7 +21,28 @@ from mlx_moeflux.errors import InputError
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-# Temperatures below its inverse are as good as greedy, and 0 * inf would be NaN.
+
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of :func:`make_sampler` and :func:`make_logits_processors`."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+
+
+# Temperatures below its inverse equal greedy decoding, and 0 * inf would be NaN.
 MAX_SHARPNESS = 1e30
 
 
@@ -35,7 +56,9 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
-    """Greedy at temperature 0, else the filters in the order top-p, min-p, XTC, top-k and a draw.
+    """Return a greedy sampler at temperature 0, else one that filters and draws.
+
+    The filters run in the order top-p, min-p, XTC, top-k.
 
     Raises:
         InputError: A value is of another type or outside its range.
@@ -78,7 +101,7 @@ def make_sampler(
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """Keep the smallest set of tokens with `top_p` of the probability; others get -inf."""
     order = mx.argsort(-logprobs, axis=-1)
-    # A running sum of V small numbers: not in 8 bits of mantissa.
+    # A running sum of V small numbers needs more than bfloat16's mantissa.
     p = mx.softmax(mx.take_along_axis(logprobs, order, axis=-1).astype(mx.float32), axis=-1)
     before = mx.cumsum(p, axis=-1) - p
     keep = mx.put_along_axis(mx.zeros(logprobs.shape, mx.bool_), order, before < top_p, axis=-1)
@@ -95,7 +118,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) ->
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """Keep the `top_k` most probable tokens; all of them where there are no more."""
+    """Keep the `top_k` most probable tokens; others get -inf."""
     V = logprobs.shape[-1]
     if top_k >= V:
         return logprobs
@@ -106,9 +129,9 @@ def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def exclude_top_choices(
     logprobs: mx.array, *, probability: float, threshold: float, special: Sequence[int] = ()
 ) -> mx.array:
-    """XTC: with `probability`, drop every token above `threshold` but the least probable of them.
+    """Apply XTC: with `probability`, drop all tokens above `threshold` but the least probable one.
 
-    Probabilities are those among the tokens that earlier filters kept. `special` tokens are never
+    Probabilities are taken over the tokens that earlier filters kept. `special` tokens are never
     dropped.
     """
     p = mx.softmax(logprobs.astype(mx.float32), axis=-1)
@@ -130,9 +153,9 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int = 20,
 ) -> list[LogitsProcessor]:
-    """Processors for what is not None, 0 or empty.
+    """Return processors for the arguments that are not None, 0 or empty.
 
-    logit_bias: Id -> what is added to its logit; -inf bans the token. repetition_penalty divides
+    logit_bias: Id -> number added to its logit; -inf bans the token. repetition_penalty divides
     positive and multiplies negative logits of tokens in the last `repetition_context_size`;
     presence_penalty subtracts once for each such token; frequency_penalty once for each
     occurrence.
@@ -166,7 +189,7 @@ def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
     ids, values = mx.array(keys), mx.array([float(v) for v in logit_bias.values()])
 
     def bias(tokens: mx.array, logits: mx.array) -> mx.array:
-        # A scatter does not check: out of range it would write elsewhere.
+        # MLX does not check the range of a scatter and would write elsewhere.
         check_ids("logit_bias", keys, logits.shape[-1])
         return logits.at[:, ids].add(values.astype(logits.dtype))
 
@@ -174,22 +197,23 @@ def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
 
 
 def _repetition(penalty: float, size: int) -> LogitsProcessor:
-    def repetition(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = _recent(tokens, size, logits)
-        chosen = mx.take_along_axis(logits, recent, axis=-1)
-        scaled = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
-        return mx.put_along_axis(logits, recent, scaled, axis=-1)
-
-    return repetition
+    return _change_recent(size, lambda x: mx.where(x < 0, x * penalty, x / penalty))
 
 
 def _presence(penalty: float, size: int) -> LogitsProcessor:
-    def presence(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = _recent(tokens, size, logits)
-        lowered = mx.take_along_axis(logits, recent, axis=-1) - penalty
-        return mx.put_along_axis(logits, recent, lowered, axis=-1)
+    return _change_recent(size, lambda x: x - penalty)
 
-    return presence
+
+def _change_recent(size: int, change: Callable[[mx.array], mx.array]) -> LogitsProcessor:
+    """Return a processor that changes the logits of the last `size` tokens, each token once."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        recent = tokens[-size:]
+        recent = mx.broadcast_to(recent, (logits.shape[0], recent.shape[0]))
+        changed = change(mx.take_along_axis(logits, recent, axis=-1))
+        return mx.put_along_axis(logits, recent, changed, axis=-1)
+
+    return process
 
 
 def _frequency(penalty: float, size: int) -> LogitsProcessor:
@@ -197,12 +221,6 @@ def _frequency(penalty: float, size: int) -> LogitsProcessor:
         return logits.at[:, tokens[-size:]].subtract(mx.array(penalty, logits.dtype))
 
     return frequency
-
-
-def _recent(tokens: mx.array, size: int, logits: mx.array) -> mx.array:
-    """The last `size` tokens, once for each row of logits: ``[B, size]``."""
-    recent = tokens[-size:]
-    return mx.broadcast_to(recent, (logits.shape[0], recent.shape[0]))
 
 
 def _kth_largest(values: mx.array, k: int) -> mx.array:
@@ -216,9 +234,9 @@ def choose_sampling(
     *,
     others: Iterable[str] = (),
 ) -> tuple[Sampler, list[LogitsProcessor]]:
-    """The caller's callables, or those that plain options such as ``temp=0.7`` describe.
+    """Return the caller's callables, or those of plain options such as ``temp=0.7``.
 
-    others: Further names, only to suggest one in place of a misspelt option.
+    others: Further names to suggest for a misspelt option.
 
     Raises:
         InputError: An option is unknown, out of range, or given beside a callable.
@@ -227,12 +245,9 @@ def choose_sampling(
         {name: options[name] for name in inspect.signature(make).parameters if name in options}
         for make in (make_sampler, make_logits_processors)
     )
-    for name in options.keys() - ours.keys() - theirs.keys():
-        known = [
-            *inspect.signature(make_sampler).parameters,
-            *inspect.signature(make_logits_processors).parameters,
-        ]
-        near = difflib.get_close_matches(name, {*known, *others} - {"options"}, n=1)
+    known = SamplingOptions.__annotations__
+    for name in options.keys() - known.keys():
+        near = difflib.get_close_matches(name, {*known, *others}, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(known))}."
         raise InputError(f"nothing is called '{name}'; {hint}")
     for given, plain, what in (
@@ -248,7 +263,7 @@ def choose_sampling(
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse with an InputError what is no finite number from `low` to `high`."""
+    """Raise an InputError unless `value` is a finite number from `low` to `high`."""
     if not isinstance(value, Real):
         raise InputError(f"{name} is {value!r}; give a number.")
     if not (low <= value <= high and math.isfinite(value)):
@@ -257,7 +272,7 @@ def check_number(name: str, value: float, low: float, high: float = math.inf) ->
 
 
 def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
-    """Refuse with an InputError what is no integer from `low` up."""
+    """Raise an InputError unless `value` is an integer from `low` up."""
     if not isinstance(value, Integral):
         raise InputError(f"{name} is {value!r}; give an integer{hint}.")
     if value < low:
@@ -265,7 +280,7 @@ def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
 
 
 def check_ids(name: str, ids: Iterable[int], vocabulary: int | None = None) -> list[int]:
-    """`ids` as a list; an InputError where one is no id (of a vocabulary of that size)."""
+    """Return `ids` as a list; raise an InputError if one is no id of the vocabulary."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise InputError(f"{name} is {ids!r}; give token ids.")
     found = list(ids)

@@ -1,16 +1,14 @@
-"""Prompt in, text out.
+"""Text generation: :func:`stream_generate` yields text and timing, :func:`generate` a string.
 
-:func:`~mlx_moeflux.generation.loop.generate_step` knows ids only; :func:`stream_generate` adds text
-and timing in mlx-lm's terms; :func:`generate` returns the string.
+:func:`~mlx_moeflux.generation.loop.generate_step` computes the ids.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import mlx.core as mx
 
@@ -24,21 +22,25 @@ from mlx_moeflux.generation.prompt import Prompt, prompt_ids, turn_end
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
+    SamplingOptions,
     check_ids,
     check_integer,
     choose_sampling,
 )
 from mlx_moeflux.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @dataclass
 class GenerationResponse:
-    """One step's text, with mlx-lm's fields.
+    """One step of a generation, with mlx-lm's fields.
 
     text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps, generation_tps:
-    Tokens per second. peak_memory: GB (10^9 bytes) that MLX held at most. finish_reason: "stop",
-    "length", or None before the last. experts: The store's account of this call, on the last.
-    cached_tokens: Of the prompt, those that a prompt cache knew.
+    Tokens per second. peak_memory: MLX's peak in GB (10^9 bytes). finish_reason: "stop", "length",
+    or None before the last. experts: The store's statistics of this call, on the last.
+    cached_tokens: Tokens of the prompt that a prompt cache supplied.
     """
 
     text: str
@@ -72,35 +74,35 @@ def stream_generate(
     breakpoints: Iterable[int] = (),
     prefill_step_size: int | None = None,
     prompt_progress_callback: Progress | None = None,
-    **options: Any,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
-    """Generate from a prompt: text (taken as it is), ids, or messages (the template is applied).
+    """Generate from a prompt: text (encoded as it is), ids, or messages (the template applies).
 
     Args:
-        sampler, logits_processors: mlx-lm's callables; or instead plain options:
+        sampler, logits_processors: mlx-lm's callables, instead of plain options.
         options: Those of :func:`~mlx_moeflux.generation.sampling.make_sampler` and
             :func:`~mlx_moeflux.generation.sampling.make_logits_processors`, such as ``temp=0.7,
             top_p=0.9``.
-        max_tokens: Most tokens of the reply; -1 is what the context has room for.
+        max_tokens: Largest number of tokens of the reply; -1 allows what the context has room for.
         stop: Texts that end the reply and are not part of it. stop_ids: More ids that end it.
-        seed: Of the drawing thread's generator, set when the first token is asked for.
-        tools, template_options: For the chat template.
-        prompt_cache: Of ``model.make_cache()``; grows by the prompt and the tokens yielded. Or a
-            :class:`~mlx_moeflux.cache.prompt.cache.PromptCache`, which knows beginnings of prompts
-            and learns this one. breakpoints: Positions in the prompt that it keeps too.
+        seed: Seeds the random state of the thread that iterates, when iteration begins.
+        tools, template_options: Passed to the chat template.
+        prompt_cache: A state of ``model.make_cache()``, which grows by the prompt and the tokens
+            yielded. Or a :class:`~mlx_moeflux.cache.prompt.cache.PromptCache`, which supplies the
+            longest known beginning of the prompt and stores this one. breakpoints: More positions
+            in the prompt that it stores.
+        prompt_progress_callback: See :func:`~mlx_moeflux.generation.loop.generate_step`.
 
     Raises:
-        InputError: The prompt or an option cannot be used. CacheError: It exceeds the context.
+        InputError: The prompt or an option cannot be used; a misspelt option is named with the
+            nearest known one. CacheError: The prompt exceeds the context.
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
     check_numbers(max_tokens, prefill_step_size, seed)
     for name in ("logit_bias", "xtc_special_tokens"):
         if options.get(name) is not None:
-            check_ids(name, options[name], model.config.vocab_size)
-    others = {
-        *inspect.signature(stream_generate).parameters,
-        *inspect.signature(generate).parameters,
-    }
+            check_ids(name, options.get(name), model.config.vocab_size)
+    others = (*GenerationOptions.__annotations__, "verbose", "return_response")
     sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
     resumed = None
@@ -154,7 +156,7 @@ def _stream(
     steps: Iterator[tuple[int, mx.array]],
 ) -> Iterator[GenerationResponse]:
     if seed is not None:
-        # Each thread has a random state of its own: here it is that of the drawing one.
+        # MLX has one random state per thread: seed in the thread that draws.
         mx.random.seed(seed % 2**64)
     before = store.stats().snapshot()
     mx.reset_peak_memory()
@@ -198,6 +200,43 @@ def _stream(
         steps.close()
 
 
+class GenerationOptions(SamplingOptions, total=False):
+    """Keywords of :func:`stream_generate` that :func:`generate` passes on."""
+
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    stop: str | Sequence[str]
+    stop_ids: Iterable[int]
+    seed: int | None
+    tools: Sequence[dict[str, Any]] | None
+    template_options: Mapping[str, Any] | None
+    prompt_cache: list[Any] | PromptCache | None
+    breakpoints: Iterable[int]
+    prefill_step_size: int | None
+    prompt_progress_callback: Progress | None
+
+
+@overload
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    verbose: bool = False,
+    *,
+    return_response: Literal[False] = False,
+    **options: Unpack[GenerationOptions],
+) -> str: ...
+@overload
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    verbose: bool = False,
+    *,
+    return_response: Literal[True],
+    **options: Unpack[GenerationOptions],
+) -> GenerationResponse: ...
 def generate(
     model: Any,
     tokenizer: Any,
@@ -205,12 +244,12 @@ def generate(
     verbose: bool = False,
     *,
     return_response: bool = False,
-    **options: Any,
+    **options: Unpack[GenerationOptions],
 ) -> str | GenerationResponse:
-    """The whole reply as a string.
+    """Return the whole reply as a string.
 
     verbose: Print the text as it comes, and the speed. return_response: Return the last
-    :class:`GenerationResponse` with the whole text and the expert statistics instead. options:
+    :class:`GenerationResponse` instead, with the whole text and the expert statistics. options:
     Those of :func:`stream_generate`. A second call on the same model waits for the first.
     """
     parts, last = [], None
@@ -229,7 +268,7 @@ def generate(
 
 
 def summary(last: GenerationResponse) -> str:
-    """One line: speeds, peak memory, and what the experts cost."""
+    """Return one line of speeds, peak memory, hit rate and bytes read."""
     total = last.experts.total
     return (
         f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; "
@@ -240,7 +279,7 @@ def summary(last: GenerationResponse) -> str:
 
 
 def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | None) -> None:
-    """Refuse with an InputError what no generation can be asked for."""
+    """Raise an InputError if a number is of another type or out of range."""
     check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
     if prefill_step_size is not None:
         check_integer("prefill_step_size", prefill_step_size, 1)
@@ -249,7 +288,7 @@ def check_numbers(max_tokens: int, prefill_step_size: int | None, seed: int | No
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as the caller gave them, checked."""
+    """Return the stop strings as a tuple; raise an InputError if one is empty or no string."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Iterable):
         raise InputError(f"stop is a {type(stop).__name__}; give texts.")
@@ -267,12 +306,12 @@ def _detokenizer(tokenizer: Any) -> Any:
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """The ids that end a reply."""
+    """Return the ids that end a reply."""
     return set(getattr(tokenizer, "eos_token_ids", None) or [tokenizer.eos_token_id]) - {None}
 
 
 def _room(model: Any, cache: list[Any] | None, prompt_tokens: int) -> int:
-    """Tokens that may follow the prompt; in a caller's cache the last one needs a place too."""
+    """Return how many tokens may follow the prompt; a caller's cache stores the last one too."""
     context, used = model.context_left(), model.context_left() - model.context_left(cache)
     if used + prompt_tokens > context:
         raise CacheError(

@@ -1,5 +1,5 @@
-"""What the predecessors' tests ask of checkpoints by position, in our form. Oracle: the same tokens
-without interruption."""
+"""Oracle: the same tokens without interruption. The cases are those of the predecessors' tests of
+checkpoints by position."""
 
 from __future__ import annotations
 

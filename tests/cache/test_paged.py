@@ -1,5 +1,4 @@
-"""Oracle: contiguous buffers. In blocks of a pool the same sequences give the same bits, and every
-block comes back."""
+"""Oracle: contiguous buffers. Blocks of a pool give the same bits, and every block is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle: the same prompt without a cache. What is known of it may change nothing but time."""
+"""Oracle: the same prompt without a cache. A known prefix changes the time and no result."""
 
 from __future__ import annotations
 

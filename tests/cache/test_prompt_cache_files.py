@@ -1,5 +1,5 @@
-"""Oracle: the same prompt without a cache. Whatever happens to the files, and whoever else uses the
-directory, nothing is lost or mixed, and no text changes."""
+"""Oracle: the same prompt without a cache. Damaged files and other users of the directory lose or
+mix nothing and change no text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Oracle: the bytes that were written. Whatever else is found in a file is refused in one line,
-before anything of the live state has changed."""
+"""Oracle: the bytes that were written. Any other content of a file raises a one-line error before
+the live state changes."""
 
 from __future__ import annotations
 

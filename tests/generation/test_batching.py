@@ -1,5 +1,5 @@
-"""Oracle: every prompt alone. Who joins, leaves or pads beside it changes no token, and where
-prompts are read one at a time no bit."""
+"""Oracle: every prompt alone. Other sequences, which join, leave or pad, change no token, and no
+bit where prompts are read one at a time."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def test_batch_is_single_on_many_schedules(model, alone, prefill_batch_size):
 def padded(monkeypatch):
     """Prompts that are read together are padded, as on GPUs."""
 
-    def begin(model, sequences, cache):
+    def make_prefill(model, sequences, cache):
         return (PaddedPrefill if len(sequences) > 1 else Prefill)(model, sequences, cache)
 
-    monkeypatch.setattr(batch, "begin", begin)
+    monkeypatch.setattr(batch, "make_prefill", make_prefill)
 
 
 @pytest.mark.parametrize(

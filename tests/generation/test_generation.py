@@ -1,4 +1,4 @@
-"""Oracle: a greedy loop that evaluates the whole text anew for every token, with no cache."""
+"""Oracle: a greedy loop without a cache that runs the model on the whole text for every token."""
 
 from __future__ import annotations
 
@@ -85,6 +85,23 @@ def test_prefill_steps_do_not_change_the_text(pair, expected, size):
     assert seen[0] == (0, T)
     assert seen[-1] == (T, T)
     assert seen == sorted(seen)
+
+
+def test_progress_follows_the_layers_of_a_prompt(pair):
+    model, tokenizer = pair
+    ids = tokenizer.encode(PROMPT)
+    cache, seen, T, L = model.make_cache(), [], len(ids), len(model.layers)
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total, sum(not entry.empty() for entry in cache)))
+
+    generate(
+        model, tokenizer, ids, max_tokens=2, prompt_cache=cache, prompt_progress_callback=progress
+    )
+    steps = {T * layer // L: layer + 1 for layer in range(L)} | {0: 0, T: L}
+    assert seen == [(done, T, entered) for done, entered in sorted(steps.items())]
+    assert len(seen) > 3
+    assert all(entry.on_advance is None for entry in cache)
 
 
 def test_prompts_of_every_form(pair, expected):
@@ -254,7 +271,7 @@ def test_a_prompt_in_steps_that_fails_leaves_the_cache_as_it_was(pair, calls, er
             )
     finally:
         model.set_store(store)
-    assert seen == list(range(0, 2 * (calls // 6) + 1, 2))
+    assert seen == list(range(2 * (calls // 6) + 1))
     assert {entry.offset for entry in cache} == {3}
     after = states(cache)
     assert len(after) == len(before)
@@ -312,6 +329,11 @@ def no_second_chunk(done: int, total: int) -> None:
         no_more()
 
 
+def no_later_layers(done: int, total: int) -> None:
+    if 0 < done < total:
+        no_more()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -321,6 +343,9 @@ def no_second_chunk(done: int, total: int) -> None:
         {"logits_processors": [no_more]},
         {"sampler": no_more},
         {"prefill_step_size": 2, "prompt_progress_callback": no_second_chunk},
+        {"prefill_step_size": 2, "prompt_progress_callback": no_later_layers},
+        {"prompt_progress_callback": no_later_layers},
+        {"prompt_progress_callback": no_later_layers, "cached": True},
     ],
 )
 @pytest.mark.parametrize("prompt", [PROMPT, [7]])

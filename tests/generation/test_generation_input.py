@@ -1,16 +1,19 @@
-"""Oracle: one sentence before any work, for everything that cannot be meant."""
+"""Oracle: invalid input raises one sentence before any work is done."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux import generate, load
+from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.generation import sampling
+from mlx_moeflux.generation.text import GenerationOptions
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 PROMPT = "import os\n"
@@ -63,6 +66,8 @@ def test_prompts_that_cannot_be(pair, prompt, match):
         ({"logit_bias": {4096: 1.0}}, "4096, which is out of range"),
         ({"temp": 1.0, "xtc_probability": 1.0, "xtc_special_tokens": [4096]}, "out of range"),
         ({"verbos": True}, "did you mean 'verbose'"),
+        ({"prompt_cach": None}, "did you mean 'prompt_cache'"),
+        ({"options": {}}, "nothing is called 'options'"),
         ({"kv_bits": 4}, "nothing is called 'kv_bits'"),
     ],
 )
@@ -72,6 +77,14 @@ def test_options_that_cannot_be(pair, options, match):
         generate(*pair, PROMPT, **options)
     assert "\n" not in str(caught.value)
     assert pair[0].store.stats().total.tokens == before
+
+
+def test_typed_options_are_those_of_the_functions():
+    own = set(signature(stream_generate).parameters) - {"model", "tokenizer", "prompt", "options"}
+    makers = [sampling.make_sampler, sampling.make_logits_processors]
+    plain = {name for make in makers for name in signature(make).parameters}
+    assert set(sampling.SamplingOptions.__annotations__) == plain
+    assert set(GenerationOptions.__annotations__) == own | plain
 
 
 @pytest.mark.parametrize("options", [5, {"tokenize": False}, {"tools": []}])

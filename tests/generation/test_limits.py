@@ -1,4 +1,4 @@
-"""Oracle: MLX's own answers about its limits, and a Metal that only takes notes."""
+"""Oracle: the limits that MLX returns, and a stand-in for Metal that records calls."""
 
 from __future__ import annotations
 

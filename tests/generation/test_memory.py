@@ -1,4 +1,4 @@
-"""Oracle: the kernel's own account of a fresh process (VmHWM), and the disk's best direct reads."""
+"""Oracle: the kernel's peak of a fresh process (VmHWM), and the disk's best direct reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reuse of what prompts have in common, in memory and across restarts."""
+"""Cache of prompt states, in memory and on disk, which share common beginnings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MEMORY_BYTES = 2_000_000_000
 DISK_BYTES = 20_000_000_000
 EVERY = 2048
 
-# A common beginning of fewer tokens is not worth a call of its own.
+# A shorter common beginning does not pay for storing a state.
 LEAST_SHARED = 16
 
 
 class Resumed:
-    """A prompt whose beginning need not be read again; made by :meth:`PromptCache.resume`.
+    """A prompt and the state after its known beginning; made by :meth:`PromptCache.resume`.
 
-    state: Of ``model.make_cache()``, behind the first `position` tokens. logits: ``[V]`` after
-    the last token if the whole prompt is known, else None. experts: MoE layer id -> those that were
-    in memory then. stops: What the state must :meth:`~SequenceState.watch` before it passes them,
-    for a call of :meth:`reached` afterwards.
+    state: A ``model.make_cache()`` after the first `position` tokens. logits: ``[V]`` after the
+    last token if the whole prompt is known, else None. experts: MoE layer id -> ids that were in
+    memory then. stops: Positions that the state must :meth:`~SequenceState.watch` before it passes
+    them; call :meth:`reached` afterwards.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class Resumed:
 
     @property
     def keeps_reply(self) -> bool:
-        """The state behind the reply is wanted too: call :meth:`replied`."""
+        """Return True if the cache stores the state after the reply too, by :meth:`replied`."""
         return self._cache.replies
 
     def reached(self, position: int, logits: mx.array | None = None) -> None:
-        """The state is behind `position` tokens, or was: keep that. logits: ``[V]``."""
+        """Store the state after `position` tokens, which it has passed. logits: ``[V]``."""
         self._cache.store(self._model, self._tokens[:position], self.state, logits)
 
     def replied(self, reply: Sequence[int]) -> None:
-        """The state is now behind the prompt and `reply`: keep it, unless an interruption left it
-        elsewhere."""
+        """Store the state after the prompt and `reply`, if that is where the state is."""
         tokens = [*self._tokens.tolist(), *reply]
         if self.state.position == len(tokens):
             self._cache.store(self._model, tokens, self.state)
 
 
 class PromptCache:
-    """States at places in prompts, for any number of models.
+    """States at positions in prompts, for any number of models.
 
-    directory: Where they outlive the process; None keeps them in memory only. memory_bytes,
-    disk_bytes: Limits; the least recently used go. every: Tokens between two places at which a
-    long prompt's state is kept, besides its end, the places that the caller names, and where it
-    first differs from an earlier prompt. Models without recurrent layers need none of these: they
-    go on from any token. replies: Keep the state behind a reply too, for conversations. warm: Say
-    which experts were in memory, for the generator to read them again.
+    directory: Folder of states that outlive the process; None keeps them in memory only.
+    memory_bytes, disk_bytes: Limits above which the least recently used states are removed. every:
+    Tokens between two positions at which the state of a long prompt is stored. It is stored also at
+    the end, at the caller's breakpoints, and where the prompt first differs from an earlier one.
+    Models without recurrent layers need none of these: they continue from any token. replies: Store
+    the state after a reply too, for conversations. warm: Return the experts that were in memory,
+    for the generator to read again.
 
     All methods may be called from any thread.
 
@@ -108,25 +108,25 @@ class PromptCache:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Places that are known, of all models."""
+        """Return the number of stored positions of all models."""
         return sum(1 for root in self._roots.values() for _ in root.family()) - len(self._roots)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes of all states in memory."""
         return sum(node.nbytes for root in self._roots.values() for node in root.family())
 
     @property
     def bytes_written(self) -> int:
-        """To the directory, by this object."""
+        """Return the bytes that this object wrote to the directory."""
         return self._disk.written if self._disk else 0
 
     def resume(
         self, model: Any, tokens: Sequence[int], *, breakpoints: Iterable[int] = ()
     ) -> Resumed:
-        """The longest known beginning of a prompt. breakpoints: More places to keep.
+        """Return the longest known beginning of a prompt. breakpoints: More positions to store.
 
-        Warns of stored files that cannot be believed, once each.
+        Warn once of each damaged file.
         """
         spec, state = model.state_spec(), model.make_cache()
         ids = np.asarray(tokens, np.int32)
@@ -135,7 +135,7 @@ class PromptCache:
             root = self._root(spec)
             while True:
                 match = best_start(root, ids, cut=cut)
-                # A node whose file is gone or damaged has left the tree: look again.
+                # _gathered() removed a node whose file is gone or damaged: match again.
                 with contextlib.suppress(CacheError):
                     arrays = self._gathered(match, root, spec, state)
                     break
@@ -170,10 +170,10 @@ class PromptCache:
         state: Sequence[Any],
         logits: mx.array | None = None,
     ) -> None:
-        """Keep the state behind `tokens`, which it is at or was at while it watched; nothing is
-        done where it is kept already.
+        """Store the state after `tokens`, unless it is stored already.
 
-        Evaluates: a copy of what the state added since the last place that is kept.
+        The state has seen these tokens, and watched their end if it has seen more. Evaluates: a
+        copy of what the state added since the last stored position.
 
         Raises:
             CacheError: The state has not seen so many tokens, or did not watch there.
@@ -209,14 +209,14 @@ class PromptCache:
             self._shrink()
 
     def flush(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until all states are on disk."""
         if self._disk:
             self._disk.flush()
             with self._lock:
                 self._shrink()
 
     def close(self) -> None:
-        """Write what is pending and forget everything in memory."""
+        """Finish pending writes and free all states in memory."""
         if self._disk:
             self._disk.close()
         self._roots.clear()
@@ -236,10 +236,10 @@ class PromptCache:
     def _gathered(
         self, match: Match, root: Node, spec: StateSpec, state: Sequence[Any]
     ) -> dict[str, mx.array]:
-        """The whole state behind a match.
+        """Return all arrays of the state after a match.
 
         Raises:
-            CacheError: A file of its path cannot be read; that node is no longer in the tree.
+            CacheError: A file of its path cannot be read; its node was removed from the tree.
         """
         path = match.node.path()
         for node in path:
@@ -272,9 +272,10 @@ class PromptCache:
             self._disk.touch([one for one in path if one.disk == "stored"], root)
 
     def _shrink(self) -> None:
-        """Keep to the memory limit: stored nodes lose their arrays, leaves that are not leave.
+        """Free the least recently used arrays above the memory limit.
 
-        What is being written stays a little longer: the writer holds it anyway.
+        Stored nodes lose their arrays, leaves that are not on disk are removed, and nodes that are
+        being written stay.
         """
         nodes = [node for root in self._roots.values() for node in root.family() if node.arrays]
         excess = sum(node.nbytes for node in nodes) - self.memory_bytes

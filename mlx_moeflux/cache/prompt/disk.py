@@ -1,9 +1,9 @@
-"""The nodes of a prompt cache as files: ``<directory>/<model identity>/<node key>.safetensors``.
+"""Files of prompt cache nodes: ``<directory>/<model identity>/<node key>.safetensors``.
 
-A name is a hash of the model and of all tokens up to the node's end, so what is there need never
-be written again, several processes may share a directory, and no model finds another's. A file
-is written under another name and renamed, in a thread of its own; the least recently used go when
-there is no room.
+A key hashes the model and all tokens up to the node's end. A file is therefore never rewritten,
+processes can share a directory, and models do not find each other's files. A background thread
+writes a file under a temporary name and renames it. The least recently used files are removed at
+the limit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ PROMPT_FORMAT = Format("mlx_moeflux.prompt", 1)
 SUFFIX = ".safetensors"
 _NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(SUFFIX)}")
 
-# A temporary file of this age belongs to nobody who is still writing.
+# The writer of a temporary file of this age has died.
 STALE_SECONDS = 3600
 
 
 class PromptDirectory:
-    """One directory of nodes; limit: Bytes of all files, over all models.
+    """A directory of nodes and the thread that writes them; limit: bytes of all models' files.
+
+    The prompt cache calls it under its lock; the writer thread changes ``disk`` of nodes.
 
     Raises:
         CacheError: The directory cannot be made.
@@ -60,9 +62,9 @@ class PromptDirectory:
             ) from error
 
     def update(self, root: Node) -> None:
-        """Give the tree what other processes added since, and take what they removed.
+        """Add the nodes to the tree that other processes stored and drop those they removed.
 
-        Warns once of each file that cannot be believed.
+        Warn once of each damaged file.
         """
         self._complain()
         folder = self.directory / root.key
@@ -82,10 +84,11 @@ class PromptDirectory:
         self._link(root, fresh)
 
     def read(self, node: Node, root: Node, spec: StateSpec) -> dict[str, mx.array]:
-        """The arrays of a stored node.
+        """Read the arrays of a stored node.
 
         Raises:
-            CacheError: The file is gone, or damaged, of which this warns; it is not opened again.
+            CacheError: The file is gone or damaged. A damaged one causes a warning and is not
+                opened again.
         """
         path, known = self._path(root, node), self._known[root.key]
         try:
@@ -97,17 +100,19 @@ class PromptDirectory:
             check_arrays(path, file.specs, expected)
             arrays = file.read()
         except CacheError as error:
-            # What stands on this node may find its place again when the node is written anew.
+            # Descendants can be linked again once this node is rewritten.
             known -= {below.key + SUFFIX for below in node.family()}
             if path.exists():
-                self._distrust(path, error)
+                self._mark_bad(path, error)
             raise
         del arrays["tokens"]
         return arrays
 
     def write_later(self, node: Node, root: Node) -> None:
-        """Store a node that has arrays, in the background. A failure is warned of at the next
-        :meth:`update`. Evaluates: the arrays."""
+        """Store a node that has arrays, in the background.
+
+        The next :meth:`update` warns of a failure. Evaluates: the arrays.
+        """
         path, line = self._path(root, node), node.path()
         self._bad.discard(path)
         self._known.setdefault(root.key, set()).add(path.name)
@@ -139,7 +144,7 @@ class PromptDirectory:
         future.add_done_callback(self._pending.discard)
 
     def touch(self, path: Sequence[Node], root: Node) -> None:
-        """These nodes, root first, were used now; a parent counts as used after its children."""
+        """Set the times of use of a path, root first; a parent's is later than its children's."""
         now = time.time_ns()
         for depth, node in enumerate(path):
             with contextlib.suppress(OSError):
@@ -147,13 +152,13 @@ class PromptDirectory:
                 os.utime(self._path(root, node), ns=(at, at))
 
     def flush(self) -> None:
-        """Wait until everything is written; warns of what could not be."""
+        """Wait for all writes and warn of those that failed."""
         for future in list(self._pending):
             future.result()
         self._complain()
 
     def close(self) -> None:
-        """:meth:`flush`, and no more after that."""
+        """Wait for all writes and stop the writer thread."""
         self._writer.shutdown(wait=True)
         self._complain()
 
@@ -166,7 +171,7 @@ class PromptDirectory:
         if complaints:
             warnings.warn(f"A prompt was not stored: {complaints[0]}", stacklevel=4)
 
-    def _distrust(self, path: Path, error: CacheError) -> None:
+    def _mark_bad(self, path: Path, error: CacheError) -> None:
         self._bad.add(path)
         warnings.warn(f"A stored prompt is ignored: {error}", stacklevel=5)
 
@@ -187,12 +192,12 @@ class PromptDirectory:
                 raise CacheError(f"{path} is not what its name says; remove it.")
         except CacheError as error:
             if path.exists():
-                self._distrust(path, error)
+                self._mark_bad(path, error)
             return None
         return file
 
     def _link(self, root: Node, fresh: list[StateFile]) -> None:
-        """Enter files whose parents are in the tree; the others' were removed or are bad."""
+        """Add files whose parents are in the tree; other parents were removed or are damaged."""
         nodes = {node.key: node for node in root.family()}
         waiting = sorted(fresh, key=lambda file: file.number("end"))
         for file in waiting:
@@ -210,7 +215,7 @@ class PromptDirectory:
                 node.experts = {int(layer): [int(i) for i in ids] for layer, ids in found}
 
     def _prune(self) -> None:
-        """Remove the least recently used files above the limit, and what a killed process left."""
+        """Remove stale temporary files, and the least recently used files above the limit."""
         files, total, now = [], 0, time.time()
         for entry in self.directory.glob("*/*"):
             with contextlib.suppress(OSError):

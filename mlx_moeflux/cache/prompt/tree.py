@@ -1,8 +1,7 @@
-"""Prompts that were read before, as a tree: a node adds tokens to those of its parent.
+"""Prefix tree of processed prompts: a node adds tokens to those of its parent.
 
-A node keeps the rows of its own tokens (keys, values) and the whole of what has one size
-(recurrent states), so that a hundred prompts with one beginning hold that beginning once. No MLX
-is needed to look a prompt up.
+A node holds the rows of its own tokens (keys, values) and whole arrays of fixed size (recurrent
+states), so prompts with a common beginning store it once. Look-ups use no MLX.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ KEY_BYTES = 20
 
 
 def child_key(parent: str, tokens: np.ndarray) -> str:
-    """The name of the node that adds `tokens` (int32) to `parent`: a hash of all that is before."""
+    """Return the key of the node that adds `tokens` (int32) to `parent`: a hash of both."""
     text = parent.encode() + tokens.astype("<i4").tobytes()
     return hashlib.blake2b(text, digest_size=KEY_BYTES).hexdigest()
 
 
 @dataclass(eq=False)
 class Node:
-    """Tokens ``[end - len(tokens), end)`` of a prompt, and the state behind them.
+    """Tokens ``[end - len(tokens), end)`` of a prompt and the state after them.
 
-    arrays: As :func:`~mlx_moeflux.cache.state.spec.export` gives them for these tokens, perhaps
-    with ``logits``; None while they are on disk only. experts: MoE layer id -> ids that were in
-    memory. disk: "" (not there), "pending" or "stored". used: A logical clock; a parent's is later
-    than its children's.
+    arrays: The :func:`~mlx_moeflux.cache.state.spec.export` of these tokens, perhaps with
+    ``logits``; None while they are on disk only. experts: MoE layer id -> ids that were in memory.
+    disk: "" (not there), "pending" or "stored". used: Logical time of the last use; a parent's is
+    later than its children's.
     """
 
     key: str
@@ -46,16 +45,16 @@ class Node:
 
     @classmethod
     def root(cls, identity: str) -> Node:
-        """Of the prompts of one model."""
+        """Return the empty root for the prompts of one model."""
         return cls(identity, None, np.zeros(0, np.int32), 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes of its arrays in memory."""
         return sum(array.nbytes for array in (self.arrays or {}).values())
 
     def path(self) -> list[Node]:
-        """From the root's child to this node."""
+        """Return the nodes from the root's child to this one."""
         nodes, node = [], self
         while node.parent is not None:
             nodes.append(node)
@@ -63,7 +62,7 @@ class Node:
         return nodes[::-1]
 
     def family(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """Yield this node and all its descendants."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -71,7 +70,7 @@ class Node:
             stack.extend(node.children.values())
 
     def add(self, tokens: np.ndarray, **fields: Any) -> Node:
-        """The child of these tokens; made if there is none."""
+        """Return the child of these tokens, created if it is missing."""
         key = child_key(self.key, tokens)
         if key not in self.children:
             end = self.end + len(tokens)
@@ -79,25 +78,25 @@ class Node:
         return self.children[key]
 
     def remove(self) -> None:
-        """Take this node, and with it all below, out of the tree."""
+        """Remove this node and its descendants from the tree."""
         if self.parent is not None:
             self.parent.children.pop(self.key, None)
 
 
 class Match(NamedTuple):
-    """The first `tokens` tokens of a prompt are those of `node`'s path, perhaps of a part of it."""
+    """Number of first tokens that a prompt shares with the path of `node`."""
 
     node: Node
     tokens: int
 
     @property
     def whole(self) -> bool:
-        """The prompt has all tokens of the node."""
+        """Return True if the prompt has all tokens of the node."""
         return self.tokens == self.node.end
 
 
 def matches(root: Node, tokens: np.ndarray) -> Iterator[Match]:
-    """Every node that shares tokens with a prompt, the root first."""
+    """Yield a match for every node that shares tokens with a prompt, the root first."""
     stack = [root]
     while stack:
         node = stack.pop()
@@ -111,13 +110,16 @@ def matches(root: Node, tokens: np.ndarray) -> Iterator[Match]:
 
 
 def deepest(root: Node, tokens: np.ndarray) -> Node:
-    """The longest node whose tokens a prompt begins with."""
+    """Return the deepest node whose path is a prefix of a prompt."""
     return max((m.node for m in matches(root, tokens) if m.whole), key=lambda node: node.end)
 
 
 def best_start(root: Node, tokens: np.ndarray, *, cut: bool) -> Match:
-    """Where to go on with a prompt: the longest beginning that leaves something to compute, or
-    whose logits are known. cut: States can be truncated, so a part of a node will do."""
+    """Return the longest match from which a prompt can continue.
+
+    It leaves at least one token to compute unless its logits are stored. cut: States can be
+    truncated, so a part of a node is usable.
+    """
 
     def usable(match: Match) -> Match | None:
         if match.whole and (match.tokens < len(tokens) or match.node.has_logits):
@@ -131,7 +133,7 @@ def best_start(root: Node, tokens: np.ndarray, *, cut: bool) -> Match:
 
 
 def shared(root: Node, tokens: np.ndarray) -> int:
-    """How many tokens of a prompt were ever read before."""
+    """Return the length of the longest prefix that a prompt shares with any stored one."""
     return max(match.tokens for match in matches(root, tokens))
 
 

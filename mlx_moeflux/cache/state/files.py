@@ -1,4 +1,4 @@
-"""Arrays and facts in one safetensors file that is whole or is not believed.
+"""Arrays and facts in one safetensors file, verified by a digest.
 
 ``__metadata__`` holds ``format``, ``version``, the facts of the format (strings), and ``digest``:
 BLAKE2b of everything else, header and data. The same content gives the same bytes.
@@ -29,7 +29,7 @@ from mlx_moeflux.errors import CacheError, CheckpointError
 
 @dataclass(frozen=True)
 class Format:
-    """The name of a kind of file and the version that this package writes and reads."""
+    """Name of a kind of file and the version that this package writes and reads."""
 
     name: str
     version: int
@@ -37,15 +37,15 @@ class Format:
 
 @dataclass(frozen=True)
 class HostArray:
-    """An array's bytes, which any thread may look at."""
+    """Bytes of an evaluated array; any thread may read them."""
 
     spec: ArraySpec
     data: memoryview
 
 
 def to_host(arrays: Mapping[str, mx.array]) -> dict[str, HostArray]:
-    """Views of the arrays' bytes. Evaluates: all of them."""
-    # numpy has no bfloat16: the same bits as integers will do.
+    """Return views of the arrays' bytes. Evaluates: all of them."""
+    # numpy has no bfloat16: view 16-bit floats as integers.
     plain = {n: a.view(mx.uint16) if a.itemsize == 2 else a for n, a in arrays.items()}
     mx.eval(plain)
     return {
@@ -58,9 +58,9 @@ def to_host(arrays: Mapping[str, mx.array]) -> dict[str, HostArray]:
 
 
 class StateFile:
-    """A file whose header was read and found right; made by :func:`open_file`.
+    """A file with a checked header; made by :func:`open_file`.
 
-    facts: The strings that the format keeps. specs: name -> dtype and shape.
+    facts: The strings of the format. specs: name -> dtype and shape.
     """
 
     def __init__(self, path: Path, facts: dict[str, str], refs: dict[str, TensorRef], digest: str):
@@ -69,25 +69,25 @@ class StateFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(ref.nbytes for ref in self._refs.values())
 
     def number(self, name: str) -> int:
-        """A fact that must be a number >= 0."""
+        """Return a fact that must be an integer >= 0."""
         text = self.facts.get(name, "")
         if not (text.isascii() and text.isdecimal()):
             raise CacheError(f"{self.path} has {name!r} {text!r}, not a number; remove the file.")
         return int(text)
 
     def json(self, name: str) -> Any:
-        """A fact that must be JSON."""
+        """Return a fact that must be JSON."""
         try:
             return json.loads(self.facts[name])
         except (KeyError, ValueError, RecursionError) as error:
             raise CacheError(f"{self.path} has no readable {name!r}; remove the file.") from error
 
     def array(self, name: str) -> mx.array:
-        """One array, of a file that :meth:`read` need not have verified."""
+        """Read one array without verifying the digest."""
         if name not in self._refs:
             raise CacheError(f"{self.path} has no array {name!r}; remove the file.")
         ref = self._refs[name]
@@ -96,15 +96,15 @@ class StateFile:
         return array
 
     def read(self) -> dict[str, mx.array]:
-        """All arrays.
+        """Read all arrays and verify the digest.
 
         Raises:
-            CacheError: The bytes are not those that were written.
+            CacheError: The file is damaged.
         """
         hasher, loaded, position = _hasher(self.facts, self.specs), {}, 0
-        # In one piece, which the system gives in larger pages than many.
+        # One allocation: the system gives it larger pages than many small ones.
         memory = np.empty(self.nbytes, np.uint8)
-        # A second core hashes what was read while more is read and copied.
+        # Another thread hashes an array while this one reads the next.
         with ThreadPoolExecutor(1) as pool:
             hashed = []
             for name, ref in sorted(self._refs.items()):
@@ -154,10 +154,10 @@ def write_file(
     facts: Mapping[str, str],
     arrays: Mapping[str, HostArray],
 ) -> int:
-    """Write a file so that others see all of it or nothing; its size in bytes.
+    """Write a file atomically and return its size in bytes.
 
     Raises:
-        CacheError: The disk is full or failed; what was there before is still there.
+        CacheError: The disk is full or failed; an earlier file of this name is unchanged.
     """
     path = Path(path)
     facts = {"format": format.name, "version": str(format.version), **facts}
@@ -187,7 +187,7 @@ def write_file(
 
 
 def _write(path: Path, pieces: list[bytes | memoryview]) -> None:
-    # A name of its own: two processes may write the same file at once.
+    # A unique name: two processes may write the same file concurrently.
     fd, temporary = tempfile.mkstemp(TEMPORARY_SUFFIX, f".{path.name}.", path.parent)
     try:
         with open(fd, "wb") as handle:
@@ -211,7 +211,7 @@ def _digest(facts: Mapping[str, str], arrays: Mapping[str, HostArray]) -> str:
 
 
 def _hasher(facts: Mapping[str, str], specs: Mapping[str, ArraySpec]) -> hashlib.blake2b:
-    """Of the digest, before the arrays' bytes, which follow in the order of their names."""
+    """Return the digest's hasher before the arrays' bytes, which follow in order of names."""
     described = {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
     hasher = hashlib.blake2b(digest_size=HASH_BYTES)
     hasher.update(json.dumps([dict(facts), described], sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""The state of a sequence as a whole: snapshots, checkpoints by position, files."""
+"""State of a whole sequence: snapshots, checkpoints by position, files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_CHECKPOINTS = 4
 
 
 class Snapshot:
-    """A moment of a state. Nothing changes it; it shares its arrays with the state, whose next
-    token then copies the buffers that it writes to.
+    """An immutable moment of a state.
 
-    position: Tokens seen (of the longest sequence). logits: What the model said after the last
-    one, ``[V]``, if it was given. nbytes: Bytes of all arrays.
+    It shares its arrays with the state, so the next token copies the buffers that it writes to.
+    position: Tokens seen by the longest sequence. logits: ``[V]`` after the last one, if given.
+    nbytes: Bytes of all arrays.
     """
 
     def __init__(self, entries: Iterable[BaseCache], logits: mx.array | None):
@@ -42,12 +42,11 @@ class Snapshot:
 
 
 class SequenceState(list):
-    """One cache entry for each layer, as ``model.make_cache()`` gives it: a list to those who only
-    want entries.
+    """List of one cache entry per layer, as ``model.make_cache()`` returns it. Not thread-safe.
 
-    spec: Asked when the state meets a file; its model's
+    spec: Returns the expected arrays, for files; the model's
     :meth:`~mlx_moeflux.models.base.StreamingModel.state_spec`.
-    max_checkpoints: How many :meth:`checkpoint` keeps; a lower number counts from its next call.
+    max_checkpoints: Limit of :meth:`checkpoint`; a lower one applies from its next call.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class SequenceState(list):
 
     @property
     def position(self) -> int:
-        """Tokens seen, of the longest sequence.
+        """Return the tokens seen by the longest sequence.
 
         Raises:
             CacheError: The entries disagree.
@@ -72,27 +71,27 @@ class SequenceState(list):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries, unused rows included, without the checkpoints."""
+        """Return the bytes of all entries, unused rows included, without the checkpoints."""
         return sum(entry.nbytes for entry in self)
 
     def spec(self) -> StateSpec:
-        """What the entries must be.
+        """Return the kinds and arrays that the entries must have.
 
         Raises:
-            CacheError: The state is of no model.
+            CacheError: The state has no model.
         """
         if self._spec is None:
             raise CacheError("This state knows no model; make it with model.make_cache().")
         return self._spec()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceState:
-        """An independent state that shares arrays, without the checkpoints."""
+        """Return an independent state that shares arrays, without the checkpoints."""
         other = type(self)(copy.deepcopy(list(self), memo), self._spec)
         other.max_checkpoints = self.max_checkpoints
         return other
 
     def watch(self, positions: Iterable[int]) -> None:
-        """Let recurrent layers remember their states at these positions when they are passed."""
+        """Make recurrent layers keep their states at these positions when they pass them."""
         positions = list(positions)
         for entry in self:
             if entry.token_axis is None:
@@ -101,17 +100,17 @@ class SequenceState(list):
     # In memory.
 
     def snapshot(self, logits: mx.array | None = None) -> Snapshot:
-        """This moment. logits: Those after the last token, ``[V]``, for :attr:`Snapshot.logits`.
+        """Return a snapshot of this moment. logits: ``[V]`` after the last token, kept with it.
 
         Evaluates: the state.
         """
         return Snapshot(self, logits)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Back (or over) to the moment of `snapshot`; checkpoints of later positions go.
+        """Take the state of `snapshot` and drop checkpoints of later positions.
 
         Raises:
-            CacheError: It is of another kind of model.
+            CacheError: The snapshot is of another kind of model.
         """
         mine, its = ([entry.kind for entry in entries] for entries in (self, snapshot.entries))
         if mine != its:
@@ -123,15 +122,15 @@ class SequenceState(list):
         self._forget_after(snapshot.position)
 
     def reset(self) -> None:
-        """Forget everything, checkpoints included."""
+        """Make the state empty and drop all checkpoints."""
         self[:] = [type(entry)() for entry in self]
         self._checkpoints.clear()
 
     def truncate(self, position: int) -> None:
-        """Forget all tokens from `position` on.
+        """Drop all tokens from `position` on.
 
         Raises:
-            CacheError: There are not so many, or a layer's state has no past.
+            CacheError: The state has fewer tokens, or a recurrent layer cannot go back.
         """
         excess = self.position - position
         if position < 0 or excess < 0:
@@ -152,14 +151,14 @@ class SequenceState(list):
 
     @property
     def checkpoints(self) -> list[int]:
-        """Positions of all checkpoints, ascending."""
+        """Return the positions of all checkpoints, ascending."""
         return sorted(self._checkpoints)
 
     def checkpoint(self, position: int | None = None) -> int:
-        """Keep this moment under its position, which is returned; `position`, if given, is checked.
+        """Store a checkpoint of this moment and return its position.
 
-        Above ``max_checkpoints`` the least recently used goes, but never that of position 0 nor
-        this one.
+        position: The expected position, checked. Above ``max_checkpoints`` the least recently used
+        checkpoint is dropped, but never that of position 0 nor this one.
 
         Raises:
             CacheError: The state is at another position.
@@ -177,10 +176,10 @@ class SequenceState(list):
         return now
 
     def restore_to(self, position: int) -> None:
-        """Back to a checkpoint; those of later positions go.
+        """Restore a checkpoint and drop those of later positions.
 
         Raises:
-            CacheError: There is none of exactly this position.
+            CacheError: No checkpoint has exactly this position.
         """
         if position not in self._checkpoints:
             raise CacheError(
@@ -190,7 +189,7 @@ class SequenceState(list):
         self.restore(self._checkpoints[position])
 
     def forget(self, position: int) -> None:
-        """Drop a checkpoint, if there is one; the state stays as it is."""
+        """Drop the checkpoint of a position, if it exists; the state does not change."""
         self._checkpoints.pop(position, None)
 
     def _forget_after(self, position: int) -> None:
@@ -206,13 +205,13 @@ class SequenceState(list):
         *,
         notes: Mapping[str, str] | None = None,
     ) -> int:
-        """Write the state of one sequence to a safetensors file; its size in bytes.
+        """Write the state of one sequence to a safetensors file and return its size in bytes.
 
-        logits: Those after the last token, ``[V]``; :meth:`load` gives them back. notes: For
+        logits: ``[V]`` after the last token, which :meth:`load` returns. notes: Strings for
         :func:`read_notes`. The same state gives the same bytes.
 
         Raises:
-            CacheError: It holds several sequences, or the disk is full or failed.
+            CacheError: The state holds several sequences, or the disk is full or failed.
         """
         spec, position = self.spec(), self.position
         arrays = export(self)
@@ -227,12 +226,11 @@ class SequenceState(list):
         return write_file(path, STATE_FORMAT, facts=facts, arrays=to_host(arrays))
 
     def load(self, path: str | os.PathLike[str]) -> mx.array | None:
-        """Become what was saved; the logits that were saved with it. Checkpoints of later
-        positions go.
+        """Take the state of a file, drop checkpoints of later positions, return its logits.
 
         Raises:
-            CacheError: The file is damaged, of another version, or of another model; the state is
-                as it was.
+            CacheError: The file is damaged, of another version, or of another model; the state
+                does not change.
         """
         spec, file = self.spec(), open_file(path, STATE_FORMAT)
         if file.facts.get("identity") != spec.identity:
@@ -256,10 +254,10 @@ class SequenceState(list):
 
 
 def read_notes(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What was noted when a state was saved; its arrays are not read.
+    """Return the notes of a saved state without reading its arrays.
 
     Raises:
-        CacheError: It is no file of a state.
+        CacheError: The file is no saved state.
     """
     notes = open_file(path, STATE_FORMAT).json("notes")
     return {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}

@@ -1,8 +1,8 @@
-"""A cache entry as named arrays, and what arrays a model's entries must have.
+"""Export of cache entries as named arrays, and the arrays that a model's entries must have.
 
-Saved states and prompt caches are made of these: an entry says its ``kind``, the ``fields`` that
-hold arrays, and along which ``token_axis`` they have a row for each token (None: they are of one
-size however long the sequence is).
+Saved states and prompt caches consist of these. An entry defines its ``kind``, the ``fields`` that
+hold arrays, and the ``token_axis`` along which they have one row per token (None: their size does
+not depend on the length of the sequence).
 """
 
 from __future__ import annotations
@@ -15,41 +15,33 @@ from math import prod
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, mlx_dtype
 from mlx_moeflux.errors import CacheError
 
 # safetensors code of each dtype that a state or its logits may have.
-DTYPE_CODES = {
-    mx.float32: "F32",
-    mx.bfloat16: "BF16",
-    mx.float16: "F16",
-    mx.int32: "I32",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-}
+DTYPE_CODES = {mlx_dtype(code): code for code in ("F32", "BF16", "F16", "I32", "U32", "U16", "U8")}
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """dtype: safetensors code. shape: 0 stands for the rows of tokens."""
+    """Dtype (safetensors code) and shape of an array; a dimension 0 stands for the tokens' rows."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such an array."""
+        """Return the bytes of such an array."""
         return ITEMSIZE[self.dtype] * prod(self.shape)
 
     def rows(self, count: int) -> ArraySpec:
-        """The same with `count` rows of tokens."""
+        """Return this spec with `count` rows of tokens."""
         return ArraySpec(self.dtype, tuple(n or count for n in self.shape))
 
 
 @dataclass(frozen=True)
 class EntrySpec:
-    """What an entry holds once a token went in; one for each layer of a model.
+    """Arrays of one layer's entry that has seen a token.
 
     step: Rows of tokens by which its arrays grow.
     """
@@ -60,7 +52,7 @@ class EntrySpec:
 
     @classmethod
     def of(cls, entry: BaseCache) -> EntrySpec:
-        """That of an entry which has seen a token; nothing is evaluated."""
+        """Return the spec of an entry that has seen a token; evaluates nothing."""
         arrays = {}
         for name in entry.fields:
             array = getattr(entry, name)
@@ -72,24 +64,20 @@ class EntrySpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token; 0 where entries do not grow."""
+        """Return the bytes of one token; 0 for entries that do not grow."""
         return sum(array.rows(1).nbytes for array in self.arrays.values() if 0 in array.shape)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes after `tokens` tokens, with the rows in reserve."""
+        """Return the bytes after `tokens` tokens, reserved rows included."""
         rows = -(-tokens // self.step) * self.step
         return sum(array.rows(rows).nbytes for array in self.arrays.values())
-
-    def expected(self, tokens: int) -> dict[str, ArraySpec]:
-        """Name -> array of an export of `tokens` tokens."""
-        return {name: array.rows(tokens) for name, array in self.arrays.items()}
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Whose states these are.
+    """Identity and arrays of one model's states.
 
-    identity: A hash of everything that decides what is in a state. vocabulary: How many logits.
+    identity: Hash of everything that a state depends on. vocabulary: Number of logits.
     """
 
     identity: str
@@ -97,24 +85,24 @@ class StateSpec:
     vocabulary: int
 
     def expected(self, tokens: int) -> dict[str, ArraySpec]:
-        """``layers.<i>.<field>`` -> array of a whole state's export of its last `tokens` tokens."""
+        """Return ``layers.<i>.<field>`` -> array of a state's export of `tokens` tokens."""
         return {
-            f"layers.{i}.{name}": array
+            f"layers.{i}.{name}": array.rows(tokens)
             for i, entry in enumerate(self.entries)
-            for name, array in entry.expected(tokens).items()
+            for name, array in entry.arrays.items()
         }
 
 
 def export(
     entries: Sequence[BaseCache], start: int = 0, stop: int | None = None
 ) -> dict[str, mx.array]:
-    """The arrays of one sequence by ``layers.<i>.<field>``; of those with a row for each token
-    the rows of tokens `start` to `stop`, without the reserve. Copies, not yet evaluated.
+    """Return lazy copies of one sequence's arrays by ``layers.<i>.<field>``.
 
-    stop: Where the others were watched; None is now.
+    Arrays with one row per token give the rows of tokens ``[start, stop)``. The others give their
+    value at `stop`, which the entry must have watched; None means the present.
 
     Raises:
-        CacheError: The entries hold several sequences, or one did not watch there.
+        CacheError: The entries hold several sequences, or one did not watch `stop`.
     """
     found = {}
     for i, entry in enumerate(entries):
@@ -145,9 +133,9 @@ def _at(entry: BaseCache, position: int | None) -> Sequence[mx.array | None]:
 
 
 def adopt(entries: Sequence[BaseCache], arrays: Mapping[str, mx.array], *, position: int) -> None:
-    """Make each entry that of one sequence of `position` tokens; the reverse of :func:`export`.
+    """Set each entry to one sequence of `position` tokens; the reverse of :func:`export`.
 
-    The caller has held `arrays` against a :class:`StateSpec`: nothing can fail half way.
+    The caller has checked `arrays` against a :class:`StateSpec`, so no entry can fail.
     """
     for i, entry in enumerate(entries):
         held = (arrays.get(f"layers.{i}.{name}") for name in entry.fields)
@@ -160,10 +148,10 @@ def check_arrays(
     """Raise CacheError unless the arrays of a file are the expected ones."""
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
-            has, wants = (
+            has, needs = (
                 f"{array.dtype} {list(array.shape)}" if array else "nothing"
                 for array in (found.get(name), expected.get(name))
             )
             raise CacheError(
-                f"{path} has {has} as {name!r}, this model's states have {wants}; remove the file."
+                f"{path} has {has} as {name!r}, this model's states have {needs}; remove the file."
             )
