@@ -1,4 +1,4 @@
-"""What traces of decode steps and the description of states know of a model."""
+"""Protocol of a model, as decode traces and state specs use it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_moeflux.kernels.registry import Kernels
 
 
 class Decoder(Protocol):
-    """A decoder: embedding, layers, logits. See :class:`~mlx_moeflux.models.base.StreamingModel`,
-    which says what each of these is."""
+    """A decoder: embedding, layers, logits. :class:`~mlx_moeflux.models.base.StreamingModel`
+    documents the members."""
 
     config: Any
     model: Any
