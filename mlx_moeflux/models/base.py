@@ -131,6 +131,14 @@ class StreamingModel(nn.Module):
                 kernels.references_only(mode)
         return self
 
+    def unfreeze(self, *args, **kwargs) -> StreamingModel:
+        """Unfreeze as ``nn.Module.unfreeze`` does, except quantised modules."""
+        super().unfreeze(*args, **kwargs)
+        for module in self.modules():
+            if "scales" in module:
+                module.freeze(recurse=False)
+        return self
+
     @property
     def router(self) -> Router:
         """Router of all MoE layers."""
@@ -247,7 +255,8 @@ class StreamingModel(nn.Module):
     def record(
         self, layers: Iterable[int] | None = None, names: Iterable[str] | None = None
     ) -> Iterator[dict[int, dict[str, mx.array]]]:
-        """Keep intermediate arrays of the next calls: see :mod:`mlx_moeflux.models.record`."""
+        """Record intermediate arrays of the calls inside the block; see
+        :mod:`mlx_moeflux.models.record`."""
         self._recordings += 1
         try:
             with record(self.layers, chosen=layers, names=names) as kept:

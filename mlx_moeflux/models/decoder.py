@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_moeflux.cache import BaseCache, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules, Transform
@@ -60,6 +61,8 @@ class DecoderLayer(nn.Module):
         block takes all tokens, so that every expert is read once.
         """
         T, mlp, norm = x.shape[1], self.mlp, self.post_attention_layernorm
+        if self._recorder is not None:
+            self._recorder.begin(x.shape[0])
         mask = cache.real_tokens(T)
         parts = None if T == 1 else cache.parts(T, chunk)
         h = self.mix(x, cache, chunk=chunk)
@@ -209,12 +212,20 @@ class DecoderModel(StreamingModel):
         *,
         last_only: bool = False,
     ) -> mx.array:
-        """tokens ``[B, T]`` ints -> logits; `last_only` computes the last position's alone.
+        """Return logits of tokens ``[B, T]`` ints; of the last position alone if `last_only`.
 
         A call that raises leaves `cache` as it was before.
+
+        Raises:
+            InputError: Shape or dtype is wrong, or an id is outside the vocabulary. Ids of one
+                token with a cache are not checked: reading them would make decode wait.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
+        if not mx.issubdtype(tokens.dtype, mx.integer):
+            raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
+        if cache is None or tokens.shape[1] > 1:
+            self._check_ids(tokens)
         cache = self.make_cache() if cache is None else cache
         tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
@@ -225,6 +236,16 @@ class DecoderModel(StreamingModel):
             return self._whole_step(tokens, cache)
         with transaction(cache):
             return self._forward(tokens, cache, last_only=last_only)
+
+    def _check_ids(self, tokens: mx.array) -> None:
+        try:
+            mx.eval(tokens)
+        except ValueError:  # a graph transformation refuses evaluation
+            return
+        ids, V = np.array(tokens), self.config.vocab_size
+        wrong = ids[(ids < 0) | (ids >= V)]
+        if wrong.size:
+            raise InputError(f"token id {wrong[0]} is outside the vocabulary; give 0 to {V - 1}.")
 
     def read_together(
         self, prompts: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]

@@ -199,6 +199,8 @@ def load_experts(
                 cast = refs[0].dtype in FLOATS and not precise
                 holder[part] = array.astype(dtype) if cast else array
                 mx.eval(holder[part])
+        if holder.spec is not None:
+            holder.freeze()
         switch[projection] = holder
     return switch.eval()
 
