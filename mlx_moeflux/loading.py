@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
 KV_POSITIONS = 8192
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LoadOptions(TypedDict, total=False):
@@ -204,7 +205,7 @@ def load_model(
         kernels, prefetch, fuse = "reference", NONE, False
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
-    tuned: dict[str, Any] = {}
+    tuned: Mapping[str, Any] = {}
     if tuning is not None:
         tuned = open_tuning(tuning)
         if tuned["model"] != checkpoint.identity():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +18,13 @@ from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, ch
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
+from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
 from mlx_moeflux.experts.telemetry.events import both
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import failures
-from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
@@ -43,18 +43,25 @@ class StreamingModel(nn.Module):
     step.
     """
 
+    config: Any
+    model: Any
+    layers: Any
+    make_cache: Callable[[], SequenceState]
+    _kernels: Kernels
+    _router: Router
+
     def __init__(self):
         super().__init__()
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
-        self.plan = None
+        self.plan: Plan | None = None
         self.identity = ""
         self.compile_steps: bool | None = None
-        self._step: CompiledStep | None = None
-        self._segments: SegmentedStep | None = None
+        self._step: Any = None
+        self._segments: Any = None
         self._recordings, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
-        self._store = None
+        self._store: Any = None
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
         self.kv_bits: int | None = None

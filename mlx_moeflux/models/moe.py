@@ -194,7 +194,8 @@ class SparseMoeBlock(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
-        self._store = self._lookahead = None
+        self._store: Any = None
+        self._lookahead: RouterLookahead | None = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
         if mask is None:
