@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             known = model.make_cache()
             known.load(args.prompt_cache_file)
             prompt = rest_of_prompt(prompt, options, tokenizer)
-        last = None
+        last: Any = None
         with instrument(args, model), PrefillBar() as bar:
             stream = text.stream_generate(
                 model,

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for option, policies in POLICIES.items():
         print(option)
-        lines = {name: inspect.getdoc(kind).split("\n\n")[0] for name, kind in policies.items()}
+        lines = {
+            name: (inspect.getdoc(kind) or "").split("\n\n")[0] for name, kind in policies.items()
+        }
         default = DEFAULT_EVICTION
         if option in NOTHING:
             default, lines = NONE, {NONE: NOTHING[option]} | lines

@@ -56,7 +56,7 @@ class _Attention:
         return {"start": mx.maximum(first, padding)}
 
     @property
-    def newest(self) -> tuple[mx.array, mx.array] | None:
+    def newest(self) -> tuple[mx.array, ...] | None:
         """Tail for a kernel that writes the next row itself; see :meth:`appended`."""
         return self._tail
 
@@ -68,7 +68,7 @@ class _Attention:
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
         return self.appended(kernels.append_row(self._tail, keys, values, position=self._columns))
 
-    def appended(self, tail: tuple[mx.array, mx.array]) -> dict[str, Any]:
+    def appended(self, tail: tuple[mx.array, ...]) -> dict[str, Any]:
         """Do what :meth:`append` does, for a tail that holds the new row already."""
         self._tail = tail
         return {
@@ -83,7 +83,7 @@ class _Attention:
 class _PagedAttention(_Attention):
     """Traced stand-in of a paged entry; no layer has a window."""
 
-    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
+    def __init__(self, arrays: Sequence[mx.array], *counts: Any):
         *others, self._table = arrays
         super().__init__(others, *counts)
 
@@ -101,7 +101,7 @@ class _PackedAttention(_Attention):
         self,
         kind: type[AttentionCache],
         arrays: Sequence[mx.array],
-        *counts: mx.array | None,
+        *counts: Any,
     ):
         super().__init__(arrays, *counts)
         self._kind = kind

@@ -114,7 +114,6 @@ class ExpertProjection(nn.Module):
         self.weight = mx.random.uniform(-scale, scale, (num_experts, output_dims, input_dims))
         self.spec: QuantSpec | None = None
 
-
     def bank(self) -> ProjectionBank:
         return ProjectionBank(self.weight, self.get("scales"), self.get("biases"), self.spec)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_moeflux.cache import EntrySpec, SequenceState
-from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.kernels.registry import Kernels
 
 
@@ -22,10 +21,18 @@ class Decoder(Protocol):
     training: bool
     kv_bits: int | None
     kv_group_size: int
-    layers: list[nn.Module]
-    kernels: Kernels
-    store: ExpertStore
-    router: Any
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def store(self) -> Any: ...
+
+    @property
+    def router(self) -> Any: ...
 
     def parameters(self) -> dict[str, Any]: ...
 

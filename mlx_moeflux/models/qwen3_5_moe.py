@@ -8,6 +8,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,7 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import joined_weight, weights_of
+from mlx_moeflux.models.layers import DenseMlp, joined_weight, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
@@ -131,22 +132,27 @@ class Model(DecoderModel):
     Config = Config
     MODEL_TYPE = "qwen3_5_moe"
     MLX_LM_PREFIX = "language_model."
+    DELTA_NET: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """Build a layer of mixer, then MoE block with a gated shared expert."""
         config, kernels = self.config, self._kernels
         mixer = "self_attn", Attention(config, kernels, gated=True)
         if config.is_linear(layer):
-            mixer = "linear_attn", GatedDeltaNet(config, kernels)
-        mlp = SharedExpertMoeBlock(
+            mixer = "linear_attn", self.DELTA_NET(config, kernels)
+        return DecoderLayer(config, mixer=mixer, mlp=self.make_mlp(layer))
+
+    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+        """Build the second half of layer number `layer`."""
+        config = self.config
+        return SharedExpertMoeBlock(
             layer=layer,
             hidden_size=config.hidden_size,
             num_experts=config.num_experts,
             shared_intermediate_size=config.shared_expert_intermediate_size,
             router=self._router,
-            kernels=kernels,
+            kernels=self._kernels,
         )
-        return DecoderLayer(config, mixer=mixer, mlp=mlp)
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer."""

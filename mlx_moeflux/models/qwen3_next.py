@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
-from mlx_moeflux.models.attention import Attention
-from mlx_moeflux.models.decoder import DecoderLayer
 from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.rope import stretched
@@ -95,7 +93,8 @@ class Model(qwen3_5_moe.Model):
 
     Config = Config
     MODEL_TYPE = "qwen3_next"
-    MLX_LM_PREFIX: ClassVar[str] = ""
+    MLX_LM_PREFIX = ""
+    DELTA_NET = FusedDeltaNet
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
@@ -106,21 +105,9 @@ class Model(qwen3_5_moe.Model):
         del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
 
-    def make_layer(self, layer: int) -> DecoderLayer:
-        """Build a layer of mixer, then MoE block with a gated shared expert, or dense MLP."""
-        config, kernels = self.config, self._kernels
-        mixer = "self_attn", Attention(config, kernels, gated=True)
-        if config.is_linear(layer):
-            mixer = "linear_attn", FusedDeltaNet(config, kernels)
-        if not config.is_sparse(layer):
-            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
-            return DecoderLayer(config, mixer=mixer, mlp=mlp)
-        mlp = SharedExpertMoeBlock(
-            layer=layer,
-            hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-            router=self._router,
-            kernels=kernels,
-        )
-        return DecoderLayer(config, mixer=mixer, mlp=mlp)
+    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+        """Build a MoE block with a gated shared expert, or a dense MLP."""
+        config = self.config
+        if config.is_sparse(layer):
+            return super().make_mlp(layer)
+        return DenseMlp(config.hidden_size, config.intermediate_size, self._kernels)

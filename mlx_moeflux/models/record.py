@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_moeflux.errors import InputError
 
@@ -56,7 +56,7 @@ class Recorder:
 
 @contextmanager
 def record(
-    layers: list[nn.Module],
+    layers: Sequence[Any],
     *,
     chosen: Iterable[int] | None = None,
     names: Iterable[str] | None = None,
