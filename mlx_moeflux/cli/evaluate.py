@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, help="see mlx_lm.evaluate")
     for flag in SWITCHES:
         add(flag, action="store_true", help="see mlx_lm.evaluate")
-    add_expert_arguments(parser)
+    add_expert_arguments(parser, stats=False)
     refuse(parser, ("--trust-remote-code",))
 
 

@@ -94,7 +94,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-disk", default="20GB", metavar="SIZE", help="at most, default %(default)s")
 
 
-def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
+def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True) -> None:
     """Add the options of loading that all commands with a model share."""
     add = parser.add_argument
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
@@ -109,7 +109,8 @@ def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
     add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
     add("--safe", action="store_true", help="for bug reports: references, no traces, no prefetch")
-    add("--stats", action="store_true", help="print reads, hits and seconds of each layer")
+    if stats:
+        add("--stats", action="store_true", help="print reads, hits and seconds of each layer")
 
 
 def run(args: argparse.Namespace) -> int:

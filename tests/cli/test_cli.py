@@ -82,7 +82,7 @@ OPTIONS = {
         --confirm-run-unsafe-code --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --fewshot-as-multiturn --kv-bits --kv-group-size --limit
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
-        --prefetch --safe --seed --stats --tasks --temp --top-k --top-p --trust-remote-code
+        --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
         --tuning
     """,
     "policies": "",
