@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_moeflux.generation.text import GenerationResponse, generate, stream_generate
     from mlx_moeflux.loading import load, load_model
 
-# Public name -> module; imported when first used, so that importing the package loads no MLX.
+# Public name -> module; imported on first use, so that importing the package loads no MLX.
 _PUBLIC = {
     "BatchGenerator": "generation.batch",
     "GenerationResponse": "generation.text",

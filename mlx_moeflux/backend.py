@@ -1,4 +1,4 @@
-"""Whether MLX can run here, and on what."""
+"""MLX's back end: availability, description, environment variables."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 from mlx_moeflux.errors import UnsupportedError
 
 DEVICE_VARIABLES = {
-    # Metal then finishes long command buffers although the screen waits.
+    # Lets Metal finish long command buffers while the display needs the GPU.
     "darwin": {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1"},
-    # MLX ends a CUDA graph when the inputs of its launches have so many million numbers, and counts
-    # whole arrays: by default at each launch that reads a large layer's experts, some 15 us of the
-    # host. No limit at all is worse for prompts.
+    # MLX ends a CUDA graph once the inputs of its launches reach this size, and counts whole
+    # arrays: the default ends it at each launch that reads a large layer's experts. No limit at
+    # all slows prompts down.
     "linux": {"MLX_MAX_MB_PER_BUFFER": "3000", "MLX_MAX_OPS_PER_BUFFER": "40"},
 }
 
 
 def set_device_variables() -> None:
-    """Set :data:`DEVICE_VARIABLES` of this platform in ``os.environ``, but for those that are set.
+    """Set the :data:`DEVICE_VARIABLES` of this platform in ``os.environ`` unless set already.
 
-    Metal and MLX read them when a process first uses its GPU. Loading a model and each command
-    call this before; a program that computes with MLX on the GPU earlier calls it first.
+    Metal and MLX read them at a process's first use of the GPU. Loading a model and each command
+    call this function; a program that uses the GPU earlier calls it first.
     """
     for name, value in DEVICE_VARIABLES.get(sys.platform, {}).items():
         os.environ.setdefault(name, value)
@@ -31,7 +31,7 @@ def require_mlx() -> None:
     """Import MLX.
 
     Raises:
-        UnsupportedError: MLX has no back end here (plain ``mlx`` on Linux is only a front end).
+        UnsupportedError: MLX has no back end (plain ``mlx`` on Linux is only a front end).
     """
     try:
         import mlx.core  # noqa: F401
@@ -43,7 +43,7 @@ def require_mlx() -> None:
 
 
 def describe_backend() -> str:
-    """Back end and device in words: ``mlx 0.32.4, cpu``."""
+    """Describe back end and device: ``mlx 0.32.4, cpu``."""
     require_mlx()
     import mlx.core as mx
 

@@ -1,21 +1,20 @@
-"""Every error that a user or a file can cause: one tree, one sentence each.
+"""Errors that a user or a file can cause: one tree, one sentence each.
 
-A message names the thing, the place (file, key, offset or limit) and how to mend it. The
-command line prints it on one line and exits with 1. ``assert`` is kept for what the
-package itself guarantees.
+A message names the thing, the place (file, key, offset or limit) and the mend. The command line
+prints it on one line and exits with 1. ``assert`` checks only what the package itself guarantees.
 """
 
 
 class MoefluxError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of all errors that this package raises."""
 
 
 class ConfigError(MoefluxError, ValueError):
-    """config.json is missing a key, has one nobody knows, or contradicts itself."""
+    """config.json lacks a key, has an unknown one, or contradicts itself."""
 
 
 class CheckpointError(MoefluxError, ValueError):
-    """A checkpoint's files, tensor names, shapes or dtypes are not what they must be."""
+    """A checkpoint's files, tensor names, shapes or dtypes are wrong."""
 
 
 class ExpertFileError(MoefluxError, ValueError):
@@ -23,11 +22,11 @@ class ExpertFileError(MoefluxError, ValueError):
 
 
 class ShapeError(MoefluxError, ValueError):
-    """An array or a component given by the caller has the wrong shape or dtype."""
+    """An array or a component of the caller has the wrong shape or dtype."""
 
 
 class MemoryBudgetError(MoefluxError, ValueError):
-    """The asked memory or disk budget cannot work; the message says the smallest that does."""
+    """A memory or disk budget is too small; the message has the smallest that works."""
 
 
 class CacheError(MoefluxError, ValueError):
@@ -35,15 +34,15 @@ class CacheError(MoefluxError, ValueError):
 
 
 class InputError(MoefluxError, ValueError):
-    """A prompt, a token id or an option given by the caller cannot be used."""
+    """A prompt, a token id or an option is invalid."""
 
 
 class UnsupportedError(MoefluxError, RuntimeError):
-    """Not possible here: the back end, the platform or the checkpoint's format is not supported."""
+    """The back end, the platform or the checkpoint's format is not supported."""
 
 
 class ExactnessError(MoefluxError, ArithmeticError):
-    """A check of results against a reference failed; what was measured means nothing."""
+    """Results differ from a reference; measurements made with them are invalid."""
 
 
 class KernelError(MoefluxError, RuntimeError):

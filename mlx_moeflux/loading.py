@@ -1,13 +1,16 @@
-"""From a path or a hub id to a model and its tokenizer: the one file that knows all the others."""
+"""Load a model and its tokenizer from a path or a hub id."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import mlx.core as mx
 
@@ -22,6 +25,7 @@ from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
 from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.policies.rebalance import Balance, make_balance
 from mlx_moeflux.experts.resident import ResidentStore
@@ -40,13 +44,70 @@ from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
 KV_POSITIONS = 8192
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of :func:`load_model`, which documents them."""
+
+    expert_memory: str | float | None
+    expert_reader: str
+    expert_threads: int | None
+    experts_per_token: int | None
+    max_context: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    dtype: mx.Dtype | None
+    router: Router | None
+    store: ExpertStore | None
+    reader: Reader | None
+    kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None
+    check_values: bool
+    eviction: str | Eviction
+    prefetch: str | Prefetch | None
+    keep_all_ahead: bool
+    balance: str | Balance | None
+    tuning: str | os.PathLike[str] | None
+    events: EventHook | None
+    fuse: bool | None
+    strict_config: bool
+    safe: bool
+    verbose: bool
+
+
+def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Compare the names of given options with the known ones.
+
+    Raises:
+        InputError: A name is unknown; the message has the nearest known name.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            mend = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
+            raise InputError(f"{function} has no option '{name}'; {mend}")
+
+
+def _refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
+    """Make `function` raise InputError for an unknown keyword."""
+    known = list(inspect.signature(function).parameters)[1:]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options(function.__name__, kwargs.keys() - {"path"}, known)
+        return function(*args, **kwargs)
+
+    return checked
+
 
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
     revision: str | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> tuple[StreamingModel, Tokenizer]:
     """Load a checkpoint: a directory, or a Hugging Face id such as ``org/name``.
 
@@ -55,6 +116,8 @@ def load(
     Raises:
         MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
     """
+    own = ("revision", "tokenizer_config")
+    check_options("load", options, (*own, *LoadOptions.__annotations__))
     directory = resolve(path_or_hub_id, revision=revision)
     tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
     return load_model(directory, **options), tokenizer
@@ -62,9 +125,9 @@ def load(
 
 @contextmanager
 def _prepared_process() -> Iterator[None]:
-    """Set what MLX reads when it first uses a GPU; put MLX's random state back at the end.
+    """Set the variables that MLX reads at its first use of a GPU; restore its random state at exit.
 
-    Layers draw first weights, which no one reads: a seed of the caller's must outlive them.
+    Building layers draws initial weights, which must not change the caller's random state.
     """
     set_device_variables()
     metal.cuda_files()
@@ -75,6 +138,7 @@ def _prepared_process() -> Iterator[None]:
         mx.random.seed(high << 32 | low)
 
 
+@_refuse_unknown
 @_prepared_process()
 def load_model(
     path: str | os.PathLike[str],
@@ -91,6 +155,7 @@ def load_model(
     store: ExpertStore | None = None,
     reader: Reader | None = None,
     kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = None,
+    check_values: bool = True,
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
     keep_all_ahead: bool = False,
@@ -99,6 +164,7 @@ def load_model(
     events: EventHook | None = None,
     fuse: bool | None = None,
     strict_config: bool = True,
+    safe: bool = False,
     verbose: bool = False,
 ) -> StreamingModel:
     """Load a checkpoint directory without its tokenizer; everything is evaluated.
@@ -108,37 +174,44 @@ def load_model(
 
     Args:
         expert_memory: Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of
-            all of them), a number, or ``auto``. Everything: the experts become parameters.
+            all routed experts), a number, or ``auto``. If all fit, they become parameters.
         expert_reader: ``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.
-        expert_threads: Reads under way at once; 8.
-        experts_per_token: Fewer than the model's own is faster and lossy; marked as such in the
-            statistics.
+        expert_threads: Number of concurrent reads; default 8.
+        experts_per_token: Fewer experts than the config's number; faster and lossy, which the
+            statistics report.
         max_context: Tokens a sequence may have, at most the config's limit.
-        kv_bits, kv_group_size: Keep keys and values in 4 or 8 bits, in groups with a scale each:
-            smaller and lossy; marked as such in the statistics.
-        dtype: Compute dtype; bfloat16 on GPUs, float32 on the CPU.
+        kv_bits, kv_group_size: Store keys and values in 4 or 8 bits with one scale a group;
+            smaller and lossy, which the statistics report.
+        dtype: Compute dtype; default bfloat16 on GPUs, float32 on the CPU.
         router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
             the same name; their protocols state shapes, and a wrong shape raises here. kernels:
-            operation -> the name of a form or a callable, or a text such as "auto,sdpa=reference".
-        tuning: A file that ``tune`` wrote for this model: what it found, where the arguments above
-            leave the choice.
-        keep_all_ahead: Wait for everything that was read ahead: hits do not depend on time.
-        events: Listener of the expert store.
-        fuse: Lay matrices of the same input one behind another (``model.prepare()``); None: where
-            that saves time, on GPUs.
-        strict_config: Refuse keys of config.json that nobody reads.
+            operation -> name of an implementation or a callable, or a text such as
+            "auto,sdpa=reference".
+        check_values: Compare a callable in `kernels` with the reference by value on small cases;
+            pass False for one that is meant to differ.
+        tuning: A file that ``tune`` wrote for this model; it sets the arguments above that have
+            their default.
+        keep_all_ahead: Wait for all prefetched experts, so that hits do not depend on timing.
+        events: Event hook of the expert store.
+        fuse: Concatenate projections that share an input (``model.prepare()``); default on GPUs.
+        strict_config: Refuse unknown keys of config.json.
+        safe: For bug reports: references instead of kernels, no traced steps, no prefetch.
         verbose: Print the plan, one line on stderr.
 
     Raises:
         MoefluxError: One of its kinds, in one sentence.
     """
+    if safe:
+        if kernels not in (None, "reference") or prefetch not in (None, NONE):
+            raise InputError("safe excludes kernels and prefetch; leave them out.")
+        kernels, prefetch, fuse = "reference", NONE, False
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
-    tuned: dict[str, Any] = {}
+    tuned: Mapping[str, Any] = {}
     if tuning is not None:
         tuned = open_tuning(tuning)
         if tuned["model"] != checkpoint.identity():
-            raise InputError(f"{tuning} is of another model than {path}; tune this one.")
+            raise InputError(f"{tuning} was written for another model than {path}; tune this one.")
     if expert_memory in (None, "auto"):
         expert_memory = tuned.get("expert_memory", "auto")
     if expert_reader == "auto":
@@ -150,7 +223,11 @@ def load_model(
     config = kind.Config.from_dict(
         checkpoint.config, file=checkpoint.config_file, strict=strict_config
     )
-    chosen = kernels if isinstance(kernels, Kernels) else choose_kernels(kernels)
+    chosen = (
+        kernels
+        if isinstance(kernels, Kernels)
+        else choose_kernels(kernels, check_values=check_values)
+    )
     own_k = config.num_experts_per_tok
     if experts_per_token is not None and not 1 <= experts_per_token <= own_k:
         raise InputError(
@@ -186,14 +263,14 @@ def load_model(
             budget=expert_memory,
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
-            given=reader is not None,
+            custom_reader=reader is not None,
+            dtype=dtype,
             threads=expert_threads,
+            events=events,
             eviction=eviction,
             prefetch=prefetch,
             keep_all_ahead=keep_all_ahead,
             balance=make_balance(balance),
-            events=events,
-            dtype=dtype,
         )
         if verbose:
             print(model.plan, file=sys.stderr)  # noqa: T201
@@ -202,6 +279,8 @@ def load_model(
     else:
         _check_store(store, model, layouts, dtype)
     model.set_store(store)
+    if safe:
+        model.compile_steps = False
     if checkpoint.approximated:
         store.stats().mark_lossy(checkpoint.approximated)
     if router.num_experts_per_tok < own_k:
@@ -216,11 +295,15 @@ def load_model(
 def _check_experts(
     model: StreamingModel, mapped: MappedTensors, checkpoint: Checkpoint
 ) -> dict[int, BlockLayout]:
-    """The block layout of every MoE layer, held against the config."""
-    wanted, found = set(model.moe_blocks()), set(mapped.experts)
-    if wanted != found:
-        layer = min(wanted ^ found)
-        what = "are missing" if layer in wanted else "are there although it has no MoE block"
+    """Return the block layout of every MoE layer.
+
+    Raises:
+        CheckpointError: Layers, number of experts or widths differ from the config's.
+    """
+    expected, found = set(model.moe_blocks()), set(mapped.experts)
+    if expected != found:
+        layer = min(expected ^ found)
+        what = "are missing" if layer in expected else "are there although it has no MoE block"
         raise CheckpointError(
             f"{checkpoint.directory}: the experts of layer {layer} {what}; config.json and the "
             "weights are of different models, or a file was not fetched."
@@ -251,18 +334,19 @@ def _make_store(
     budget: str | float,
     memory: Memory,
     reader: Reader,
-    given: bool,
-    threads: int,
-    eviction: Eviction,
-    prefetch: Prefetch | None,
-    keep_all_ahead: bool,
-    balance: Balance | None,
-    events: EventHook | None,
+    custom_reader: bool,
     dtype: mx.Dtype,
+    threads: int,
+    events: EventHook | None,
+    **policies: Any,
 ) -> tuple[ExpertStore, Plan]:
+    """Plan the memory of the experts and build their store; closes `reader` unless it is used.
+
+    policies: Passed to :class:`StreamedStore`.
+    """
     config = model.config
     try:
-        if given:
+        if custom_reader:
             check_reader(
                 reader,
                 layers=sorted(layouts),
@@ -274,26 +358,23 @@ def _make_store(
             budget,
             {layer: layout.nbytes for layer, layout in layouts.items()},
             num_experts=config.num_experts,
-            experts_per_token=model._router.num_experts_per_tok,
+            experts_per_token=model.router.num_experts_per_tok,
             trunk_bytes=model.trunk_bytes(),
             kv_bytes=model.state_bytes(min(KV_POSITIONS, config.max_position_embeddings)),
             memory=memory,
             reader=reader.name,
             staging_bytes=threads * staging_bytes(reader),
         )
-        if plan.resident and not given:
+        if plan.resident and not custom_reader:
             reader.close()
             return _resident(model, mapped, layouts, events, dtype), plan
         return StreamedStore(
             reader,
             plan.slots,
-            eviction=eviction,
-            prefetch=prefetch,
-            keep_all_ahead=keep_all_ahead,
-            balance=balance,
             threads=threads,
             events=events,
             mix=model.kernels.expert_mix,
+            **policies,
         ), plan
     except BaseException:
         reader.close()
@@ -324,11 +405,16 @@ def _resident(
 def _check_store(
     store: ExpertStore, model: StreamingModel, layouts: dict[int, BlockLayout], dtype: mx.Dtype
 ) -> None:
-    """Ask a given store once: its answer must be [N, C] float32."""
+    """Run a custom store once.
+
+    Raises:
+        InputError: It is no ExpertStore.
+        ShapeError: Its layers, or shape or dtype of its result, are wrong.
+    """
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
         raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
-    router, layer = model._router, min(layouts)
+    router, layer = model.router, min(layouts)
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
     ids, weights = router(mx.random.normal((N, model.config.num_experts), key=mx.random.key(0)))

@@ -1,8 +1,8 @@
-"""Lets mlx-lm's programs (server, evaluate, generate, chat ...) run our models.
+"""Run our models in mlx-lm's programs (server, evaluate, generate, chat ...).
 
-``mlx_lm.stream_generate`` and ``mlx_lm.batch_generate`` take a model from
-``mlx_moeflux.load`` as it is. Programs that load a model by path, and files written by
-``save_prompt_cache``, need one call before:
+``mlx_lm.stream_generate`` and ``mlx_lm.batch_generate`` take a model from ``mlx_moeflux.load``
+directly. Programs that load a model by path, and files of ``save_prompt_cache``, need one call
+first:
 
     from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
     register_with_mlx_lm(expert_memory="50%")
@@ -23,25 +23,28 @@ from mlx_moeflux.experts.streaming.warm_up import warm_up
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
-    """Makes mlx-lm, in this process, load the architectures that we run through our loader.
+    """Make mlx-lm in this process load our architectures through our loader.
 
-    ``load_options`` go to ``mlx_moeflux.load_model``. Other architectures, sharded loading and
-    the tokenizer stay mlx-lm's own. Calling it again replaces the options. Raises
-    UnsupportedError where mlx-lm is not installed.
+    load_options: Passed to ``mlx_moeflux.load_model``; a second call replaces them. mlx-lm still
+    loads other architectures, sharded models and the tokenizer.
+
+    Raises:
+        UnsupportedError: mlx-lm is not installed.
     """
     register_cache_classes()
     from mlx_lm import utils
 
-    # load() finds load_model in its module at every call, so one name reaches all programs,
-    # whether they imported load before or after.
+    # load() looks load_model up in its module at every call, so replacing that name reaches
+    # programs that have imported load already.
     stock = getattr(utils.load_model, "stock", utils.load_model)
     utils.load_model = _loader(stock, utils.load_config, load_options)
 
 
 def register_cache_classes() -> None:
-    """Lets ``load_prompt_cache`` read files with our entries: it looks names up in its module.
+    """Add our cache entries to the module where ``load_prompt_cache`` looks classes up.
 
-    Raises UnsupportedError where mlx-lm is not installed.
+    Raises:
+        UnsupportedError: mlx-lm is not installed.
     """
     try:
         from mlx_lm.models import cache
@@ -77,10 +80,10 @@ def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]
 
 
 class SharedPrompts:
-    """A :class:`~mlx_moeflux.cache.prompt.cache.PromptCache` in the place of mlx-lm's
+    """Our :class:`~mlx_moeflux.cache.prompt.cache.PromptCache` with the interface of mlx-lm's
     ``LRUPromptCache``.
 
-    provider: Has the ``model`` that is asked for; tokens alone tell its states apart.
+    provider: Its ``model`` is the one whose states are kept; mlx-lm's model keys are ignored.
     """
 
     def __init__(self, provider: Any, cache: PromptCache):
@@ -94,8 +97,8 @@ class SharedPrompts:
         return self._cache.nbytes
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        """A state behind the longest known beginning, or None, and the tokens after it: one at
-        least, for mlx-lm has no use for logits."""
+        """Return the state after the longest cached prefix, or None, and the remaining tokens: at
+        least one, since mlx-lm takes no logits."""
         resumed = self._cache.resume(self._provider.model, tokens)
         if resumed.position == len(tokens):
             resumed = self._cache.resume(self._provider.model, tokens[:-1])
@@ -107,14 +110,14 @@ class SharedPrompts:
     def insert_cache(
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = ""
     ) -> None:
-        """Keep a state behind `tokens`."""
-        # mlx-lm may be a token ahead where a reply was cut off; such a state has no use.
+        """Store the state after `tokens`."""
+        # The state of a reply that was cut off may be a token ahead; it is not stored.
         with contextlib.suppress(CacheError):
             self._cache.store(self._provider.model, tokens, prompt_cache)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Nothing: the cache keeps to its own limits."""
+        """Do nothing: the cache has its own limits."""
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Nothing: there is one type."""
+        """Return no statistics: there is one type."""
         return {}

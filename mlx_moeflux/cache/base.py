@@ -17,15 +17,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.kernels.runtime import failures
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Mark:

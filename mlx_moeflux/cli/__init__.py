@@ -11,23 +11,26 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from mlx_moeflux._version import __version__
-from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.errors import MoefluxError, UnsupportedError
 
-# Command -> what it does; its module in this package has add_arguments(parser) and run(args).
+# Command -> purpose. Its module in this package has add_arguments(parser) and run(args), and
+# NEEDS_MLX = False if it runs without an MLX back end.
 COMMANDS = {
-    "generate": "write text after a prompt",
-    "chat": "talk to a model, turn by turn",
-    "server": "answer OpenAI's protocol over HTTP",
-    "cache_prompt": "read a prompt once, for later calls of generate",
+    "generate": "generate text from a prompt",
+    "chat": "chat with a model",
+    "server": "serve OpenAI's protocol over HTTP",
+    "cache_prompt": "process a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",
-    "check": "compare stock operations and kernels with the truth on this machine",
+    "check": "compare stock operations and kernels with exact results on this machine",
     "synthesize": "write a checkpoint of random weights in a published shape",
     "trace": "draw or replay what generate --trace wrote",
-    "plan": "say whether a model fits and how fast it can be",
+    "plan": "predict whether a model fits and how fast it can be",
     "tune": "find the memory and threads that suit this machine",
-    "compare-quality": "compare a lossy choice with the exact model",
-    "policies": "list who may decide which experts stay in memory",
-    "benchmark": "measure speed and memory, and what bounds them",
+    "compare-quality": "compare a lossy option with the exact model",
+    "perplexity": "measure perplexity on a text file",
+    "evaluate": "run tasks of lm-evaluation-harness",
+    "policies": "list eviction, prefetch and balance policies",
+    "benchmark": "measure speed and memory, and their limits",
 }
 
 
@@ -44,12 +47,16 @@ class Version(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         from mlx_moeflux.backend import describe_backend
 
-        print(f"mlx_moeflux {__version__} ({describe_backend()})")
+        try:
+            backend = describe_backend()
+        except UnsupportedError:
+            backend = "no MLX back end"
+        print(f"mlx_moeflux {__version__} ({backend})")
         parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``mlx_moeflux COMMAND ...``; the exit status."""
+    """Run ``mlx_moeflux COMMAND ...`` and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="mlx_moeflux", description="Mixture-of-Experts models larger than memory, on MLX."
@@ -74,7 +81,7 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> int:
-    """``mlx_moeflux.NAME ...``: one command as a script of its own."""
+    """Run one command as the script ``mlx_moeflux.NAME`` and return the exit status."""
     parser = argparse.ArgumentParser(prog=f"mlx_moeflux.{name}", description=COMMANDS[name])
     command_module(name).add_arguments(parser)
     return _guarded(lambda: _run_command(name, parser.parse_args(arguments)))
@@ -83,34 +90,36 @@ def run_command(name: str, arguments: Sequence[str] | None = None) -> int:
 def _run_command(name: str, args: argparse.Namespace) -> int:
     from mlx_moeflux.backend import require_mlx, set_device_variables
 
-    require_mlx()
+    module = command_module(name)
+    if getattr(module, "NEEDS_MLX", True):
+        require_mlx()
     set_device_variables()
-    return command_module(name).run(args) or 0
+    return module.run(args) or 0
 
 
-def say(kind: str, message: object) -> None:
-    """One line on stderr, at once: another thread's must not begin within it."""
+def report(kind: str, message: object) -> None:
+    """Write one line to stderr in a single call, so that lines of threads do not mix."""
     sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
 
 
-def _one_line(message: Warning | str, *_: object, **__: object) -> None:
-    say("warning", message)
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    report("warning", message)
 
 
 def _guarded(action) -> int:
-    """Errors of users and files become one line on stderr, and so do warnings."""
+    """Return the exit status of `action`; errors and warnings become one line on stderr each."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _one_line
+            warnings.showwarning = _show_warning
             status = action()
         sys.stdout.flush()
         return status
     except MoefluxError as error:
-        say("error", error)
+        report("error", error)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader went away: nothing more can be said on stdout, not even at exit.
+        # The reader closed stdout; Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

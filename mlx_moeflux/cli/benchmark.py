@@ -1,4 +1,4 @@
-"""``mlx_moeflux benchmark``: mlx-lm's flags and lines, budgets, contexts, a rival, the limits."""
+"""``mlx_moeflux benchmark``: mlx-lm's flags and output; budgets, contexts, comparison, limits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cli.generate import refuse
-from mlx_moeflux.cli.profile_flags import add_look_arguments, trace_file
+from mlx_moeflux.cli.profile_flags import add_profile_arguments, trace_file
 from mlx_moeflux.errors import InputError
 
 REFUSED = {
     "--pipeline": "one machine is measured",
     "--quantize-activations": "activations stay in the compute dtype",
-    "--trust-remote-code": "no code from a checkpoint ever runs",
+    "--trust-remote-code": "no code from a checkpoint runs",
 }
 
 
@@ -38,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,...",
         help="budgets, such as 100%%,50%%,2GB (default: auto)",
     )
-    add("--compare", metavar="mlx-lm", help="a program that is measured in turns with this one")
+    add("--compare", metavar="mlx-lm", help="another program to measure in interleaved trials")
     add("--synthetic", metavar="NAME", help="random weights of a shape, see synthesize --like")
-    add("--layers", type=int, help="of the synthetic model, instead of the shape's")
+    add("--layers", type=int, help="number of layers of the synthetic model")
     add("--skew", type=float, default=1.0, help="of its routing, default %(default)s")
     add("--synthetic-dir", help="keep the synthetic model here, and use it if it is there")
     add("--cold", action="store_true", help="empty the page cache before trials and between tokens")
@@ -49,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
-    add("--markdown", type=_file, metavar="FILE", help="append a table of the results")
-    add("--plot", type=_file, metavar="FILE.png", help="draw the results")
-    add_look_arguments(parser)
+    add("--markdown", type=Path, metavar="FILE", help="append a table of the results")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the results")
+    add_profile_arguments(parser)
     refuse(parser, REFUSED, REFUSED)
 
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         output.require_matplotlib()
     for file in filter(None, (args.plot, args.markdown)):
         if not file.parent.is_dir():
-            raise InputError(f"{file.parent} is no directory; make it or write elsewhere.")
+            raise InputError(f"{file.parent} is not a directory; create it or choose another.")
     load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
     options = Options(
         expert_memory=args.expert_memory,
@@ -85,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     )
     options.check()
     with _checkpoint(args) as (directory, name):
-        report = benchmark(directory, options, name=name, command=_command(args), say=_say)
+        report = benchmark(
+            directory, options, name=name, command=_command(args), say=partial(print, flush=True)
+        )
     if args.markdown:
         output.write_markdown(report, args.markdown)
     if args.plot:
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command without the places where it writes: what to type for the same measurement."""
+    """Return the command line that repeats the measurement, without its output files."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     places = ("markdown", "plot", "synthetic_dir", "profile", "gpu_capture")
@@ -118,13 +121,9 @@ def _capture(args: argparse.Namespace) -> dict[str, Any] | None:
     return {"file": args.gpu_capture, "layer": args.capture_layer, "token": args.capture_token}
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 @contextmanager
 def _checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The checkpoint's directory and its name; a synthetic one is gone afterwards, or kept."""
+    """Yield the checkpoint's directory and its name; a temporary synthetic one is deleted."""
     from mlx_moeflux.checkpoint.hub import resolve
     from mlx_moeflux.loading import BUNDLED_MODEL
 
@@ -169,12 +168,8 @@ def _counts(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
 
 
-def _file(text: str) -> Path:
-    return Path(text)
-
-
 def main() -> int:
-    """The script ``mlx_moeflux.benchmark``."""
+    """Run the script ``mlx_moeflux.benchmark``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("benchmark")

@@ -1,4 +1,4 @@
-"""``mlx_moeflux cache_prompt``: read a prompt once, for ``generate --prompt-cache-file``."""
+"""``mlx_moeflux cache_prompt``: process a prompt once, for ``generate --prompt-cache-file``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.cache_prompt``."""
+    """Run the script ``mlx_moeflux.cache_prompt``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("cache_prompt")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_moeflux.cli import say
+from mlx_moeflux.cli import report
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_expert_arguments,
@@ -72,7 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse at once what would spoil every reply."""
+    """Check the options of a reply before loading.
+
+    Raises:
+        InputError: An option is out of range.
+    """
     from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.generation.text import check_numbers
 
@@ -86,7 +90,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """Messages, and a prompt cache that knows the state behind each of them."""
+    """Messages of a conversation; `cache` keeps the states after them."""
 
     def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, cache: Any, options):
         self._args, self._model, self._tokenizer = args, model, tokenizer
@@ -95,34 +99,36 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns but the system prompt."""
+        """Delete all messages except the system prompt."""
         system = self._args.system_prompt
         self.messages = [{"role": "system", "content": system}] if system else []
 
     def turn(self, query: str) -> None:
-        """Answer; Ctrl-C ends the answer, of which what was said so far stays. What cannot be
-        answered, because the context is full for instance, is forgotten and said in one line."""
+        """Print a reply to `query`; Ctrl-C ends it and keeps its text.
+
+        An error, such as a full context, is printed in one line and deletes the query.
+        """
         self.messages.append({"role": "user", "content": query})
         try:
             self._answer()
         except MoefluxError as error:
             del self.messages[-1]
-            say("error", error)
+            report("error", error)
 
     def _answer(self) -> None:
-        said, last = "", None
+        reply, last = "", None
         shown = Thinking(self._opens_thinking(), hidden=self._args.hide_thinking)
         stream = self._stream()
         try:
             with contextlib.closing(stream):
                 for last in stream:
-                    said += last.text
+                    reply += last.text
                     print(shown.add(last.text), end="", flush=True)
                 print(shown.finish(), end="")
         except KeyboardInterrupt:
             print(" ...", end="")
         print(flush=True)
-        self.messages.append({"role": "assistant", "content": said})
+        self.messages.append({"role": "assistant", "content": reply})
         if self._args.stats and last is not None and last.experts is not None:
             print(stats_table(last.experts, self._model), file=sys.stderr)
 
@@ -149,7 +155,7 @@ class Conversation:
     def _prompt(self) -> Any:
         if self._tokenizer.chat_template is not None:
             return self.messages
-        # A model without a template goes on with the text of the conversation.
+        # Without a template the model continues the text of the conversation.
         return "".join(message["content"] for message in self.messages)
 
     def _opens_thinking(self) -> bool:
@@ -163,16 +169,16 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thinking:
-    """A reply's text without what is between its marks of thinking, if that is to be hidden.
+    """Filter of a reply's text that removes text between thinking marks if `hidden`.
 
-    inside: The prompt ends with the opening mark.
+    inside: True if the prompt ends with the opening mark.
     """
 
     def __init__(self, inside: bool, *, hidden: bool):
         self._hidden, self._inside, self._held = hidden, inside, ""
 
     def add(self, text: str) -> str:
-        """What may be shown now."""
+        """Add text and return the part to print now."""
         if not self._hidden:
             return text
         self._held += text
@@ -189,7 +195,7 @@ class Thinking:
         return shown if self._inside else shown + ready
 
     def finish(self) -> str:
-        """The rest when no more comes."""
+        """Return the rest at the end of a reply."""
         rest, self._held = self._held, ""
         return "" if self._inside else rest
 
@@ -211,7 +217,7 @@ def _lines() -> Iterator[str]:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.chat``."""
+    """Run the script ``mlx_moeflux.chat``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("chat")

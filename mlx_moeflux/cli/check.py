@@ -1,4 +1,4 @@
-"""``mlx_moeflux check``: stock operations and every kernel, compared on this machine."""
+"""``mlx_moeflux check``: compare stock operations and kernels with exact results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints two tables; 1 if a stock operation or a kernel failed."""
+    """Print two tables; return 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
     from mlx_moeflux.kernels import selfcheck, stock
@@ -29,28 +29,29 @@ def run(args: argparse.Namespace) -> int:
         if args.operation not in (None, operation):
             continue
         for name, form in forms.items():
-            # A reference is held against itself on the CPU.
+            # A reference on the GPU is compared with the same reference on the CPU.
             if not (hasattr(form, "kernels") or name == REFERENCE):
                 continue
             for dtype in selfcheck.LIMITS:
                 words = str(dtype).removeprefix("mlx.core.")
                 if isinstance(active, metal.NoBackend):
-                    verdict, said = "not run", "no GPU"
+                    verdict, detail = "not run", "no GPU"
                 else:
                     result = selfcheck.compare(operation, name, forms, dtype)
                     if name != REFERENCE:
                         selfcheck.keep({f"{operation}={name} {words}": result}, form)
                     failed += not result.ok
                     verdict = "right" if result.ok else "wrong"
-                    said = result.reason or f"{result.error:.1e}"
-                print(f"{operation:<18} {name:<14} {words:<9} {active.name:<8} {verdict:<8} {said}")
+                    detail = result.reason or f"{result.error:.1e}"
+                cells = f"{operation:<18} {name:<14} {words:<9} {active.name:<8} {verdict:<8}"
+                print(f"{cells} {detail}")
     if (files := metal.cuda_files()) is not None:
         print(f"\n{files.count}; {files.where}")
     return 1 if failed else 0
 
 
 def _check_stock(stock) -> int:
-    """Print the worst case of every stock operation beside float64; how many failed."""
+    """Print the worst error of every stock operation against float64; return the failures."""
     print(f"{'stock operation':<30} {'dtype':<9} {'verdict':<8} error")
     failed = 0
     for dtype in stock.DTYPES:
@@ -58,10 +59,10 @@ def _check_stock(stock) -> int:
         for entry in stock.worst(dtype):
             right = entry.error <= stock.limit(dtype)
             failed += not right
-            said = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
+            detail = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
             print(
                 f"{entry.operation:<30} {words:<9} {'right' if right else 'wrong':<8} "
-                f"{entry.reason or said}"
+                f"{entry.reason or detail}"
             )
     print()
     return failed

@@ -1,4 +1,4 @@
-"""``mlx_moeflux compare-quality``: perplexity, divergence, agreement and JSON of a lossy choice."""
+"""``mlx_moeflux compare-quality``: compare a lossy option with the exact model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlx_moeflux.errors import InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or Hugging Face id (default: the bundled model)")
-    add("--experts-per-token", type=int, help="knob: fewer experts a token")
-    add("--bits", type=int, help="knob: a temporary copy quantised to so many bits")
-    add("--other", help="knob: another copy of the model, such as a 2-bit one")
+    add("--experts-per-token", type=int, help="fewer experts a token")
+    add("--bits", type=int, help="a temporary copy quantised to this many bits")
+    add("--other", help="another copy of the model, such as a 2-bit one")
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
     add("--max-tokens", type=int, default=120, help="of each JSON reply, default %(default)s")
     add("--json", action="store_true", help="numbers instead of text")
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
     model = args.model or loading.BUNDLED_MODEL
     if args.experts_per_token is None and args.bits is None and args.other is None:
-        raise InputError("choose a knob: --experts-per-token, --bits or --other.")
+        raise InputError("choose an option: --experts-per-token, --bits or --other.")
     if args.bits is not None and args.other is not None:
         raise InputError("choose --bits or --other: each is the lossy model.")
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _requantised(model: str | Path, bits: int, folder: Path) -> Path:
-    """A copy with all weights in `bits` bits; needs room on the disk for one in 16 bits too."""
+    """Write a copy with all weights in `bits` bits; takes disk space for a 16-bit copy as well."""
     from mlx_moeflux.conversion.convert import convert
 
     floats = convert(model, folder / "floats", layout="safetensors", dequantize=True)

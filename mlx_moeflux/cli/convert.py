@@ -1,4 +1,4 @@
-"""``mlx_moeflux convert``: mlx-lm's flags, and where the experts go."""
+"""``mlx_moeflux convert``: mlx-lm's flags, and a layout of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_moeflux.cli.generate import refuse
 
 REFUSED = {
     "--upload-repo": "upload with 'hf upload'",
-    "--trust-remote-code": "no code from a checkpoint ever runs",
+    "--trust-remote-code": "no code from a checkpoint runs",
     "--quant-predicate": "mixed-bit recipes are not offered yet",
 }
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.convert``."""
+    """Run the script ``mlx_moeflux.convert``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("convert")

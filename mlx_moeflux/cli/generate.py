@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_moeflux.cli.profile_flags import add_look_arguments, looking
+from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 
-# Flags of mlx-lm that mean nothing here, and why.
+# Flags of mlx-lm that are refused -> reason.
 REFUSED = {
     "--adapter-path": "adapters are not applied to streamed experts",
     "--draft-model": "a draft multiplies the experts that each step reads",
@@ -25,12 +25,12 @@ REFUSED = {
     "--max-kv-size": "the state of the recurrent layers cannot be rotated",
     "--quantized-kv-start": "keys and values are quantised from the first token on",
     "--pipeline": "one machine runs the model",
-    "--trust-remote-code": "no code from a checkpoint ever runs",
+    "--trust-remote-code": "no code from a checkpoint runs",
 }
 
 
 class _Refuse(argparse.Action):
-    """A flag that is known and refused in one line."""
+    """Action that refuses its flag with a reason."""
 
     def __init__(self, option_strings, dest, *, why: str):
         super().__init__(option_strings, dest, nargs="*", help=argparse.SUPPRESS)
@@ -43,7 +43,7 @@ class _Refuse(argparse.Action):
 def refuse(
     parser: argparse.ArgumentParser, flags: Iterable[str], reasons: Mapping[str, str] = REFUSED
 ) -> None:
-    """Make the parser refuse each of `flags`, for the reason that `reasons` gives."""
+    """Make the parser refuse each of `flags` with its reason."""
     for flag in flags:
         names = [flag, "-qa"] if flag == "--quantize-activations" else [flag]
         parser.add_argument(*names, action=_Refuse, why=reasons[flag])
@@ -83,32 +83,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-file", metavar="FILE", help="go on from what `cache_prompt` wrote")
     add_expert_arguments(parser)
     add("--trace", metavar="FILE", help="record which experts every token chooses")
-    add_look_arguments(parser)
+    add_profile_arguments(parser)
     refuse(parser, REFUSED)
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where states of prompts outlive a call."""
+    """Add the options of a prompt cache on disk."""
     add = parser.add_argument
     add("--prompt-cache", metavar="DIR", help="keep states of prompts there and go on from them")
     add("--prompt-cache-disk", default="20GB", metavar="SIZE", help="at most, default %(default)s")
 
 
-def add_expert_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every command that runs a model understands."""
+def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True) -> None:
+    """Add the options of loading that all commands with a model share."""
     add = parser.add_argument
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
-    add("--expert-threads", type=int, help="reads under way at once, default 8")
+    add("--expert-threads", type=int, help="concurrent reads, default 8")
     add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
-    add("--prefetch", help="what is read before it is asked for; default none")
-    add("--balance", default="none", help="who moves slots between layers; default none")
-    add("--tuning", metavar="FILE", help="what tune found, where these options leave it open")
+    add("--prefetch", help="policy of reading ahead, see 'policies'; default none")
+    add("--balance", default="none", help="policy of moving slots between layers; default none")
+    add("--tuning", metavar="FILE", help="file of tune; sets options that are not given")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
     add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
-    add("--stats", action="store_true", help="print what the experts cost, layer by layer")
+    add("--safe", action="store_true", help="for bug reports: references, no traces, no prefetch")
+    if stats:
+        add("--stats", action="store_true", help="print reads, hits and seconds of each layer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
             known = model.make_cache()
             known.load(args.prompt_cache_file)
             prompt = rest_of_prompt(prompt, options, tokenizer)
-        last = None
-        with looking(args, model), PrefillBar() as bar:
+        last: Any = None
+        with instrument(args, model), PrefillBar() as bar:
             stream = text.stream_generate(
                 model,
                 tokenizer,
@@ -154,15 +156,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`add_expert_arguments` says, for :func:`~mlx_moeflux.loading.load_model`."""
+    """Return the options of :func:`add_expert_arguments` as
+    :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
-    names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size")
+    names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
     return {name: getattr(args, name) for name in names}
 
 
 @contextlib.contextmanager
 def prompt_cache(args: argparse.Namespace, **options: Any) -> Iterator[Any]:
-    """The cache that :func:`add_cache_arguments` asks for, or None; written out at the end."""
+    """Yield the cache of :func:`add_cache_arguments`, or None; write pending states at exit."""
     from mlx_moeflux.cache.prompt.cache import PromptCache
     from mlx_moeflux.experts.budget import parse_budget
 
@@ -187,8 +190,11 @@ def _model_of(args: argparse.Namespace) -> Any:
 
 
 def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
-    """What follows a cached beginning: text as it is; of messages, the last one's text and what the
-    template puts behind it, as if it went on where the cached message ends."""
+    """Return the ids to append to a cached prefix.
+
+    Text is encoded as it is. Of messages, only the last user message and the template's text after
+    it are encoded: they continue the cached message.
+    """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, add_special_tokens=False)
     user = max(i for i, message in enumerate(prompt) if message["role"] == "user")
@@ -204,13 +210,13 @@ def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
 def _sampling(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability")
     names += ("xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    # As in mlx-lm: the end of a line or of the reply is never excluded.
+    # As in mlx-lm: XTC never excludes a newline or the end of the reply.
     kept = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
     return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """The prompt as text or messages, and the template's variables."""
+    """Return the prompt as text or messages, and the template's variables."""
     text = DEFAULT_PROMPT if args.prompt is None else read_prompt(args.prompt)
     options = template_options(args)
     if tokenizer.chat_template is None or args.ignore_chat_template:
@@ -231,7 +237,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, An
 
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The variables of ``--chat-template-config``."""
+    """Parse ``--chat-template-config``."""
     try:
         options = json.loads(args.chat_template_config)
     except json.JSONDecodeError as error:
@@ -242,7 +248,7 @@ def template_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(text: str) -> str:
-    """A prompt as the command line has it: ``-`` is standard input; ``\\n`` is a line."""
+    """Return the prompt of an argument: ``-`` reads standard input; ``\\n`` is a newline."""
     if text == "-":
         return _standard_input()
     return text.replace("\\n", "\n").replace("\\t", "\t")
@@ -258,7 +264,7 @@ def _standard_input() -> str:
 
 
 def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
-    """Tokens by their text, or by id as mlx-lm takes them too."""
+    """Return ids of tokens given as text or, as in mlx-lm, as ids."""
     ids = [int(t) if t.isdecimal() else tokenizer.convert_tokens_to_ids(t) for t in tokens]
     if None in ids:
         raise InputError(f"--extra-eos-token {tokens[ids.index(None)]!r} is not in the vocabulary.")
@@ -266,8 +272,8 @@ def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def stats_table(experts: Any, model: Any) -> str:
-    """What the experts cost, a line for each layer, the active kernels, and on NVIDIA how many
-    variants of them were compiled."""
+    """Return a table of expert statistics by layer, the active kernels and, on NVIDIA, the number
+    of compiled variants."""
     from mlx_moeflux.kernels.runtime import metal
 
     columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
@@ -291,7 +297,7 @@ def stats_table(experts: Any, model: Any) -> str:
 
 
 class PrefillBar:
-    """A progress bar on a terminal's stderr, gone once the prompt is read."""
+    """Progress bar of the prompt on a terminal's stderr; removed at the end."""
 
     def __init__(self):
         self._bar = None
@@ -322,7 +328,7 @@ def _boolean(text: str) -> bool:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.generate``."""
+    """Run the script ``mlx_moeflux.generate``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("generate")

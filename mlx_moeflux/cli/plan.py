@@ -1,4 +1,4 @@
-"""``mlx_moeflux plan``: will it fit, and how fast can it be."""
+"""``mlx_moeflux plan``: predict memory and speed of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlx_moeflux policies``: what can be chosen by name."""
+"""``mlx_moeflux policies``: the policies that have a name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "--balance": BALANCES,
 }
 NOTHING = {
-    "--prefetch": "Nothing is read before it is asked for.",
-    "--balance": "Every layer keeps the slots that it was given.",
+    "--prefetch": "Read experts only when a layer requires them.",
+    "--balance": "Keep the initial number of slots in every layer.",
 }
+NEEDS_MLX = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for option, policies in POLICIES.items():
         print(option)
-        lines = {name: inspect.getdoc(kind).split("\n\n")[0] for name, kind in policies.items()}
+        lines = {
+            name: (inspect.getdoc(kind) or "").split("\n\n")[0] for name, kind in policies.items()
+        }
         default = DEFAULT_EVICTION
         if option in NOTHING:
             default, lines = NONE, {NONE: NOTHING[option]} | lines

@@ -1,4 +1,4 @@
-"""Options that look inside a run: per-stage profiles and GPU captures."""
+"""Options of per-stage profiles and GPU captures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_moeflux.errors import InputError
 TABLE_ONLY = "-"
 
 
-def add_look_arguments(parser: argparse.ArgumentParser) -> None:
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--profile",
         nargs="?",
         const=TABLE_ONLY,
         metavar="FILE.json",
-        help="print seconds by stage, each evaluated apart; write a Chrome trace too",
+        help="print seconds by stage, each evaluated separately; also write a Chrome trace",
     )
     add("--gpu-capture", metavar="FILE.gputrace", help="capture one layer of one step (Metal)")
     add("--capture-layer", type=int, default=0, help="default %(default)s")
@@ -29,18 +29,22 @@ def add_look_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_file(args: argparse.Namespace) -> Path | None:
-    """Where the trace goes, checked before hours are spent on it."""
+    """Return the file of the trace, or None.
+
+    Raises:
+        InputError: Its directory does not exist.
+    """
     if args.profile in (None, TABLE_ONLY):
         return None
     file = Path(args.profile)
     if not file.parent.is_dir():
-        raise InputError(f"{file.parent} is no directory; make it or write elsewhere.")
+        raise InputError(f"{file.parent} is not a directory; create it or choose another.")
     return file
 
 
 @contextmanager
-def looking(args: argparse.Namespace, model: Any) -> Iterator[None]:
-    """Profile and capture what is generated meanwhile; the table goes to stderr."""
+def instrument(args: argparse.Namespace, model: Any) -> Iterator[None]:
+    """Profile and capture the calls inside the block; print the table to stderr."""
     from mlx_moeflux.measure.profile.capture import gpu_capture
     from mlx_moeflux.measure.profile.stages import Profiler
 

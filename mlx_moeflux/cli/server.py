@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     for flag in PASSED:
         value = getattr(args, flag[2:].replace("-", "_"))
         given += [] if value is None else [flag, value]
-    # Whoever stops it, what is pending is written.
+    # SIGTERM must unwind too, so that pending states are written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with prompt_cache(args) as prompts:
         serve(server, given, prompts)
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) -> None:
-    """Run mlx-lm's server until it is interrupted, with ``GET /metrics`` besides. prompts: Takes
-    the place of its own cache."""
+    """Run mlx-lm's server with an additional ``GET /metrics`` until it is interrupted. prompts:
+    Replaces its own cache."""
     from mlx_moeflux.mlx_lm_plugin import SharedPrompts
 
     http, generator = server._run_http_server, server.ResponseGenerator
@@ -111,7 +111,7 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
         try:
             server.main()
         except KeyboardInterrupt:
-            # Before it began to listen.
+            # The loading thread interrupts the main one after a failure.
             if not failures:
                 raise
     if failures:
@@ -119,19 +119,18 @@ def serve(server, arguments: Sequence[str], prompts: PromptCache | None = None) 
 
 
 def _load_or_stop(load: Callable[[], None], failures: list[Exception]) -> None:
-    """Load the model, in a thread of mlx-lm's. Without one there is nothing to serve: whatever
-    the main thread does is interrupted then."""
+    """Load the model in mlx-lm's loading thread; after a failure interrupt the main thread."""
     try:
         load()
     except MoefluxError as error:
         failures.append(error)
-        # Scripts start what runs in the background with SIGINT ignored; run() handles SIGTERM.
+        # Not SIGINT, which background processes of scripts ignore; run() handles SIGTERM.
         _thread.interrupt_main(signal.SIGTERM)
-        sys.exit()  # this thread alone, without a word
+        sys.exit()  # ends this thread silently
 
 
 def _load_with_one_line(load: Callable, *arguments: object) -> object:
-    """Load any model. What the hub's errors say goes over several lines."""
+    """Load any model; put the hub's errors of several lines on one."""
     try:
         return load(*arguments)
     except MoefluxError:
@@ -141,18 +140,20 @@ def _load_with_one_line(load: Callable, *arguments: object) -> object:
 
 
 def lasting(generator: type) -> type:
-    """mlx-lm's generator of replies, which refuses prompts that do not fit and goes on after a
-    failure: whoever waits for a reply is told of it, and the next requests are answered."""
+    """Extend mlx-lm's reply generator: refuse prompts beyond the context and survive failures.
+
+    A failure ends the pending requests with an error; later requests are answered.
+    """
 
     class Generator(generator):
         def __init__(self, *arguments):
-            self._asking: weakref.WeakSet = weakref.WeakSet()
+            self._pending: weakref.WeakSet = weakref.WeakSet()
             super().__init__(*arguments)
 
         def _next_request(self, timeout=None):
             request = super()._next_request(timeout)
             if request is not None:
-                self._asking.add(request[0])
+                self._pending.add(request[0])
             return request
 
         def _tokenize(self, tokenizer, request, args):
@@ -174,7 +175,7 @@ def lasting(generator: type) -> type:
                     break
                 except Exception as error:
                     logging.exception("A reply failed; the server goes on.")
-                    for queue in list(self._asking):
+                    for queue in list(self._pending):
                         queue.put(RuntimeError(f"the reply failed: {_line(error)}"))
 
     return Generator
@@ -185,14 +186,18 @@ def _line(message: object) -> str:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse with an InputError an address where nothing can listen."""
-    if not 0 <= port <= 65535:  # the look-up would take what is left of its lowest 16 bits
+    """Check that a server can listen on an address.
+
+    Raises:
+        InputError: It cannot.
+    """
+    if not 0 <= port <= 65535:  # getaddrinfo would take the lowest 16 bits
         raise InputError(f"port is {port}; give 1 to 65535, or 0 for any that is free.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         with socket.socket(family, socket.SOCK_STREAM) as trial:
-            # As the server does: connections that ended lately are no obstacle.
+            # As the server does: recently closed connections do not block the port.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
     except OSError as error:
@@ -203,8 +208,8 @@ def check_address(host: str, port: int) -> None:
 
 
 def handler_with_metrics(handler: type) -> type:
-    """mlx-lm's request handler that also answers ``/metrics`` with what the experts cost, and
-    refuses what it does not understand with a 4xx and one line."""
+    """Extend mlx-lm's request handler: answer ``/metrics`` with expert statistics, and invalid
+    requests with status 400 and one line."""
 
     class Handler(handler):
         began = False
@@ -253,7 +258,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON.")
 
 
-# Field -> what it must be; mlx-lm's server looks at the others before it begins.
+# Field -> type; mlx-lm's server checks the other fields before it generates.
 TYPES = {
     "messages": list,
     "prompt": str,
@@ -265,7 +270,8 @@ TYPES = {
 
 
 def complaint(body: object, model: object) -> str | None:
-    """What of a request's body would only be noticed in the midst of generation, or None."""
+    """Return the first fault of a request's body that mlx-lm would find only during generation, or
+    None."""
     if not isinstance(body, dict):
         return "it is no JSON object."
     for name, kind in TYPES.items():
@@ -294,13 +300,13 @@ def complaint(body: object, model: object) -> str | None:
 
 
 def models(path: str) -> dict:
-    """The one model that is served, as ``/v1/models`` lists it."""
+    """Return the body of ``/v1/models``."""
     named = {"id": str(path), "object": "model", "created": int(time.time())}
     return {"object": "list", "data": [named]}
 
 
 def metrics(provider) -> dict:
-    """The model's name and the account of its experts since it was loaded."""
+    """Return the model's name and its expert statistics since loading."""
     model = provider.model
     if model is None:
         return {"model": None}
@@ -308,7 +314,7 @@ def metrics(provider) -> dict:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.server``."""
+    """Run the script ``mlx_moeflux.server``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("server")

@@ -1,4 +1,4 @@
-"""``mlx_moeflux synthesize``: random weights in a published shape."""
+"""``mlx_moeflux synthesize``: write a checkpoint of random weights in a published shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="instead of the shape's")
     add("--experts", type=int, help="instead of the shape's")
     add("--bits", type=int, default=4, help="default %(default)s")
-    add("--skew", type=float, default=1.0, help="how unevenly experts are asked for; 0: evenly")
+    add("--skew", type=float, default=1.0, help="how unevenly experts are chosen; 0: evenly")
     add("--seed", type=int, default=0)
     add(
         "--measure", type=int, default=256, metavar="N", help="tokens to measure the skew on; 0: no"
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The script ``mlx_moeflux.synthesize``."""
+    """Run the script ``mlx_moeflux.synthesize``."""
     from mlx_moeflux.cli import run_command
 
     return run_command("synthesize")

@@ -1,10 +1,12 @@
-"""``mlx_moeflux trace``: what a recorded run looked like."""
+"""``mlx_moeflux trace``: plots and policy replays of a recorded run."""
 
 from __future__ import annotations
 
 import argparse
 
 from mlx_moeflux.errors import InputError
+
+NEEDS_MLX = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def replays(trace, budgets: list[str]) -> str:
-    """Hit rates in percent, a line for each policy."""
+    """Return a table of hit rates in percent, one line a policy."""
     from mlx_moeflux.experts.policies.evictions import EVICTIONS
     from mlx_moeflux.experts.telemetry.simulate import simulate
 

@@ -1,4 +1,4 @@
-"""``mlx_moeflux tune``: measure what suits this machine and model, or this machine's kernels."""
+"""``mlx_moeflux tune``: measure the best settings of a model, or kernels, on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         nargs="*",
         metavar="OPERATION",
-        help="measure the forms of these operations (all) instead, for $MOEFLUX_DISPATCH",
+        help="measure implementations of these operations (all) instead, for $MOEFLUX_DISPATCH",
     )
 
 

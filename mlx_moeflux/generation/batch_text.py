@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 
@@ -21,9 +21,6 @@ from mlx_moeflux.generation.sampling import (
     choose_sampling,
 )
 from mlx_moeflux.generation.text import end_ids, stop_texts
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import mlx.core as mx
 
@@ -28,9 +28,6 @@ from mlx_moeflux.generation.sampling import (
     choose_sampling,
 )
 from mlx_moeflux.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The architectures, by the `model_type` of config.json."""
+"""Registry of architectures: `model_type` of config.json -> module."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MODEL_TYPES = {
 
 
 def model_class(model_type: Any, *, file: Any = "config.json") -> type:
-    """The ``Model`` class of a `model_type`.
+    """Return the ``Model`` class of a `model_type`.
 
     Raises:
-        UnsupportedError: Nothing here runs that architecture.
+        UnsupportedError: The architecture is not supported.
     """
     if model_type not in MODEL_TYPES:
         raise UnsupportedError(
@@ -36,10 +36,10 @@ def model_class(model_type: Any, *, file: Any = "config.json") -> type:
 
 
 def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
-    """A checkpoint under the names of its model.
+    """Return a checkpoint's tensors under the parameter names of its model.
 
     Raises:
-        MoefluxError: Its config or its names are not of a model that runs here.
+        MoefluxError: The config or the tensor names belong to no supported model.
     """
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(checkpoint.config, file=checkpoint.config_file)

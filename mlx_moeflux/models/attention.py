@@ -1,4 +1,4 @@
-"""Grouped-query attention as the Qwen families have it."""
+"""Grouped-query attention of the Qwen families."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mlx_moeflux.models.layers import weights_of
 class Attention(nn.Module):
     """Grouped-query attention with per-head norms of queries and keys and a rotary embedding.
 
-    config: Its fields ``hidden_size``, ``head_dim``, ``num_attention_heads``,
-    ``num_key_value_heads``, ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and
-    ``attention_bias`` count, and ``yarn``, how the rotary embedding is stretched. gated: Each
-    head's rows of ``q_proj`` are its query rows, then the rows of a sigmoid gate of its output.
-    window: A token sees only so many, itself included.
+    config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
+    ``rms_norm_eps``, ``rope_theta``, ``rotary_dims``, ``attention_bias`` and, if present, ``yarn``
+    (a :class:`~mlx_moeflux.models.rope.Rope`). gated: ``q_proj`` holds for each head its query
+    rows, then the rows of a sigmoid gate of its output. window: Width of the sliding window in
+    tokens, the current one included; None for full attention.
 
     Shapes:
-        x: ``[B, T, C]``; returns x plus what comes of norm(x).
+        x: ``[B, T, C]``; returns x + attention(norm(x)).
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
         self._rotary_dims = config.rotary_dims
-        yarn, self._turns = getattr(config, "yarn", None), {}
+        yarn, self._rope_options = getattr(config, "yarn", None), {}
         self._factors = None
         if yarn is not None:
-            self._turns["frequencies"] = 1.0 / yarn.periods(config.rotary_dims)
+            self._rope_options["frequencies"] = 1.0 / yarn.periods(config.rotary_dims)
             factors = mx.where(mx.arange(Dh) < config.rotary_dims, yarn.attention_factor, 1.0)
             self._factors = factors if yarn.attention_factor != 1.0 else None
-            mx.eval(self._turns, self._factors)
+            mx.eval(self._rope_options, self._factors)
 
     def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm) -> mx.array:
         config, kernels = self.config, self._kernels
@@ -55,14 +55,14 @@ class Attention(nn.Module):
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         weights = weights_of(*self.stacks()[0])
         q, k, v = kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
-        q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate behind
+        q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
         k, v = reshaped(k, B, T, Hkv, Dh), reshaped(v, B, T, Hkv, Dh)
         gate = q if self.gated else None
         q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         if self._factors is not None:
-            # YaRN's factor of what is turned; rotations keep it.
+            # YaRN scales the rotated dimensions; a rotation keeps the factor.
             q_weight, k_weight = q_weight * self._factors, k_weight * self._factors
-        q, k, v = kernels.norm_rope(  # heads before tokens
+        q, k, v = kernels.norm_rope(  # [B, H, T, Dh]
             q,
             k,
             v,
@@ -72,17 +72,17 @@ class Attention(nn.Module):
             dims=self._rotary_dims,
             base=config.rope_theta,
             offset=cache.positions(T),
-            **self._turns,
+            **self._rope_options,
         )
         options = {"scale": Dh**-0.5, "gate": gate}
         if self.window is not None:
             options |= cache.windowed(T, self.window)
-        held = cache.append(kernels, k, v)
-        if "table" in held:
-            y = kernels.paged_sdpa(q, **held, **options)
+        buffers = cache.append(kernels, k, v)
+        if "table" in buffers:
+            y = kernels.paged_sdpa(q, **buffers, **options)
         else:
             mask = "causal" if T > 1 else None
-            y = kernels.sdpa(q, **{"mask": mask, **held, **options})
+            y = kernels.sdpa(q, **{"mask": mask, **buffers, **options})
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
 

@@ -1,13 +1,14 @@
-"""What every architecture offers around its forward pass."""
+"""Base class of the models: everything around the forward pass."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,43 +18,50 @@ from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, ch
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.budget import format_bytes, parse_budget, slots_for_budget
+from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
 from mlx_moeflux.experts.telemetry.events import both
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import failures
-from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import entry_specs, state_spec
 
-# Tokens that a mixer takes at a time: bounds attention scores and convolution windows.
+# Tokens per mixer call; bounds the memory of attention scores and convolution windows.
 PREFILL_CHUNK = 2048
 
 
 class StreamingModel(nn.Module):
-    """Base of the models: layers, expert store, inspection and clean-up.
+    """Base of the models. Owns the expert store and the decode traces; frees them in ``close``.
 
     Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers``,
-    ``__call__`` and ``make_cache``.
+    ``__call__`` and ``make_cache``. Any thread may call it; a generator holds ``lock`` for each
+    step.
     """
+
+    config: Any
+    model: Any
+    layers: Any
+    make_cache: Callable[[], SequenceState]
+    _kernels: Kernels
+    _router: Router
 
     def __init__(self):
         super().__init__()
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
-        self.plan = None
+        self.plan: Plan | None = None
         self.identity = ""
         self.compile_steps: bool | None = None
-        self._step: CompiledStep | None = None
-        self._segments: SegmentedStep | None = None
+        self._step: Any = None
+        self._segments: Any = None
         self._recordings, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
-        self._store = None
+        self._store: Any = None
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
         self.kv_bits: int | None = None
@@ -61,12 +69,14 @@ class StreamingModel(nn.Module):
 
     @property
     def kernels(self) -> Kernels:
-        """The implementation of every operation."""
+        """Implementation of every operation."""
         return self._kernels
 
     def update(self, *args, **kwargs) -> StreamingModel:
-        """See ``nn.Module.update``. Parameters that are assigned in other ways after the first
-        step need ``model.forget_steps()``."""
+        """Update parameters as ``nn.Module.update`` does and drop all decode traces.
+
+        After any other assignment of parameters call :meth:`forget_steps`.
+        """
         self.forget_steps()
         self._entry_specs = None
         super().update(*args, **kwargs)
@@ -74,12 +84,12 @@ class StreamingModel(nn.Module):
         return self
 
     def prepare(self) -> None:
-        """Lay matrices that read the same input one behind another, and the parameters of half a
-        layer into one buffer: fewer arrays for each launch. Holds a layer twice for a moment.
+        """Concatenate projections that share an input and pack each half layer into one buffer, so
+        that a launch takes fewer arrays. Peak memory grows by one layer.
 
-        ``parameters()``, saving and loading keep the checkpoint's names: parameters are views of
-        what was laid together. A module says which of its own by ``stacks()``. A parameter that is
-        edited in place afterwards (``weight[0] = 0``) is not seen by kernels: assign a new array.
+        ``parameters()``, saving and loading keep the checkpoint's names: parameters become views.
+        The ``stacks()`` of a module lists its projections with a common input. Kernels do not see
+        a later in-place edit (``weight[0] = 0``): assign a new array.
         """
         for layer in self.layers:
             for module in layer.children().values():
@@ -94,32 +104,33 @@ class StreamingModel(nn.Module):
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """Trace decode steps again: a trace keeps the parameters and banks that it met."""
+        """Drop all decode traces: a trace keeps the parameters and banks that it captured."""
         for step in (self._step, self._segments):
             if step is not None:
                 step.forget()
 
     def _can_compile(self) -> bool:
-        """Whether a step of one token may run from a trace: not while somebody listens or records.
-        compile_steps: None is where it pays, on GPUs."""
+        """Return True if a step of one token may run from a trace.
+
+        Events, recording and training need the eager path. ``compile_steps`` None means: on GPUs.
+        """
         generation = self._store.generation, failures.generation()
         if generation != self._generation:
             self._generation = generation
             self.forget_steps()
-        wanted = self.compile_steps
-        if wanted is None:
-            wanted = mx.default_device() != mx.cpu
-        watched = self._recordings or self._store.events is not None
-        return wanted and not self.training and not watched and traceable(self._router)
+        enabled = self.compile_steps
+        if enabled is None:
+            enabled = mx.default_device() != mx.cpu
+        observed = self._recordings or self._store.events is not None
+        return enabled and not self.training and not observed and traceable(self._router)
 
-    def _can_cut(self, tokens: int) -> bool:
-        """Whether a step of so many tokens may run in segments from traces."""
+    def _can_segment(self, tokens: int) -> bool:
+        """Return True if a step of `tokens` tokens may run from one trace per segment."""
         pairs = tokens * self._router.num_experts_per_tok
         return self._store.parts_calls and self._segments.fits(pairs)
 
     def train(self, mode: bool = True) -> StreamingModel:
-        """Training mode; operations are then computed by their references, which have
-        gradients."""
+        """Switch training mode; in it the references, which have gradients, compute operations."""
         super().train(mode)
         for holder in (self, self._router):
             kernels = getattr(holder, "kernels", None)
@@ -127,27 +138,35 @@ class StreamingModel(nn.Module):
                 kernels.references_only(mode)
         return self
 
+    def unfreeze(self, *args, **kwargs) -> StreamingModel:
+        """Unfreeze as ``nn.Module.unfreeze`` does, except quantised modules."""
+        super().unfreeze(*args, **kwargs)
+        for module in self.modules():
+            if "scales" in module:
+                module.freeze(recurse=False)
+        return self
+
     @property
     def router(self) -> Router:
-        """Who chooses experts in all layers."""
+        """Router of all MoE layers."""
         return self._router
 
     @property
     def store(self) -> ExpertStore:
-        """The :class:`~mlx_moeflux.experts.store.ExpertStore` that all layers ask."""
+        """Expert store of all MoE layers."""
         return self._store
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by a generator for each step: a second thread's step waits."""
+        """Lock that a generator holds for each step."""
         return self._step_lock
 
     def start_eval(self) -> None:
-        """Let other threads wait for what this one began to evaluate; see the store's method."""
+        """Make this thread's pending evaluation visible to other threads; see the store."""
         self._store.start_eval()
 
     def set_context_limit(self, limit: int | None) -> None:
-        """Tokens that a sequence may have; None is the config's own limit.
+        """Set how many tokens a sequence may have; None for the config's own limit.
 
         Raises:
             InputError: `limit` is not between 1 and ``max_position_embeddings``.
@@ -158,8 +177,8 @@ class StreamingModel(nn.Module):
         self.max_context = limit or longest
 
     def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
-        """What ``make_cache`` returns: `entries` as one state of this model, with keys and values
-        in ``kv_bits`` bits if that is set."""
+        """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
+        set."""
         return SequenceState(map(self._quantized, entries), self.state_spec)
 
     def _quantized(self, entry: BaseCache) -> BaseCache:
@@ -173,11 +192,10 @@ class StreamingModel(nn.Module):
         )()
 
     def quantize_cache(self, bits: int | None, group_size: int = 64) -> None:
-        """Keep keys and values of states made from now on in 4 or 8 bits, in groups that have a
-        scale each; None: as they are.
+        """Store keys and values of new states in 4 or 8 bits with one scale a group; None disables.
 
         Raises:
-            InputError: Other bits or groups, or a group does not divide a row.
+            InputError: Bits or group size are not supported, or a group does not divide a row.
         """
         if bits not in (None, *KV_BITS) or group_size not in GROUP_SIZES:
             raise InputError(
@@ -186,45 +204,45 @@ class StreamingModel(nn.Module):
             )
         self.kv_bits, self.kv_group_size = bits, group_size
         self._state_spec = self._entry_specs = None
-        self.entry_specs()  # packs a row of every layer
+        self.entry_specs()  # quantises one row of every layer, which checks the group size
 
     def state_spec(self) -> StateSpec:
-        """Identity and shapes of this model's states; made when first asked for."""
+        """Return identity and shapes of this model's states, computed on first use."""
         if self._state_spec is None:
             self._state_spec = state_spec(self)
         return self._state_spec
 
     def entry_specs(self) -> tuple[EntrySpec, ...]:
-        """What each entry of :meth:`make_cache` holds; made when first asked for."""
+        """Return the spec of each entry of :meth:`make_cache`, computed on first use."""
         if self._entry_specs is None:
             with self.lock:
                 self._entry_specs = entry_specs(self)
         return self._entry_specs
 
     def state_bytes(self, positions: int) -> int:
-        """Bytes of one sequence's state after `positions` tokens, with the rows that buffers have
-        in reserve."""
+        """Return the bytes of one sequence's state after `positions` tokens, spare rows
+        included."""
         return sum(entry.nbytes(positions) for entry in self.entry_specs())
 
     def context_left(self, cache: Sequence[BaseCache] | None = None) -> int:
-        """Tokens that a state has room for; of all its sequences, the longest counts.
+        """Return how many tokens the longest sequence of a state may still take.
 
         Raises:
-            CacheError: Its entries disagree about what they have seen.
+            CacheError: The entries of `cache` have different positions.
         """
         used = max(check_positions(cache)) if cache else 0
         return (self.max_context or self.config.max_position_embeddings) - used
 
     def bytes_per_position(self) -> int:
-        """Bytes by which a sequence's state grows with each token."""
+        """Return the bytes that each token adds to a sequence's state."""
         return sum(entry.row_bytes for entry in self.entry_specs())
 
     def trunk_bytes(self) -> int:
-        """Bytes of all parameters; ask before resident experts are added."""
+        """Return the bytes of all parameters; resident experts count once they are set."""
         return sum(array.nbytes for _, array in tree_flatten(self.parameters()))
 
     def set_store(self, store: ExpertStore) -> None:
-        """Give every MoE block the store that computes its experts."""
+        """Set the store that computes the experts of every MoE block."""
         self._store = store
         self.forget_steps()
         blocks = self.moe_blocks()
@@ -236,7 +254,7 @@ class StreamingModel(nn.Module):
                 blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
-        """MoE layer id -> block."""
+        """Return MoE layer id -> block."""
         blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
         return {i: block for i, block in blocks if isinstance(block, SparseMoeBlock)}
 
@@ -244,7 +262,8 @@ class StreamingModel(nn.Module):
     def record(
         self, layers: Iterable[int] | None = None, names: Iterable[str] | None = None
     ) -> Iterator[dict[int, dict[str, mx.array]]]:
-        """Keep intermediate arrays of the next calls: see :mod:`mlx_moeflux.models.record`."""
+        """Record intermediate arrays of the calls inside the block; see
+        :mod:`mlx_moeflux.models.record`."""
         self._recordings += 1
         try:
             with record(self.layers, chosen=layers, names=names) as kept:
@@ -254,9 +273,9 @@ class StreamingModel(nn.Module):
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[TraceWriter]:
-        """Record which experts every token chooses into a file, see
-        :mod:`mlx_moeflux.experts.telemetry.trace`. While this lasts every layer synchronises and
-        decode steps are not traced.
+        """Write the experts of every token to a file; see
+        :mod:`mlx_moeflux.experts.telemetry.trace`. Inside the block every layer synchronises and
+        decode steps run eagerly.
 
         Raises:
             InputError: The file cannot be written, or the store has no events.
@@ -275,9 +294,9 @@ class StreamingModel(nn.Module):
 
     @contextmanager
     def attribute(self) -> Iterator[None]:
-        """While this lasts, ``store.stats().calls`` and the ``experts.calls`` of a response tell
-        what each call of each layer cost, see :mod:`mlx_moeflux.experts.telemetry.attribution`.
-        Every layer synchronises and decode steps are not traced.
+        """Fill ``store.stats().calls`` and a response's ``experts.calls`` with the cost of each
+        layer call; see :mod:`mlx_moeflux.experts.telemetry.attribution`. Inside the block every
+        layer synchronises and decode steps run eagerly.
 
         Raises:
             InputError: The store has no events.
@@ -294,38 +313,39 @@ class StreamingModel(nn.Module):
             stats.calls = None
 
     def set_expert_memory(self, budget: str | float) -> None:
-        """Give the streamed experts another budget, as ``load(expert_memory=...)`` takes it, now:
-        banks shrink and grow, the policy chooses who leaves. Results stay the same, bit for bit.
+        """Resize the banks of streamed experts; `budget` as in ``load(expert_memory=...)``.
+
+        The eviction policy chooses the experts that leave. Results keep their bits.
 
         Raises:
-            InputError: The experts are not streamed, or `budget` cannot be read.
-            MemoryBudgetError: It is too small for one token.
+            InputError: The experts are not streamed, or `budget` is malformed.
+            MemoryBudgetError: `budget` is too small for one token.
         """
         store = self._store
         if not store.slots:
             raise InputError("these experts are not streamed; load with a smaller expert_memory.")
         with self.lock:
-            asked = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)
-            if asked is None:
+            nbytes = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)
+            if nbytes is None:
                 raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
             slots = slots_for_budget(
-                asked,
+                nbytes,
                 store.block_bytes,
                 num_experts=store.num_experts,
                 experts_per_token=self._router.num_experts_per_tok,
                 staging_bytes=store.nbytes - store.bank_bytes,
             )
-            # A trace of complete layers would keep the old banks in memory.
+            # A trace would keep the old banks in memory.
             self.forget_steps()
             store.resize_all(slots)
             if self.plan is not None:
                 why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
-                self.plan = replace(self.plan, slots=slots, budget_bytes=asked, why=why)
+                self.plan = replace(self.plan, slots=slots, budget_bytes=nbytes, why=why)
 
     def run_layer(self, layer: int, hidden: mx.array, cache=None) -> mx.array:
         """Run one layer alone: hidden ``[B, T, C]`` -> ``[B, T, C]``.
 
-        cache: That layer's entry of :meth:`make_cache`, or None for a fresh one.
+        cache: The layer's entry of :meth:`make_cache`, or None for an empty one.
         """
         if not 0 <= layer < len(self.layers):
             raise InputError(f"layer {layer} does not exist; the model has {len(self.layers)}.")
@@ -333,7 +353,7 @@ class StreamingModel(nn.Module):
         return self.layers[layer](hidden, cache, chunk=self.prefill_chunk)
 
     def close(self) -> None:
-        """Free the expert bank, its files and threads. The model cannot run afterwards."""
+        """Free the expert bank, its files and threads. A closed model cannot run."""
         if self._store is not None:
             self._store.close()
         forget_dense(self)

@@ -1,13 +1,11 @@
-"""A decode step whose graph is built once by Python and then by MLX.
+"""Decode steps traced once under ``mx.compile``.
 
-Building some 400 operations in Python takes longer than a GPU needs to compute them. A step of one
-token a sequence is therefore traced under ``mx.compile``: counts go in as arrays, states go in and
-come out, and the trace serves until a key-value buffer grows.
+Building the graph of a step in Python takes longer than a GPU needs to compute it. A trace takes
+positions as arrays, and states as inputs and outputs. It is reused until a key-value buffer grows.
 
-:class:`CompiledStep` is the whole step as one trace. :class:`SegmentedStep` is for a model whose
-experts are partly on disk: what lies between two routers, the experts of one layer, what comes
-behind them, the mixer of the next layer and its router, is one trace. Between two of these the
-host learns which experts are wanted, has the missing ones read and says which slots they are in.
+:class:`CompiledStep` traces a whole step. :class:`SegmentedStep` serves a model with experts on
+disk: a segment spans the experts of one layer up to the router of the next partly resident layer.
+Between two segments the host reads the chosen ids and loads missing experts into slots.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from mlx_moeflux.models.protocol import Decoder
 
 
 class _Attention:
-    """What an attention layer asks of its cache, with counts as arrays."""
+    """Traced stand-in of an attention entry; positions are arrays."""
 
     def __init__(
         self,
@@ -58,20 +56,20 @@ class _Attention:
         return {"start": mx.maximum(first, padding)}
 
     @property
-    def newest(self) -> tuple[mx.array, mx.array] | None:
-        """The tail, for who writes the next row himself; see :meth:`appended`."""
+    def newest(self) -> tuple[mx.array, ...] | None:
+        """Tail for a kernel that writes the next row itself; see :meth:`appended`."""
         return self._tail
 
     @property
     def columns(self) -> mx.array:
-        """Where the next row stands, int32 ``[1]``."""
+        """Column of the next row, int32 ``[1]``."""
         return self._columns
 
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
         return self.appended(kernels.append_row(self._tail, keys, values, position=self._columns))
 
-    def appended(self, tail: tuple[mx.array, mx.array]) -> dict[str, Any]:
-        """:meth:`append` with a tail that has the row already."""
+    def appended(self, tail: tuple[mx.array, ...]) -> dict[str, Any]:
+        """Do what :meth:`append` does, for a tail that holds the new row already."""
         self._tail = tail
         return {
             "k": self._keys,
@@ -83,19 +81,19 @@ class _Attention:
 
 
 class _PagedAttention(_Attention):
-    """The same with a pool of blocks; no layer has a window."""
+    """Traced stand-in of a paged entry; no layer has a window."""
 
-    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
+    def __init__(self, arrays: Sequence[mx.array], *counts: Any):
         *others, self._table = arrays
         super().__init__(others, *counts)
 
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        held = super().append(kernels, keys, values)
-        return held | {"table": self._table, "page": BLOCK_TOKENS}
+        buffers = super().append(kernels, keys, values)
+        return buffers | {"table": self._table, "page": BLOCK_TOKENS}
 
 
 class _PackedAttention(_Attention):
-    """The same with rows in 4 or 8 bits: all of the buffer is unpacked at each step."""
+    """Traced stand-in of an entry with rows in 4 or 8 bits; each step unpacks the buffer."""
 
     newest = None
 
@@ -103,23 +101,23 @@ class _PackedAttention(_Attention):
         self,
         kind: type[AttentionCache],
         arrays: Sequence[mx.array],
-        *counts: mx.array | None,
+        *counts: Any,
     ):
         super().__init__(arrays, *counts)
         self._kind = kind
 
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        held = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
+        buffers = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
         unpacked = self._kind.unpacked
-        return held | {
-            "k": unpacked(held["k"]),
-            "v": unpacked(held["v"]),
-            "tail": tuple(map(unpacked, held["tail"])),
+        return buffers | {
+            "k": unpacked(buffers["k"]),
+            "v": unpacked(buffers["v"]),
+            "tail": tuple(map(unpacked, buffers["tail"])),
         }
 
 
 class _Recurrent:
-    """What a gated delta net asks of its cache."""
+    """Traced stand-in of a gated delta net's entry."""
 
     lengths = None
 
@@ -137,7 +135,7 @@ class _Recurrent:
         pass
 
 
-# Kind of entry -> its stand-in while tracing.
+# Class of a cache entry -> class of its traced stand-in.
 KINDS = {
     KVCache: _Attention,
     LatentCache: _Attention,
@@ -146,18 +144,18 @@ KINDS = {
 }
 
 
-def _known(kind: type) -> bool:
-    """Whether there is a stand-in for entries of this kind."""
+def _has_stand_in(kind: type) -> bool:
+    """Return True if entries of class `kind` have a traced stand-in."""
     if kind not in KINDS and getattr(kind, "packs", False) and kind.__base__ in KINDS:
         KINDS[kind] = functools.partial(_PackedAttention, kind)
     return kind in KINDS
 
 
 class CompiledStep:
-    """Runs ``forward(tokens [B, 1], entries) -> logits [B, 1, V]`` as one traced graph.
+    """One trace of ``forward(tokens [B, 1], entries) -> logits [B, 1, V]``.
 
-    forward: Must be free of side effects other than on the entries that it is given.
-    traces: How often it was traced: at the first step, and when shapes change.
+    forward: Has no side effects except on `entries`. traces: Number of traces so far; the first
+    step makes one, and each change of shapes.
     """
 
     def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
@@ -166,9 +164,9 @@ class CompiledStep:
         self.traces = 0
 
     def fits(self, cache: Sequence[Any]) -> bool:
-        """Whether every entry has begun, and each sequence goes on by one real token."""
+        """Return True if every entry holds tokens and each sequence takes one real token."""
         return all(
-            _known(type(entry))
+            _has_stand_in(type(entry))
             and entry.takes_steps
             and not entry.empty()
             and entry.lengths is None
@@ -177,11 +175,11 @@ class CompiledStep:
         )
 
     def forget(self) -> None:
-        """Trace again: parameters, kernels or banks were replaced."""
+        """Drop the traces, after parameters, kernels or banks were replaced."""
         self._compiled.clear()
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """tokens ``[B, 1]`` -> logits ``[B, 1, V]``; every entry is one column longer then."""
+        """Return logits ``[B, 1, V]`` of tokens ``[B, 1]``; each entry grows by one column."""
         kinds = tuple(type(entry) for entry in cache)
         run = self._compiled.get(kinds)
         if run is None:
@@ -204,42 +202,45 @@ class CompiledStep:
 
 @dataclass
 class _Segment:
-    """From behind the router of layer `last` (None: from the tokens) to behind that of layer
-    `stop - 1`, or to the logits. Entries of layers [start, stop) belong to it. wholes: Layers in it
-    that hold every expert."""
+    """Traced part of a step: from the experts of layer `last` (None: from the tokens) through the
+    router of layer `stop - 1`, or, if it `ends` the step, to the logits.
+
+    It updates the cache entries of layers [start, stop). complete: Layers in it that hold every
+    expert.
+    """
 
     last: int | None
     start: int
     stop: int
-    wholes: tuple[int, ...]
+    complete: tuple[int, ...]
     ends: bool
     looks_ahead: bool
     run: Callable[..., Any]
 
 
 class SegmentedStep:
-    """Runs ``tokens [B, 1] -> logits [B, 1, V]`` segment by segment. traces: How often the first
-    was traced."""
+    """Traced segments of a step ``tokens [B, 1] -> logits [B, 1, V]``. traces: Number of traces of
+    the first segment."""
 
     def __init__(self, model: Decoder):
-        # No reference to the model as an attribute: nn.Module would see a parameter tree in it.
+        # A closure, since nn.Module would take an attribute for a child module.
         self._model = lambda: model
         self._planned: Any = None
         self._segments: list[_Segment] = []
-        self.traces = self._built = 0
+        self.traces = self._graphs_built = 0
 
     def fits(self, pairs: int) -> bool:
-        """Whether so many (token, expert) pairs need no more slots than a layer has."""
+        """Return True if every layer has slots for `pairs` (token, expert) pairs."""
         store = self._model().store
         return pairs <= min(MOST_PAIRS, *store.slots.values())
 
     def forget(self) -> None:
-        """Trace again: parameters or kernels were replaced."""
+        """Drop the traces, after parameters or kernels were replaced."""
         self._planned = None
         self._segments.clear()
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Every entry is one column longer afterwards; after an error all are as before."""
+        """Return logits; each entry grows by one column, or by none if the call raises."""
         model = self._model()
         store = model.store
         with store.exclusive(), transaction(cache):
@@ -247,15 +248,15 @@ class SegmentedStep:
             counts, padding = _counts(cache)
             carry, slots, bank, call = [tokens], None, [], None
             for segment in plan:
-                entries, built = cache[segment.start : segment.stop], self._built
+                entries, built = cache[segment.start : segment.stop], self._graphs_built
                 carry, ends = segment.run(
                     carry, slots, bank, *counts, padding, [entry.begin_step() for entry in entries]
                 )
-                # A graph that was built now asked the store itself.
-                for layer in segment.wholes if self._built == built else ():
+                # While a graph is traced, its layers call the store, which counts.
+                for layer in segment.complete if self._graphs_built == built else ():
                     store.count(tokens.shape[0], layer)
                 if call is not None:
-                    # The graph was built while blocks were on their way.
+                    # Only now: building the graph overlaps with reading blocks.
                     store.wait(call)
                 mx.async_eval(carry[0])
                 for entry, end in zip(entries, ends, strict=True):
@@ -295,8 +296,9 @@ class SegmentedStep:
                 h = model.model.embed_tokens(carry[0])
             else:
                 weights, post, h, *shared = carry
-                held = _bank_of(bank, model.store.bank(last))
-                experts = model.store.compute_slots(post, slots, weights, held)
+                experts = model.store.compute_slots(
+                    post, slots, weights, _bank_of(bank, model.store.bank(last))
+                )
                 h = model.layers[last].mlp.combine(h, experts, tuple(shared))
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
@@ -313,7 +315,7 @@ class SegmentedStep:
             return out, [entry.ends for entry in entries]
 
         def traced(*inputs):
-            self._built += 1
+            self._graphs_built += 1
             with metal.gathered():
                 return run(*inputs)
 
@@ -324,24 +326,24 @@ class SegmentedStep:
 
 
 def _counts(cache: Sequence[Any]) -> tuple[list[mx.array], mx.array | None]:
-    """Columns before and after the step, int32 ``[1]`` each, and left padding."""
+    """Return columns before and after the step, int32 ``[1]`` each, and left padding."""
     columns = cache[0].columns
     return [mx.array([n], dtype=mx.int32) for n in (columns, columns + 1)], cache[0].left_padding
 
 
 def _entries(kinds: Sequence[type], states: Sequence[Any], *counts: Any) -> list[Any]:
-    """The stand-ins of cache entries while tracing."""
+    """Return the traced stand-ins of cache entries."""
     return [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
 
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:
-    """What a trace takes of a bank: given anew each time, so that it keeps none alive."""
+    """Return the arrays of a bank. They are inputs of a trace, so that it keeps no bank alive."""
     parts = (bank.gate, bank.up, bank.down)
     return [a for p in parts for a in (p.weight, p.scales, p.biases) if a is not None]
 
 
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
-    """Inverse of :func:`_arrays`; `like` says what is there."""
+    """Return a bank of `arrays`, the inverse of :func:`_arrays`, structured as `like`."""
     left = iter(arrays)
     return ExpertBank(
         *(

@@ -1,4 +1,4 @@
-"""What all decoders share: a layer of mixer and MLP, and the way from ids to logits."""
+"""Decoder shared by all architectures: layer of mixer and MLP, and ids -> logits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_moeflux.cache import BaseCache, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules, Transform
@@ -24,17 +25,17 @@ from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 from mlx_moeflux.models.record import Recorder
 
-# Layers of a prompt that a GPU begins at once: enough for an evaluation not to matter. Where what
-# lies between two layers has so many numbers (1024 tokens of 7168), it begins each, and the host is
-# two layers ahead at most: what it lays out holds memory.
+# A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
+# builds the rest. A hidden state of MANY_NUMBERS elements or more is submitted after each layer,
+# and the host stays at most two layers ahead, since pending graphs hold memory.
 LAYERS_AHEAD, MANY_NUMBERS = 4, 7 << 20
 
 
 class DecoderLayer(nn.Module):
-    """Mixer, then MLP or MoE block, each behind a norm and with a residual.
+    """One layer: mixer, then MLP or MoE block, each after a norm and with a residual.
 
-    mixer: Its name in the checkpoint (``self_attn``, ``linear_attn``) and the module, which maps
-    (x ``[B, T, C]``, cache entry, norm) to ``[B, T, C]``: x itself plus what comes of norm(x).
+    mixer: Name in the checkpoint (``self_attn``, ``linear_attn``) and module; the module maps
+    (x ``[B, T, C]``, cache entry, norm) to x + mixer(norm(x)) ``[B, T, C]``.
     """
 
     _recorder: Recorder | None = None
@@ -54,10 +55,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def __call__(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
-        """x ``[B, T, C]`` -> ``[B, T, C]``. The mixer and a dense MLP take `chunk` tokens at a
-        time, so that their scratch is bounded; a MoE block takes all, so that every expert is
-        read once."""
+        """Map x ``[B, T, C]`` to ``[B, T, C]``.
+
+        The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
+        block takes all tokens, so that every expert is read once.
+        """
         T, mlp, norm = x.shape[1], self.mlp, self.post_attention_layernorm
+        if self._recorder is not None:
+            self._recorder.begin(x.shape[0])
         mask = cache.real_tokens(T)
         parts = None if T == 1 else cache.parts(T, chunk)
         h = self.mix(x, cache, chunk=chunk)
@@ -75,15 +80,15 @@ class DecoderLayer(nn.Module):
         return out
 
     def halves(self) -> list[tuple[nn.Module, ...]]:
-        """Modules whose parameters are read by the same launches."""
+        """Return groups of modules whose parameters the same launches read."""
         first = self[self._mixer_name], self.input_layernorm
         return [first, (self.mlp, self.post_attention_layernorm)]
 
     def together(
         self, xs: Sequence[mx.array], caches: Sequence[BaseCache], *, chunk: int
     ) -> list[mx.array]:
-        """Several sequences, x ``[1, T, C]`` each with its own T: one after the other through the
-        mixer, all at once through the MLP or MoE block."""
+        """Map several sequences, x ``[1, T, C]`` each with its own T. The mixer takes them one by
+        one, the MLP or MoE block takes them concatenated."""
         mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
         h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
         if isinstance(self.mlp, SparseMoeBlock):
@@ -94,16 +99,18 @@ class DecoderLayer(nn.Module):
         return mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1)
 
     def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
-        """The first half: x ``[B, T, C]`` behind the mixer and its residual."""
+        """Apply the first half, mixer and residual, to x ``[B, T, C]``."""
         mixer, norm, T = self[self._mixer_name], self.input_layernorm, x.shape[1]
-        if T == 1:  # the entry may be a trace's stand-in, which has no parts
+        if T == 1:  # a traced stand-in of an entry has no parts
             return mixer(x, cache, norm)
         return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
 
 
 def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
-    """`function` of x ``[B, T, C]``, one part after the other. Several are evaluated: a GPU works
-    on one while the next is laid out, a CPU does both itself."""
+    """Apply `function` to x ``[B, T, C]`` part by part.
+
+    Several parts are evaluated one by one; on a GPU the next part's graph is built meanwhile.
+    """
     results, ahead = [], int(_on_gpu())
     for start, stop in parts:
         results.append(function(x[:, start:stop]))
@@ -115,10 +122,10 @@ def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
 
 
 def _begin(h: mx.array, before: mx.array | None = None) -> None:
-    """Let a GPU work on `h` while the host lays out what follows, once `before` is there."""
+    """Submit `h` to a GPU without waiting, then wait for `before`."""
     if _on_gpu():
         metal.settle()
-        with contextlib.suppress(ValueError):  # inside a graph transformation
+        with contextlib.suppress(ValueError):  # a graph transformation refuses evaluation
             mx.async_eval(h)
             if before is not None:
                 mx.eval(before)
@@ -129,7 +136,7 @@ def _on_gpu() -> bool:
 
 
 class TextModel(nn.Module):
-    """Embedding, layers, final norm: the parameters under ``model.`` of a checkpoint."""
+    """Embedding, layers and final norm: the parameters under ``model.`` of a checkpoint."""
 
     def __init__(self, config: Any, layers: Iterable[DecoderLayer]):
         super().__init__()
@@ -148,7 +155,7 @@ class DecoderModel(StreamingModel):
     Config: ClassVar[type]
     MODEL_TYPE: ClassVar[str]
     MLX_LM_PREFIX: ClassVar[str] = ""
-    """Before every name in the layout that mlx-lm loads."""
+    """Prefix of every tensor name in the layout that mlx-lm loads."""
 
     def __init__(
         self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
@@ -156,8 +163,7 @@ class DecoderModel(StreamingModel):
         super().__init__()
         self.config, self.model_type = config, self.MODEL_TYPE
         self._kernels = kernels or Kernels()
-        # A new module is in training mode.
-        self._kernels.references_only(self.training)
+        self._kernels.references_only(self.training)  # a new module is in training mode
         self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
@@ -174,30 +180,30 @@ class DecoderModel(StreamingModel):
     def make_router(
         cls, config: Any, kernels: Kernels, *, experts_per_token: int | None = None
     ) -> Router:
-        """The architecture's own router, of fewer experts per token if told so."""
+        """Return the architecture's router; `experts_per_token` overrides the config's number."""
         k = experts_per_token or config.num_experts_per_tok
         return SoftmaxRouter(k, config.norm_topk_prob, kernels)
 
     @classmethod
     def name_rules(cls, config: Any) -> NameRules:
-        """The table of tensor names of a checkpoint with this config."""
+        """Return the rename rules of tensor names for a checkpoint with this config."""
         return NameRules(experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
-        """Keys of config.json that mlx-lm wants and newer spellings may lack."""
+        """Return keys of config.json that mlx-lm needs and newer spellings may lack."""
         return {}
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        """Layer number `layer`, of ``self.config``, ``self._router`` and ``self._kernels``."""
+        """Build layer number `layer`."""
         raise NotImplementedError
 
     def make_cache(self) -> SequenceState:
-        """One empty state per layer."""
+        """Return an empty state: one entry per layer."""
         raise NotImplementedError
 
     def fit_names(self, names: Iterable[str]) -> None:
-        """Choose between forms of a module by the parameters that a checkpoint has."""
+        """Replace modules whose parameters have other names in this checkpoint."""
 
     def __call__(
         self,
@@ -206,30 +212,47 @@ class DecoderModel(StreamingModel):
         *,
         last_only: bool = False,
     ) -> mx.array:
-        """tokens ``[B, T]`` ints -> logits; `last_only` computes the last position's alone.
+        """Return logits of tokens ``[B, T]`` ints; of the last position alone if `last_only`.
 
         A call that raises leaves `cache` as it was before.
+
+        Raises:
+            InputError: Shape or dtype is wrong, or an id is outside the vocabulary. Ids of one
+                token with a cache are not checked: reading them would make decode wait.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
+        if not mx.issubdtype(tokens.dtype, mx.integer):
+            raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
+        if cache is None or tokens.shape[1] > 1:
+            self._check_ids(tokens)
         cache = self.make_cache() if cache is None else cache
-        # As samplers give ids: one look-up of rows for prompts and replies.
-        tokens = tokens.astype(mx.uint32)
+        tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.store.stays_on_device:
-            if self._can_cut(tokens.shape[0]):
+            if self._can_segment(tokens.shape[0]):
                 return self._segments(tokens, cache)
         elif one:
             return self._whole_step(tokens, cache)
         with transaction(cache):
             return self._forward(tokens, cache, last_only=last_only)
 
+    def _check_ids(self, tokens: mx.array) -> None:
+        try:
+            mx.eval(tokens)
+        except ValueError:  # a graph transformation refuses evaluation
+            return
+        ids, V = np.array(tokens), self.config.vocab_size
+        wrong = ids[(ids < 0) | (ids >= V)]
+        if wrong.size:
+            raise InputError(f"token id {wrong[0]} is outside the vocabulary; give 0 to {V - 1}.")
+
     def read_together(
         self, prompts: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
     ) -> mx.array:
-        """Tokens ``[T]`` of several sequences, each with its own T, behind their own states -> the
-        logits after the last of each, ``[B, V]``. Without padding: mixers take the sequences one
-        by one, and every expert is read at most once for all of them.
+        """Return the logits ``[B, V]`` after the last token of each prompt ``[T]``, each with its
+        own T and state. There is no padding: mixers take the sequences one by one, and every
+        expert is read at most once for all of them.
 
         A call that raises leaves all states as they were.
         """
@@ -246,26 +269,26 @@ class DecoderModel(StreamingModel):
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
         with metal.gathered():
-            h, begun = self.model.embed_tokens(tokens), deque()
+            h, submitted = self.model.embed_tokens(tokens), deque()
             for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
                 h = layer(h, entry, chunk=self.prefill_chunk)
                 many = h.size >= MANY_NUMBERS
                 if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
-                    begun.append(h)
-                    before = begun.popleft() if len(begun) > 2 else None
+                    submitted.append(h)
+                    before = submitted.popleft() if len(submitted) > 2 else None
                     _begin(h, before if many else None)
             return self.logits(h[:, -1:] if last_only else h)
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """A step as one trace."""
+        """Run a step as one trace."""
         traces = self._step.traces
         logits = self._step(tokens, cache)
         if self._step.traces == traces:
-            self.store.count(tokens.shape[0])  # the store itself was not asked
+            self.store.count(tokens.shape[0])  # a replayed trace does not call the store
         return logits
 
     def logits(self, h: mx.array) -> mx.array:
-        """What the last layer gave, ``[B, T, C]`` -> ``[B, T, V]``."""
+        """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""
         tied = self.config.tie_word_embeddings
         head = self.model.embed_tokens if tied else self.lm_head
         norm = self.model.norm
@@ -273,10 +296,10 @@ class DecoderModel(StreamingModel):
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
-        """What to do to trunk tensors once read, by canonical name."""
+        """Return the functions to apply to trunk tensors after reading, by canonical name."""
         return {}
 
     @staticmethod
     def keeps_float32(name: str) -> bool:
-        """Parameters that stay in float32 whatever the compute dtype is."""
+        """Return True if the parameter stays in float32 in every compute dtype."""
         return False

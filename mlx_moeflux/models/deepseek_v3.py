@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, dense layers first, then MoE blocks with unscaled shared experts.
 
-Source: transformers 5.23 `models/deepseek_v3/modeling_deepseek_v3.py`, whose maths wins; where
-mlx-lm 0.32.2 differs (groups that lose are scored 0, not minus infinity) a test says so.
+Source: transformers 5.23 `models/deepseek_v3/modeling_deepseek_v3.py`, which is authoritative;
+mlx-lm 0.32.2 differs: it scores masked groups 0, not minus infinity.
 Checkpoints: DeepSeek-V3, R1, V3.1 in FP8 or bf16, Cogito-v2 671B, mlx-community's 4-bit with
 ``kv_b_proj`` or with ``embed_q`` and ``unembed_out``, int4 of compressed-tensors.
 """
@@ -132,11 +132,11 @@ class Config:
         return self.n_routed_experts
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether `layer` has a MoE block (else a dense MLP)."""
+        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
         return layer >= self.first_k_dense_replace
 
     def published(self) -> dict[str, Any]:
-        """This as config.json."""
+        """Return the keys of config.json."""
         keys = {k: v for k, v in asdict(self).items() if k != "rope"} | self.rope.published()
         kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
         return kind | keys | {"eos_token_id": self.vocab_size - 1}
@@ -144,10 +144,10 @@ class Config:
 
 @dataclass
 class GroupedRouter:
-    """Sigmoid scores; the K best experts of the best groups, chosen with a bias.
+    """Router with sigmoid scores: the K best experts of the best groups, chosen with a bias.
 
-    wants_bias: :class:`MoeBlock` passes its layer's ``e_score_correction_bias``, which counts for
-    the choice only.
+    wants_bias: :class:`MoeBlock` passes its layer's ``e_score_correction_bias``, which affects the
+    choice and not the weights.
     """
 
     traceable: ClassVar[bool] = True
@@ -160,7 +160,8 @@ class GroupedRouter:
     wants_bias: ClassVar[bool] = True
 
     def __call__(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
-        """logits ``[N, E]``, bias ``[E]`` -> what :class:`~mlx_moeflux.models.moe.Router` says."""
+        """Return ids and weights of logits ``[N, E]`` and bias ``[E]``, as a
+        :class:`~mlx_moeflux.models.moe.Router` does."""
         return self.kernels.sigmoid_top_k(
             logits,
             mx.zeros(logits.shape[-1:]) if bias is None else bias,
@@ -182,9 +183,9 @@ class Gate(PreciseLinear):
 
 
 class MoeBlock(SparseMoeBlock):
-    """A MoE block whose shared experts are one SwiGLU, added as it is.
+    """MoE block whose shared experts are one SwiGLU, added unscaled.
 
-    Parameters besides: ``gate.e_score_correction_bias [E]``; ``shared_experts.*``.
+    Additional parameters: ``gate.e_score_correction_bias [E]``; ``shared_experts.*``.
 
     Source: transformers `DeepseekV3MoE`.
     """
@@ -198,15 +199,17 @@ class MoeBlock(SparseMoeBlock):
             self.shared_experts = SwiGLU(C, width)
 
     def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
-        """See :meth:`SparseMoeBlock.prepare`; the shared experts' two products, of the normed row.
-        A GPU computes them beside the choice of experts, but launches that first: of a token it is
-        one threadgroup, for which these would leave no room."""
-        begun = super().prepare(x, norm, mask)
-        post = mx.depends([begun.post], [begun.ids])[0]
+        """Do what :meth:`SparseMoeBlock.prepare` does and add the shared experts' gate and up.
+
+        They depend on the ids, so that the top-k kernel launches first: for one token it is a
+        single threadgroup, which would otherwise wait behind them.
+        """
+        prepared = super().prepare(x, norm, mask)
+        post = mx.depends([prepared.post], [prepared.ids])[0]
         shared = []
         for linears in self.stacks():
             shared += self._kernels.project(post, weights_of(*linears), flat=True)
-        return begun._replace(shared=shared)
+        return prepared._replace(shared=shared)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""
@@ -240,7 +243,7 @@ class Model(DecoderModel):
     def make_router(
         cls, config: Config, kernels: Kernels, *, experts_per_token: int | None = None
     ) -> Router:
-        """The architecture's own router, of fewer experts per token if told so."""
+        """See :meth:`DecoderModel.make_router`."""
         return GroupedRouter(
             experts_per_token or config.num_experts_per_tok,
             n_group=config.n_group,
@@ -252,7 +255,7 @@ class Model(DecoderModel):
 
     @classmethod
     def name_rules(cls, config: Config) -> NameRules:
-        """Multi-token prediction is stored as further layers."""
+        """See :meth:`DecoderModel.name_rules`; the layers of multi-token prediction are dropped."""
         first = config.num_hidden_layers
         further = range(first, first + config.num_nextn_predict_layers)
         drops = [Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")]
@@ -269,7 +272,7 @@ class Model(DecoderModel):
         return keys | config.rope.published()
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        """Latent attention, then MoE block or dense MLP."""
+        """Build a layer of latent attention, then MoE block or dense MLP."""
         config, kernels = self.config, self._kernels
         if config.is_sparse(layer):
             mlp = MoeBlock(config, layer=layer, router=self._router, kernels=kernels)
@@ -279,21 +282,22 @@ class Model(DecoderModel):
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 
     def fit_names(self, names: Iterable[str]) -> None:
-        """See :meth:`DecoderModel.fit_names`: attention split by heads, or not."""
+        """See :meth:`DecoderModel.fit_names`; chooses attention with split heads."""
         found = set(names)
         for i, layer in enumerate(self.layers):
             if f"model.layers.{i}.self_attn.embed_q.weight" in found:
                 layer.self_attn.use_split_heads()
 
     def make_cache(self) -> SequenceState:
-        """One empty state per layer."""
+        """Return an empty state: one entry per layer."""
         return self.new_state(LatentCache() for _ in self.layers)
 
     def activation_bytes(self, tokens: int) -> int:
-        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
+        """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
+        allocates.
 
-        Residual stream and shared experts of all tokens, attention or dense MLP for one chunk
-        (scores, or the keys and values made at once, are bounded), and the scratch of the experts.
+        It adds residual stream and shared experts of all tokens, attention or dense MLP for one
+        chunk (whose scores, or expanded keys and values, are bounded), and the experts' scratch.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         shared = 3 * tokens * config.moe_intermediate_size * (config.n_shared_experts or 0)
@@ -308,5 +312,5 @@ class Model(DecoderModel):
 
     @staticmethod
     def keeps_float32(name: str) -> bool:
-        """The router is computed in float32."""
+        """See :meth:`DecoderModel.keeps_float32`; the router computes in float32."""
         return ".mlp.gate." in name

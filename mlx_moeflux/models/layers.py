@@ -1,4 +1,4 @@
-"""Blocks that two or more architectures share."""
+"""Linear layers and MLPs that two or more architectures share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
 
 
 class DenseMlp(SwiGLU):
-    """The whole second half of a dense layer: x ``[B, T, C]`` plus the SwiGLU of norm(x)."""
+    """Second half of a dense layer: x + SwiGLU(norm(x)), x ``[B, T, C]``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, kernels: Kernels):
         super().__init__(hidden_size, intermediate_size)
@@ -45,7 +45,7 @@ class DenseMlp(SwiGLU):
 
 
 class PreciseLinear(nn.Module):
-    """A matrix ``weight [out, in]`` whose products are float32, whatever x is; never quantised."""
+    """Matrix ``weight [out, in]`` with float32 products for any dtype of x; never quantised."""
 
     def __init__(self, input_dims: int, output_dims: int):
         super().__init__()
@@ -58,7 +58,7 @@ class PreciseLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Applied:
-    """A module in the place of a matrix: an adapter, a linear layer with a bias, anything."""
+    """Module that stands in for a matrix: an adapter, or a linear layer with a bias."""
 
     module: nn.Module
     weight: None = None
@@ -66,7 +66,7 @@ class Applied:
     spec: None = None
 
     def stored(self) -> dict[str, mx.array]:
-        """Nothing that could be laid elsewhere."""
+        """Return no arrays: none can be packed."""
         return {}
 
     def matmul(self, x: mx.array) -> mx.array:
@@ -75,12 +75,11 @@ class Applied:
 
 
 def weight_of(linear: nn.Module) -> Weight | Applied:
-    """The matrix of a linear layer, or of an embedding that is one, as kernels take it; it is what
-    it is at this moment."""
+    """Return the current matrix of a linear layer or tied embedding, as kernels take it."""
     if isinstance(linear, PreciseLinear):
         return Weight(linear.weight.astype(mx.float32), precise=True)
     if "bias" not in linear:
-        # By key: an attribute of a module takes ten times as long, and a step has 60 matrices.
+        # By key: attribute lookup of a module is slow, and this runs for each matrix of a step.
         if type(linear) in (nn.Linear, nn.Embedding):
             return Weight(linear["weight"])
         if type(linear) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
@@ -94,31 +93,31 @@ _spec = functools.cache(QuantSpec)
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one input that were laid one behind another: fewer arrays for a launch.
+    """Concatenated projections of one input, so that a launch takes fewer arrays.
 
-    linears: Whose parameters are now rows of `weights`; they are as `rows` while nobody replaces
-    them.
+    linears: Modules whose parameters are rows of `weights`. rows: Those parameters (weight and
+    scales) when the stack was made; another array means that a parameter was replaced.
     """
 
     linears: tuple[nn.Module, ...]
     weights: list[Weight]
     rows: list[tuple[mx.array | None, mx.array | None]]
     joined: Weight | None
-    """All as one matrix, if they are stored alike."""
+    """All of `weights` as one matrix, or None if they are stored differently."""
 
     def arrays(self) -> list[mx.array]:
-        """All of `weights`."""
+        """Return all arrays of `weights`."""
         return [array for weight in self.weights for array in weight.stored().values()]
 
     def parts(self) -> list[mx.array]:
-        """Parameters that are rows of an array of `weights`, and not all of it."""
+        """Return the parameters that are proper slices of an array of `weights`."""
         whole = {id(array) for array in self.arrays()}
         names = ("weight", "scales", "biases")
         stored = [each[name] for each in self.linears for name in names if name in each]
         return [array for array in stored if id(array) not in whole]
 
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
-        """Whether `linears` are these, with the parameters that were stacked."""
+        """Return True if `linears` are the stacked modules and no parameter was replaced."""
         return len(linears) == len(self.linears) and all(
             a is b and a.get("weight") is w and a.get("scales") is s
             for a, b, (w, s) in zip(linears, self.linears, self.rows, strict=True)
@@ -126,8 +125,8 @@ class Stack:
 
 
 def stack(*linears: nn.Module) -> None:
-    """Lay neighbours among `linears` that are stored alike one behind another. Their parameters
-    become rows of what comes of it, under their own names; nothing is held twice.
+    """Concatenate neighbours among `linears` that are stored alike. Their parameters become views
+    of the concatenation and keep their names.
 
     Evaluates: the new arrays.
     """
@@ -145,9 +144,9 @@ def stack(*linears: nn.Module) -> None:
 
 
 def restack(linears: tuple[nn.Module, ...], weights: list[Weight | Applied]) -> Stack:
-    """Make the parameters of `linears` rows of `weights`, in which they lie in this order.
+    """Make the parameters of `linears` views of `weights`, which hold them in this order.
 
-    Evaluates: the rows.
+    Evaluates: the views.
     """
     rest = iter(linears)
     for weight in weights:
@@ -186,7 +185,7 @@ def _stacked(group: list[nn.Module], first: Weight) -> Weight:
 
 
 def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
-    """The matrices of `linears`; those that were stacked, and lead, as one."""
+    """Return the matrices of `linears`; a leading stack comes as its concatenations."""
     known = getattr(linears[0], "_stack", None)
     weights = []
     if known is not None and known.holds(linears[: len(known.linears)]):
@@ -197,13 +196,13 @@ def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
 
 
 def joined_weight(*linears: nn.Module) -> Weight | None:
-    """The one matrix that :func:`stack` made of them, if it did."""
+    """Return the one matrix that :func:`stack` made of `linears`, or None."""
     known = getattr(linears[0], "_stack", None)
     return known.joined if known is not None and known.holds(linears) else None
 
 
 def forget_dense(model: nn.Module) -> None:
-    """Free what :mod:`mlx_moeflux.kernels.cpu.blas` keeps of a model's matrices."""
+    """Free the copies that :mod:`mlx_moeflux.kernels.cpu.blas` caches of a model's matrices."""
     for module in model.modules():
         known = getattr(module, "_stack", None)
         arrays = [] if known is None else [weight.weight for weight in known.weights]

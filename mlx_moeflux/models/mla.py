@@ -1,4 +1,4 @@
-"""Multi-head latent attention as DeepSeek-V3 has it."""
+"""Multi-head latent attention of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import weight_of, weights_of
 
-# transformers gives the two inner norms this one, whatever rms_norm_eps is.
+# Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
-# Operations that a step of one token is composed of where it is not one.
+# Operations that the fused operation latent_step replaces.
 STEPS = ("latent_prepare", "append_row", "head_product")
 
 
@@ -30,7 +30,7 @@ class HeadLinear(nn.Module):
         self._spec: QuantSpec | None = None
 
     def to_quantized(self, group_size: int, bits: int, mode: str = "affine") -> HeadLinear:
-        """The same, quantised along the inputs."""
+        """Return this layer quantised along its inputs."""
         module = HeadLinear.__new__(HeadLinear)
         nn.Module.__init__(module)
         module._spec = QuantSpec(bits, group_size, mode)
@@ -39,7 +39,7 @@ class HeadLinear(nn.Module):
         return module
 
     def matrices(self) -> HeadMatrices:
-        """The parameters as they are now."""
+        """Return the current parameters."""
         parts = (self.get(part) for part in ("weight", "scales", "biases"))
         return HeadMatrices(*parts, self._spec, 0, self.weight.shape[1])
 
@@ -47,10 +47,10 @@ class HeadLinear(nn.Module):
 class LatentAttention(nn.Module):
     """Attention whose keys and values are linear maps of one latent per position.
 
-    config: Of DeepSeek-V3; see the shapes in :mod:`mlx_moeflux.kernels.mla.latent`.
+    config: A DeepSeek-V3 config; :mod:`mlx_moeflux.kernels.mla.latent` states the shapes.
 
     Shapes:
-        x: ``[B, T, C]``; returns x plus what comes of norm(x).
+        x: ``[B, T, C]``; returns x + attention(norm(x)).
 
     Parameters (names as in the checkpoint): ``q_a_proj``, ``q_a_layernorm``, ``q_b_proj``, or
     ``q_proj`` where ``q_lora_rank`` is null; ``kv_a_proj_with_mqa``, ``kv_a_layernorm``;
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
         mx.eval(self._frequencies)
 
     def use_split_heads(self) -> None:
-        """Hold ``embed_q`` and ``unembed_out`` instead of ``kv_b_proj``."""
+        """Replace ``kv_b_proj`` with ``embed_q`` and ``unembed_out``."""
         config = self.config
         H, R = config.num_attention_heads, config.kv_lora_rank
         del self.kv_b_proj
@@ -92,9 +92,9 @@ class LatentAttention(nn.Module):
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         H, Dv = config.num_attention_heads, config.v_head_dim
-        q, kv = self._enter(x, norm)
+        q, kv = self._project_inputs(x, norm)
         q = q.reshape(B, T, H, -1)
-        turning = {
+        inputs = {
             "norm": self.kv_a_layernorm.weight,
             "eps": INNER_EPS,
             "frequencies": self._frequencies,
@@ -106,16 +106,14 @@ class LatentAttention(nn.Module):
         transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
         newest = getattr(cache, "newest", None)
         if newest is not None and T == 1:
-            turning |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
-            form = None if kernels.are_auto(*STEPS) else "reference"
+            inputs |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
+            choice = None if kernels.are_auto(*STEPS) else "reference"
             q_latent, q_rope, newest = kernels.latent_step(
-                q, kv, newest, keys, **turning, use_kernel=form
+                q, kv, newest, keys, **inputs, use_kernel=choice
             )
             options = cache.appended(newest)
         else:
-            q_nope, q_rope, latent, key_rope = kernels.latent_prepare(
-                q, kv, **turning, nope=absorbs
-            )
+            q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **inputs, nope=absorbs)
             options = cache.append(kernels, latent, key_rope)
         buffers = options.pop("k"), options.pop("v")
         options |= {"scale": self.scale, "mask": None if T == 1 else "causal"}
@@ -133,14 +131,14 @@ class LatentAttention(nn.Module):
         return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
 
     def absorbs(self, T: int) -> bool:
-        """Whether T queries cost less against latents than against keys and values, which have
-        to be made of the latents first."""
+        """Return True if attention of T queries costs less on latents than on keys and values
+        expanded from them."""
         config = self.config
         R, Dn, Dv = config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim
         return T * (2 * R - Dn - Dv) <= (Dn + Dv) * R
 
-    def _enter(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
-        """Queries ``[B, T, H (Dn + Dr)]``, and latent with rotary key."""
+    def _project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
+        """Return queries ``[B, T, H (Dn + Dr)]``, and latent with rotary key ``[B, T, R + Dr]``."""
         project, low = self._kernels.project, self.config.q_lora_rank is not None
         weights = weights_of(self.q_a_proj if low else self.q_proj, self.kv_a_proj_with_mqa)
         q, kv = project(x, weights, norm=norm.weight, eps=norm.eps)
@@ -150,13 +148,13 @@ class LatentAttention(nn.Module):
         return q, kv
 
     def _expand(self, latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
-        """Keys ``[B, h, s, Dn]`` and values ``[B, h, s, Dv]`` of latents ``[B, 1, s, R]``."""
+        """Expand latents ``[B, 1, s, R]`` to keys ``[B, h, s, Dn]``, values ``[B, h, s, Dv]``."""
         product, (keys, values) = self._kernels.head_product, self._matrices()
         keys, heads = replace(keys, heads=(first, last)), replace(values, heads=(first, last))
         return product(latent, keys, transposed="embed_q" in self), product(latent, heads)
 
     def _matrices(self) -> tuple[HeadMatrices, HeadMatrices]:
-        """What makes keys of latents (``embed_q``: transposed), and what makes values."""
+        """Return the matrices latent -> keys (``embed_q``: transposed) and latent -> values."""
         if "embed_q" in self:
             return self.embed_q.matrices(), self.unembed_out.matrices()
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim

@@ -1,8 +1,8 @@
 """The Mixture-of-Experts block: router, routed experts in a store, shared expert.
 
-The experts of a resident model are parameters (``switch_mlp``, mlx-lm's names), so that they
-are saved, loaded, quantised and trained like any other. Those of a streamed model belong to its
-store and are no parameters at all.
+The experts of a resident model are parameters (``switch_mlp``, mlx-lm's names): they are saved,
+loaded, quantised and, unless quantised, trained. Experts of a streamed model belong to its store
+and are not parameters.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import SwiGLU, weight_of, weights_of
 from mlx_moeflux.models.record import Recorder
 
-# Operations that a block is composed of.
+# Operations that the fused operation moe_step replaces.
 STEPS = ("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine")
 
 
 class Router(Protocol):
     """Chooses experts. Replace it with ``load(router=...)``.
 
-    A class that says ``traceable = True`` itself promises to depend on nothing but the logits:
-    steps are then traced, see :mod:`mlx_moeflux.models.compiled`. Others are asked every time.
+    A class with ``traceable = True`` in its own body depends on the logits alone, so that decode
+    steps may be traced, see :mod:`mlx_moeflux.models.compiled`. Other routers run at every step.
     """
 
     num_experts_per_tok: int
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """logits ``[N, E]`` -> ids ``[N, K]`` uint32, ascending and distinct in each row, and
-        weights ``[N, K]`` float32, already normalised and scaled."""
+        """Map logits ``[N, E]`` to ids ``[N, K]`` uint32, ascending and distinct in each row, and
+        weights ``[N, K]`` float32, normalised and scaled."""
         ...
 
 
 @dataclass
 class SoftmaxRouter:
-    """Softmax over all experts, the K largest, divided by their sum unless told otherwise."""
+    """Router with softmax over all experts: the K largest, divided by their sum if
+    ``norm_topk_prob``."""
 
     traceable: ClassVar[bool] = True
     num_experts_per_tok: int
@@ -57,7 +58,7 @@ class SoftmaxRouter:
 
 
 def traceable(router: Router) -> bool:
-    """Whether a trace may stand for `router`; a subclass must say so anew."""
+    """Return True if `router` may be traced; a subclass does not inherit ``traceable``."""
     return bool(vars(type(router)).get("traceable"))
 
 
@@ -90,23 +91,22 @@ def check_router(router: Router, num_experts: int) -> None:
 
 @dataclass(frozen=True)
 class RouterLookahead:
-    """What the next MoE layer's router would choose on a hidden state of this one: a guess, since
-    the layers between have not seen it yet."""
+    """Predicts the next MoE layer's experts: applies its router to this layer's hidden state."""
 
     norm: nn.Module
     block: SparseMoeBlock
 
     def __call__(self, hidden: mx.array, ids: mx.array) -> mx.array:
-        """hidden ``[N, C]``, this layer's ids ``[N, K]`` (E marks padding) -> ``[N, K]`` uint32,
-        the likeliest first."""
+        """Map hidden ``[N, C]`` and this layer's ids ``[N, K]`` (E marks padding) to predicted ids
+        ``[N, K]`` uint32, the likeliest first."""
         guess, weights = self.block.route(self.block.gate(self.norm(hidden)))
         guess = mx.take_along_axis(guess, mx.argsort(-weights, axis=-1), axis=-1)
         return mx.where(ids[:, :1] == self.block.num_experts, ids[:, :1], guess)
 
 
 class ExpertProjection(nn.Module):
-    """One projection of all experts of a layer as parameters: weight, and scales and biases
-    when quantised. See :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
+    """One projection of all experts of a layer as parameters: weight, and scales and biases if
+    quantised. See :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
 
     def __init__(self, num_experts: int, output_dims: int, input_dims: int):
         super().__init__()
@@ -121,7 +121,7 @@ class ExpertProjection(nn.Module):
 class SwitchGLU(nn.Module):
     """The routed experts of one resident layer."""
 
-    _kept: ExpertBank | None = None
+    _bank: ExpertBank | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -130,25 +130,25 @@ class SwitchGLU(nn.Module):
         self.down_proj = ExpertProjection(num_experts, hidden_size, intermediate_size)
 
     def bank(self) -> ExpertBank:
-        """The parameters as they are now: training replaces the arrays."""
+        """Return the current parameters as a bank, cached while none is replaced."""
         parts = (self["gate_proj"], self["up_proj"], self["down_proj"])
-        kept = None if self.training else self._kept
-        if kept is not None and all(
+        cached = None if self.training else self._bank
+        if cached is not None and all(
             part["weight"] is of.weight and part.get("scales") is of.scales
-            for part, of in zip(parts, (kept.gate, kept.up, kept.down), strict=True)
+            for part, of in zip(parts, (cached.gate, cached.up, cached.down), strict=True)
         ):
-            return kept
+            return cached
         bank = ExpertBank(*(part.bank() for part in parts), fixed=not self.training)
-        # Not while somebody trains: old parameters would live on.
-        self._kept = None if self.training else bank
+        # Training replaces parameters; a cached bank would keep the old ones in memory.
+        self._bank = None if self.training else bank
         return bank
 
 
 class Prepared(NamedTuple):
-    """A call of a block once its experts are chosen.
+    """A block's call after the choice of experts.
 
-    post: norm(x) ``[N, C]``; ids, weights: ``[N, K]``; shared: what :meth:`SparseMoeBlock.combine`
-    takes, None or a tuple of arrays; ahead: what :class:`RouterLookahead` says, or None.
+    post: norm(x) ``[N, C]``. ids, weights: ``[N, K]``. shared: None or a tuple of arrays, passed
+    to :meth:`SparseMoeBlock.combine`. ahead: Ids ``[N, K]`` of :class:`RouterLookahead`, or None.
     """
 
     post: mx.array
@@ -162,23 +162,23 @@ class SparseMoeBlock(nn.Module):
     """Route every token to K of E experts.
 
     Shapes:
-        x: ``[B, T, C]``, the residual; norm: what comes before the router and the experts;
-        mask: ``[B, T]`` bool or None, False where a token is padding.
+        x: ``[B, T, C]``, the residual; norm: applied before router and experts; mask: ``[B, T]``
+        bool or None, False for padding.
         returns: ``[B, T, C]``, the residual included.
 
     Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``switch_mlp.*`` in a
     resident model.
 
-    Evaluates: what the store evaluates: nothing when it is resident, the expert ids once per
-    call when a layer is partly resident.
+    Evaluates: nothing with a resident store; the expert ids once per call of a partly resident
+    layer.
 
     Source: transformers `Qwen3MoeSparseMoeBlock`.
     """
 
     _recorder: Recorder | None = None
     has_step: ClassVar[bool] = True
-    """Whether :func:`~mlx_moeflux.kernels.moe.moe_step.moe_step` computes what the block does; a
-    subclass says so for itself."""
+    """True if :func:`~mlx_moeflux.kernels.moe.moe_step.moe_step` computes the whole block; a
+    subclass does not inherit it."""
 
     def __init__(
         self,
@@ -193,7 +193,8 @@ class SparseMoeBlock(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
-        self._store = self._lookahead = None
+        self._store: Any = None
+        self._lookahead: RouterLookahead | None = None
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
         if mask is None:
@@ -206,11 +207,11 @@ class SparseMoeBlock(nn.Module):
         return self.combine(x, experts, shared)
 
     def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
-        """Everything up to the choice of experts."""
+        """Compute everything up to the choice of experts."""
         post, logits, shared = self.project_inputs(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
         if mask is not None:
-            # Padding asks for no expert: nothing is read for it and no expert is shared with it.
+            # Id E requests no expert, so padding causes no reads.
             real = mask.reshape(-1, 1)
             ids = mx.where(real, ids, mx.array(self.num_experts, dtype=ids.dtype))
             weights = mx.where(real, weights, 0.0)
@@ -224,8 +225,11 @@ class SparseMoeBlock(nn.Module):
         return Prepared(post, ids, weights, shared, ahead)
 
     def _fused_step(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
-        """The whole block as one operation, with the same bits, where there is a form for it, all
-        experts are on the device, and nobody chose a step's form or watches the steps."""
+        """Compute the whole block as one operation with the same bits, or return None.
+
+        It needs an implementation for these inputs, all experts on the device, no implementation
+        of a step chosen by name, and no recorder.
+        """
         operation = self._kernels.moe_step
         if (
             not vars(type(self)).get("has_step")
@@ -237,10 +241,10 @@ class SparseMoeBlock(nn.Module):
             return None
         linears, down = self.matrices()
         weights = weights_of(*linears)
-        whole = self._store.whole(self.layer)
-        if whole is None:
+        complete = self._store.whole(self.layer)
+        if complete is None:
             return None
-        bank, table = whole
+        bank, table = complete
         options = {
             "norm": norm.weight,
             "eps": norm.eps,
@@ -250,39 +254,38 @@ class SparseMoeBlock(nn.Module):
             "down": None if down is None else weight_of(down),
             "steps": self._kernels,
         }
-        form = operation.implementation(x, weights, bank, **options)
-        if form is moe_step:
+        implementation = operation.implementation(x, weights, bank, **options)
+        if implementation is moe_step:
             return None
         self._store.count(x.size // x.shape[-1], self.layer)
-        return form(x, weights, bank, **options)
+        return implementation(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
-        """What reads norm(x), the router's first; and the shared expert's last matrix."""
+        """Return the projections of norm(x), the router's first, and the shared expert's down."""
         return (self.gate,), None
 
     def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """x ``[B, T, C]`` -> norm(x) ``[N, C]``, the router's logits ``[N, E]``, and what
-        :meth:`combine` wants to have of the shared expert."""
+        """Return norm(x) ``[N, C]``, router logits ``[N, E]`` and the shared expert's part for
+        :meth:`combine`, of x ``[B, T, C]``."""
         logits, post = self._kernels.project(
             x, weights_of(self.gate), norm=norm.weight, eps=norm.eps, normed=True, flat=True
         )
         return post, logits, None
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """logits ``[N, E]`` -> ids and weights as a :class:`Router` has them."""
+        """Return ids and weights of logits ``[N, E]``, see :class:`Router`."""
         return self._router(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
-        """The residual ``[B, T, C]``, the routed experts' sum ``[N, C]`` and the shared expert,
-        added: ``[B, T, C]``."""
+        """Add residual x ``[B, T, C]``, routed experts' sum ``[N, C]`` and shared expert."""
         rows = x.reshape(experts.shape)
         return self._kernels.moe_combine(rows, experts).reshape(x.shape)
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
-    """The same with one more expert for all tokens, behind a sigmoid gate.
+    """MoE block with one more expert for all tokens, scaled by a sigmoid gate.
 
-    Parameters besides: ``shared_expert.*``; ``shared_expert_gate.weight [1, C]``.
+    Additional parameters: ``shared_expert.*``; ``shared_expert_gate.weight [1, C]``.
 
     Source: transformers `Qwen3_5MoeSparseMoeBlock`.
     """
@@ -295,7 +298,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
 
     def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
-        """See :meth:`SparseMoeBlock.project_inputs`; the shared expert's two products and score."""
+        """See :meth:`SparseMoeBlock.project_inputs`; adds the shared expert's gate, up, score."""
         weights = weights_of(*self.stacks()[0])
         logits, score, gate, up, post = self._kernels.project(
             x, weights, norm=norm.weight, eps=norm.eps, normed=True, flat=True

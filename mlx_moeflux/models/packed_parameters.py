@@ -1,4 +1,4 @@
-"""A module's parameters in one buffer: see :mod:`mlx_moeflux.kernels.runtime.packing`."""
+"""Parameters of modules in one buffer; see :mod:`mlx_moeflux.kernels.runtime.packing`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import mlx.nn as nn
 from mlx_moeflux.kernels.runtime import packing
 from mlx_moeflux.models.layers import Stack, restack
 
-# A block's resident experts: as many bytes as all the rest, and so a buffer of their own.
+# Resident experts of a block are large and get a buffer of their own.
 EXPERTS = "switch_mlp"
 
 
 def pack(*modules: nn.Module) -> None:
-    """Let the parameters of `modules` lie in one buffer, under their own names, those of experts in
-    them aside; matrices that were stacked stay so. What somebody assigns later lies elsewhere.
+    """Move the parameters of `modules` into one buffer, except those of experts inside them. Names
+    and stacks stay. A parameter assigned later has a buffer of its own.
 
-    Of one parameter, or of more bytes than a buffer may have, nothing is done.
+    A single parameter, or more bytes than a buffer may have, is left as it is.
 
-    Evaluates: the buffer. It holds all parameters twice for a moment.
+    Evaluates: the buffer. Peak memory grows by its size.
     """
     every = [
         each
@@ -53,7 +53,7 @@ def pack(*modules: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Let go of buffers none of whose parameters a module has any more: they were replaced."""
+    """Free buffers and stacks whose parameters were all replaced."""
     for module in model.modules():
         packed = getattr(module, "_packing", None)
         if packed is None:

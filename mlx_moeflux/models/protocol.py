@@ -1,20 +1,19 @@
-"""What traces of decode steps and the description of states know of a model."""
+"""Protocol of a model, as decode traces and state specs use it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_moeflux.cache import EntrySpec, SequenceState
-from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.kernels.registry import Kernels
 
 
 class Decoder(Protocol):
-    """A decoder: embedding, layers, logits. See :class:`~mlx_moeflux.models.base.StreamingModel`,
-    which says what each of these is."""
+    """A decoder: embedding, layers, logits. :class:`~mlx_moeflux.models.base.StreamingModel`
+    documents the members."""
 
     config: Any
     model: Any
@@ -22,10 +21,18 @@ class Decoder(Protocol):
     training: bool
     kv_bits: int | None
     kv_group_size: int
-    layers: list[nn.Module]
-    kernels: Kernels
-    store: ExpertStore
-    router: Any
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def store(self) -> Any: ...
+
+    @property
+    def router(self) -> Any: ...
 
     def parameters(self) -> dict[str, Any]: ...
 

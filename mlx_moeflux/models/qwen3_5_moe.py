@@ -1,6 +1,6 @@
 """Qwen3.5-MoE: three gated-delta-net layers, then one of gated attention, each with a MoE block.
 
-Source: transformers 5.23 `models/qwen3_5_moe/modeling_qwen3_5_moe.py`, whose maths wins.
+Source: transformers 5.23 `models/qwen3_5_moe/modeling_qwen3_5_moe.py`, which is authoritative.
 Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm and mlx-community
 (4-bit and others), moeflux / flash-moe directories.
 """
@@ -8,6 +8,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,13 +20,13 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import joined_weight, weights_of
+from mlx_moeflux.models.layers import DenseMlp, joined_weight, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
 
 class Convolution(nn.Module):
-    """Holder of ``conv1d.weight [conv_dim, width, 1]`` (MLX's layout)."""
+    """Parameter ``conv1d.weight [conv_dim, width, 1]`` (MLX's layout)."""
 
     def __init__(self, dims: int, width: int):
         super().__init__()
@@ -33,19 +34,19 @@ class Convolution(nn.Module):
         self._taps: tuple[mx.array, mx.array] | None = None
 
     def taps(self) -> mx.array:
-        """The weight as ``[conv_dim, width]``; evaluated and kept while nobody trains."""
+        """Return the weight as ``[conv_dim, width]``; evaluated and cached except in training."""
         if self.training:
             return self.weight[..., 0]
         if self._taps is None or self._taps[0] is not self.weight:
             taps = self.weight, self.weight[..., 0]
-            # Before another thread sees them: no two may evaluate one array.
+            # Evaluate before publishing: two threads must not evaluate one array.
             mx.eval(taps)
             self._taps = taps
         return self._taps[1]
 
 
 class GatedNorm(nn.Module):
-    """Holder of ``norm.weight [Dv]``, shared by all value heads."""
+    """Parameter ``norm.weight [Dv]``, shared by all value heads."""
 
     def __init__(self, dims: int):
         super().__init__()
@@ -56,8 +57,8 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a state of fixed size.
 
     Shapes:
-        x: ``[B, T, C]``; returns x plus what comes of norm(x). The cache carries the last
-        W - 1 raw inputs of the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
+        x: ``[B, T, C]``; returns x + mixer(norm(x)). The cache holds the last W - 1 raw inputs of
+        the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
     """
 
     def __init__(self, config: Config, kernels: Kernels):
@@ -72,7 +73,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(config.value_dim, C, bias=False)
 
     def make_projections(self) -> None:
-        """Make what :meth:`project` computes with."""
+        """Create the input projections that :meth:`project` uses."""
         C, Hv = self.config.hidden_size, self.config.linear_num_value_heads
         self.in_proj_qkv = nn.Linear(C, self.config.conv_dim, bias=False)
         self.in_proj_z = nn.Linear(C, self.config.value_dim, bias=False)
@@ -80,9 +81,12 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_a = nn.Linear(C, Hv, bias=False)
 
     def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array | None]:
-        """x ``[B, T, C]`` -> of norm(x) all queries, keys and values ``[B, T, conv_dim]``, the
-        output gate z ``[B, T, value_dim]``, a and b ``[B, T, Hv]``; or all in rows of the first,
-        and three times None."""
+        """Project norm(x), x ``[B, T, C]``.
+
+        Returns queries, keys and values ``[B, T, conv_dim]``, the output gate z
+        ``[B, T, value_dim]``, a and b ``[B, T, Hv]``; or all of them concatenated in the first,
+        and None three times.
+        """
         linears = self.stacks()[0]
         joined = joined_weight(*linears)
         if joined is None:
@@ -128,35 +132,41 @@ class Model(DecoderModel):
     Config = Config
     MODEL_TYPE = "qwen3_5_moe"
     MLX_LM_PREFIX = "language_model."
+    DELTA_NET: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        """Mixer, then MoE block with a gated shared expert."""
+        """Build a layer of mixer, then MoE block with a gated shared expert."""
         config, kernels = self.config, self._kernels
         mixer = "self_attn", Attention(config, kernels, gated=True)
         if config.is_linear(layer):
-            mixer = "linear_attn", GatedDeltaNet(config, kernels)
-        mlp = SharedExpertMoeBlock(
+            mixer = "linear_attn", self.DELTA_NET(config, kernels)
+        return DecoderLayer(config, mixer=mixer, mlp=self.make_mlp(layer))
+
+    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+        """Build the second half of layer number `layer`."""
+        config = self.config
+        return SharedExpertMoeBlock(
             layer=layer,
             hidden_size=config.hidden_size,
             num_experts=config.num_experts,
             shared_intermediate_size=config.shared_expert_intermediate_size,
             router=self._router,
-            kernels=kernels,
+            kernels=self._kernels,
         )
-        return DecoderLayer(config, mixer=mixer, mlp=mlp)
 
     def make_cache(self) -> SequenceState:
-        """One empty state per layer."""
+        """Return an empty state: one entry per layer."""
         layers = range(self.config.num_hidden_layers)
         return self.new_state(
             RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers
         )
 
     def activation_bytes(self, tokens: int) -> int:
-        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
+        """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
+        allocates.
 
-        Residual stream, the widest mixer for one chunk (attention scores included, which stock
-        MLX writes out on the CPU), and the scratch of the experts.
+        It adds residual stream, the larger mixer for one chunk (with attention scores, which stock
+        MLX materialises on the CPU), and the experts' scratch.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         residual = 10 * tokens * config.hidden_size
@@ -184,11 +194,11 @@ class Model(DecoderModel):
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
-        """What to do to trunk tensors once read, by canonical name.
+        """Return the functions to apply to trunk tensors after reading, by canonical name.
 
-        Hugging Face originals store convolutions as [D, 1, W] and norms around zero: mlx-lm's
-        conversion transposes the first and adds one to the second. The layout of the first
-        tells which form this is; ``linear_attn.norm`` is never zero-centred.
+        Hugging Face originals store convolutions as [D, 1, W] and zero-centred norms; mlx-lm's
+        conversion transposes the convolutions and adds one to the norms. The layout of the
+        convolutions distinguishes the two forms. ``linear_attn.norm`` is never zero-centred.
         """
         convolutions = [n for n in trunk if n.endswith("linear_attn.conv1d.weight")]
         if not any(trunk[n].shape[-1] != 1 and len(trunk[n].shape) == 3 for n in convolutions):
@@ -206,7 +216,7 @@ class Model(DecoderModel):
 
     @staticmethod
     def keeps_float32(name: str) -> bool:
-        """Parameters that stay in float32 whatever the compute dtype is."""
+        """See :meth:`DecoderModel.keeps_float32`."""
         return name.endswith((".A_log", ".dt_bias"))
 
 

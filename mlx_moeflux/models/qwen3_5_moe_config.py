@@ -1,4 +1,4 @@
-"""config.json of Qwen3.5-MoE: the keys that count, and what is refused."""
+"""config.json of Qwen3.5-MoE: keys, defaults and checks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Config:
     attn_output_gate: bool = True
     hidden_act: str = "silu"
 
-    # Read by nobody at inference: multi-token prediction, training, images, and position
-    # sections that coincide for text.
+    # Unused at inference: multi-token prediction, training, images, and position sections, which
+    # coincide for text.
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
             "vision_config",
@@ -116,7 +116,7 @@ class Config:
         only(file, "decoder_sparse_step", raw.get("decoder_sparse_step", 1), 1)
 
     def is_linear(self, layer: int) -> bool:
-        """Whether `layer` is a gated delta net (else gated attention)."""
+        """Return True if `layer` is a gated delta net, False if it is gated attention."""
         if self.layer_types:
             return self.layer_types[layer] == LINEAR
         return (layer + 1) % self.full_attention_interval != 0
@@ -138,7 +138,7 @@ class Config:
         return 2 * self.key_dim + self.value_dim
 
     def published(self) -> dict[str, Any]:
-        """This as config.json, in the vision-language wrapper's form."""
+        """Return the keys of config.json in the vision-language wrapper's form."""
         text = asdict(self)
         del text["yarn"]
         text["rope_parameters"] = {

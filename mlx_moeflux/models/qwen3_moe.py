@@ -1,7 +1,7 @@
 """Qwen3-MoE: attention with query and key norms in every layer, a MoE block in most.
 
-Source: transformers 5.23 `models/qwen3_moe/modeling_qwen3_moe.py`, whose maths wins; mlx-lm
-0.32.2 knows no sliding window here and computes full attention.
+Source: transformers 5.23 `models/qwen3_moe/modeling_qwen3_moe.py`, which is authoritative; mlx-lm
+0.32.2 ignores the sliding window and computes full attention.
 Checkpoints: Hugging Face originals, mlx-lm and mlx-community: 30B-A3B, 235B-A22B, Coder.
 """
 
@@ -53,7 +53,7 @@ class Config:
     attention_bias: bool = False
     hidden_act: str = "silu"
 
-    # max_window_layers is read by no implementation; the window is every layer's or none's.
+    # No implementation reads max_window_layers: all layers have the window or none has.
     INERT: ClassVar[frozenset[str]] = frozenset(
         ["max_window_layers", "rope_scaling", "rope_parameters", "use_qk_norm", "num_local_experts"]
     )
@@ -87,12 +87,12 @@ class Config:
         return parsed
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether `layer` has a MoE block (else a dense MLP)."""
+        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @property
     def window(self) -> int | None:
-        """How many tokens a token sees, itself included; None: all before it."""
+        """Sliding window in tokens, the current one included; None for full attention."""
         return self.sliding_window if self.use_sliding_window else None
 
     @property
@@ -100,7 +100,7 @@ class Config:
         return int(self.head_dim * self.partial_rotary_factor)
 
     def published(self) -> dict[str, Any]:
-        """This as config.json."""
+        """Return the keys of config.json."""
         kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
         return kind | stretched(self, asdict(self)) | {"eos_token_id": self.vocab_size - 1}
 
@@ -117,7 +117,7 @@ class Model(DecoderModel):
         return stretched(config, asdict(config))
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        """Attention, then MoE block or dense MLP."""
+        """Build a layer of attention, then MoE block or dense MLP."""
         config, kernels = self.config, self._kernels
         if config.is_sparse(layer):
             mlp = SparseMoeBlock(
@@ -133,14 +133,15 @@ class Model(DecoderModel):
         return DecoderLayer(config, mixer=("self_attn", attention), mlp=mlp)
 
     def make_cache(self) -> SequenceState:
-        """One empty state per layer."""
+        """Return an empty state: one entry per layer."""
         return self.new_state(KVCache() for _ in self.layers)
 
     def activation_bytes(self, tokens: int) -> int:
-        """An upper bound of what a call on `tokens` tokens of a fresh state allocates.
+        """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
+        allocates.
 
-        Residual stream, attention or dense MLP for one chunk (attention scores included, which
-        stock MLX writes out on the CPU), and the scratch of the experts.
+        It adds residual stream, attention or dense MLP for one chunk (with attention scores, which
+        stock MLX materialises on the CPU), and the experts' scratch.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
         residual = 10 * tokens * config.hidden_size

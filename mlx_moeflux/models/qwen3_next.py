@@ -1,7 +1,7 @@
-"""Qwen3-Next: Qwen3.5-MoE's layers with the delta net's inputs in two fused projections, and dense
-layers where the config says so.
+"""Qwen3-Next: Qwen3.5-MoE's layers with two fused input projections in the delta net, and dense
+layers by config.
 
-Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, whose maths wins.
+Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, which is authoritative.
 Checkpoints: Hugging Face originals, mlx-lm and mlx-community: Qwen3-Next-80B-A3B, Qwen3-Coder-Next.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
-from mlx_moeflux.models.attention import Attention
-from mlx_moeflux.models.decoder import DecoderLayer
 from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.rope import stretched
@@ -41,11 +39,11 @@ class Config(qwen3_5_moe_config.Config):
                 raise ConfigError(f"{file}: '{name}' is {getattr(self, name)}, must be positive.")
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether `layer` has a MoE block (else a dense MLP)."""
+        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def published(self) -> dict[str, Any]:
-        """This as config.json."""
+        """Return the keys of config.json."""
         kind = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
         kinds = [
             qwen3_5_moe_config.LINEAR if self.is_linear(i) else qwen3_5_moe_config.FULL
@@ -56,10 +54,10 @@ class Config(qwen3_5_moe_config.Config):
 
 
 class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
-    """The gated delta net with ``in_proj_qkvz`` and ``in_proj_ba``.
+    """Gated delta net with ``in_proj_qkvz`` and ``in_proj_ba``.
 
-    The rows of both go by key head: ``[q Dk, k Dk, v R Dv, z R Dv]`` and ``[b R, a R]``, with
-    R = Hv / Hk value heads to each.
+    Their rows are grouped by key head: ``[q Dk, k Dk, v R Dv, z R Dv]`` and ``[b R, a R]``, with
+    R = Hv / Hk value heads in each group.
     """
 
     def make_projections(self) -> None:
@@ -95,32 +93,21 @@ class Model(qwen3_5_moe.Model):
 
     Config = Config
     MODEL_TYPE = "qwen3_next"
-    MLX_LM_PREFIX: ClassVar[str] = ""
+    MLX_LM_PREFIX = ""
+    DELTA_NET = FusedDeltaNet
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:
-        """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm knows intervals only, no list of layers."""
+        """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm reads an interval, no list of layers."""
         full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
         interval = full[0] + 1 if full else config.num_hidden_layers + 1
         keys = stretched(config, asdict(config))
         del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
 
-    def make_layer(self, layer: int) -> DecoderLayer:
-        """Mixer, then MoE block with a gated shared expert, or dense MLP."""
-        config, kernels = self.config, self._kernels
-        mixer = "self_attn", Attention(config, kernels, gated=True)
-        if config.is_linear(layer):
-            mixer = "linear_attn", FusedDeltaNet(config, kernels)
-        if not config.is_sparse(layer):
-            mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
-            return DecoderLayer(config, mixer=mixer, mlp=mlp)
-        mlp = SharedExpertMoeBlock(
-            layer=layer,
-            hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-            router=self._router,
-            kernels=kernels,
-        )
-        return DecoderLayer(config, mixer=mixer, mlp=mlp)
+    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+        """Build a MoE block with a gated shared expert, or a dense MLP."""
+        config = self.config
+        if config.is_sparse(layer):
+            return super().make_mlp(layer)
+        return DenseMlp(config.hidden_size, config.intermediate_size, self._kernels)

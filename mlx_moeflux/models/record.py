@@ -1,77 +1,90 @@
-"""Looking inside a forward pass: intermediate arrays of chosen layers, free when unused."""
+"""Intermediate arrays of chosen layers; costs nothing while unused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_moeflux.errors import InputError
 
-# input: [B, T, C] entering the layer; h_mid: after attention and residual; h_post: after the
-# second norm; router_logits [N, E], ids and weights [N, K] and shared_out [N, C], gate_score
-# [N, 1] of the MoE block with N = B * T; output: [B, T, C] leaving the layer.
-NAMES = (
-    "input",
-    "h_mid",
-    "h_post",
-    "router_logits",
-    "ids",
-    "weights",
-    "shared_out",
-    "gate_score",
-    "output",
-)
+# Name -> axis of tokens. input: [B, T, C] entering the layer; h_mid: after mixer and residual;
+# h_post: after the second norm; output: leaving the layer. Of the MoE block, with N = B * T:
+# router_logits [N, E], ids and weights [N, K], shared_out [N, C], gate_score [N, 1].
+AXES = {
+    "input": 1,
+    "h_mid": 1,
+    "h_post": 1,
+    "router_logits": 0,
+    "ids": 0,
+    "weights": 0,
+    "shared_out": 0,
+    "gate_score": 0,
+    "output": 1,
+}
 
 
 class Recorder:
-    """Keeps arrays of one layer. It is the attribute `_recorder` of the modules that it listens to,
-    which is None while nobody records."""
+    """Lazy arrays of one layer, concatenated over its calls.
+
+    The layer and its MLP hold it as `_recorder`, which is None outside :func:`record`.
+    """
 
     def __init__(self, names: Iterable[str]):
-        self._names, self.kept = frozenset(names), {}
+        self._names, self._batch = frozenset(names), 0
+        self.kept: dict[str, mx.array] = {}
+
+    def begin(self, batch: int) -> None:
+        """Begin a layer call; another batch size discards the calls before."""
+        if batch != self._batch:
+            self._batch = batch
+            self.kept.clear()
 
     def wants(self, name: str) -> bool:
-        """Whether to keep the array of this name."""
+        """Return True if arrays of this name are recorded."""
         return name in self._names
 
     def note(self, **arrays: mx.array) -> None:
-        """Keep those of `arrays` that are wanted."""
-        self.kept.update((name, array) for name, array in arrays.items() if self.wants(name))
+        """Append those of `arrays` that are recorded."""
+        for name, array in arrays.items():
+            if self.wants(name):
+                before = [self.kept[name]] if name in self.kept else []
+                self.kept[name] = mx.concatenate([*before, array], axis=AXES[name])
 
 
 @contextmanager
 def record(
-    layers: list[nn.Module],
+    layers: Sequence[Any],
     *,
     chosen: Iterable[int] | None = None,
     names: Iterable[str] | None = None,
 ) -> Iterator[dict[int, dict[str, mx.array]]]:
-    """Record the last call of each chosen layer: ``{layer: {name: array}}``, arrays lazy.
+    """Record the calls of each chosen layer: ``{layer: {name: array}}``, arrays lazy.
+
+    The calls of a generation are concatenated along the tokens; a call with another batch size
+    begins anew.
 
     Raises:
         InputError: A layer or a name does not exist.
     """
     chosen = list(range(len(layers))) if chosen is None else list(chosen)
-    names = set(NAMES if names is None else names)
+    names = set(AXES if names is None else names)
     for layer in chosen:
         if not 0 <= layer < len(layers):
             raise InputError(f"layer {layer} does not exist; the model has {len(layers)}.")
-    if names - set(NAMES):
+    if names - set(AXES):
         raise InputError(
-            f"nothing is recorded as '{sorted(names - set(NAMES))[0]}'; there are "
-            f"{', '.join(NAMES)}."
+            f"nothing is recorded as '{sorted(names - set(AXES))[0]}'; there are {', '.join(AXES)}."
         )
     recorders = {layer: Recorder(names) for layer in chosen}
-    modules = []
-    for layer in chosen:
-        for module in (layers[layer], layers[layer].mlp):
-            module._recorder = recorders[layer]
-            modules.append(module)
+    modules = {layer: (layers[layer], layers[layer].mlp) for layer in chosen}
     try:
+        for layer, recorder in recorders.items():
+            for module in modules[layer]:
+                module._recorder = recorder
         yield {layer: recorder.kept for layer, recorder in recorders.items()}
     finally:
-        for module in modules:
+        for module in (module for both in modules.values() for module in both):
             module._recorder = None

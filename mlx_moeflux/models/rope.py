@@ -1,4 +1,4 @@
-"""Rotary embeddings as config.json describes them, in either spelling."""
+"""Rotary embeddings read from config.json, in either spelling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 
 def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, Any]:
-    """``rope_theta`` and ``partial_rotary_factor`` (absent: `partial`), and ``yarn``: the
-    :class:`Rope` of a context that YaRN stretches, else None.
+    """Return ``rope_theta``, ``partial_rotary_factor`` (default `partial`) and ``yarn``, a
+    :class:`Rope` if YaRN extends the context, else None.
 
-    transformers 5 writes ``rope_parameters``; older files ``rope_theta``, ``rope_scaling`` and
-    a ``partial_rotary_factor`` beside them.
+    transformers 5 writes ``rope_parameters``; older files have ``rope_theta``, ``rope_scaling`` and
+    ``partial_rotary_factor`` at the top level.
 
     Raises:
-        ConfigError: Two places contradict each other, or YaRN lacks something.
+        ConfigError: Two places contradict each other, or YaRN lacks a key.
         UnsupportedError: The rope is neither plain nor YaRN.
     """
     keys = ("rope_theta", "partial_rotary_factor")
@@ -38,7 +38,7 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
 
 
 def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
-    """`keys` of config.json with ``rope_scaling`` in the place of `config.yarn`."""
+    """Return `keys` of config.json with `config.yarn` written as ``rope_scaling``."""
     keys = {k: v for k, v in keys.items() if k != "yarn"}
     yarn = getattr(config, "yarn", None)
     return keys | {"rope_scaling": None if yarn is None else yarn.published()["rope_scaling"]}
@@ -47,9 +47,12 @@ def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
 def rope_parameters(
     config: dict[str, Any], file: Path | str, flat: tuple[str, ...]
 ) -> dict[str, Any]:
-    """All that ``rope_scaling``, ``rope_parameters`` and the keys `flat` at the top say.
+    """Return the merged keys of ``rope_scaling``, ``rope_parameters`` and `flat` at the top level.
 
-    ``rope_type`` is always there. Raises ConfigError where two of them disagree.
+    The result always has ``rope_type``.
+
+    Raises:
+        ConfigError: Two of the places disagree, or one is not an object.
     """
     found: dict[str, Any] = {"rope_type": "default"}
     for key in ("rope_scaling", "rope_parameters"):
@@ -70,7 +73,7 @@ def rope_parameters(
     return found
 
 
-# Of vision-language wrappers, whose text positions are plain numbers; and what is no part of YaRN.
+# Keys beside YaRN's; the sections of vision-language wrappers coincide for text positions.
 _NOT_OF_YARN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 YARN_KINDS = ("yarn", "deepseek_yarn")
 _YARN_KEYS = {
@@ -87,10 +90,10 @@ _YARN_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding, plain (`factor` None) or stretched by YaRN.
+    """A rotary embedding, plain (`factor` None) or extended by YaRN.
 
-    factor: How much longer than `original` the context is. attention_factor: Of cosine and sine.
-    mscale_all_dim: Enters the softmax scale, squared; see :meth:`softmax_factor`.
+    factor: Context length / `original`. attention_factor: Scales cosine and sine. mscale_all_dim:
+    Scales the softmax; see :meth:`softmax_factor`.
 
     Source: transformers 5.23 `modeling_rope_utils._compute_yarn_parameters` and
     `deepseek_v3.modeling_deepseek_v3.yarn_apply_mscale`.
@@ -112,10 +115,10 @@ class Rope:
     ) -> Rope:
         """Read ``rope_scaling`` + ``rope_theta`` or ``rope_parameters``.
 
-        theta: The base if none is given. positions: ``max_position_embeddings``.
+        theta: Default base. positions: ``max_position_embeddings``.
 
         Raises:
-            ConfigError: A key is missing, unknown or no number.
+            ConfigError: A key is missing, unknown or not a number.
             UnsupportedError: The rope is neither plain nor YaRN.
         """
         return cls.of(
@@ -124,7 +127,7 @@ class Rope:
 
     @classmethod
     def of(cls, found: dict[str, Any], file: Path | str, *, theta: float, positions: int) -> Rope:
-        """The same of what :func:`rope_parameters` found."""
+        """Build a rope of the merged keys of :func:`rope_parameters`."""
         found = dict(found)
         kind, theta = found.pop("rope_type"), found.pop("rope_theta", theta)
         if kind == "default":
@@ -158,21 +161,21 @@ class Rope:
         )
 
     def softmax_factor(self) -> float:
-        """Of the softmax scale."""
+        """Return the factor of the softmax scale: mscale(factor, mscale_all_dim)^2."""
         if self.factor is None or not self.mscale_all_dim:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
     def periods(self, dims: int) -> mx.array:
-        """``[dims / 2]`` float32: pair i turns by position / periods[i].
+        """Return periods ``[dims / 2]`` float32: pair i rotates by position / periods[i] radians.
 
-        YaRN divides the frequency by `factor` where a pair turns less than `beta_slow` times in
-        the original context, keeps it where it turns more than `beta_fast` times, and blends in
-        between.
+        YaRN divides the frequency by `factor` for a pair with fewer than `beta_slow` rotations in
+        the original context, keeps it for one with more than `beta_fast`, and interpolates
+        linearly in between.
         """
         periods = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
         if self.factor is not None:
-            low, high = self._turns_at(self.beta_fast, dims), self._turns_at(self.beta_slow, dims)
+            low, high = (self._pair_of(n, dims) for n in (self.beta_fast, self.beta_slow))
             if self.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, dims - 1)
@@ -181,12 +184,13 @@ class Rope:
             periods = 1 / (ramp / (self.factor * periods) + (1 - ramp) / periods)
         return mx.array(periods.astype(np.float32))
 
-    def _turns_at(self, turns: float, dims: int) -> float:
-        """The pair, as a real number, that turns so often in the original context."""
-        return dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+    def _pair_of(self, rotations: float, dims: int) -> float:
+        """Return the (fractional) index of the pair with `rotations` in the original context."""
+        ratio = self.original / (rotations * 2 * math.pi)
+        return dims * math.log(ratio) / (2 * math.log(self.theta))
 
     def published(self) -> dict[str, Any]:
-        """``rope_theta`` and ``rope_scaling`` of config.json."""
+        """Return ``rope_theta`` and ``rope_scaling`` of config.json."""
         if self.factor is None:
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling = {

@@ -1,4 +1,4 @@
-"""Published shapes by name: what `synthesize` makes and benchmarks mean."""
+"""Configs of published models by name, for `synthesize` and benchmarks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ SHAPES: dict[str, Any] = {
         num_experts=512,
         num_experts_per_tok=10,
     ),
-    # 120 MB, which no cache of a processor holds: for benchmarks on CPUs.
+    # 120 MB, larger than the caches of a CPU: for benchmarks on CPUs.
     "qwen3.5-small": replace(
         _QWEN,
         vocab_size=4096,

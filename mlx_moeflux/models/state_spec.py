@@ -1,4 +1,4 @@
-"""What decides what is in a model's states: so that a state never meets another model."""
+"""Identity and entry shapes of a model's states, so that no state is used with another model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
 from mlx_moeflux.models.protocol import Decoder
 
-# Elements of each parameter that tell two checkpoints of one shape apart.
+# Elements of each parameter that enter the identity.
 SAMPLES = 64
 
 
@@ -20,18 +20,19 @@ Parameters = list[tuple[str, mx.array]]
 
 
 def state_spec(model: Decoder) -> StateSpec:
-    """Identity and shapes of the states of `model`. Evaluates: some elements of each parameter."""
+    """Return identity and shapes of the states of `model`. Evaluates: SAMPLES elements of each
+    parameter."""
     parameters = sorted(tree_flatten(model.parameters()))
     identity = state_identity(model, parameters)
     return StateSpec(identity, model.entry_specs(), model.config.vocab_size)
 
 
 def state_identity(model: Decoder, parameters: Parameters) -> str:
-    """A hash of the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
-    router's settings and every mark of lossy choices.
+    """Hash the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
+    router's settings and all lossy choices.
 
-    Where experts live, what memory they have and which kernels run do not count: they change no
-    state beyond rounding.
+    Placement of experts, memory budget and kernels are left out: they change a state by rounding
+    at most.
     """
     router = model.router
     settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
@@ -49,7 +50,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
 
 
 def _trunk_samples(parameters: Parameters) -> bytes:
-    """Evenly spaced elements of every parameter but the experts, which need not be in memory."""
+    """Return evenly spaced elements of every parameter except experts, which may be on disk."""
     pieces = []
     for name, array in parameters:
         if ".switch_mlp." not in name and array.size:
@@ -59,9 +60,11 @@ def _trunk_samples(parameters: Parameters) -> bytes:
 
 
 def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
-    """What each entry of ``model.make_cache()`` holds once it has seen a token. One mixer of each
-    kind computes that token by the references, of which nothing is evaluated: parameters need no
-    values."""
+    """Return the spec of each entry of ``model.make_cache()`` after one token.
+
+    One mixer of each kind runs on references; nothing is evaluated, so that parameters need no
+    values.
+    """
     shapes: dict[str, list[Any]] = {}
     for name, array in sorted(tree_flatten(model.parameters())):
         place, _, rest = name.partition("_attn.")

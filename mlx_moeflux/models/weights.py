@@ -1,13 +1,12 @@
-"""Filling a model from a checkpoint: trunk parameters, and experts that stay resident.
+"""Load checkpoint tensors into a model: trunk parameters and resident experts.
 
-Both sides must come out empty: a tensor that fills nothing and a parameter that nothing fills
-are errors that list the names.
+An unused tensor and a parameter without a tensor are errors that list the names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,22 +25,22 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 def default_dtype() -> mx.Dtype:
-    """bfloat16 on GPUs; float32 on the CPU, whose bfloat16 is 8 times slower."""
+    """Return bfloat16 on GPUs, float32 on the CPU, where bfloat16 is slower."""
     return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
 
 
 def match_trunk(
     model: StreamingModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
 ) -> tuple[dict[str, TrunkTensor], dict[str, Transform]]:
-    """Quantise the modules of `model` as the checkpoint's are, and hold names and shapes against
-    each other; nothing is read. Returns parameter name -> tensor, and the transforms of some.
+    """Quantise the modules of `model` as in the checkpoint and compare names and shapes; no data is
+    read. Returns parameter name -> tensor, and parameter name -> transform.
 
     Raises:
         CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
     """
     trunk = dict(mapped.trunk)
     if getattr(model.config, "tie_word_embeddings", False):
-        # Some exporters write the tied head a second time.
+        # Some exporters also write the tied head.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     refs = {n: t.ref for n, t in trunk.items()}
     model.fit_names(refs)
@@ -65,10 +64,10 @@ def fill_trunk(
     directory: Path,
     dtype: mx.Dtype,
 ) -> None:
-    """Load every trunk tensor into `model`, in `dtype` where it is a float; evaluated.
+    """Load every trunk tensor into `model`, floats in `dtype`; evaluated.
 
     Raises:
-        CheckpointError: As :func:`match_trunk`, or a tensor cannot be read.
+        CheckpointError: As in :func:`match_trunk`, or a tensor cannot be read.
     """
     trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
     parameters = dict(tree_flatten(model.parameters()))
@@ -98,16 +97,16 @@ def _module_at(model: nn.Module, path: str):
 
 def _wrong_shape(ref: TensorRef, shape, expected) -> CheckpointError:
     return CheckpointError(
-        f"{ref.file}: '{ref.name}' has shape {list(shape)}, the config wants {list(expected)}; "
+        f"{ref.file}: '{ref.name}' has shape {list(shape)}, the config requires {list(expected)}; "
         "config.json and the weights are of different models."
     )
 
 
 def check_layers(model: StreamingModel, found: Iterable[str], directory: Path) -> None:
-    """See that a checkpoint's names are of a model with as many layers.
+    """Compare the number of layers in a checkpoint's tensor names with the model's.
 
     Raises:
-        CheckpointError: They are not.
+        CheckpointError: They differ.
     """
     layers = [int(m[1]) for n in found if (m := re.match(r"model\.layers\.(\d+)\.", n))]
     if not layers:
@@ -119,10 +118,10 @@ def check_layers(model: StreamingModel, found: Iterable[str], directory: Path) -
         )
 
 
-def _check_names(found, wanted, directory: Path) -> None:
+def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:
     for names, what in (
-        (wanted - found, "lacks the tensors"),
-        (found - wanted, "has tensors that the model does not know"),
+        (expected - found, "lacks the tensors"),
+        (found - expected, "has tensors that the model does not know"),
     ):
         if names:
             first = ", ".join(sorted(names)[:4])
@@ -136,7 +135,8 @@ def _quantise_modules(
     quantization: Quantization,
     directory: Path,
 ) -> None:
-    """Make each module quantised whose tensors are, by what the tensors' shapes say."""
+    """Quantise each module whose tensors are quantised; bits and groups follow from their
+    shapes."""
     specs: dict[str, QuantSpec] = {}
     modules = dict(model.named_modules())
     for name, scales in trunk.items():
@@ -146,11 +146,11 @@ def _quantise_modules(
         if leaf != "scales" or weight is None or not hasattr(module, "to_quantized"):
             continue
         specs[path] = infer_spec(weight, scales, module.weight.shape[-1])
-        told = quantization.spec(path)
-        if told is not None and told != specs[path]:
+        declared = quantization.spec(path)
+        if declared is not None and declared != specs[path]:
             raise CheckpointError(
-                f"{directory}: '{path}' is stored in {_words(specs[path])}, config.json says "
-                f"{_words(told)}; correct its quantization entry."
+                f"{directory}: '{path}' is stored in {_describe(specs[path])}, config.json says "
+                f"{_describe(declared)}; correct its quantization entry."
             )
     if specs:
         nn.quantize(
@@ -160,7 +160,11 @@ def _quantise_modules(
 
 
 def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
-    """Bits and group size of a weight whose rows have `width` elements, from two shapes."""
+    """Return bits and group size of a weight with rows of `width` elements, from two shapes.
+
+    Raises:
+        CheckpointError: The shapes fit no supported quantisation.
+    """
     groups, words = scales.shape[-1], weight.shape[-1]
     try:
         if weight.dtype != "U32" or groups < 1 or width % groups or words * 32 % width:
@@ -174,7 +178,7 @@ def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
         ) from None
 
 
-def _words(spec: QuantSpec) -> str:
+def _describe(spec: QuantSpec) -> str:
     return f"{spec.bits} bits, groups of {spec.group_size}"
 
 
@@ -182,8 +186,8 @@ def load_experts(
     layers: Iterable[tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
     dtype: mx.Dtype,
 ) -> Iterator[SwitchGLU]:
-    """Yield all experts of each layer as parameters, evaluated; floats in `dtype`, but scales that
-    are float32 stay.
+    """Yield all experts of each layer as parameters, evaluated. Floats are cast to `dtype`, except
+    scales and biases stored in float32.
 
     layers: Components and the quantisation of each projection.
     """
@@ -197,17 +201,19 @@ def load_experts(
         for name, refs in components.items():
             projection, _, part = name.rpartition(".")
             array, stored = arrays.pop(0), refs[0].dtype
-            # Scales that need float32 (GGUF's) stay, as they do in a streamed bank.
-            needs = part != "weight" and stored == "F32"
-            switch[projection][part] = (
-                array.astype(dtype) if stored in FLOATS and not needs else array
-            )
+            # Float32 scales (GGUF's) keep their precision, as in a streamed bank.
+            precise = part != "weight" and stored == "F32"
+            cast = stored in FLOATS and not precise
+            switch[projection][part] = array.astype(dtype) if cast else array
             mx.eval(switch[projection][part])
+        for projection in PROJECTIONS:
+            if specs[projection] is not None:
+                switch[projection].freeze()
         yield switch.eval()
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
-    """A module without parameters: none is drawn that a checkpoint replaces."""
+    """Return a module without parameters: none is drawn that a checkpoint replaces."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     return module

@@ -34,7 +34,7 @@ OPTIONS = {
         --system-prompt --temp --top-k --top-p --trace --use-default-chat-template --verbose
         --xtc-probability --xtc-threshold -m -p
         --capture-layer --capture-token --gpu-capture --profile
-        --adapter-path --draft-model --image --kv-bits --kv-group-size --max-kv-size
+        --adapter-path --draft-model --image --safe --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
     """,
@@ -44,7 +44,7 @@ OPTIONS = {
         --max-kv-size --max-tokens --model
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
-        --balance --eviction --prefetch --tuning
+        --balance --eviction --prefetch --safe --tuning
     """,
     "server": """
         --adapter-path --allowed-origins --chat-template --chat-template-args
@@ -54,14 +54,14 @@ OPTIONS = {
         --prompt-cache --prompt-cache-bytes --prompt-cache-disk --prompt-cache-size
         --prompt-concurrency --quantized-kv-start
         --stats --temp --top-k --top-p --trust-remote-code --use-default-chat-template
-        --balance --eviction --prefetch --tuning
+        --balance --eviction --prefetch --safe --tuning
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
         --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model
         --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
         --trust-remote-code
-        --balance --eviction --prefetch --tuning
+        --balance --eviction --prefetch --safe --tuning
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
@@ -70,6 +70,20 @@ OPTIONS = {
     "check": "--operation",
     "plan": """
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
+    """,
+    "perplexity": """
+        --balance --batch-size --data-path --eviction --expert-memory --expert-reader
+        --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
+        --num-samples --prefetch --safe --seed --sequence-length --stats --trust-remote-code
+        --tuning
+    """,
+    "evaluate": """
+        --apply-chat-template --balance --batch-size --chat-template-args
+        --confirm-run-unsafe-code --eviction --expert-memory --expert-reader --expert-threads
+        --experts-per-token --fewshot-as-multiturn --kv-bits --kv-group-size --limit
+        --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
+        --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
+        --tuning
     """,
     "policies": "",
     "tune": "--budgets --kernels --model --out --repeats --tokens",
@@ -319,4 +333,4 @@ def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
     done = run("generate", "-m", "4", "--profile", str(tmp_path / "no" / "trace.json"))
     assert done.returncode == 1
-    assert "is no directory" in done.stderr
+    assert "is not a directory" in done.stderr

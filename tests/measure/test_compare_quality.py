@@ -111,7 +111,7 @@ def test_from_the_command_line(capsys):
     assert data["positions"] > 300
     assert data["lossy"] == ["weights of 2 bits", "experts_per_token 2 of 4"]
     assert main(knob) == 1
-    assert "choose a knob" in capsys.readouterr().err
+    assert "choose an option" in capsys.readouterr().err
     assert main([*knob, "--bits", "2", "--other", "x"]) == 1
     assert "--bits or --other" in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ def test_the_knee_is_found_not_the_most(fake_times, tmp_path):
 
 def test_a_profile_of_another_model_is_refused(tmp_path):
     Tuning("another", "50%", "pread", 4, "none", 1.0, 0.0, (1.0,)).save(tmp_path / "t.json")
-    with pytest.raises(InputError, match=r"t\.json is of another model"):
+    with pytest.raises(InputError, match=r"t\.json was written for another model"):
         load_model(BUNDLED_MODEL, tuning=tmp_path / "t.json")
     (tmp_path / "t.json").write_text("[]")
     with pytest.raises(InputError, match=r"t\.json is no profile"):

@@ -103,13 +103,53 @@ def test_record_returns_what_flows_between_the_parts():
         shared = mx.sigmoid(kept[2]["gate_score"]) * kept[2]["shared_out"]
         total = kept[2]["h_mid"][0] + routed + shared
         assert relative_error(total, kept[2]["output"][0]) <= 1e-6
-        alone = model.run_layer(2, kept[2]["input"])
-        assert relative_error(alone, kept[2]["output"]) <= 1e-6
+        entering, leaving = kept[2]["input"], kept[2]["output"]
+        assert relative_error(model.run_layer(2, entering), leaving) <= 1e-6
         with pytest.raises(InputError, match="'hmid'"), model.record(names=["hmid"]):
             pass
         with pytest.raises(InputError, match="layer 9"), model.record(layers=[9]):
             pass
         assert all(getattr(layer, "_recorder", None) is None for layer in model.layers)
+
+
+def test_record_accumulates_over_prompt_and_steps():
+    tokens = mx.array([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5]])
+    with load_model(BUNDLED_MODEL, dtype=mx.float32) as model:
+        for rows in (tokens[:1], tokens):
+            with model.record(layers=[1]) as whole:
+                model(rows)
+            with model.record(layers=[1]) as kept:
+                model(mx.concatenate([tokens, tokens[:1]]))  # another batch size is discarded
+                cache = model.make_cache()
+                for start, stop in ((0, 3), (3, 4), (4, 5)):
+                    mx.eval(model(rows[:, start:stop], cache))
+            assert kept[1].keys() == whole[1].keys() > {"ids", "input", "output"}
+            for name in ("input", "h_mid", "h_post", "output"):
+                assert relative_error(kept[1][name], whole[1][name]) <= 1e-5
+            # Rows of one call follow those of the call before.
+            order = [
+                b * 5 + t
+                for part in ((0, 1, 2), (3,), (4,))
+                for b in range(len(rows))
+                for t in part
+            ]
+            assert mx.array_equal(kept[1]["ids"], whole[1]["ids"][mx.array(order)])
+
+
+@pytest.mark.parametrize("ids", [[[1.0, 2.0]], [[True]], [[3, 4096]], [[-1, 2]], [[4096]]])
+def test_ids_that_are_no_tokens_are_refused(ids):
+    with load_model(BUNDLED_MODEL) as model, pytest.raises(InputError, match=r"token"):
+        model(mx.array(ids))
+
+
+def test_quantised_experts_are_not_trainable():
+    with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
+        names = dict(tree_flatten(model.parameters()))
+        assert names["model.layers.0.mlp.switch_mlp.up_proj.weight"].dtype == mx.uint32
+        model.unfreeze()
+        left = dict(tree_flatten(model.trainable_parameters()))
+        assert "model.norm.weight" in left
+        assert not any("switch_mlp" in name or name.endswith("scales") for name in left)
 
 
 @pytest.mark.parametrize("kernels", ["off", "on"])

@@ -276,7 +276,8 @@ class _Bench:
     @contextmanager
     def _fresh(self) -> Iterator[Ours]:
         """The model whose experts are read anew on every call."""
-        kernels = choose_kernels(self.options.load.get("kernels"))
+        given = {k: v for k, v in self.options.load.items() if k in ("kernels", "check_values")}
+        kernels = choose_kernels(given.pop("kernels", None), **given)
         reader = make_reader("auto", self.mapped.experts)
         store = exact.FreshStore(reader, mix=kernels.expert_mix)
         with self._ours("auto", store=store) as fresh:

@@ -30,7 +30,9 @@ def theirs(request, checkpoint):
 
 def compare(checkpoint, theirs, **load):
     dtype, parts = theirs
-    with load_model(checkpoint, expert_memory="50%", dtype=DTYPES[dtype], **load) as model:
+    with load_model(
+        checkpoint, expert_memory="50%", dtype=DTYPES[dtype], check_values=False, **load
+    ) as model:
         return compare_layers("this", OurParts(model), parts, IDS, decode=3, dtype=dtype)
 
 

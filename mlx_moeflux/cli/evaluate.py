@@ -1,0 +1,48 @@
+"""``mlx_moeflux evaluate``: mlx-lm's evaluation (lm-evaluation-harness) on our loader."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from unittest import mock
+
+from mlx_moeflux.cli.generate import add_expert_arguments, load_options, refuse
+from mlx_moeflux.errors import UnsupportedError
+
+# Flags that mlx-lm's program reads itself, with its own defaults.
+PASSED = ("--output-dir", "--batch-size", "--num-shots", "--max-tokens", "--limit", "--seed")
+PASSED += ("--chat-template-args", "--temp", "--top-p", "--top-k")
+SWITCHES = ("--fewshot-as-multiturn", "--apply-chat-template", "--no-apply-chat-template")
+SWITCHES += ("--confirm-run-unsafe-code",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--tasks", nargs="+", required=True, help="names of lm-evaluation-harness")
+    for flag in PASSED:
+        add(flag, help="see mlx_lm.evaluate")
+    for flag in SWITCHES:
+        add(flag, action="store_true", help="see mlx_lm.evaluate")
+    add_expert_arguments(parser, stats=False)
+    refuse(parser, ("--trust-remote-code",))
+
+
+def run(args: argparse.Namespace) -> int:
+    from mlx_moeflux import loading
+    from mlx_moeflux.mlx_lm_plugin import register_with_mlx_lm
+
+    register_with_mlx_lm(**load_options(args), verbose=True)
+    try:
+        from mlx_lm import evaluate
+    except ImportError as error:
+        raise UnsupportedError(f"evaluate needs lm-eval ({error}); pip install lm-eval.") from error
+    given = ["mlx_moeflux.evaluate", "--model", str(args.model or loading.BUNDLED_MODEL)]
+    given += ["--tasks", *args.tasks]
+    for flag in PASSED:
+        value = getattr(args, flag[2:].replace("-", "_"))
+        given += [] if value is None else [flag, value]
+    given += [flag for flag in SWITCHES if getattr(args, flag[2:].replace("-", "_"))]
+    with mock.patch.object(sys, "argv", given):
+        evaluate.main()
+    return 0
