@@ -28,9 +28,10 @@ STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 def show(
     trace: Trace, out: str | os.PathLike[str], *, profile: Profile | None = None
 ) -> list[Path]:
-    """Write every picture of `trace` into the directory `out`; the files.
+    """Write every picture of `trace` into the directory `out` and return the files. A trace without
+    decode steps has no picture of times.
 
-    profile: Of the machine, for the times; without it a disk of 3 GB/s and 25 ms of computing.
+    profile: Times of the machine; by default those that the trace's own clock gives.
 
     Raises:
         UnsupportedError: matplotlib is not installed. InputError: `out` cannot be written.
@@ -43,8 +44,9 @@ def show(
         "popularity": lambda axes: draw_popularity(axes, trace),
         "reuse-distance": lambda axes: draw_reuse(axes, trace),
     }
-    if any(len(call.ids) == 1 for call in trace):
-        pictures["time"] = lambda axes: draw_times(axes, trace, profile)
+    times = profile or Profile.of_trace(trace)
+    if times is not None:
+        pictures["time"] = lambda axes: draw_times(axes, trace, times)
     files = []
     for name, draw in pictures.items():
         files.append(out / f"{name}.png")
@@ -60,27 +62,26 @@ def show(
 
 
 def draw_hit_rates(axes: Any, trace: Trace) -> None:
-    """Hit rate against budget: every policy, Belady's bound, LRU on shuffled tokens, and what first
-    uses leave."""
+    """Draw hit rate against budget: every policy, Belady's bound, and the limit that first uses
+    set."""
     info = trace.info
     slots = sorted(
         {max(info.experts_per_token, round(share * info.num_experts)) for share in SHARES}
     )
     budgets = [100 * n / info.num_experts for n in slots]
 
-    def rates(source: Trace, eviction: str) -> list[float]:
-        runs = (simulate(source, dict.fromkeys(info.layers, n), eviction=eviction) for n in slots)
+    def rates(eviction: str) -> list[float]:
+        runs = (simulate(trace, dict.fromkeys(info.layers, n), eviction=eviction) for n in slots)
         return [100 * run.hit_rate for run in runs]
 
     for name, colour, marker in zip(EVICTIONS, COLOURS, MARKERS, strict=True):
-        axes.plot(budgets, rates(trace, name), color=colour, marker=marker, label=name)
-    axes.plot(budgets, rates(trace, "belady"), "k--", label="best possible (Belady)")
-    axes.plot(budgets, rates(shuffled(trace), "lru"), color="0.6", label="lru, tokens shuffled")
+        axes.plot(budgets, rates(name), color=colour, marker=marker, label=name)
+    axes.plot(budgets, rates("belady"), "k--", label="best possible (Belady)")
     lookups = simulate(trace, dict.fromkeys(info.layers, info.num_experts)).total.lookups
     ceiling = 100 * (1 - compulsory(trace) / lookups)
-    axes.axhline(ceiling, color="0.4", linestyle=":", label="first uses excepted")
+    axes.axhline(ceiling, color="0.4", linestyle=":", label="first uses miss")
     axes.set(xlabel="budget, % of all experts", ylabel="hit rate, %", ylim=(0, 101))
-    axes.set_title(f"Who should leave a full bank: {trace.tokens} tokens")
+    axes.set_title(f"Hit rate of eviction policies, {trace.tokens} tokens")
     axes.legend(loc="lower right")
 
 
@@ -96,29 +97,30 @@ def draw_popularity(axes: Any, trace: Trace) -> None:
     step = max(1, len(layers) // 10)
     axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
     axes.set(xlabel="experts of a layer, the most popular first", ylabel="layer")
-    axes.set_title("How often experts are chosen, in equal shares")
-    axes.figure.colorbar(image, ax=axes)
+    axes.set_title("Popularity of experts")
+    axes.figure.colorbar(image, ax=axes, label="times an equal share")
 
 
 def draw_reuse(axes: Any, trace: Trace) -> None:
-    """The share of choices that an LRU bank of so many slots would find."""
-    distances = reuse_distances(trace)
+    """Draw the share of uses that an LRU bank of so many slots would find, in order and with the
+    tokens shuffled."""
     slots = np.arange(1, trace.info.num_experts + 1)
-    found = [100 * np.mean((distances >= 0) & (distances < n)) for n in slots]
-    axes.plot(slots, found, color=COLOURS[0], linewidth=4)
-    axes.plot(slots, 100 * slots / trace.info.num_experts, color="0.6", label="no preference")
-    axes.set(xlabel="different experts asked for since (slots)", ylabel="choices, %", ylim=(0, 101))
-    axes.set_title("How soon an expert is asked for again")
+    kinds = (
+        ("tokens in order", trace, COLOURS[0], "-"),
+        ("shuffled", shuffled(trace), "0.3", "--"),
+    )
+    for label, source, colour, style in kinds:
+        distances = reuse_distances(source)
+        found = [100 * np.mean((distances >= 0) & (distances < n)) for n in slots]
+        axes.plot(slots, found, color=colour, linestyle=style, linewidth=4, label=label)
+    axes.plot(slots, 100 * slots / slots[-1], color="0.6", linestyle=":", label="no preference")
+    axes.set(xlabel="slots of a layer", ylabel="uses found, %", ylim=(0, 101))
+    axes.set_title("Reuse of experts: hits of an LRU bank")
     axes.legend(loc="lower right")
 
 
-def draw_times(axes: Any, trace: Trace, profile: Profile | None) -> None:
-    """Milliseconds of a decode step at several budgets; reads that computing hides stand apart."""
-    title = "Time of a token, forecast from the measured profile"
-    if profile is None:
-        block = max(trace.info.block_bytes.values())
-        profile = Profile.of_disk(3.0, block, token_seconds=0.025, sync_seconds=0.2e-3)
-        title = "Time of a token on an assumed machine (3 GB/s, 25 ms of computing)"
+def draw_times(axes: Any, trace: Trace, profile: Profile) -> None:
+    """Draw milliseconds of a decode step at several budgets; hidden reads stand apart."""
     ahead = "ahead" if any(call.guess for call in trace) else None
     least = trace.info.experts_per_token / trace.info.num_experts
     budgets = [f"{100 * share:g}%" for share in SHARES if share >= least]
@@ -135,10 +137,11 @@ def draw_times(axes: Any, trace: Trace, profile: Profile | None) -> None:
     )
     _stack(axes, budgets, results, parts)
     hidden = [1e3 * result.hidden for result in results]
-    places = np.arange(len(budgets)) + 0.38
-    axes.bar(places, hidden, width=0.15, color="0.8", hatch="..", label="reads hidden")
+    if any(hidden):
+        places = np.arange(len(budgets)) + 0.38
+        axes.bar(places, hidden, width=0.15, color="0.8", hatch="..", label="reads hidden")
     axes.set(xlabel="budget, % of all experts", ylabel="milliseconds")
-    axes.set_title(title)
+    axes.set_title("Forecast time of a token")
     axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
     axes.legend(loc="upper center", ncols=3)
 

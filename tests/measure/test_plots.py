@@ -12,7 +12,7 @@ from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.evictions import EVICTIONS
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate
-from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo
+from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo
 
 pytest.importorskip("matplotlib")
 
@@ -22,7 +22,10 @@ from tests.experts.zipf import zipf_trace
 
 @pytest.fixture(scope="module")
 def trace():
-    return zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=60, prompt=5)
+    trace = zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=60, prompt=5)
+    for i, call in enumerate(trace):
+        call.nanoseconds = i * 2_000_000
+    return trace
 
 
 def axes():
@@ -43,7 +46,7 @@ def test_hit_rates_are_those_of_replays(trace):
     best = drawn["best possible (Belady)"][:, 1]
     for name in EVICTIONS:
         assert (drawn[name][:, 1] <= best + 1e-9).all()
-        assert drawn[name][-1, 1] == pytest.approx(drawn["first uses excepted"][0, 1])
+        assert drawn[name][-1, 1] == pytest.approx(drawn["first uses miss"][0, 1])
 
 
 def test_reuse_is_the_hit_rate_of_an_lru_bank(trace):
@@ -74,6 +77,23 @@ def test_bars_are_the_forecast(trace):
     for share, height in zip(shares, heights, strict=True):
         expected = forecast(trace, simulate(trace, f"{100 * share:g}%"), profile)
         assert height == pytest.approx(1e3 * expected.seconds)
+
+
+def test_times_of_a_trace_are_those_of_its_clock():
+    trace = zipf_trace(num_experts=20, experts_per_token=2, layers=3, tokens=40)
+    assert Profile.of_trace(trace) is None  # no clock
+    random, clock = np.random.default_rng(0), 0
+    for call in trace:
+        misses = int(random.integers(0, 3))
+        call.nanoseconds, call.result = clock, Result(misses=misses)
+        clock += 4_000_000 + 1_500_000 * misses
+    profile = Profile.of_trace(trace)
+    assert profile.token_seconds == pytest.approx(0.012)
+    assert profile.read_seconds == pytest.approx((0.0015,))
+    for call in trace.calls[60:]:
+        call.nanoseconds += 10**9  # a pause between two tokens
+    assert Profile.of_trace(trace).token_seconds == pytest.approx(0.012)
+    assert Profile.of_trace(Trace(trace.info, trace.calls[:15])) is None  # too few
 
 
 def test_files_are_pictures_of_the_size_of_a_projector(trace, tmp_path):

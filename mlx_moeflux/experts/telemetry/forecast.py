@@ -9,9 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.simulate import Simulation
 from mlx_moeflux.experts.telemetry.trace import Trace
+
+# Decode steps from which a trace gives times.
+MEASURED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,33 @@ class Profile:
         """A disk of that bandwidth, reached as soon as two blocks are under way."""
         each = block_bytes / (1e9 * gigabytes_per_second)
         return cls(token_seconds, sync_seconds, (latency + each, latency + 2 * each))
+
+    @classmethod
+    def of_trace(cls, trace: Trace, gigabytes_per_second: float = 3.0) -> Profile | None:
+        """Estimate the times from the clock of a recorded run; None if it has too few decode steps.
+
+        Least squares over its tokens: compute time plus a time for each missed block. Blocks of a
+        run without misses are read at `gigabytes_per_second`.
+        """
+        first = trace.info.layers[0]
+        begun, misses = [], []
+        for call in trace:
+            if len(call.ids) == 1 and call.layer == first:
+                begun.append(call.nanoseconds)
+                misses.append(0)
+            if begun and call.result is not None:
+                misses[-1] += call.result.misses
+        seconds, counts = np.diff(begun) / 1e9, np.array(misses[:-1])
+        if len(seconds) < MEASURED_TOKENS or not (seconds > 0).all():
+            return None
+        # A pause between two tokens, of the reader for instance, is no time of the model.
+        usual = seconds <= 3 * np.median(seconds)
+        seconds, counts = seconds[usual], counts[usual]
+        block = max(trace.info.block_bytes.values())
+        each, token = 0.0, float(np.median(seconds))
+        if counts.std() > 0:
+            each, token = (max(float(value), 0.0) for value in np.polyfit(counts, seconds, 1))
+        return cls(token, 0.0, (each or block / (1e9 * gigabytes_per_second),))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Profile:
