@@ -35,6 +35,7 @@ from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.selfcheck import describe
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
@@ -408,9 +409,11 @@ def _check_store(
     """Run a custom store once.
 
     Raises:
-        InputError: It is no ExpertStore.
-        ShapeError: Its layers, or shape or dtype of its result, are wrong.
+        InputError: It is no ExpertStore, or a class.
+        ShapeError: Its layers, or shape, dtype or values of its result, are wrong.
     """
+    if isinstance(store, type):
+        raise InputError(f"the given store {store.__name__} is a class; pass an instance of it.")
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
         raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
@@ -418,6 +421,9 @@ def _check_store(
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
     ids, weights = router(mx.random.normal((N, model.config.num_experts), key=mx.random.key(0)))
-    y = store.experts(layer, mx.zeros((N, C), dtype), ids, weights)
-    if y.shape != (N, C) or y.dtype != mx.float32:
-        raise ShapeError(f"{name}.experts returns {y.dtype} {list(y.shape)}, not float32 {[N, C]}.")
+    x = mx.random.normal((N, C), key=mx.random.key(1)).astype(dtype)
+    y = store.experts(layer, x, ids, weights)
+    if describe(y) != f"float32[{N}, {C}]":
+        raise ShapeError(f"{name}.experts returns {describe(y)}, expected float32[{N}, {C}].")
+    if not mx.isfinite(y).all().item():
+        raise ShapeError(f"{name}.experts returns numbers that are not finite.")

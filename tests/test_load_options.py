@@ -8,7 +8,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux import load, load_model
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, MoefluxError
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
 
 
@@ -50,3 +53,73 @@ def test_safe_uses_references_eager_steps_and_no_prefetch():
 def test_safe_excludes_other_choices(option):
     with pytest.raises(InputError, match="safe excludes"):
         load_model(BUNDLED_MODEL, safe=True, **option)
+
+
+class Router:
+    """Chooses experts 0 and 1; returns what `answer` makes of ids and weights."""
+
+    num_experts_per_tok = 2
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __call__(self, logits):
+        ids = mx.broadcast_to(mx.array([0, 1], mx.uint32), (logits.shape[0], 2))
+        return self.answer(ids, mx.full(ids.shape, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (Router, "Router is a class; pass an instance"),
+        (Router(lambda ids, weights: None), r"returned NoneType .* expected \(uint32\[5, 2\]"),
+        (Router(lambda ids, weights: ids), r"returned uint32\[5, 2\]"),
+        (Router(lambda ids, weights: (ids, weights * float("nan"))), "weights that are not finite"),
+        (Router(lambda ids, weights: (ids, weights.astype(mx.float16))), "float16"),
+        (Router(lambda ids, weights: (ids[:, ::-1], weights)), r"returned ids \[1, 0\]"),
+        (Router(lambda ids, weights: 1 // 0), "fails on random logits: ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_router_is_one_line(router, message):
+    with pytest.raises(MoefluxError, match=message):
+        load_model(BUNDLED_MODEL, router=router)
+
+
+class Store(ExpertStore):
+    """Returns what `answer` makes of zeros."""
+
+    num_experts, layers = 32, tuple(range(6))
+
+    def __init__(self, answer):
+        self.answer, self.account = answer, ExpertStats(self.layers)
+
+    def experts(self, layer, x, ids, weights):
+        return self.answer(mx.zeros(x.shape))
+
+    def stats(self):
+        return self.account
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        (Store, "Store is a class; pass an instance"),
+        (3, "make its class a subclass of ExpertStore"),
+        (Store(lambda y: None), r"experts returns NoneType, expected float32\[3, "),
+        (Store(lambda y: y[:2]), r"experts returns float32\[2, "),
+        (Store(lambda y: y.astype(mx.float16)), r"experts returns float16\[3, "),
+        (Store(lambda y: y + float("nan")), "numbers that are not finite"),
+    ],
+)
+def test_a_wrong_store_is_one_line(store, message):
+    with pytest.raises(MoefluxError, match=message):
+        load_model(BUNDLED_MODEL, store=store)
+
+
+def test_a_wrong_kernel_is_refused_unless_it_is_meant():
+    def negative(x, experts, *args, **kwargs):
+        return add_shared(x, -experts, *args, **kwargs)
+
+    with pytest.raises(InputError, match=r"'add_shared' differs .*check_values=False"):
+        load_model(BUNDLED_MODEL, kernels={"add_shared": negative})
+    load_model(BUNDLED_MODEL, kernels={"add_shared": negative}, check_values=False).close()

@@ -14,11 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.moe_step import moe_step
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.selfcheck import describe
 from mlx_moeflux.models.layers import SwiGLU, weight_of, weights_of
 from mlx_moeflux.models.record import Recorder
 
@@ -66,21 +67,32 @@ def check_router(router: Router, num_experts: int) -> None:
     """Run `router` once on random logits.
 
     Raises:
-        ShapeError: Ids or weights have a wrong shape, dtype, order or range.
+        InputError: It is a class, or fails.
+        ShapeError: Ids or weights are missing, or have a wrong shape, dtype, order or range.
     """
+    if isinstance(router, type):
+        raise InputError(f"the router {router.__name__} is a class; pass an instance of it.")
     N, K = 5, getattr(router, "num_experts_per_tok", None)
     name = type(router).__name__
     if not isinstance(K, int) or not 1 <= K <= num_experts:
         raise ShapeError(
             f"{name}.num_experts_per_tok is {K!r}; it must be an int between 1 and {num_experts}."
         )
-    ids, weights = router(mx.random.normal((N, num_experts), key=mx.random.key(0)))
-    for what, array, dtype in (("ids", ids, mx.uint32), ("weights", weights, mx.float32)):
-        if array.shape != (N, K) or array.dtype != dtype:
-            raise ShapeError(
-                f"{name} returned {what} {array.dtype} {list(array.shape)} for {N} tokens; "
-                f"expected {dtype} [{N}, {K}]."
-            )
+    try:
+        answer = router(mx.random.normal((N, num_experts), key=mx.random.key(0)))
+    except Exception as error:
+        raise InputError(
+            f"{name} fails on random logits: {type(error).__name__}: {error}."
+        ) from error
+    expected = f"(uint32[{N}, {K}], float32[{N}, {K}])"
+    found = describe(answer)
+    if found != expected:
+        raise ShapeError(
+            f"{name} returned {found} as ids and weights of {N} tokens; expected {expected}."
+        )
+    ids, weights = answer
+    if not mx.isfinite(weights).all().item():
+        raise ShapeError(f"{name} returned weights that are not finite.")
     rows = ids.tolist()
     if any(sorted(set(row)) != row or row[-1] >= num_experts for row in rows):
         raise ShapeError(
