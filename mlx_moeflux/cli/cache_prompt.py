@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         notes = {"model": args.model} if args.model else {}
         size = state.save(args.prompt_cache_file, notes=notes)
         if args.stats:
-            print(stats_table(last.experts, model), file=sys.stderr)
+            print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
         print(
             f"wrote {args.prompt_cache_file}: {state.position} tokens, {size / 1e6:.1f} MB",
             file=sys.stderr,

@@ -130,7 +130,9 @@ class Conversation:
         print(flush=True)
         self.messages.append({"role": "assistant", "content": reply})
         if self._args.stats and last is not None and last.experts is not None:
-            print(stats_table(last.experts, self._model), file=sys.stderr)
+            print(
+                stats_table(last.experts, self._model, details=self._args.details), file=sys.stderr
+            )
 
     def _stream(self) -> Iterator[Any]:
         from mlx_moeflux.generation import text

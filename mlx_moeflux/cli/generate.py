@@ -110,7 +110,8 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
     add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
     add("--safe", action="store_true", help="for bug reports: references, no traces, no prefetch")
     if stats:
-        add("--stats", action="store_true", help="print reads, hits and seconds of each layer")
+        add("--stats", action="store_true", help="print hits, reads and waiting of each layer")
+        add("-v", dest="details", action="store_true", help="with --stats: all counts, and kernels")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 print(last.text, end="", flush=True)
         print(flush=True)
         if args.stats:
-            print(stats_table(last.experts, model), file=sys.stderr)
+            print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
         if args.verbose:
             print(text.summary(last), file=sys.stderr)
     return 0
@@ -271,28 +272,36 @@ def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
     return ids
 
 
-def stats_table(experts: Any, model: Any) -> str:
-    """Return a table of expert statistics by layer, the active kernels and, on NVIDIA, the number
-    of compiled variants."""
+def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
+    """Return a table of expert statistics by layer, and what was lossy or fell back. details: All
+    counts, the active kernels and, on NVIDIA, the number of compiled variants."""
     from mlx_moeflux.kernels.runtime import metal
 
-    columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
-    columns += ("read_seconds", "stall_seconds", "compute_seconds")
-    lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
     rows = [*experts.layers.items(), ("total", experts.total)]
-    for name, layer in rows:
-        cells = (getattr(layer, column) for column in columns)
-        lines.append(
-            f"{name!s:5} "
-            + " ".join(f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
-        )
+    if details:
+        columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
+        columns += ("read_seconds", "stall_seconds", "compute_seconds")
+        lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
+        for name, layer in rows:
+            cells = (getattr(layer, column) for column in columns)
+            texts = (f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
+            lines.append(f"{name!s:5} " + " ".join(texts))
+    else:
+        lines = ["layer    hits   misses    read MB    wait s"]
+        lines += [
+            f"{name!s:5} {100 * layer.hit_rate:6.1f}% {layer.misses:8,} "
+            f"{layer.bytes_read / 1e6:10,.1f} {layer.stall_seconds:9.2f}"
+            for name, layer in rows
+            if layer.lookups or name == "total"
+        ]
     if experts.total.proposed:
         lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
-    kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
-    lines.append(f"kernels: {kernels}")
+    if details:
+        kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
+        lines.append(f"kernels: {kernels}")
+        if (files := metal.cuda_files()) is not None:
+            lines.append(f"compiled: {files.count}")
     lines += model.kernels.fallbacks()
-    if (files := metal.cuda_files()) is not None:
-        lines.append(f"compiled: {files.count}")
     return "\n".join([*lines, *(f"lossy: {what}" for what in experts.lossy)])
 
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         value, error = perplexity(model, ids, args)
         print(f"Perplexity: {value:.3f} ± {error:.3f}")
         if args.stats:
-            print(stats_table(model.store.stats(), model), file=sys.stderr)
+            print(stats_table(model.store.stats(), model, details=args.details), file=sys.stderr)
     return 0
 
 

@@ -49,6 +49,7 @@ def convert(
     strict_config: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
+    mlx_path: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Convert a checkpoint; returns the directory that was written.
 
@@ -61,6 +62,7 @@ def convert(
         dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
         verify_written: Read everything back and compare hashes.
         progress: Called with (bytes done, bytes in all).
+        mlx_path: The same as `out`, under mlx-lm's name.
 
     Peak memory: one row chunk (64 MiB in float32, a few times) beside the interpreter.
 
@@ -74,7 +76,8 @@ def convert(
     if quantize and dequantize:
         raise InputError("give either quantize or dequantize, not both.")
     spec = QuantSpec(q_bits, q_group_size, q_mode) if quantize else None
-    directory, out = resolve(path_or_hub_id, revision=revision), Path(out)
+    directory = resolve(path_or_hub_id, revision=revision)
+    out = Path(out if mlx_path is None else mlx_path)
     checkpoint = open_checkpoint(directory)
     if out.exists() and out.resolve() == directory.resolve():
         raise InputError(f"{out} is the checkpoint itself; give another directory.")

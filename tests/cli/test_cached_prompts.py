@@ -73,7 +73,7 @@ def test_a_cached_message_goes_on_and_names_its_model(capsys, tmp_path, talking)
 @pytest.mark.filterwarnings("default")
 def test_a_directory_of_prompts_saves_the_second_reading(capsys, tmp_path):
     directory = str(tmp_path / "prompts")
-    arguments = ["generate", "-p", "import os\\n\\n", "-m", "9", "--stats"]
+    arguments = ["generate", "-p", "import os\\n\\n", "-m", "9", "--stats", "-v"]
     expected, _ = out_of(capsys, *arguments)
     prompt = len(load_tokenizer(BUNDLED_MODEL).encode("import os\n\n"))
     for read in (prompt + 8, 8):

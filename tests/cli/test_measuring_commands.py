@@ -147,7 +147,7 @@ def test_evaluate_runs_the_program_of_mlx_lm_on_our_model(monkeypatch):
 
 
 def test_safe_reaches_the_model(capsys):
-    assert main(["generate", "-m", "4", "--safe", "--stats", "--prompt", "x ="]) == 0
+    assert main(["generate", "-m", "4", "--safe", "--stats", "-v", "--prompt", "x ="]) == 0
     line = next(x for x in capsys.readouterr().err.splitlines() if x.startswith("kernels: "))
     assert {choice.split("=")[1] for choice in line[9:].split(", ")} == {"reference"}
     assert main(["generate", "--safe", "--prefetch", "ahead"]) == 1
