@@ -238,7 +238,8 @@ def load_model(
         router = kind.make_router(config, chosen, experts_per_token=experts_per_token)
     elif experts_per_token is not None:
         raise InputError("give either a router or experts_per_token: a router has its own K.")
-    check_router(router, config.num_experts)
+    else:
+        check_router(router, config.num_experts)
     rules = kind.name_rules(config)
     mapped = checkpoint.mapped(rules)
     model = kind(config, router=router, kernels=chosen)
