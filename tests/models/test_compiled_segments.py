@@ -40,7 +40,11 @@ def opened(**options):
         ({}, 1),
         pytest.param({"fuse": True}, 1, marks=pytest.mark.slow),
         pytest.param({}, 3, marks=pytest.mark.slow),
-        ({"eviction": "lru", "prefetch": "ahead", "keep_all_ahead": True}, 1),
+        pytest.param(
+            {"eviction": "lru", "prefetch": "ahead", "keep_all_ahead": True},
+            1,
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
         pytest.param({"balance": "shift"}, 1, marks=pytest.mark.slow),
     ],

@@ -190,6 +190,7 @@ def test_metal_would_take_the_texts():
         assert lint.problems(variant) == [], variant.kernel.name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device_of_a_model")
 def test_a_prepared_model_gives_the_same_bits():
     gc.collect()
