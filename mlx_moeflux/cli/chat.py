@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from mlx_moeflux.cli import report
@@ -132,7 +132,7 @@ class Conversation:
         if self._args.stats and last is not None and last.experts is not None:
             print(stats_table(last.experts, self._model), file=sys.stderr)
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Generator[Any, None, None]:
         from mlx_moeflux.generation import text
 
         args, tokenizer = self._args, self._tokenizer
