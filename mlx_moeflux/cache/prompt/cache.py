@@ -259,9 +259,7 @@ class PromptCache:
             arrays.pop("logits", None)
         for i, entry in enumerate(state):
             axis = entry.token_axis
-            for name in [
-                f"layers.{i}.{field}" for field in entry.fields if entry.token_axis is not None
-            ]:
+            for name in [f"layers.{i}.{f}" for f in entry.fields if entry.token_axis is not None]:
                 rows = mx.concatenate([one[name] for one in held], axis=axis)
                 arrays[name] = rows[(slice(None),) * axis + (slice(0, match.tokens),)]
         mx.eval(arrays)
