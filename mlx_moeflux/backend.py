@@ -47,8 +47,9 @@ def describe_backend() -> str:
     require_mlx()
     import mlx.core as mx
 
+    version = mx.__version__  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
     if mx.default_device() == mx.cpu:
-        return f"mlx {mx.__version__}, cpu"
+        return f"mlx {version}, cpu"
     kind = "metal" if mx.metal.is_available() else "cuda"
     name = mx.device_info(mx.gpu).get("device_name", "unknown device")
-    return f"mlx {mx.__version__}, {kind}, {name}"
+    return f"mlx {version}, {kind}, {name}"

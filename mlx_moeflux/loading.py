@@ -132,7 +132,7 @@ def _prepared_process() -> Iterator[None]:
     """
     set_device_variables()
     metal.cuda_files()
-    high, low = mx.random.state[0].tolist()
+    high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
     try:
         yield
     finally:
@@ -213,12 +213,8 @@ def load_model(
         tuned = open_tuning(tuning)
         if tuned["model"] != checkpoint.identity():
             raise InputError(f"{tuning} was written for another model than {path}; tune this one.")
-    if expert_memory in (None, "auto"):
-        expert_memory = tuned.get("expert_memory", "auto")
     if expert_reader == "auto":
         expert_reader = tuned.get("expert_reader", "auto")
-    if expert_threads is None:
-        expert_threads = tuned.get("expert_threads", DEFAULT_THREADS)
     prefetch = make_prefetch(tuned.get("prefetch") if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
@@ -240,6 +236,7 @@ def load_model(
         raise InputError("give either a router or experts_per_token: a router has its own K.")
     else:
         check_router(router, config.num_experts)
+    assert router is not None
     rules = kind.name_rules(config)
     mapped = checkpoint.mapped(rules)
     model = kind(config, router=router, kernels=chosen)
@@ -262,12 +259,16 @@ def load_model(
             model,
             mapped,
             layouts,
-            budget=expert_memory,
+            budget=tuned.get("expert_memory", "auto")
+            if expert_memory is None or expert_memory == "auto"
+            else expert_memory,
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
             custom_reader=reader is not None,
             dtype=dtype,
-            threads=expert_threads,
+            threads=tuned.get("expert_threads", DEFAULT_THREADS)
+            if expert_threads is None
+            else expert_threads,
             events=events,
             eviction=eviction,
             prefetch=prefetch,
@@ -390,7 +391,7 @@ def _resident(
     events: EventHook | None,
     dtype: mx.Dtype,
 ) -> ResidentStore:
-    blocks = model.moe_blocks()
+    blocks: dict[int, Any] = model.moe_blocks()
     experts = load_experts(((mapped.experts[i], layouts[i].specs) for i in blocks), dtype)
     for block, switch in zip(blocks.values(), experts, strict=True):
         block.switch_mlp = switch

@@ -165,7 +165,7 @@ class Tokenizer:
         self.eos_token = _text(config.get("eos_token"))
         self.pad_token = _text(config.get("pad_token")) or self.eos_token
         own = None if self.eos_token is None else backend.id_of(self.eos_token)
-        self.eos_token_ids = eos_token_ids | ({own} - {None})
+        self.eos_token_ids = eos_token_ids | (set() if own is None else {own})
         if not self.eos_token_ids:
             raise ConfigError(
                 f"{name_or_path or 'the tokenizer'} names no end token; set eos_token in "
@@ -209,7 +209,7 @@ class Tokenizer:
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Return the text of ids; incomplete UTF-8 gives U+FFFD, an id without a token nothing."""
-        ids = [_id(ids)] if isinstance(ids, Integral) else [_id(i) for i in ids]
+        ids = [_id(ids)] if isinstance(ids, int | Integral) else [_id(i) for i in ids]
         return self._backend.decode(ids, skip_special_tokens)
 
     def __call__(
@@ -257,7 +257,7 @@ class Tokenizer:
         return any(all(self._backend.id_of(t) is not None for t in group) for group in groups)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
-        if isinstance(ids, Integral):
+        if isinstance(ids, int | Integral):
             return self._backend.token_of(_id(ids))
         return [self._backend.token_of(_id(i)) for i in ids]
 
@@ -290,7 +290,7 @@ class Tokenizer:
         """
         if return_dict:
             raise InputError("return_dict is not offered; the result is ids or text.")
-        template = chat_template or (tools and self.tool_template) or self.chat_template
+        template = chat_template or (self.tool_template if tools else None) or self.chat_template
         if template is None:
             raise InputError(
                 "this tokenizer has no chat template; pass the prompt as text or ids instead of "
@@ -409,7 +409,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
         template = read_json_object(directory / source, error=ConfigError).get("chat_template")
     if isinstance(template, list):
         try:
-            named = {entry["name"]: entry["template"] for entry in template}
+            named: dict[Any, Any] = {entry["name"]: entry["template"] for entry in template}
         except (TypeError, KeyError):
             named = {None: template}
         template = named.get("default", next(iter(named.values()), None))

@@ -38,12 +38,11 @@ class Mark:
 
 def as_ints(numbers: Sequence[int] | mx.array, what: str) -> list[int]:
     """Return Python ints from a list, tuple or integer array; errors call it ``what``."""
-    if isinstance(numbers, mx.array):
-        numbers = numbers.tolist()
+    listed: Any = numbers.tolist() if isinstance(numbers, mx.array) else numbers
     try:
-        return [int(number) for number in numbers]
+        return [int(number) for number in listed]
     except TypeError:
-        raise CacheError(f"{what} must be a list of integers, not {numbers!r}.") from None
+        raise CacheError(f"{what} must be a list of integers, not {listed!r}.") from None
 
 
 def _one_width(lengths: list[int], right: list[int]) -> bool:
@@ -69,6 +68,8 @@ class BaseCache:
     """Rows of tokens by which arrays grow."""
     takes_steps: ClassVar[bool] = True
     """True if a traced step may take the arrays by ``begin_step``."""
+    state: Any
+    _join: Callable[[list[Any]], None]
 
     def __init__(self) -> None:
         self.columns = 0
@@ -136,16 +137,17 @@ class BaseCache:
     def real_tokens(self, T: int) -> mx.array | None:
         """Return a mask of tokens in the next T columns, bool [B, T], or None if all are."""
         now = self.columns
-        masked_left = self._padding is not None and any(a > now for a in self._padding)
-        masked_right = self._ends is not None and any(b < now + T for b in self._ends)
+        left, ends = self._padding or (), self._ends or ()
+        masked_left = left and any(a > now for a in left)
+        masked_right = ends and any(b < now + T for b in ends)
         if not masked_left and not masked_right:
             return None
         column = mx.arange(now, now + T)
         mask = None
         if masked_left:
-            mask = column >= mx.array(self._padding)[:, None]
+            mask = column >= mx.array(left)[:, None]
         if masked_right:
-            before_end = column < mx.array(self._ends)[:, None]
+            before_end = column < mx.array(ends)[:, None]
             mask = before_end if mask is None else mask & before_end
         return mask
 

@@ -27,8 +27,8 @@ class RecurrentCache(BaseCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv: mx.array | None = None
-        self.delta: mx.array | None = None
+        self.conv: Any = None
+        self.delta: Any = None
         self._watched: frozenset[int] = frozenset()
         self._seen_at: dict[int, tuple[mx.array, mx.array]] = {}
 

@@ -65,9 +65,9 @@ class AttentionCache(BaseCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-        self._tail: Tail | None = None
+        self._keys: Any = None
+        self._values: Any = None
+        self._tail: Any = None  # a Tail while steps append rows
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
 
     def _arrays(self):
@@ -127,17 +127,13 @@ class AttentionCache(BaseCache):
         if self.packs:
             keys, values = self.packed(keys), self.packed(values)
         columns, (B, _, T, _) = self.columns, keys.shape
-        if self._keys is None:
-            fits = self._padding is None or len(self._padding) == B
-        else:
-            fits = self._keys.shape[0] == B
-        if not fits:
+        if self.batch_size != B and self._batch_known():
             raise CacheError(
                 f"The cache holds {self.batch_size} sequences but {B} were given; use merge(), "
                 "extend() or filter() to change the batch."
             )
         self._flush()
-        if self._keys is None or columns + T > self._keys.shape[2]:
+        if columns + T > self.capacity:
             self._reserve(keys, values)
         self._keys, self._values = (
             _written(self._keys, keys, columns),
@@ -147,8 +143,9 @@ class AttentionCache(BaseCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return views of all S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
-        rows = (self.keys[:, :, : self.columns], self.values[:, :, : self.columns])
-        return self.unpacked(rows[0]), self.unpacked(rows[1])
+        self._flush()
+        rows = slice(self.columns)
+        return self.unpacked(self._keys[:, :, rows]), self.unpacked(self._values[:, :, rows])
 
     @classmethod
     def packed(cls, rows: mx.array) -> mx.array:
@@ -230,18 +227,20 @@ class AttentionCache(BaseCache):
         that its softmax stays finite; its result means nothing.
         """
         S = self.columns + T
-        padded = self._padding is not None and any(self._padding)
-        windowed = window_size is not None and window_size < S
+        padding = self._padding or ()
+        padded = any(padding)
+        window = S if window_size is None else window_size
+        windowed = window < S
         if not padded and not windowed and not return_array:
             return None if T == 1 else "causal"
         query = mx.arange(self.columns, S)[:, None]
         key = mx.arange(S)[None]
         mask = key <= query
         if windowed:
-            mask = mask & (query - key < window_size)
+            mask = mask & (query - key < window)
         if not padded:
             return mask[None, None]
-        first = mx.array(self._padding)[:, None, None, None]
+        first = mx.array(padding)[:, None, None, None]
         return (mask & (key >= first)) | (key == query)
 
     # Going back.
@@ -330,17 +329,17 @@ class AttentionCache(BaseCache):
         self._flush()  # while the counts are those of the rows
         all_stay = keep == list(range(self.batch_size))
         drop = self._keep(keep)
-        if self.keys is None:
+        if self._keys is None:
             return
         if not all_stay:
             index = mx.array(keep, dtype=mx.int32)
-            self.keys, self.values = self.keys[index], self.values[index]
+            self.keys, self.values = self._keys[index], self._values[index]
         if drop:
             rows = self.rows_for(self.columns)
             kept = slice(drop, drop + self.columns)
             self.keys, self.values = (
                 _resized(array[:, :, kept], array, rows, self.columns)
-                for array in (self.keys, self.values)
+                for array in (self._keys, self._values)
             )
 
     def extract(self, i: int) -> AttentionCache:
@@ -351,8 +350,8 @@ class AttentionCache(BaseCache):
         single.columns = self.columns - first
         if self.keys is not None:
             rows = slice(first, self.columns)
-            single.keys = mx.contiguous(self.keys[i : i + 1, :, rows])
-            single.values = mx.contiguous(self.values[i : i + 1, :, rows])
+            single.keys = mx.contiguous(self._keys[i : i + 1, :, rows])
+            single.values = mx.contiguous(self._values[i : i + 1, :, rows])
             mx.async_eval(single.keys, single.values)
         return single
 
@@ -363,8 +362,8 @@ class AttentionCache(BaseCache):
         row = mx.arange(self.capacity)
         source = row - mx.array(extra)[:, None]
         source = mx.where((source >= 0) & (row < self.columns), source, row)[:, None, :, None]
-        self.keys = mx.take_along_axis(self.keys, source, axis=2)
-        self.values = mx.take_along_axis(self.values, source, axis=2)
+        self.keys = mx.take_along_axis(self._keys, source, axis=2)
+        self.values = mx.take_along_axis(self._values, source, axis=2)
 
     # Saving.
 

@@ -151,7 +151,7 @@ class PagedCache(AttentionCache):
         super().__init__()
         self._windowed = windowed
         self._pool, self._kind = pool, kind
-        self._padding = []
+        self._padding: list[int] = []
         rows = (pool.blocks + 1) * pool.block
         self.keys, self.values = (
             mx.zeros((rows, array.shape[1], array.shape[3]), mlx_dtype(array.dtype))
@@ -165,12 +165,12 @@ class PagedCache(AttentionCache):
     @property
     def capacity(self) -> int:
         """Return the rows of the pool."""
-        return self.keys.shape[0]
+        return self._keys.shape[0]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all allocated blocks."""
-        row = (self.keys.nbytes + self.values.nbytes) // self.capacity
+        row = (self._keys.nbytes + self._values.nbytes) // self.capacity
         return row * self._pool.block * sum(map(len, self._pool.tables))
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
@@ -182,9 +182,11 @@ class PagedCache(AttentionCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+        self._flush()
         index = self._pool.rows(self.seen())
-        rows = (array[index].swapaxes(1, 2) for array in (self.keys, self.values))
-        return tuple(map(self._kind.unpacked, rows))
+        rows = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
+        keys, values = map(self._kind.unpacked, rows)
+        return keys, values
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Return copies as long as the buffers of contiguous entries, and the columns in use.
@@ -193,9 +195,11 @@ class PagedCache(AttentionCache):
         """
         if self._kind.buffer is not AttentionCache.buffer:
             return *self.keys_and_values(), self.columns
+        self._flush()
         index = self._pool.rows(self.seen())
         index = mx.pad(index, [(0, 0), (0, self.rows_for(self.columns) - index.shape[1])])
-        return *(array[index].swapaxes(1, 2) for array in (self.keys, self.values)), self.columns
+        keys, values = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
+        return keys, values, self.columns
 
     # Appending one row at a time.
 
@@ -240,16 +244,15 @@ class PagedCache(AttentionCache):
     def extend(self, other: AttentionCache) -> None:
         """Append the sequences of a contiguous entry, which the pool has admitted before."""
         self._join_counts([copy.copy(self), other] if self._padding else [other])
-        if other.keys is None:
+        keys, values = other.keys, other.values
+        if keys is None or values is None:
             return
         index = self._pool.rows(self.seen())[-other.batch_size :]
         S = min(other.columns, index.shape[1])
         if S:
             columns = slice(other.columns - S, other.columns)
             self._scatter(
-                index[:, index.shape[1] - S :],
-                other.keys[:, :, columns],
-                other.values[:, :, columns],
+                index[:, index.shape[1] - S :], keys[:, :, columns], values[:, :, columns]
             )
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -262,18 +265,21 @@ class PagedCache(AttentionCache):
         single = self._kind()
         single.columns = n = self.seen()[i]
         if n:
+            self._flush()
             index = self._pool.rows(self.seen())[i : i + 1, self.columns - n :]
             single.keys, single.values = (
-                mx.contiguous(array[index].swapaxes(1, 2)) for array in (self.keys, self.values)
+                mx.contiguous(array[index].swapaxes(1, 2)) for array in (self._keys, self._values)
             )
             mx.async_eval(single.keys, single.values)
         return single
 
     def _scatter(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys and values [B, Hkv, T, D] at rows [B, T]."""
+        self._flush()
         rows = rows.reshape(-1)
-        self.keys, self.values = (
-            _scattered(pool, rows, new) for pool, new in ((self.keys, keys), (self.values, values))
+        self._keys, self._values = (
+            _scattered(pool, rows, new)
+            for pool, new in ((self._keys, keys), (self._values, values))
         )
 
 

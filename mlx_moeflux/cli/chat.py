@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from mlx_moeflux.cli import report
@@ -134,7 +134,7 @@ class Conversation:
                 stats_table(last.experts, self._model, details=self._args.details), file=sys.stderr
             )
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Generator[Any, None, None]:
         from mlx_moeflux.generation import text
 
         args, tokenizer = self._args, self._tokenizer

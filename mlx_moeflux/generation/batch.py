@@ -38,7 +38,7 @@ class Batch:
 
     def __init__(self, model: Any, *, kv_pool_bytes: int | None = None):
         self.model = model
-        self.names: list[Hashable] = []
+        self.names: list[Any] = []
         self.pool = None if kv_pool_bytes is None else KVPool(model.state_spec(), kv_pool_bytes)
         self._entries: list[Any] = []
         self._paged: dict[int, PagedCache] = {}
@@ -198,7 +198,7 @@ class Prefill:
         self._model, self.sequences, self._cache = model, sequences, cache
         self._done = {s.uid: s.known for s in sequences}
         self._stops: dict[int, list[int]] = {}
-        self._logits: dict[int, mx.array] = {}
+        self._logits: dict[int, Any] = {}
         for sequence in sequences:
             resumed = sequence.resumed
             if resumed is not None:
@@ -233,7 +233,9 @@ class Prefill:
 
     def keep(self) -> None:
         """Store the states in the prompt cache; call it after :meth:`advance` returned logits."""
-        for sequence in self.sequences if self._cache is not None else ():
+        if self._cache is None:
+            return
+        for sequence in self.sequences:
             if sequence.fresh:
                 uid, prompt, state = sequence.uid, sequence.prompt, sequence.state
                 for stop in self._stops[uid]:
@@ -271,7 +273,7 @@ class PaddedPrefill(Prefill):
         self._merged = merged([sequence.state for sequence in self.sequences])
         unread = [s.prompt[s.known : -1] for s in self.sequences]
         self._read_columns, width = 0, max(map(len, unread))
-        self._ends: mx.array | None = None
+        self._ends: Any = None
         self._rows = mx.array([ids + [0] * (width - len(ids)) for ids in unread], mx.int32)
         ends = [len(ids) for ids in unread]
         for entry in self._merged:
@@ -306,7 +308,9 @@ class PaddedPrefill(Prefill):
 
     def keep(self) -> None:
         """Store the states at the ends, see :meth:`Prefill.keep`."""
-        for i, sequence in enumerate(self.sequences if self._cache is not None else ()):
+        if self._cache is None:
+            return
+        for i, sequence in enumerate(self.sequences):
             if sequence.fresh:
                 state = [entry.extract(i) for entry in self._merged]
                 self._cache.store(self._model, sequence.prompt, state, self._ends[i])
@@ -413,8 +417,8 @@ class BatchGenerator:
         self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
         self._sequences: dict[int, Request] = {}
-        self._tokens: mx.array | None = None
-        self._logprobs: mx.array | None = None
+        self._tokens: Any = None
+        self._logprobs: Any = None
         self._uids = self._steps = 0
         self._unreported = False
         self._closed = False

@@ -134,7 +134,7 @@ class _Reply:
         self._tokenizer, self._stops = tokenizer, stops
         self._keep_logprobs = logprobs
         self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.logprobs: list[Any] = []
         self.state, self.count = None, 0
 
     def add(self, reply: BatchReply) -> bool:

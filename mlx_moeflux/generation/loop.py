@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ def generate_step(
     prefill_step_size: int | None = None,
     prompt_progress_callback: Progress | None = None,
     resumed: Resumed | None = None,
-) -> Iterator[tuple[int, mx.array]]:
+) -> Generator[tuple[int, mx.array], None, None]:
     """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
 
     prefill_step_size: Tokens a call. None reads the whole prompt in one call, so that every expert
@@ -67,7 +67,7 @@ def generate_step(
         prompt_progress_callback,
     )
     with model.lock, transaction(cache):
-        following = loop.prefill(
+        following: Any = loop.prefill(
             prefill_step_size or prompt.shape[0], stop=max_tokens == 0, resumed=resumed
         )
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
@@ -87,7 +87,7 @@ def generate_step(
                     following = loop.step(token)
                 elif keep_last:
                     loop.read(token)
-                value = token.item()
+                value: Any = token.item()
                 reply.append(value)
             yield value, logprobs
             if count % CLEAR_EVERY == 0:
@@ -140,19 +140,19 @@ class _Loop:
         Return the last logits ``[1, V]``.
         """
         stops = [] if resumed is None else [s for s in resumed.stops if start < s <= end]
-        if stops:
+        if resumed is not None and stops:
             resumed.state.watch(stops)
         with self._layer_progress(start, end):
             logits = self.read(inputs)
-        for stop in stops:
-            resumed.reached(stop)
-        if stops:
+        if resumed is not None and stops:
+            for stop in stops:
+                resumed.reached(stop)
             resumed.state.watch(())
         return logits
 
     def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
         """Return the logits after the prompt, ``[1, V]``, of which `rest` is unread."""
-        if not rest.size:
+        if resumed is not None and resumed.logits is not None:
             return resumed.logits[None]
         total = self.prompt.shape[0]
         raw = self._pass(rest, resumed, total - rest.shape[0], total)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Needs:
     def of(cls, model: Any, *, prompt_tokens: int, positions: int) -> Needs:
         """Return the needs of a generation: `cache` for the activations of a prompt call, `wired`
         for trunk, bank, and the state after `positions` tokens."""
-        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        weights = sum(array.nbytes for array in dict(tree_flatten(model.parameters())).values())
         bank = model.store.nbytes
         return cls(
             owner=id(model),
@@ -77,7 +77,8 @@ class Limits:
         if self._needs:
             self._tighten(on_metal)
             return
-        mx.set_cache_limit(self._cache)
+        if self._cache is not None:
+            mx.set_cache_limit(self._cache)
         if self._wired is not None:
             mx.set_wired_limit(self._wired)
         self._cache = self._wired = None
@@ -105,12 +106,14 @@ class Limits:
 LIMITS = Limits()
 
 
-def with_memory_limits(generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def with_memory_limits(
+    generate: Callable[..., Generator[Any, None, None]],
+) -> Callable[..., Generator[Any, None, None]]:
     """Decorate a generator function ``(prompt [T], model, *, max_tokens=...)`` to hold the limits
     from its first step until it ends or is closed."""
 
     @functools.wraps(generate)
-    def limited(prompt: mx.array, model: Any, **options: Any) -> Iterator[Any]:
+    def limited(prompt: mx.array, model: Any, **options: Any) -> Generator[Any, None, None]:
         context, tokens = model.config.max_position_embeddings, prompt.shape[0]
         new = options.get("max_tokens", -1)
         positions = context if new < 0 or options.get("prompt_cache") else tokens + new

@@ -26,19 +26,18 @@ def prompt_ids(
     Raises:
         InputError: The prompt is empty, of another type, or has an id out of range.
     """
+    given: Any = prompt
     if isinstance(prompt, str):
         framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(prompt, add_special_tokens=framed)
     elif hasattr(prompt, "shape"):
-        ids = prompt.tolist()
-        if len(prompt.shape) != 1 or any(not isinstance(i, int) for i in ids):
-            raise InputError(
-                f"the prompt is {prompt.dtype} {list(prompt.shape)}; expected ids [T]."
-            )
+        ids = given.tolist()
+        if len(given.shape) != 1 or any(not isinstance(i, int) for i in ids):
+            raise InputError(f"the prompt is {given.dtype} {list(given.shape)}; expected ids [T].")
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        ids = _template_ids(tokenizer, prompt, tools, {} if options is None else options)
+        ids = _template_ids(tokenizer, given, tools, {} if options is None else options)
     else:
-        ids = list(prompt) if isinstance(prompt, Iterable) else prompt
+        ids = list(given) if isinstance(prompt, Iterable) else given
         if isinstance(prompt, bytes) or not _are_integers(ids):
             raise InputError(
                 f"the prompt is a {type(prompt).__name__}; expected text, ids, or messages."
@@ -68,11 +67,12 @@ def turn_end(
     """
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return None
-    if not isinstance(prompt[0], Mapping) or prompt[-1].get("role") == "assistant":
+    messages: Any = prompt
+    if not isinstance(prompt[0], Mapping) or messages[-1].get("role") == "assistant":
         return None
     options = {**(options or {}), "add_generation_prompt": False}
     try:
-        closed = _template_ids(tokenizer, prompt, tools, options)
+        closed = _template_ids(tokenizer, messages, tools, options)
     except InputError:
         return None
     return len(closed) if list(ids[: len(closed)]) == closed else None

@@ -183,9 +183,9 @@ def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
     if not isinstance(logit_bias, Mapping):
         raise InputError(f"logit_bias is a {type(logit_bias).__name__}; give a dict of id: bias.")
     keys = check_ids("logit_bias", logit_bias)
-    for i, bias in logit_bias.items():
-        if bias != -math.inf:
-            check_number(f"logit_bias[{i}]", bias, -math.inf)
+    for i, value in logit_bias.items():
+        if value != -math.inf:
+            check_number(f"logit_bias[{i}]", value, -math.inf)
     ids, values = mx.array(keys), mx.array([float(v) for v in logit_bias.values()])
 
     def bias(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -72,7 +72,7 @@ def stream_generate(
     prefill_step_size: int | None = None,
     prompt_progress_callback: Progress | None = None,
     **options: Unpack[SamplingOptions],
-) -> Iterator[GenerationResponse]:
+) -> Generator[GenerationResponse, None, None]:
     """Generate from a prompt: text (encoded as it is), ids, or messages (the template applies).
 
     Args:
@@ -97,8 +97,8 @@ def stream_generate(
     """
     check_numbers(max_tokens, prefill_step_size, seed)
     for name in ("logit_bias", "xtc_special_tokens"):
-        if options.get(name) is not None:
-            check_ids(name, options.get(name), model.config.vocab_size)
+        if (given := options.get(name)) is not None:
+            check_ids(name, given, model.config.vocab_size)
     others = (*GenerationOptions.__annotations__, "verbose", "return_response")
     sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
@@ -150,8 +150,8 @@ def _stream(
     cached_tokens: int,
     limit: int,
     seed: int | None,
-    steps: Iterator[tuple[int, mx.array]],
-) -> Iterator[GenerationResponse]:
+    steps: Generator[tuple[int, mx.array], None, None],
+) -> Generator[GenerationResponse, None, None]:
     if seed is not None:
         # MLX has one random state per thread: seed in the thread that draws.
         mx.random.seed(seed % 2**64)
@@ -249,7 +249,8 @@ def generate(
     :class:`GenerationResponse` instead, with the whole text and the expert statistics. options:
     Those of :func:`stream_generate`. A second call on the same model waits for the first.
     """
-    parts, last = [], None
+    last: Any = None
+    parts = []
     with model.lock:
         for last in stream_generate(model, tokenizer, prompt, **options):
             parts.append(last.text)
@@ -266,6 +267,7 @@ def generate(
 
 def summary(last: GenerationResponse) -> str:
     """Return one line of speeds, peak memory, hit rate and bytes read."""
+    assert last.experts is not None
     total = last.experts.total
     return (
         f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tok/s; "

@@ -8,8 +8,8 @@ from mlx_moeflux import convert, generate, load, load_model, stream_generate
 def write_text(path: str) -> str:
     model, tokenizer = load(path, expert_memory="50%", max_context=4096, safe=True, revision=None)
     with model:
-        reply = generate(model, tokenizer, "A prompt", max_tokens=8, temp=0.7)
-        text = reply if isinstance(reply, str) else reply.text
+        text = generate(model, tokenizer, "A prompt", max_tokens=8, temp=0.7)
+        text += generate(model, tokenizer, "A prompt", return_response=True).text
         for response in stream_generate(model, tokenizer, [1, 2, 3], max_tokens=8):
             text += response.text
         return text

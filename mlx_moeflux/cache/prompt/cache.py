@@ -166,7 +166,7 @@ class PromptCache:
     def store(
         self,
         model: Any,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         state: Sequence[Any],
         logits: mx.array | None = None,
     ) -> None:
@@ -241,24 +241,26 @@ class PromptCache:
         Raises:
             CacheError: A file of its path cannot be read; its node was removed from the tree.
         """
-        path = match.node.path()
+        path, held = match.node.path(), []
         for node in path:
             if node.arrays is None:
+                assert self._disk is not None  # only stored nodes lose their arrays
                 try:
                     node.arrays = self._disk.read(node, root, spec)
                 except CacheError:
                     node.remove()
                     raise
                 node.has_logits = "logits" in node.arrays
-        if not path:
+            held.append(node.arrays)
+        if not held:
             return {}
-        arrays = dict(path[-1].arrays)
+        arrays = dict(held[-1])
         if not match.whole:
             arrays.pop("logits", None)
         for i, entry in enumerate(state):
             axis = entry.token_axis
-            for name in [f"layers.{i}.{field}" for field in entry.fields if axis is not None]:
-                rows = mx.concatenate([node.arrays[name] for node in path], axis=axis)
+            for name in [f"layers.{i}.{f}" for f in entry.fields if entry.token_axis is not None]:
+                rows = mx.concatenate([one[name] for one in held], axis=axis)
                 arrays[name] = rows[(slice(None),) * axis + (slice(0, match.tokens),)]
         mx.eval(arrays)
         return arrays

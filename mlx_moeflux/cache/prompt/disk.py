@@ -113,6 +113,8 @@ class PromptDirectory:
 
         The next :meth:`update` warns of a failure. Evaluates: the arrays.
         """
+        assert node.arrays is not None
+        assert node.parent is not None
         path, line = self._path(root, node), node.path()
         self._bad.discard(path)
         self._known.setdefault(root.key, set()).add(path.name)

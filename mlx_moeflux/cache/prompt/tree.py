@@ -63,7 +63,7 @@ class Node:
 
     def family(self) -> Iterator[Node]:
         """Yield this node and all its descendants."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             yield node

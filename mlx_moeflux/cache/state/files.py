@@ -51,7 +51,7 @@ def to_host(arrays: Mapping[str, mx.array]) -> dict[str, HostArray]:
     return {
         name: HostArray(
             ArraySpec(DTYPE_CODES[arrays[name].dtype], tuple(array.shape)),
-            memoryview(np.ascontiguousarray(np.asarray(array))).cast("B"),
+            np.ascontiguousarray(np.asarray(array)).data.cast("B"),
         )
         for name, array in plain.items()
     }
@@ -162,7 +162,7 @@ def write_file(
     path = Path(path)
     facts = {"format": format.name, "version": str(format.version), **facts}
     arrays = dict(sorted(arrays.items()))
-    metadata = dict(sorted({**facts, "digest": _digest(facts, arrays)}.items()))
+    metadata: dict[str, Any] = dict(sorted({**facts, "digest": _digest(facts, arrays)}.items()))
     header, position = {"__metadata__": metadata}, 0
     for name, array in arrays.items():
         end = position + array.data.nbytes

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -93,9 +94,7 @@ class StateSpec:
         }
 
 
-def export(
-    entries: Sequence[BaseCache], start: int = 0, stop: int | None = None
-) -> dict[str, mx.array]:
+def export(entries: Sequence[Any], start: int = 0, stop: int | None = None) -> dict[str, mx.array]:
     """Return lazy copies of one sequence's arrays by ``layers.<i>.<field>``.
 
     Arrays with one row per token give the rows of tokens ``[start, stop)``. The others give their
@@ -123,7 +122,7 @@ def export(
     return found
 
 
-def _at(entry: BaseCache, position: int | None) -> Sequence[mx.array | None]:
+def _at(entry: Any, position: int | None) -> Sequence[mx.array | None]:
     if position in (None, entry.columns) or entry.token_axis is not None:
         return [getattr(entry, name) for name in entry.fields]
     found = entry.seen_at(position)
