@@ -29,13 +29,12 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.policies.rebalance import Balance, make_balance
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.store import ExpertStore, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.selfcheck import describe
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
@@ -419,13 +418,20 @@ def _check_store(
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
         raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
-    router, layer = model.router, min(layouts)
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
-    ids, weights = router(mx.random.normal((N, model.config.num_experts), key=mx.random.key(0)))
+    logits = mx.random.normal((N, model.config.num_experts), key=mx.random.key(0))
+    ids, weights = model.router(logits)
     x = mx.random.normal((N, C), key=mx.random.key(1)).astype(dtype)
-    y = store.experts(layer, x, ids, weights)
-    if describe(y) != f"float32[{N}, {C}]":
-        raise ShapeError(f"{name}.experts returns {describe(y)}, expected float32[{N}, {C}].")
-    if not mx.isfinite(y).all().item():
-        raise ShapeError(f"{name}.experts returns numbers that are not finite.")
+    for layer in store.layers:
+        try:
+            y = store.experts(layer, x, ids, weights)
+        except Exception as error:
+            raise InputError(
+                f"{name}.experts fails in layer {layer}: {type(error).__name__}: {error}."
+            ) from error
+        check_result(store, layer, x, y)
+        if not mx.isfinite(y).all().item():
+            raise ShapeError(
+                f"{name}.experts returns numbers that are not finite in layer {layer}."
+            )

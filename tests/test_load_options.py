@@ -105,15 +105,34 @@ class Store(ExpertStore):
     [
         (Store, "Store is a class; pass an instance"),
         (3, "make its class a subclass of ExpertStore"),
-        (Store(lambda y: None), r"experts returns NoneType, expected float32\[3, "),
-        (Store(lambda y: y[:2]), r"experts returns float32\[2, "),
-        (Store(lambda y: y.astype(mx.float16)), r"experts returns float16\[3, "),
-        (Store(lambda y: y + float("nan")), "numbers that are not finite"),
+        (Store(lambda y: None), r"experts returns NoneType in layer 0; expected float32 \[3, "),
+        (Store(lambda y: y[:2]), r"experts returns mlx.core.float32 \[2, "),
+        (Store(lambda y: y.astype(mx.float16)), r"experts returns mlx.core.float16 \[3, "),
+        (Store(lambda y: y + float("nan")), "numbers that are not finite in layer 0"),
+        (Store(lambda y: 1 // 0), "experts fails in layer 0: ZeroDivisionError"),
     ],
 )
 def test_a_wrong_store_is_one_line(store, message):
     with pytest.raises(MoefluxError, match=message):
         load_model(BUNDLED_MODEL, store=store)
+
+
+def test_every_layer_of_a_store_is_checked_at_load_and_at_each_call():
+    class Late(Store):
+        late = True
+
+        def experts(self, layer, x, ids, weights):
+            return None if self.late and layer == 4 else mx.zeros(x.shape)
+
+    store = Late(None)
+    with pytest.raises(MoefluxError, match="NoneType in layer 4"):
+        load_model(BUNDLED_MODEL, store=store)
+    store.late = False
+    with load_model(BUNDLED_MODEL, store=store) as model:
+        mx.eval(model(mx.array([[5, 6]])))
+        store.late = True
+        with pytest.raises(MoefluxError, match="NoneType in layer 4"):
+            model(mx.array([[5, 6]]))
 
 
 def test_a_wrong_kernel_is_refused_unless_it_is_meant():

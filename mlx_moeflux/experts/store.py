@@ -14,13 +14,27 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
 # Ways to compute experts that do not lead through `experts`.
 PAST_EXPERTS = ("whole", "partial", "stays_on_device", "parts_calls")
+
+
+def check_result(store: ExpertStore, layer: int, x: mx.array, y: Any) -> None:
+    """Compare shape and dtype of a call's result with those of :meth:`ExpertStore.experts`.
+
+    Raises:
+        ShapeError: They differ.
+    """
+    if not isinstance(y, mx.array) or y.shape != x.shape or y.dtype != mx.float32:
+        found = f"{y.dtype} {list(y.shape)}" if isinstance(y, mx.array) else type(y).__name__
+        raise ShapeError(
+            f"{type(store).__name__}.experts returns {found} in layer {layer}; expected float32 "
+            f"{list(x.shape)}."
+        )
 
 
 class ExpertStore:

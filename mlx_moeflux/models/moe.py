@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
+from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.moe_step import moe_step
 from mlx_moeflux.kernels.registry import Kernels
@@ -216,6 +217,7 @@ class SparseMoeBlock(nn.Module):
         post, ids, weights, shared, ahead = self.prepare(x, norm, mask)
         options = {} if ahead is None else {"ahead": ahead}
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
+        check_result(self._store, self.layer, post, experts)
         return self.combine(x, experts, shared)
 
     def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
