@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
@@ -196,7 +197,7 @@ def load_model(
         fuse: Concatenate projections that share an input (``model.prepare()``); default on GPUs.
         strict_config: Refuse unknown keys of config.json.
         safe: For bug reports: references instead of kernels, no traced steps, no prefetch.
-        verbose: Print the plan, one line on stderr.
+        verbose: Print the plan, one line on stderr; on a terminal show a bar while experts load.
 
     Raises:
         MoefluxError: One of its kinds, in one sentence.
@@ -269,6 +270,7 @@ def load_model(
             if expert_threads is None
             else expert_threads,
             events=events,
+            verbose=verbose,
             eviction=eviction,
             prefetch=prefetch,
             keep_all_ahead=keep_all_ahead,
@@ -340,6 +342,7 @@ def _make_store(
     dtype: mx.Dtype,
     threads: int,
     events: EventHook | None,
+    verbose: bool,
     **policies: Any,
 ) -> tuple[ExpertStore, Plan]:
     """Plan the memory of the experts and build their store; closes `reader` unless it is used.
@@ -369,7 +372,7 @@ def _make_store(
         )
         if plan.resident and not custom_reader:
             reader.close()
-            return _resident(model, mapped, layouts, events, dtype), plan
+            return _resident(model, mapped, layouts, events, dtype, verbose), plan
         return StreamedStore(
             reader,
             plan.slots,
@@ -389,10 +392,14 @@ def _resident(
     layouts: dict[int, BlockLayout],
     events: EventHook | None,
     dtype: mx.Dtype,
+    verbose: bool,
 ) -> ResidentStore:
     blocks: dict[int, Any] = model.moe_blocks()
     experts = load_experts(((mapped.experts[i], layouts[i].specs) for i in blocks), dtype)
-    for block, switch in zip(blocks.values(), experts, strict=True):
+    shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
+    hidden = not (verbose and sys.stderr.isatty())
+    bar = tqdm(experts, total=len(blocks), disable=hidden, **shown)
+    for block, switch in zip(blocks.values(), bar, strict=True):
         block.switch_mlp = switch
     return ResidentStore(
         lambda layer: blocks[layer].switch_mlp.bank(),
