@@ -50,12 +50,11 @@ def find(path: str) -> tuple[Path, str, ast.AST]:
     text = file.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for name in parts[count:]:
-        for child in node.body:
-            if getattr(child, "name", None) == name:
-                node = child
-                break
-        else:
+        # The last one: overloads come before the function that has the docstring.
+        found = [child for child in node.body if getattr(child, "name", None) == name]
+        if not found:
             raise LookupError(f"{path}: {file.relative_to(ROOT)} defines no {name}")
+        node = found[-1]
     return file, text, node
 
 
@@ -110,8 +109,9 @@ def described(path: str) -> str:
         parts.append(f"```python\n{_signature(node)}\n```")
     parts.append(docstring(path))
     for child in node.body if isinstance(node, ast.ClassDef) else []:
-        public = isinstance(child, ast.FunctionDef) and not child.name.startswith("_")
-        if public and ast.get_docstring(child):
+        if not isinstance(child, ast.FunctionDef) or not ast.get_docstring(child):
+            continue
+        if child.name == "__call__" or not child.name.startswith("_"):
             parts.append(f"### {child.name}\n\n```python\n{_signature(child)}\n```")
             parts.append(docstring(f"{path}.{child.name}"))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -122,8 +122,9 @@ def _signature(node: ast.AST) -> str:
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    marks = "".join(f"@{ast.unparse(mark)}\n" for mark in node.decorator_list)
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"def {node.name}({ast.unparse(node.args)}){result}"
+    return f"{marks}def {node.name}({ast.unparse(node.args)}){result}"
 
 
 def first_paragraph(markdown: str) -> str:

@@ -61,10 +61,9 @@ def make_eviction(policy: str | Eviction) -> Eviction:
     """Return a policy by name, or the given object if it has the methods of :class:`Eviction`.
 
     Raises:
-        InputError: The name is unknown, a method is missing, or the object is a class.
+        InputError: See :func:`~mlx_moeflux.experts.policies.named.policy_of`.
     """
-    needs = ("touch", "choose", "evict", "admit", "reset")
-    return policy_of("eviction", policy, EVICTIONS, needs)
+    return policy_of(Eviction, policy, EVICTIONS)
 
 
 def choose_victims(
@@ -75,7 +74,7 @@ def choose_victims(
     resident: Collection[int],
     protected: Container[int],
 ) -> list[int]:
-    """Let `policy` choose, and check its answer.
+    """Let `policy` choose, and check its answer. ``StreamedLayer.make_room`` calls this.
 
     Raises:
         InputError: It chose too few, too many, one twice, or one that is not allowed.

@@ -383,5 +383,5 @@ class Random:
 EVICTIONS: dict[str, Callable[[], Any]] = {
     kind.name: kind for kind in (LRU, LFU, CLOCK, S3FIFO, Static, Random)
 }
-# Hit more often than LRU on every trace at every budget: docs/hit-rates.md.
+# Hit more often than LRU on every trace at every budget: docs/notes/hit-rates.md.
 DEFAULT_EVICTION = LFU.name

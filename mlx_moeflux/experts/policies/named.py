@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_moeflux.errors import InputError
@@ -11,21 +12,20 @@ NONE = "none"
 
 
 def policy_of(
-    kind: str,
+    protocol: type,
     policy: Any,
     known: Mapping[str, Callable[[], Any]],
-    needs: Sequence[str],
     *,
     optional: bool = False,
 ) -> Any:
-    """Return a policy by name, or the given object if it has all attributes in `needs`.
-
-    kind: "eviction", "prefetch" or "balance", for messages. optional: None and ``none`` mean no
-    policy, which is None.
+    """Return a policy by name, or the given object if it has what `protocol` declares; only `name`
+    may be missing. optional: None and ``none`` mean no policy, which is None.
 
     Raises:
-        InputError: The name is unknown, an attribute is missing, or the object is a class.
+        InputError: The name is unknown, the object is a class, an attribute is missing, or a method
+            cannot be called with the protocol's arguments.
     """
+    kind = protocol.__name__.lower()
     if optional and (policy is None or policy == NONE):
         return None
     if isinstance(policy, str):
@@ -35,13 +35,32 @@ def policy_of(
         return known[policy]()
     if isinstance(policy, type):
         raise InputError(f"the {kind} {policy.__name__} is a class; pass an instance of it.")
-    for name in needs:
-        if not hasattr(policy, name):
+    methods = [name for name in vars(protocol) if not name.startswith("_")]
+    for name in (*methods, *protocol.__annotations__):
+        if name != "name" and not hasattr(policy, name):
             raise InputError(
-                f"the {kind} {type(policy).__name__} has no '{name}'; see the {kind.capitalize()} "
+                f"the {kind} {type(policy).__name__} has no '{name}'; see the {protocol.__name__} "
                 "protocol."
             )
+    for name in methods:
+        _check_call(f"the {kind} {type(policy).__name__}", policy, vars(protocol)[name])
     return policy
+
+
+def _check_call(whose: str, policy: Any, wanted: Callable[..., Any]) -> None:
+    """Compare a method with the one that the protocol declares."""
+    _, *parameters = inspect.signature(wanted).parameters.values()
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    try:
+        found = inspect.signature(getattr(policy, wanted.__name__))
+    except ValueError:  # written in C
+        return
+    try:
+        found.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        call = ", ".join([*by_place, *(f"{name}=" for name in by_name)])
+        raise InputError(f"{whose} is called as {wanted.__name__}({call}): {error}.") from error
 
 
 def label(policy: Any) -> str:

@@ -99,10 +99,9 @@ def make_prefetch(policy: str | Prefetch | None) -> Prefetch | None:
     ``none``.
 
     Raises:
-        InputError: The name is unknown, something is missing, or the object is a class.
+        InputError: See :func:`~mlx_moeflux.experts.policies.named.policy_of`.
     """
-    needs = ("requested", "propose", "reset", "looks_ahead", "most")
-    return policy_of("prefetch", policy, PREFETCHES, needs, optional=True)
+    return policy_of(Prefetch, policy, PREFETCHES, optional=True)
 
 
 def next_layer(layers: Sequence[int], layer: int) -> int | None:

@@ -92,9 +92,9 @@ def make_balance(policy: str | Balance | None) -> Balance | None:
     """Return a balance by name, the given object if it fits :class:`Balance`, or None for ``none``.
 
     Raises:
-        InputError: The name is unknown, a method is missing, or the object is a class.
+        InputError: See :func:`~mlx_moeflux.experts.policies.named.policy_of`.
     """
-    return policy_of("balance", policy, BALANCES, ("called", "share", "reset"), optional=True)
+    return policy_of(Balance, policy, BALANCES, optional=True)
 
 
 def changes_in_order(

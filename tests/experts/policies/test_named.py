@@ -21,6 +21,28 @@ def test_a_class_is_no_policy(make, kind):
     assert make(policy) is policy
 
 
+def test_a_method_with_other_arguments_is_refused_before_it_is_called():
+    class Short(LRU):
+        def touch(self, layer, experts): ...
+
+    class Renamed(LRU):
+        def choose(self, layer, count, *, resident, kept): ...
+
+    class Open(LRU):
+        def touch(self, *arguments): ...
+
+        def choose(self, layer, count, **others): ...
+
+    called = r"the eviction Short is called as touch\(layer, experts, last, uses\): too many"
+    with pytest.raises(InputError, match=called):
+        make_eviction(Short())
+    called = r"called as choose\(layer, count, resident=, protected=\): missing .* 'kept'"
+    with pytest.raises(InputError, match=called):
+        make_eviction(Renamed())
+    policy = Open()
+    assert make_eviction(policy) is policy
+
+
 class Answering:
     """A policy whose every method returns `answer`."""
 
