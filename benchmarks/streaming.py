@@ -30,7 +30,8 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
+from mlx_moeflux.experts.io.native_pool import open_pool
+from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import load_model
@@ -198,16 +199,15 @@ def disk_speed(experts: Mapping, blocks: int = 64) -> float:
     layer, past the page cache, the best of several numbers of threads."""
     reader, random, speeds = make_reader("direct", experts), np.random.default_rng(0), []
     try:
-        sizes = [c.nbytes for c in reader.layout(reader.layers[0]).components]
         for count in (4, 8, 16) * 2:
-            threads, layer = ReadPool(count), int(random.choice(reader.layers))
-            buffers = [[memoryview(bytearray(n)) for n in sizes] for _ in range(blocks)]
+            threads, layer = open_pool(reader, count, None), int(random.choice(reader.layers))
             chosen = random.choice(reader.num_experts, min(blocks, reader.num_experts), False)
-            targets = [Target(int(e), i, buffers[i]) for i, e in enumerate(chosen)]
-            fetch, start = Fetch(reader, layer, targets), perf_counter()
-            fetch.start(threads)
+            layout = reader.layout(layer)
+            slots, start = HostSlots(layout, len(chosen)), perf_counter()
+            fetch = threads.fetch(layer, slots, [(int(e), i) for i, e in enumerate(chosen)])
+            fetch.start()
             error = fetch.wait()
-            speeds.append(len(targets) * sum(sizes) / (perf_counter() - start))
+            speeds.append(len(chosen) * layout.nbytes / (perf_counter() - start))
             threads.close()
             if error is not None:
                 raise error

@@ -21,7 +21,8 @@ import numpy as np
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import InputError, MemoryBudgetError, UnsupportedError
-from mlx_moeflux.experts.io.read_pool import Fetch, ReadPool, Target
+from mlx_moeflux.experts.io.native_pool import open_pool
+from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES, make_prefetch
@@ -188,20 +189,17 @@ def _read_speeds(
 def _read(reader: Any, threads: int, blocks: int, repeats: int) -> float:
     """Seconds until so many random blocks of one layer have arrived, cold where the system can be
     told to forget; the median."""
-    random, pool = np.random.default_rng(blocks), ReadPool(threads)
+    random, pool = np.random.default_rng(blocks), open_pool(reader, threads, None)
     try:
         seconds = []
         for _ in range(repeats):
             layer = int(random.choice(reader.layers))
-            components = reader.layout(layer).components
             chosen = random.choice(reader.num_experts, min(blocks, reader.num_experts), False)
-            targets = [
-                Target(int(e), i, [memoryview(bytearray(c.nbytes)) for c in components])
-                for i, e in enumerate(chosen)
-            ]
+            slots = HostSlots(reader.layout(layer), len(chosen))
             evict(reader.ranges.files)
-            fetch, start = Fetch(reader, layer, targets, at_once=threads), perf_counter()
-            fetch.start(pool)
+            start = perf_counter()
+            fetch = pool.fetch(layer, slots, [(int(e), i) for i, e in enumerate(chosen)])
+            fetch.start()
             error = fetch.wait()
             seconds.append(perf_counter() - start)
             if error is not None:

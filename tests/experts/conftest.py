@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.experts.io import read_pool
+from mlx_moeflux.experts.io import native_pool, read_pool
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import K, Wrapped, random_experts, write_experts
@@ -24,12 +24,20 @@ def device(request):
 @pytest.fixture(params=["threads"], autouse=True)
 def small_blocks(request, monkeypatch):
     """Tiny blocks go to the threads, as large ones do; tests that ask for "caller" as well read
-    them in the calling thread."""
-    if request.param == "threads":
+    them in the calling thread. "python": Without native threads."""
+    if "threads" in request.param:
         monkeypatch.setattr(read_pool, "SMALL_BYTES", 0)
+    if "python" in request.param:
+        monkeypatch.setattr(native_pool, "library", lambda: None)
 
 
-BOTH_READ = pytest.mark.parametrize("small_blocks", ["threads", "caller"], indirect=True)
+def read_by(*ways):
+    """Run a test with these ways to read small blocks."""
+    return pytest.mark.parametrize("small_blocks", ways, indirect=True)
+
+
+BOTH_READ = read_by("threads", "caller", "python threads", "python caller")
+PYTHON_READS = read_by("python threads", "python caller")
 
 
 @pytest.fixture

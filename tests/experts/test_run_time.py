@@ -12,6 +12,7 @@ import pytest
 
 from mlx_moeflux import generate
 from mlx_moeflux.errors import ExpertFileError, InputError, MemoryBudgetError
+from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.io.readers import PreadReader
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model
@@ -135,6 +136,7 @@ def test_one_read_in_a_hundred_fails_and_no_token_is_wrong(right, monkeypatch, p
         into[0][:8] = b"\xff" * 8
         raise OSError(5, "Input/output error")
 
+    monkeypatch.setattr(native_pool, "library", lambda: None)
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="20%", prefetch=prefetch)
     monkeypatch.setattr(PreadReader, "read", sometimes)
     with model:
@@ -156,6 +158,7 @@ def test_a_generator_whose_read_fails_says_so(monkeypatch):
     def fails(fd, views, offset):
         raise OSError(5, "Input/output error")
 
+    monkeypatch.setattr(native_pool, "library", lambda: None)
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="20%")
     with model:
         text = generate(model, tokenizer, PROMPT, max_tokens=3)

@@ -96,6 +96,10 @@ class ByteRanges:
                 runs.append(Run(files[i], offsets[i], nbytes, (i,)))
         return runs
 
+    def table(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the file and the offset of each component of every block, ``[E, components]``."""
+        return self._files[layer], self._offsets[layer]
+
     def piece(self, layer: int, expert: int, piece: Piece) -> Run:
         """Return the run of a piece of an expert's block; the layer has an :meth:`order`."""
         first = self._orders[layer][0]

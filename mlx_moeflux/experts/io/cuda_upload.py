@@ -78,6 +78,13 @@ class Driver:
         if result := self._record(event, self._stream):
             raise DriverError("cuEventRecord", result)
 
+    def functions(self) -> list[int | None]:
+        """Return the addresses of the functions that enter the context, copy to the GPU and wait
+        for all copies, and the context and the stream that they take."""
+        names = "cuCtxSetCurrent", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"
+        found = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for name in names]
+        return [address.value for address in (*found, self._context, self._stream)]
+
     def event(self) -> object:
         """Return an event for :meth:`upload`; one that was not given to it is already over."""
         self._enter()
@@ -164,15 +171,21 @@ class Uploads:
         self._reached: set[int] = set()
         self._turn = 0
         size = _buffer_bytes(nbytes)
-        memory = driver.locked(threads * BUFFERS * size)
+        self._memory = memory = driver.locked(threads * BUFFERS * size)
         buffers = [memory[i * size : (i + 1) * size] for i in range(threads * BUFFERS)]
         self._free = [buffers[i : i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
+        self.nbytes = BUFFERS * size
 
     def staging(self) -> Staging:
         """Return the staging of the calling thread, one of `threads`."""
         if not hasattr(self._local, "staging"):
             self._local.staging = Staging(self._driver, self._free.pop())
         return self._local.staging
+
+    def native(self) -> tuple[list[int | None], memoryview]:
+        """Return what threads without an interpreter need: the driver's functions that set the
+        context, copy, and wait, their context and stream; and the memory, `nbytes` a thread."""
+        return self._driver.functions(), self._memory
 
     def advise_gpu(self, array: mx.array) -> None:
         """Let the GPU read in place a small array that the host has written.

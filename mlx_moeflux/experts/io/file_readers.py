@@ -53,6 +53,8 @@ class FileReader:
     name = "file"
     staging_bytes = 0
     """Bytes of private buffers for each reading thread."""
+    alignment = 1
+    """Reads begin and end at multiples of this, in files and in memory."""
 
     _flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 
@@ -116,6 +118,16 @@ class FileReader:
         self._read_run(run, [buffer[: run.nbytes]])
         return 0
 
+    def places(self, layer: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return file descriptors, int32, and offsets, int64, of all blocks of a layer,
+        ``[E, components]``, and the :meth:`ByteRanges.order` of the components."""
+        files, offsets = self.ranges.table(layer)
+        return np.array(self._fds, np.int32)[files], offsets, self.ranges.order(layer)
+
+    def file_of(self, fd: int) -> int:
+        """Return the index of the file with this descriptor."""
+        return self._fds.index(fd)
+
     def close(self) -> None:
         """See :meth:`Reader.close`."""
         self._close_files()
@@ -134,15 +146,20 @@ class FileReader:
         try:
             count = os.preadv(self._fds[run.file], views, offset)
         except OSError as cause:
-            raise ExpertFileError(
-                f"Reading {self.ranges.files[run.file]} at offset {offset} failed: "
-                f"{cause.strerror or cause}; check the disk and the file."
-            ) from cause
+            raise self.failed(run, offset, cause) from cause
         if not count:
-            raise self._ends_early(run, offset)
+            raise self.ends_early(run, offset)
         return count
 
-    def _ends_early(self, run: Run, offset: int) -> ExpertFileError:
+    def failed(self, run: Run, offset: int, cause: OSError) -> ExpertFileError:
+        """Return the error of a read at `offset`."""
+        return ExpertFileError(
+            f"Reading {self.ranges.files[run.file]} at offset {offset} failed: "
+            f"{cause.strerror or cause}; check the disk and the file."
+        )
+
+    def ends_early(self, run: Run, offset: int) -> ExpertFileError:
+        """Return the error of a file that ends at `offset`, inside `run`."""
         return ExpertFileError(
             f"{self.ranges.files[run.file]} ends early: expected {run.nbytes} bytes at offset "
             f"{run.offset}, got {max(offset - run.offset, 0)}; download or convert it again."
@@ -194,7 +211,8 @@ class DirectReader(FileReader):
         super().__init__(experts)
         self._local = threading.local()
         self._bounces = hasattr(os, "O_DIRECT")
-        self.staging_bytes = self._bounce_bytes() if self._bounces else 0
+        if self._bounces:
+            self.alignment, self.staging_bytes = DIRECT_ALIGNMENT, self._bounce_bytes()
         try:
             self._prepare()
         except OSError as cause:
@@ -228,7 +246,7 @@ class DirectReader(FileReader):
             at = run.offset - before + done
             more = self._preadv(run, [buffer[done : _round_up(wanted)]], at)
             if more < DIRECT_ALIGNMENT and done + more < wanted:
-                raise self._ends_early(run, at + more)
+                raise self.ends_early(run, at + more)
             done += more
         return before
 
@@ -254,7 +272,7 @@ class DirectReader(FileReader):
             wanted = min(_round_up(stop) - start, self.staging_bytes)
             end = min(start + self._preadv(run, [view[:wanted]], start), stop)
             if end <= position:
-                raise self._ends_early(run, position)
+                raise self.ends_early(run, position)
             into = window(views, position - run.offset, end - run.offset)
             copy_into(into, array[position - start : end - start])
             position = end
@@ -298,7 +316,7 @@ class MmapReader(FileReader):
         mapping = self._maps[run.file]
         stop = run.offset + run.nbytes
         if stop > len(mapping):
-            raise self._ends_early(run, len(mapping))
+            raise self.ends_early(run, len(mapping))
         start = run.offset - run.offset % mmap.PAGESIZE
         # Ask for the whole run instead of one fault per page. Afterwards the pages count as cache
         # again, not as memory of this process.

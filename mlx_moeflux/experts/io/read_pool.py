@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
-from mlx_moeflux.experts.io.cuda_upload import Uploads
+from mlx_moeflux.experts.io.cuda_upload import Uploads, address_of
+from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.readers import Reader
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
@@ -29,11 +30,32 @@ _BEGIN_SECONDS = 0.001
 SMALL_BYTES = 64 << 10
 
 
+class SlotMemory(Protocol):
+    """The memory of a layer's slots: for each component the bytes of all slots, or their address,
+    and the bytes of one slot."""
+
+    @property
+    def views(self) -> list[tuple[memoryview, int]]: ...
+
+    @property
+    def addresses(self) -> list[tuple[int, int]]: ...
+
+
+class HostSlots:
+    """Slots for blocks of a layout in memory of their own."""
+
+    def __init__(self, layout: BlockLayout, count: int):
+        sizes = [component.nbytes for component in layout.components]
+        self.views = [(memoryview(bytearray(count * nbytes)), nbytes) for nbytes in sizes]
+        self.addresses = [(address_of(view), nbytes) for view, nbytes in self.views]
+
+
 class ReadPool:
     """A fixed number of threads that work on batches of reads. They end with :meth:`close` or with
-    this object."""
+    this object. uploads: Staging buffers, where the host does not write the slots."""
 
-    def __init__(self, count: int):
+    def __init__(self, reader: Reader, count: int, uploads: Uploads | None = None):
+        self._reader, self._uploads = reader, uploads
         self._batches: SimpleQueue[Fetch | None] = SimpleQueue()
         self._busy: list[None] = []  # an entry for each thread that works on a batch
         shared = self._batches, self._busy, count
@@ -45,6 +67,20 @@ class ReadPool:
         self._end = weakref.finalize(self, _end, self._batches, count)
         for thread in self._threads:
             thread.start()
+
+    def fetch(self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]) -> Fetch:
+        """Return a batch of reads, not begun: for each block its expert and its slot."""
+        if self._uploads is None:
+            targets = [
+                Target(e, slot, [view[slot * n : (slot + 1) * n] for view, n in slots.views])
+                for e, slot in blocks
+            ]
+        else:
+            targets = [
+                Target(e, slot, addresses=[start + slot * n for start, n in slots.addresses])
+                for e, slot in blocks
+            ]
+        return Fetch(self, self._reader, layer, targets, uploads=self._uploads)
 
     def submit(self, batch: Fetch) -> None:
         """Let one idle thread begin with `batch`; it wakes the next one."""
@@ -104,27 +140,26 @@ class Job(NamedTuple):
 class Fetch:
     """A batch of reads: blocks of one layer into their slots.
 
-    at_once: Number of reading threads. Fewer blocks than threads are cut into pieces, if the reader
-    can. uploads: Staging buffers, where the host does not write the slots. in_caller: False once
-    threads may be reading.
+    Fewer blocks than threads are cut into pieces, if the reader can. in_caller: False once threads
+    may be reading.
     """
 
     def __init__(
         self,
+        threads: ReadPool,
         reader: Reader,
         layer: int,
         targets: Sequence[Target],
         *,
-        at_once: int = 1,
         uploads: Uploads | None = None,
     ):
-        self.targets = targets
+        self.targets, self._threads = targets, threads
         self._reader, self._layer, self._uploads = reader, layer, uploads
         stored = getattr(reader, "stored_bytes", None)
         self._expected = reader.layout(layer).nbytes if stored is None else stored(layer)
         self._abandoned = False
         self.in_caller = True
-        pieces = self._pieces(-(-at_once // max(1, len(targets))))
+        pieces = self._pieces(-(-threads.count // max(1, len(targets))))
         self._jobs = [Job(i, piece) for i in range(len(targets)) for piece in pieces]
         # Threads and caller share this iterator: each job is taken once.
         self._left = iter(range(len(self._jobs)))
@@ -137,7 +172,7 @@ class Fetch:
         self._awaited = 0
         self._all_begun: SimpleQueue[None] = SimpleQueue()
 
-    def start(self, threads: ReadPool, *, urgent: bool = False) -> None:
+    def start(self, *, urgent: bool = False) -> None:
         """Begin all reads: on the threads, or in the caller if blocks are small.
 
         urgent: Wait until the idle threads have begun. They cannot before the caller releases the
@@ -147,9 +182,9 @@ class Fetch:
             for i in self._left:
                 self._run_one(i)
             return
-        self._awaited = min(threads.idle, len(self._jobs)) if urgent else 0
+        self._awaited = min(self._threads.idle, len(self._jobs)) if urgent else 0
         self.in_caller = False
-        threads.submit(self)
+        self._threads.submit(self)
         if self._awaited:
             with suppress(Empty):
                 self._all_begun.get(timeout=_BEGIN_SECONDS)

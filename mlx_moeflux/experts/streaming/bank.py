@@ -63,10 +63,6 @@ class LayerBank:
         """Return the writable bytes of one slot, one view per component in block order."""
         return [view[slot * n : (slot + 1) * n] for view, n in self.current.views]
 
-    def slot_addresses(self, slot: int) -> list[int]:
-        """Return the memory address of each component of one slot."""
-        return [address + slot * n for address, n in self.current.addresses]
-
     def resize(self, slots: int, moves: Mapping[int, int] | None = None) -> None:
         """Change the number of slots.
 

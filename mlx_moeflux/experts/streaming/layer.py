@@ -18,9 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io.cuda_upload import Uploads
+from mlx_moeflux.experts.io.native_pool import NativeFetch, NativePool
 from mlx_moeflux.experts.io.read_pool import Arrival, Fetch, ReadPool, Target
-from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.slots import SlotTable
@@ -76,21 +75,20 @@ class StreamedLayer:
         layer: int,
         bank: LayerBank,
         *,
-        reader: Reader,
+        num_experts: int,
+        pool: ReadPool | NativePool,
         policy: Eviction,
         stats: LayerStats,
-        uploads: Uploads | None = None,
     ):
-        self._uploads = uploads
         self.layer, self.bank = layer, bank
-        self.table = SlotTable(bank.slots, reader.num_experts)
+        self.table = SlotTable(bank.slots, num_experts)
         self.tokens = 0
         self.unsettled = False
-        self._reader, self._policy, self.stats = reader, policy, stats
+        self._pool, self._policy, self.stats = pool, policy, stats
         # Batches on their way, the oldest first.
-        self._fetches: deque[Fetch] = deque()
+        self._fetches: deque[Fetch | NativeFetch] = deque()
         # Prefetches that are under way, and residents that were prefetched and not yet used.
-        self._ahead: list[tuple[Target, Fetch]] = []
+        self._ahead: list[tuple[Target, Fetch | NativeFetch]] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
         # Misses and victims since the end of the last call.
@@ -209,58 +207,41 @@ class StreamedLayer:
 
     def begin_reads(
         self,
-        threads: ReadPool,
         experts: Sequence[int],
         protected: Container[int],
         events: EventHook | None,
     ) -> None:
         """Begin to read `experts`, which are absent, in place of others than `protected`."""
         slots = self.make_room(len(experts), protected, events)
-        self.start(threads, experts, slots, events)
+        self.start(experts, slots, events)
 
     def start(
         self,
-        threads: ReadPool,
         experts: Sequence[int],
         slots: Sequence[int],
         events: EventHook | None,
     ) -> None:
         """Begin to read `experts` into `slots`, which were taken; :meth:`finish` waits for them."""
-        targets = [self._target(*pair) for pair in zip(experts, slots, strict=True)]
+        blocks = list(zip(experts, slots, strict=True))
         if events is not None:
-            for target in targets:
-                events(ReadStart(self.layer, target.expert, target.slot))
+            for block in blocks:
+                events(ReadStart(self.layer, *block))
         # Entered before the first read begins, so that settle() finds it.
-        fetch = self._new_fetch(threads, targets)
+        fetch = self._pool.fetch(self.layer, self.bank.current, blocks)
         self._fetches.append(fetch)
         start = perf_counter()
-        fetch.start(threads, urgent=True)
+        fetch.start(urgent=True)
         if fetch.in_caller:
             self.stats.stall_seconds += perf_counter() - start
 
-    def _target(self, expert: int, slot: int) -> Target:
-        if self._uploads is not None:
-            return Target(expert, slot, addresses=self.bank.slot_addresses(slot))
-        return Target(expert, slot, self.bank.slot_views(slot))
-
-    def _new_fetch(self, threads: ReadPool, targets: Sequence[Target]) -> Fetch:
-        return Fetch(
-            self._reader,
-            self.layer,
-            targets,
-            at_once=threads.count,
-            uploads=self._uploads,
-        )
-
-    def fill(self, threads: ReadPool, events: EventHook | None) -> None:
+    def fill(self, events: EventHook | None) -> None:
         """Read the experts of lowest ids into free slots."""
         self.commit_prefetch((), wait=True, events=events)
         absent = missing_of(self.table, range(self.table.num_experts))[: self.table.free]
-        self.read_now(threads, absent, (), events)
+        self.read_now(absent, (), events)
 
     def read_now(
         self,
-        threads: ReadPool,
         experts: Sequence[int],
         protected: Container[int],
         events: EventHook | None,
@@ -269,7 +250,7 @@ class StreamedLayer:
         if not experts:
             return
         try:
-            self.begin_reads(threads, experts, protected, events)
+            self.begin_reads(experts, protected, events)
             self.finish(events)
             self.unsettled = False
         finally:
@@ -312,7 +293,6 @@ class StreamedLayer:
 
     def read_ahead(
         self,
-        threads: ReadPool,
         experts: Sequence[int],
         protected: Container[int],
         events: EventHook | None,
@@ -320,12 +300,11 @@ class StreamedLayer:
         """Begin to prefetch `experts`, which are absent."""
         slots = self.make_room(len(experts), protected, events)
         for expert, slot in zip(experts, slots, strict=True):
-            target = self._target(expert, slot)
             if events is not None:
                 events(PrefetchStart(self.layer, expert, slot))
-            fetch = self._new_fetch(threads, [target])
-            self._ahead.append((target, fetch))
-            fetch.start(threads)
+            fetch = self._pool.fetch(self.layer, self.bank.current, [(expert, slot)])
+            self._ahead.append((fetch.targets[0], fetch))
+            fetch.start()
         self.unsettled = False
 
     def commit_prefetch(

@@ -25,7 +25,7 @@ from mlx_moeflux.experts.compute import (
     indices,
 )
 from mlx_moeflux.experts.io.cuda_upload import staging_bytes, uploads_for
-from mlx_moeflux.experts.io.read_pool import ReadPool
+from mlx_moeflux.experts.io.native_pool import open_pool
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
 from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
@@ -133,18 +133,19 @@ class StreamedStore(ExpertStore):
         layouts = {layer: reader.layout(layer) for layer in self.layers}
         largest = max(layout.nbytes for layout in layouts.values())
         self._uploads = uploads_for(largest, threads)
+        self._pool = open_pool(reader, threads, self._uploads)
         self._layers = {
             layer: StreamedLayer(
                 layer,
                 LayerBank(layouts[layer], counts[layer], self.num_experts),
-                reader=reader,
+                num_experts=self.num_experts,
+                pool=self._pool,
                 policy=self.eviction,
                 stats=self._stats.layers[layer],
-                uploads=self._uploads,
             )
             for layer in self.layers
         }
-        self._threads, self.events = ReadPool(threads), events
+        self.events = events
 
     @property
     def nbytes(self) -> int:
@@ -247,7 +248,7 @@ class StreamedStore(ExpertStore):
             call.missing = missing_of(state.table, needed)
             state.look_up(needed, call.missing, self.events)
             if call.missing:
-                state.begin_reads(self._threads, call.missing, frozenset(needed), self.events)
+                state.begin_reads(call.missing, frozenset(needed), self.events)
         _account(state, start, stalled)
         return call
 
@@ -362,7 +363,7 @@ class StreamedStore(ExpertStore):
         """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
         with self._lock:
             for layer in self.layers if layers is None else layers:
-                self._state(layer).fill(self._threads, self.events)
+                self._state(layer).fill(self.events)
 
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
@@ -377,7 +378,7 @@ class StreamedStore(ExpertStore):
             state.commit_prefetch((), wait=True, events=self.events)
             room = state.table.slots - sum(expert in state.table for expert in protected)
             absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
-            state.read_now(self._threads, absent[:room], protected, self.events)
+            state.read_now(absent[:room], protected, self.events)
             return True
 
     def start_eval(self) -> None:
@@ -419,7 +420,7 @@ class StreamedStore(ExpertStore):
             self._closed = True
             for state in self._layers.values():
                 state.close()
-            self._threads.close()
+            self._pool.close()
             self.reader.close()
             self._layers.clear()
 
@@ -487,7 +488,7 @@ class StreamedStore(ExpertStore):
 
     def _begin_wave(self, call: Call, wave: Wave) -> None:
         call.state.look_up(wave.experts, wave.missing, self.events)
-        call.state.begin_reads(self._threads, wave.missing, call.waves.protected, self.events)
+        call.state.begin_reads(wave.missing, call.waves.protected, self.events)
 
     def _compute_waves(self, call: Call, pairs: Pairs, total: ExpertSum) -> mx.array:
         """Compute waves in ascending id and read the next one meanwhile. Evaluate each, so that its
@@ -528,7 +529,7 @@ class StreamedStore(ExpertStore):
         state.proposal = frozenset(proposal)
         blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
         if blocks:
-            state.read_ahead(self._threads, blocks, state.proposal, self.events)
+            state.read_ahead(blocks, state.proposal, self.events)
 
 
 def _account(state: StreamedLayer, start: float, stalled: float) -> None:

@@ -14,6 +14,7 @@ from mlx_moeflux.experts.io.cuda_upload import Uploads, address_of
 from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.streaming import store
 from mlx_moeflux.experts.streaming.store import StreamedStore
+from tests.experts.conftest import read_by
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
 
@@ -25,6 +26,21 @@ class HostDriver:
 
     def __init__(self):
         self._lock, self._begun, self.reached = threading.RLock(), [], []
+        number, address = ctypes.c_size_t, ctypes.c_void_p
+        enters, copies, ends = (
+            ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
+            for kinds in ((address,), (number, number, number, address), (address,))
+        )
+        # What native threads call; a driver's functions return 0.
+        self._native = (
+            enters(lambda context: 0),
+            copies(lambda to, source, nbytes, _: self.upload([(to, source, nbytes)], None) or 0),
+            ends(lambda stream: self.finish() or 0),
+        )
+
+    def functions(self):
+        found = [ctypes.cast(each, ctypes.c_void_p).value for each in self._native]
+        return [*found, None, None]
 
     def locked(self, nbytes):
         return memoryview(mmap.mmap(-1, nbytes))
@@ -62,6 +78,7 @@ def host(monkeypatch):
     return found
 
 
+@read_by("threads", "python threads")
 @pytest.mark.parametrize("least", [1 << 18, 1000])
 @pytest.mark.parametrize("name", READERS)
 def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, name, least):
@@ -98,6 +115,7 @@ def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):
     assert host.reached[7:] == [*places, *places[1:]], "told again from the 8th and the 16th on"
 
 
+@read_by("python threads")
 def test_a_part_that_fails_is_an_expert_that_did_not_arrive(experts, host, monkeypatch):
     monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
     reader = make_reader("pread", experts.refs)

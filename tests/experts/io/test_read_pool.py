@@ -29,7 +29,7 @@ class Held:
 
 @pytest.fixture
 def threads():
-    found = ReadPool(3)
+    found = ReadPool(Held(), 3)
     yield found
     found.close()
 
@@ -38,8 +38,8 @@ def test_urgent_reads_have_begun_when_they_were_handed_over(threads, monkeypatch
     monkeypatch.setattr(read_pool, "_BEGIN_SECONDS", 60)
     for count in (1, 2, 3, 5):
         reader = Held()
-        batch = Fetch(reader, 0, [Target(e, e) for e in range(count)])
-        batch.start(threads, urgent=True)
+        batch = Fetch(threads, reader, 0, [Target(e, e) for e in range(count)])
+        batch.start(urgent=True)
         assert len(reader.begun) >= min(count, 3) - 1  # the last has begun, and reads soon
         reader.go.set()
         assert batch.wait() is None
@@ -49,12 +49,12 @@ def test_urgent_reads_have_begun_when_they_were_handed_over(threads, monkeypatch
 def test_nobody_waits_for_threads_that_have_other_work(threads, monkeypatch):
     monkeypatch.setattr(read_pool, "_BEGIN_SECONDS", 60)
     first, second = Held(), Held()
-    busy = Fetch(first, 0, [Target(e, e) for e in range(5)])
-    busy.start(threads, urgent=True)
+    busy = Fetch(threads, first, 0, [Target(e, e) for e in range(5)])
+    busy.start(urgent=True)
     while len(first.begun) < 3:
         pass
-    batch = Fetch(second, 0, [Target(0, 0)])
-    batch.start(threads, urgent=True)
+    batch = Fetch(threads, second, 0, [Target(0, 0)])
+    batch.start(urgent=True)
     assert not second.begun
     for reader in (first, second):
         reader.go.set()
@@ -66,8 +66,8 @@ def test_nobody_waits_for_threads_that_have_other_work(threads, monkeypatch):
 def test_small_blocks_are_read_by_the_caller(threads, small_blocks):
     reader = Held()
     reader.go.set()
-    batch = Fetch(reader, 0, [Target(e, e) for e in range(4)])
-    batch.start(threads, urgent=True)
+    batch = Fetch(threads, reader, 0, [Target(e, e) for e in range(4)])
+    batch.start(urgent=True)
     assert batch.wait() is None
     assert (reader.threads == {threading.get_ident()}) == (read_pool.SMALL_BYTES > 0)
     assert sorted(reader.begun) == [0, 1, 2, 3]

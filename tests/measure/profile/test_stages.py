@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.errors import ExpertFileError, InputError
-from mlx_moeflux.experts.io import read_pool
+from mlx_moeflux.experts.io import native_pool, read_pool
 from mlx_moeflux.experts.io.readers import PreadReader
 from mlx_moeflux.kernels.attention.attention import causal_sdpa
 from mlx_moeflux.kernels.delta.gated_delta import gated_delta
@@ -172,6 +172,7 @@ def test_an_error_inside_leaves_the_model_as_it_was(monkeypatch):
     def fails(self, *arguments):
         raise ExpertFileError("no.")
 
+    monkeypatch.setattr(native_pool, "library", lambda: None)
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
     with model:
         kinds = [type(layer) for layer in model.layers]

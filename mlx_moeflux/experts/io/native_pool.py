@@ -1,0 +1,279 @@
+"""Read blocks of files on threads that need no interpreter: ``native_reads.c`` through ctypes.
+
+A thread of Python takes the interpreter's lock several times a block, so that eight of them delay
+one another and the caller, who builds a graph meanwhile. Where a C compiler is at hand, it builds
+the file once for each user; otherwise, and for readers that are not exactly ``pread`` or
+``direct``, :mod:`~mlx_moeflux.experts.io.read_pool` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.io import file_readers, read_pool
+from mlx_moeflux.experts.io.byte_ranges import Run
+from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
+from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
+from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory, Target
+from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.kernels.runtime import user_cache
+
+SOURCE = Path(__file__).with_name("native_reads.c")
+FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
+# MOST_COMPONENTS, ENDS_EARLY and REFUSED of native_reads.c.
+MOST_COMPONENTS, ENDS_EARLY, REFUSED = 16, -1, -2
+# The caller looks for an interrupt after so many nanoseconds.
+LOOK_AGAIN = 50_000_000
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("fds", "offsets", "sizes", "addresses", "order")),
+        ("components", c_int64),
+    )
+
+
+class _Outcome(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("nbytes", "nanoseconds", "offset", "wanted", "done")),
+        ("fd", c_int32),
+        ("error", c_int32),
+    )
+
+
+class Device(ctypes.Structure):
+    """Functions of a GPU's driver and their arguments, see ``native_reads.c``."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("enter", "copy", "finish", "context", "stream"))
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled ``native_reads.c``; None where it cannot be built or loaded."""
+    try:
+        found = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found.pool_open.restype = c_void_p
+    found.pool_open.argtypes = c_int, c_int64, c_int64, c_int64, c_void_p, POINTER(Device)
+    found.pool_close.argtypes = (c_void_p,)
+    found.batch_bytes.restype, found.batch_bytes.argtypes = c_int64, (c_int64,)
+    found.batch_begin.restype, found.batch_begin.argtypes = (
+        None,
+        (
+            *(c_void_p, c_void_p, POINTER(_Layer), c_int64, POINTER(c_int64), POINTER(c_int64)),
+            *(POINTER(_Outcome), c_int),
+        ),
+    )
+    found.batch_abandon.argtypes = c_void_p, c_void_p
+    found.batch_wait.argtypes = c_void_p, c_void_p, c_int64
+    return found
+
+
+def _built() -> Path:
+    """Return the shared library in the user's cache, built if need be.
+
+    Raises:
+        OSError: There is no compiler or no folder that is this user's alone.
+        SubprocessError: The compiler fails.
+    """
+    text = SOURCE.read_bytes()
+    whole = hashlib.sha256(repr((text, FLAGS, sys.platform, platform.machine())).encode())
+    folder = user_cache.private("native")
+    if folder is None:
+        raise OSError("no private folder")
+    file = folder / f"reads-{whole.hexdigest()[:16]}.so"
+    if file.exists():
+        return file
+    if sys.platform == "darwin":
+        # Without the command line tools, cc asks for them in a window.
+        subprocess.run(["xcode-select", "-p"], check=True, capture_output=True, timeout=10)
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise OSError("no compiler")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / file.name
+        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        os.replace(made, file)
+    return file
+
+
+class NativePool:
+    """A fixed number of threads that read the blocks of one reader. They end with :meth:`close` or
+    with this object. See :class:`~mlx_moeflux.experts.io.read_pool.ReadPool`.
+
+    Raises:
+        OSError: The system gives no more threads or memory.
+    """
+
+    def __init__(self, reader: FileReader, count: int, uploads: Uploads | None):
+        found = library()
+        assert found is not None, "serves() was not asked"
+        self.library, self.reader, self.count, self.uploads = found, reader, count, uploads
+        alignment, nbytes, device = reader.alignment, 0, None
+        if uploads is not None:
+            functions, self._memory = uploads.native()
+            device, nbytes = Device(*functions), uploads.nbytes
+        elif alignment > 1:
+            nbytes = reader.staging_bytes
+            self._memory = memoryview(mmap.mmap(-1, count * nbytes))
+        start = ctypes.addressof(c_int.from_buffer(self._memory)) if nbytes else None
+        least = file_readers.LEAST_PIECE
+        self.handle = found.pool_open(count, alignment, least, nbytes, start, device)
+        if not self.handle:
+            raise OSError("no threads")
+        self._buffered = bool(nbytes)
+        self._layers: dict[int, tuple[list[tuple[int, int]], _Layer, list[np.ndarray]]] = {}
+        self._end = weakref.finalize(self, found.pool_close, self.handle)
+
+    @staticmethod
+    def serves(reader: object) -> bool:
+        """Return True if native threads can read what `reader` reads."""
+        if type(reader) not in (PreadReader, DirectReader) or library() is None:
+            return False
+        if getattr(reader.read, "__func__", None) is not FileReader.read:
+            return False  # somebody put another method in its place
+        counts = [len(reader.layout(layer).components) for layer in reader.layers]
+        return max(counts) <= MOST_COMPONENTS
+
+    def fetch(
+        self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]
+    ) -> NativeFetch:
+        """Return a batch of reads, not begun: for each block its expert and its slot."""
+        return NativeFetch(self, layer, slots, [Target(*block) for block in blocks])
+
+    def close(self) -> None:
+        """Wait for the reads and end the threads."""
+        self._end()
+        self.handle = None
+
+    def reads_in_caller(self, nbytes: int) -> bool:
+        """Return True if the caller reads blocks of `nbytes` sooner than it wakes a thread."""
+        return nbytes <= read_pool.SMALL_BYTES and not self._buffered
+
+    def place(self, layer: int, slots: SlotMemory) -> _Layer:
+        """Return where the blocks and slots of a layer lie; kept until its bank changes."""
+        known = self._layers.get(layer)
+        if known is None or known[0] is not slots.addresses:
+            fds, offsets, order = self.reader.places(layer)
+            sizes = np.array([nbytes for _, nbytes in slots.addresses], np.int64)
+            addresses = np.array([address for address, _ in slots.addresses], np.uint64)
+            order = np.array(order or (-1,), np.int32)
+            arrays = [fds, offsets, sizes, addresses, order]
+            placed = _Layer(*(array.ctypes.data for array in arrays), len(sizes))
+            known = self._layers[layer] = slots.addresses, placed, arrays
+        return known[1]
+
+
+class NativeFetch:
+    """A batch of reads: blocks of one layer into their slots.
+
+    Has the methods of :class:`~mlx_moeflux.experts.io.read_pool.Fetch`. in_caller: True if the
+    caller reads.
+    """
+
+    def __init__(self, pool: NativePool, layer: int, slots: SlotMemory, targets: Sequence[Target]):
+        self.targets = targets
+        self._pool, self._place = pool, pool.place(layer, slots)
+        self._expected = sum(nbytes for _, nbytes in slots.addresses)
+        self.in_caller = False
+        self._slots = slots  # the memory that the threads write
+        self._outcomes = (_Outcome * len(targets))()
+        parts = len(targets) * max(self._place.components, pool.count)
+        self._batch = ctypes.create_string_buffer(pool.library.batch_bytes(parts))
+        self._over = True
+
+    def start(self, *, urgent: bool = False) -> None:
+        """Begin all reads: on the threads, or in the caller if blocks are small and `urgent`."""
+        if not self.targets:
+            return
+        numbers = c_int64 * len(self.targets)
+        experts = numbers(*(target.expert for target in self.targets))
+        slots = numbers(*(target.slot for target in self.targets))
+        pool, self._over = self._pool, False
+        self.in_caller = urgent and pool.reads_in_caller(self._expected)
+        where = self._place, len(self.targets), experts, slots, self._outcomes
+        pool.library.batch_begin(pool.handle, self._batch, *where, not self.in_caller)
+        if self.in_caller:
+            self._wait()
+
+    def wait(self) -> ExpertFileError | DriverError | None:
+        """Wait for all reads; return the error of the first that failed, if any did."""
+        self._wait()
+        if self._pool.uploads is not None:
+            self._pool.uploads.finish()
+        return next((self._error(o) for o in self._outcomes if o.error), None)
+
+    def abandon(self) -> None:
+        """Let no further read begin."""
+        if not self._over:
+            self._pool.library.batch_abandon(self._pool.handle, self._batch)
+
+    def drain(self) -> None:
+        """Let no further read begin and wait until none is under way.
+
+        An interrupt meanwhile is raised only after that.
+        """
+        interrupt = None
+        while True:
+            try:
+                self.abandon()
+                self._wait()
+                if self._pool.uploads is not None:
+                    self._pool.uploads.finish()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the blocks that were read completely, in the order of the targets. Seconds of
+        pieces add up."""
+        return [
+            Arrival(target.expert, target.slot, outcome.nbytes, 1e-9 * outcome.nanoseconds)
+            for target, outcome in zip(self.targets, self._outcomes, strict=True)
+            if outcome.nbytes == self._expected and not outcome.error
+        ]
+
+    def _wait(self) -> None:
+        pool = self._pool
+        # A closed pool has ended all reads.
+        while not self._over and pool.handle:
+            if pool.library.batch_wait(pool.handle, self._batch, LOOK_AGAIN):
+                self._over = True
+
+    def _error(self, outcome: _Outcome) -> ExpertFileError | DriverError:
+        if outcome.error == REFUSED:
+            return DriverError("cuMemcpyHtoDAsync_v2", outcome.error)
+        run = Run(self._pool.reader.file_of(outcome.fd), outcome.offset, outcome.wanted, ())
+        if outcome.error == ENDS_EARLY:
+            return self._pool.reader.ends_early(run, outcome.offset + outcome.done)
+        cause = OSError(outcome.error, os.strerror(outcome.error))
+        return self._pool.reader.failed(run, outcome.offset + outcome.done, cause)
+
+
+def open_pool(reader: Reader, threads: int, uploads: Uploads | None) -> ReadPool | NativePool:
+    """Return threads that read with `reader`: native ones where they can."""
+    if NativePool.serves(reader):
+        with contextlib.suppress(OSError):
+            return NativePool(reader, threads, uploads)
+    return ReadPool(reader, threads, uploads)

@@ -1,0 +1,155 @@
+"""Oracle: what the reader itself reads, one block at a time."""
+
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from mlx_moeflux.experts.io import file_readers, native_pool
+from mlx_moeflux.experts.io.file_readers import PreadReader
+from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
+from mlx_moeflux.experts.io.read_pool import HostSlots, ReadPool
+from mlx_moeflux.experts.io.readers import make_reader
+from tests.experts.conftest import read_by
+from tests.experts.helpers import LAYERS, E, random_experts, write_experts
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def reader(tmp_path, request):
+    form, name = request.param
+    found = make_reader(name, write_experts(tmp_path, random_experts(), form).refs)
+    yield found
+    found.close()
+
+
+every_file = pytest.mark.parametrize(
+    "reader",
+    [(form, name) for form in ("packed", "stacked", "separate") for name in ("pread", "direct")],
+    indirect=True,
+    ids="-".join,
+)
+a_file = pytest.mark.parametrize("reader", [("packed", "pread")], indirect=True, ids="-".join)
+
+
+def block_of(slots, slot):
+    return [bytes(view[slot * n : (slot + 1) * n]) for view, n in slots.views]
+
+
+@every_file
+@read_by("threads", "caller")
+@pytest.mark.parametrize("least", [1 << 18, 100])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_blocks_are_what_the_reader_reads(reader, monkeypatch, least, count):
+    monkeypatch.setattr(file_readers, "LEAST_PIECE", least)
+    pool, random = open_pool(reader, count, None), np.random.default_rng(count)
+    assert isinstance(pool, NativePool)
+    for round in range(12):
+        layer = LAYERS[round % len(LAYERS)]
+        number = int(random.integers(1, E + 1))
+        slots, right = HostSlots(reader.layout(layer), E), HostSlots(reader.layout(layer), 1)
+        places = random.permutation(E)[:number].tolist()
+        blocks = list(zip(random.permutation(E)[:number].tolist(), places, strict=True))
+        fetch = pool.fetch(layer, slots, blocks)
+        fetch.start(urgent=bool(round % 2))
+        assert fetch.wait() is None
+        nbytes = reader.layout(layer).nbytes
+        assert [(a.expert, a.slot, a.nbytes) for a in fetch.arrivals()] == [
+            (*block, nbytes) for block in blocks
+        ]
+        for expert, slot in blocks:
+            reader.read(layer, expert, [view for view, _ in right.views])
+            assert block_of(slots, slot) == block_of(right, 0)
+        for slot in set(range(E)) - set(places):
+            assert not any(map(any, block_of(slots, slot))), "written to another slot"
+    pool.close()
+
+
+@a_file
+def test_batches_wait_for_one_another(reader):
+    """Several are under way, some are abandoned; whatever arrived is right."""
+    pool, layer = open_pool(reader, 2, None), LAYERS[0]
+    slots, right = HostSlots(reader.layout(layer), E), HostSlots(reader.layout(layer), 1)
+    for round in range(200):
+        fetches = [pool.fetch(layer, slots, [(e, e)]) for e in range(E)]
+        for fetch in fetches:
+            fetch.start()
+        for fetch in fetches[:: 1 + round % 3]:
+            fetch.abandon()
+        for fetch in reversed(fetches):
+            assert fetch.wait() is None
+        for arrival in (a for fetch in fetches for a in fetch.arrivals()):
+            reader.read(layer, arrival.expert, [view for view, _ in right.views])
+            assert block_of(slots, arrival.slot) == block_of(right, 0)
+    pool.close()
+    fetches[0].drain()
+
+
+@a_file
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_errors_name_file_and_offset(reader):
+    layer, pool = LAYERS[0], open_pool(reader, 2, None)
+    slots = HostSlots(reader.layout(layer), E)
+    file, fd = reader.ranges.files[0], reader._fds[0]
+
+    def read(*experts):
+        fetch = pool.fetch(layer, slots, [(e, e) for e in experts])
+        fetch.start()
+        return fetch.wait(), [arrival.expert for arrival in fetch.arrivals()]
+
+    size, offset = os.path.getsize(file), int(reader.ranges.table(layer)[1][3, 0])
+    # Reading one's own memory at address 0 fails with EIO.
+    kept, broken = os.dup(fd), os.open("/proc/self/mem", os.O_RDONLY)
+    os.dup2(broken, fd)
+    error, arrived = read(3)
+    assert f"Reading {file} at offset {offset} failed: Input/output error" in str(error)
+    assert arrived == []
+    os.dup2(kept, fd)
+    os.truncate(file, offset + 5)
+    error, arrived = read(1, 3, 2)
+    nbytes = reader.layout(layer).nbytes
+    assert f"{file} ends early: expected {nbytes} bytes at offset" in str(error)
+    assert f"offset {offset}, got 5" in str(error)
+    assert arrived == [1, 2]
+    assert os.path.getsize(file) < size
+    for other in (kept, broken):
+        os.close(other)
+    pool.close()
+
+
+@a_file
+def test_other_readers_and_machines_without_a_compiler_read_in_python(
+    reader, monkeypatch, tmp_path
+):
+    class Own(PreadReader):
+        pass
+
+    refs = write_experts(tmp_path / "more", random_experts(), "packed").refs
+    own, patched = Own(refs), make_reader("pread", refs)
+    patched.read = lambda *_: 0
+    assert NativePool.serves(reader)
+    for found in (own, patched):
+        assert not NativePool.serves(found)
+        pool = open_pool(found, 1, None)
+        assert isinstance(pool, ReadPool)
+        pool.close()
+        found.close()
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    native_pool.library.cache_clear()
+    try:
+        assert native_pool.library() is None
+        assert not NativePool.serves(reader)
+    finally:
+        native_pool.library.cache_clear()
+
+
+def test_the_library_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
+    first = native_pool._built()
+    monkeypatch.setattr(native_pool.subprocess, "run", None)
+    assert native_pool._built() == first
+    assert [file.name for file in first.parent.iterdir()] == [first.name]
