@@ -47,7 +47,7 @@ _THREADS = 256
 
 
 @launches(_KERNEL)
-def append_row_fused(tail: Pair, k: mx.array, v: mx.array, *, position: mx.array) -> Pair:
+def append_row_fused(tail, k, v, *, position):
     """The module's formula in one launch.
 
     Raises:

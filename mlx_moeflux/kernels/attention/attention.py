@@ -239,18 +239,7 @@ SDPA = (*_KERNELS["rows"], *SHARED)
 
 
 @launches(*SDPA)
-def sdpa_fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    length: int | mx.array | None = None,
-    start: mx.array | None = None,
-    tail: tuple[mx.array, mx.array] | None = None,
-    gate: mx.array | None = None,
-) -> mx.array:
+def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None):
     """:func:`causal_sdpa` without scores in device memory; rows outside a sequence's range are
     never read, and a query that sees no key gets zeros. A mask that is an array goes to the
     reference.

@@ -78,19 +78,8 @@ _THREADS = 256
 
 @launches(_KERNEL)
 def norm_rope_fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    q_weight: mx.array | None,
-    k_weight: mx.array | None,
-    eps: float,
-    dims: int,
-    base: float,
-    offset: int | mx.array,
-    frequencies: mx.array | None = None,
-    traditional: bool = False,
-) -> tuple[mx.array, mx.array, mx.array]:
+    q, k, v, *, q_weight, k_weight, eps, dims, base, offset, frequencies=None, traditional=False
+):
     """:func:`norm_rope` in one launch: a simdgroup for each head of each token.
 
     Everything between is float32; sine and cosine are the precise ones.

@@ -53,19 +53,7 @@ def paged_sdpa(
 
 
 @launches(*SHARED)
-def paged_sdpa_fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    table: mx.array,
-    page: int,
-    scale: float,
-    length: mx.array,
-    start: mx.array | None = None,
-    tail: tuple[mx.array, mx.array],
-    gate: mx.array | None = None,
-) -> mx.array:
+def paged_sdpa_fused(q, k, v, *, table, page, scale, length, start=None, tail, gate=None):
     """:func:`paged_sdpa` through the table, nothing is copied; to the bit what ``sdpa_fused`` gives
     for buffers of n P columns.
 

@@ -27,22 +27,22 @@ MOST_SINGLE = 3 * CHUNK // 4
 
 @blas.quiet
 def delta_mixer_blas(
-    qkv: mx.array,
-    z: mx.array | None,
-    a: mx.array | None,
-    b: mx.array | None,
+    qkv,
+    z,
+    a,
+    b,
     *,
-    conv_weight: mx.array,
-    conv_state: mx.array,
-    state: mx.array,
-    a_log: mx.array,
-    dt_bias: mx.array,
-    norm_weight: mx.array,
-    eps: float,
-    mask: mx.array | None = None,
-    lengths: mx.array | None = None,
+    conv_weight,
+    conv_state,
+    state,
+    a_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    mask=None,
+    lengths=None,
     rule: Any = None,
-) -> tuple[mx.array, mx.array, mx.array]:
+):
     """Chunks of tokens by matrix products, a few tokens one by one.
 
     Raises:

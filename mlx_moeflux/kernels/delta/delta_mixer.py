@@ -498,22 +498,22 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
     _GATED_NORM,
 )
 def delta_mixer_fused(
-    qkv: mx.array,
-    z: mx.array | None,
-    a: mx.array | None,
-    b: mx.array | None,
+    qkv,
+    z,
+    a,
+    b,
     *,
-    conv_weight: mx.array,
-    conv_state: mx.array,
-    state: mx.array,
-    a_log: mx.array,
-    dt_bias: mx.array,
-    norm_weight: mx.array,
-    eps: float,
-    mask: mx.array | None = None,
-    lengths: mx.array | None = None,
+    conv_weight,
+    conv_state,
+    state,
+    a_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    mask=None,
+    lengths=None,
     rule: Any = None,
-) -> tuple[mx.array, mx.array, mx.array]:
+):
     """One launch for up to ``STEP_UP_TO`` tokens; else prepare, delta rule as the table of
     gated_delta says, gated norm.
 

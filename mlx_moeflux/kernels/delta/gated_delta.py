@@ -234,16 +234,7 @@ _WALK = MetalKernel(
 
 
 @launches(_RECURRENT)
-def gated_delta_recurrent_fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    log_decay: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    mask: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
+def gated_delta_recurrent_fused(q, k, v, *, log_decay, beta, state, mask=None):
     """Token by token in one launch, the state in registers.
 
     Raises:
@@ -264,17 +255,17 @@ def gated_delta_recurrent_fused(
 
 @launches(_FACTORS, _WALK)
 def gated_delta_chunkwise_fused(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    q,
+    k,
+    v,
     *,
-    log_decay: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    mask: mx.array | None = None,
+    log_decay,
+    beta,
+    state,
+    mask=None,
     parts: int | None = None,
     prefetch: bool | None = None,
-) -> tuple[mx.array, mx.array]:
+):
     """Compute chunk by chunk: first, for all chunks, what needs no state, then the state.
 
     Args:

@@ -254,15 +254,8 @@ def _precise(weight: Any) -> bool:
 
 
 def project_dequantised(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
-) -> list[mx.array]:
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
+):
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
     for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
     dense = weights
@@ -284,16 +277,7 @@ def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
     return [Weight(rows) for rows in (mx.split(dense, ends[:-1]) if ends[1:] else [dense])]
 
 
-def project_fused(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
-) -> list[mx.array]:
+def project_fused(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False):
     """The module's formula in one launch for a few rows, each on its own, with one rounding, at
     the end, for the combinations of matrices in STRUCTURES.
 

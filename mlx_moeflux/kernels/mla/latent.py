@@ -309,18 +309,18 @@ VALUES_AT_ONCE = 128 << 20
 
 @launches(*SHARED, latent_token.KERNEL, *head_product_fused.kernels, VALUES_KERNEL)
 def latent_attention_fused(
-    q_latent: mx.array,
-    q_rotary: mx.array,
-    latents: mx.array,
-    rotary_keys: mx.array,
+    q_latent,
+    q_rotary,
+    latents,
+    rotary_keys,
     *,
-    length: int | mx.array,
-    scale: float,
-    mask: Mask,
-    start: mx.array | None = None,
-    tail: tuple[mx.array, mx.array] | None = None,
-    values: HeadMatrices | None = None,
-) -> mx.array:
+    length,
+    scale,
+    mask,
+    start=None,
+    tail=None,
+    values=None,
+):
     """Compute the absorbed form in one launch. Over parts of the keys a second launch joins them
     and applies `values`. The reference takes a mask that is an array.
 
@@ -367,17 +367,8 @@ def latent_attention_fused(
 
 @launches(*SDPA)
 def latent_prefill_expanded(
-    q: mx.array,
-    q_rotary: mx.array,
-    latents: mx.array,
-    rotary_keys: mx.array,
-    *,
-    expand: Callable[[mx.array, int, int], tuple[mx.array, mx.array]],
-    length: int,
-    scale: float,
-    mask: Mask,
-    start: mx.array | None = None,
-) -> mx.array:
+    q, q_rotary, latents, rotary_keys, *, expand, length, scale, mask, start=None
+):
     """:func:`~mlx_moeflux.kernels.mla.latent.latent_prefill`: keys and values of some heads, then
     attention over them, without scores in device memory. A mask that is an array goes to the
     reference.

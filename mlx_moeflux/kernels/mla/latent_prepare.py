@@ -88,17 +88,8 @@ _THREADS, _EACH = 128, 8
 
 @launches(_WHOLE, _TURNED)
 def latent_prepare_fused(
-    q: mx.array,
-    kv: mx.array,
-    *,
-    norm: mx.array,
-    eps: float,
-    frequencies: mx.array,
-    offset: int | mx.array,
-    factor: float = 1.0,
-    interleaved: bool = False,
-    nope: bool = True,
-) -> Parts:
+    q, kv, *, norm, eps, frequencies, offset, factor=1.0, interleaved=False, nope=True
+):
     """:func:`latent_prepare` in one launch; everything between is float32.
 
     Raises:

@@ -117,21 +117,21 @@ _KERNEL = MetalKernel(
 
 @launches(_KERNEL)
 def latent_step_fused(
-    q: mx.array,
-    kv: mx.array,
-    tail: Pair,
-    matrices: HeadMatrices,
+    q,
+    kv,
+    tail,
+    matrices,
     *,
-    norm: mx.array,
-    eps: float,
-    frequencies: mx.array,
-    offset: int | mx.array,
-    position: mx.array,
-    factor: float = 1.0,
-    interleaved: bool = False,
-    transposed: bool = False,
-    steps: Any = References,
-) -> tuple[mx.array, mx.array, Pair]:
+    norm,
+    eps,
+    frequencies,
+    offset,
+    position,
+    factor=1.0,
+    interleaved=False,
+    transposed=False,
+    steps=References,
+):
     """:func:`latent_step` in one launch. `steps` plays no part.
 
     Raises:

@@ -89,9 +89,7 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
     )
 
 
-def head_product_dequantised(
-    x: mx.array, matrices: HeadMatrices, *, transposed: bool = False
-) -> mx.array:
+def head_product_dequantised(x, matrices, *, transposed=False):
     """:func:`head_product` with matrices made dense first, in the dtype of x."""
     _checked(x, matrices, transposed)
     return _dense_product(x, matrices.dense(x.dtype), transposed)
@@ -153,9 +151,7 @@ NARROW_SIMDGROUPS, MOST_NARROW = 4, 4
 
 
 @launches(_MATVEC, _NARROW, _VECMAT)
-def head_product_fused(
-    x: mx.array, matrices: HeadMatrices, *, transposed: bool = False
-) -> mx.array:
+def head_product_fused(x, matrices, *, transposed=False):
     """:func:`head_product` in one launch, for a few rows of each head. Rows that heads share, and
     some heads only, go to :func:`head_product_dequantised`.
 

@@ -56,14 +56,7 @@ def expert_mix(
     return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
 
 
-def expert_mix_pairs(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_pairs(x, slots, weights, bank, *, initial=None):
     """The module's formula for few tokens, in two launches: each pair reads its expert.
 
     Raises:
@@ -77,14 +70,7 @@ def expert_mix_pairs(
     return outer[0](h, slots, weights, *down, start, **outer[1])[0]
 
 
-def expert_mix_grouped(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_grouped(x, slots, weights, bank, *, initial=None):
     """The module's formula for many tokens, in five launches: pairs are grouped by expert.
 
     Raises:
