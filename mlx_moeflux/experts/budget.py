@@ -244,8 +244,8 @@ def _available_bytes() -> int:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = int(re.search(r"MemAvailable:\s+(\d+)", text)[1]) * 1024
-    return min([available, *_container_bytes()])
+    available = [1024 * int(n) for n in re.findall(r"MemAvailable:\s+(\d+)", text)]
+    return min([*available, *_container_bytes()])
 
 
 def _container_bytes() -> list[int]:

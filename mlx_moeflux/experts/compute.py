@@ -253,7 +253,7 @@ class Pairs:
         """The pairs that a mask or a slice keeps."""
         return Pairs(self.token[keep], self.rank[keep], self.expert[keep])
 
-    def grid(self, shape: tuple[int, int], slot_of: np.ndarray) -> np.ndarray:
+    def grid(self, shape: tuple[int, ...], slot_of: np.ndarray) -> np.ndarray:
         """Their slots by token and rank, ``[N, K]`` uint32; ABSENT where there is no pair."""
         slots = np.full(shape, ABSENT, np.uint32)
         slots[self.token, self.rank] = slot_of[self.expert]
@@ -299,7 +299,7 @@ class ExpertSum:
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
         mix = self.form.mixer(self.x, self.weights, bank)
-        if hasattr(mix, "adds"):
+        if mix is not None and hasattr(mix, "adds"):
             self._add_on_host(mix, pairs, slot_of, bank)
             return
         if mix is not None:

@@ -51,7 +51,7 @@ class ResidentStore(ExpertStore):
         block_bytes: Mapping[int, int] | None = None,
     ):
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
-        self._banks = banks
+        self._banks: Callable[[int], ExpertBank] | None = banks
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats, self._block_bytes = ExpertStats(self.layers), block_bytes
         self.events = events
@@ -61,14 +61,18 @@ class ResidentStore(ExpertStore):
         """MoE layer id -> bytes of one expert on disk, or here if no disk is known."""
         if self._block_bytes is not None:
             return dict(self._block_bytes)
-        return {layer: block_bytes(self._banks(layer)) for layer in self.layers}
+        banks = self._open()
+        return {layer: block_bytes(banks(layer)) for layer in self.layers}
+
+    def _open(self) -> Callable[[int], ExpertBank]:
+        if self._banks is None:
+            raise InputError("this expert store is closed; load the model again.")
+        return self._banks
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""
         check_call(layer, x, ids, weights)
-        if self._banks is None:
-            raise InputError("this expert store is closed; load the model again.")
-        bank = self._banks(layer)
+        bank = self._open()(layer)
         if bank.slots != self.num_experts:
             raise ShapeError(
                 f"layer {layer} holds {bank.slots} experts, the model has {self.num_experts}."

@@ -90,7 +90,7 @@ class Driver:
         self._enter()
         event = ctypes.c_void_p()
         self.call("cuEventCreate", ctypes.byref(event), _UNTIMED)
-        weakref.finalize(event, self._forget, event.value).atexit = False
+        weakref.finalize(event, self._forget, event.value or 0).atexit = False
         return event
 
     def wait(self, event: object) -> None:
@@ -122,8 +122,9 @@ class Driver:
         self._enter()
         address = ctypes.c_void_p()
         self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(nbytes), _PORTABLE)
-        memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
-        weakref.finalize(memory, self._free, address.value).atexit = False
+        start = address.value or 0
+        memory = (ctypes.c_uint8 * nbytes).from_address(start)
+        weakref.finalize(memory, self._free, start).atexit = False
         return memoryview(memory).cast("B")
 
     def _enter(self) -> None:
@@ -154,6 +155,12 @@ def _driver() -> Driver | None:
         return Driver()
     except (OSError, AttributeError, DriverError):
         return None
+
+
+def bytes_of(array: mx.array) -> memoryview:
+    """Return the storage of an evaluated array as writable bytes."""
+    # MLX's stubs do not declare the buffer protocol.
+    return memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]
 
 
 def address_of(view: memoryview) -> int:
@@ -193,7 +200,7 @@ class Uploads:
         Otherwise its page moves to the GPU when the first kernel reads it, and back when the host
         writes again. MLX reuses few addresses; it may also free memory, and with it the advice.
         """
-        view = memoryview(array).cast("B")
+        view = bytes_of(array)
         address, self._turn = address_of(view), self._turn + 1
         if self._turn % REACHED_FOR == 0:
             self._reached.clear()

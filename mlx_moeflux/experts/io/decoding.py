@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, ShapeError
-from mlx_moeflux.experts.io.layout import RAW, BlockLayout
+from mlx_moeflux.experts.io.layout import RAW, BlockLayout, Layout
 
 Experts = Mapping[int, Mapping[str, ExpertRefs]]
 
@@ -22,6 +23,21 @@ def needs_decoding(experts: Experts) -> bool:
     )
 
 
+class StoredReader(Protocol):
+    """A reader of stored bytes: see :class:`~mlx_moeflux.experts.io.readers.Reader`."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_experts: int
+    staging_bytes: int
+
+    def layout(self, layer: int) -> Layout: ...
+
+    def read(self, layer: int, expert: int, into: Sequence[memoryview]) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class DecodingReader:
     """A reader that decodes what another reader fetches, with NumPy, in the reading threads.
 
@@ -30,7 +46,7 @@ class DecodingReader:
     :class:`~mlx_moeflux.experts.io.readers.Reader`.
     """
 
-    def __init__(self, make: Callable[[Experts], object], experts: Experts):
+    def __init__(self, make: Callable[[Experts], StoredReader], experts: Experts):
         self._experts = experts
         self._layouts = {layer: BlockLayout.of(parts) for layer, parts in experts.items()}
         plans = {layer: _Plan(parts) for layer, parts in experts.items()}
@@ -108,11 +124,11 @@ class _Plan:
                 self._add(name, _key(refs[0]), list(refs), places)
         for name, refs in parts.items():
             if isinstance(refs[0], DecodedRef):
-                _check_alike(refs)
-                self.scratch_bytes = max(self.scratch_bytes, refs[0].scratch_bytes)
+                decoded = _alike(refs)
+                self.scratch_bytes = max(self.scratch_bytes, decoded[0].scratch_bytes)
                 self.inputs[name] = [
-                    self._add(None, _key(source), [ref.sources[i] for ref in refs], places)
-                    for i, source in enumerate(refs[0].sources)
+                    self._add(None, _key(source), [ref.sources[i] for ref in decoded], places)
+                    for i, source in enumerate(decoded[0].sources)
                 ]
 
     def staged_sizes(self) -> tuple[int, ...]:
@@ -133,11 +149,14 @@ def _key(ref: TensorRef) -> tuple:
     return ref.file, ref.offset, ref.nbytes
 
 
-def _check_alike(refs: ExpertRefs) -> None:
-    first = refs[0]
+def _alike(refs: ExpertRefs) -> list[DecodedRef]:
+    """Return the refs of all experts, which are decoded alike."""
+    first, found = refs[0], []
     for ref in refs:
         if not isinstance(ref, DecodedRef) or (ref.dtype, ref.shape) != (first.dtype, first.shape):
             raise CheckpointError(
                 f"{ref.file}: '{ref.name}' is {ref.dtype} {list(ref.shape)}, but expert 0 has "
                 f"{first.dtype} {list(first.shape)}, decoded."
             )
+        found.append(ref)
+    return found

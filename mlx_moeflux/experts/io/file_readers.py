@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -136,9 +137,11 @@ class FileReader:
         """Prepare for the reads of `runs`; a subclass may tell the system."""
 
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError
+        done = self._preadv(run, views, run.offset)
+        while done < run.nbytes:
+            done += self._preadv(run, window(views, done, run.nbytes), run.offset + done)
 
-    def _cannot_open(self, file: os.PathLike[str], cause: OSError) -> Exception:
+    def _cannot_open(self, file: Path, cause: OSError) -> Exception:
         return unreadable(file, cause, error=ExpertFileError)
 
     def _preadv(self, run: Run, views: Sequence[memoryview], offset: int) -> int:
@@ -189,11 +192,6 @@ class PreadReader(FileReader):
         for run in runs:
             fd = self._fds[run.file]
             os.posix_fadvise(fd, run.offset, run.nbytes, os.POSIX_FADV_WILLNEED)
-
-    def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        done = self._preadv(run, views, run.offset)
-        while done < run.nbytes:
-            done += self._preadv(run, window(views, done, run.nbytes), run.offset + done)
 
 
 class DirectReader(FileReader):
@@ -263,7 +261,7 @@ class DirectReader(FileReader):
 
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
         if not self._bounces:
-            PreadReader._read_run(self, run, views)
+            super()._read_run(run, views)
             return
         array, view = self._buffer()
         position, stop = run.offset, run.offset + run.nbytes
@@ -277,7 +275,7 @@ class DirectReader(FileReader):
             copy_into(into, array[position - start : end - start])
             position = end
 
-    def _cannot_open(self, file: os.PathLike[str], cause: OSError) -> Exception:
+    def _cannot_open(self, file: Path, cause: OSError) -> Exception:
         if isinstance(cause, FileNotFoundError):
             return super()._cannot_open(file, cause)
         return UnsupportedError(

@@ -167,7 +167,9 @@ class BlockLayout(Layout):
             raise ShapeError(
                 f"'{weight}' of an expert must be {' or '.join(dtypes)} {list(expected)}."
             )
-        for part in filter(None, parts):
+        for part in parts:
+            if spec is None or part is None:
+                continue
             if part.shape != (rows, spec.groups(width)) or part.dtype not in _FLOATS:
                 raise ShapeError(
                     f"'{part}' of an expert must be {' or '.join(_FLOATS)} "

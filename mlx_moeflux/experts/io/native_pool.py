@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -145,7 +146,7 @@ class NativePool:
         self._end = weakref.finalize(self, found.pool_close, self.handle)
 
     @staticmethod
-    def serves(reader: object) -> bool:
+    def serves(reader: Reader) -> TypeGuard[FileReader]:
         """Return True if native threads can read what `reader` reads."""
         if type(reader) not in (PreadReader, DirectReader) or library() is None:
             return False
@@ -273,7 +274,8 @@ class NativeFetch:
 
 def open_pool(reader: Reader, threads: int, uploads: Uploads | None) -> ReadPool | NativePool:
     """Return threads that read with `reader`: native ones where they can."""
-    if NativePool.serves(reader):
+    files: Reader = reader
+    if NativePool.serves(files):
         with contextlib.suppress(OSError):
-            return NativePool(reader, threads, uploads)
+            return NativePool(files, threads, uploads)
     return ReadPool(reader, threads, uploads)

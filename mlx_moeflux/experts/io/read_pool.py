@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
 from mlx_moeflux.experts.io.cuda_upload import Uploads, address_of
+from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.readers import Reader
 
@@ -277,13 +278,17 @@ class Fetch:
 
     def _pieces(self, count: int) -> Sequence[Piece | None]:
         """Return the pieces of every block; a single None stands for the whole block."""
-        cut, staged = getattr(self._reader, "pieces", None), self._uploads is not None
-        pieces = cut(self._layer, count) if cut is not None and (count > 1 or staged) else ()
-        return pieces if len(pieces) > 1 or (pieces and staged) else (None,)
+        reader, staged = self._reader, self._uploads is not None
+        if isinstance(reader, FileReader) and (count > 1 or staged):
+            pieces = reader.pieces(self._layer, count)
+            if len(pieces) > 1 or (pieces and staged):
+                return pieces
+        return (None,)
 
     def _part(self, target: Target, piece: Piece) -> int:
         """Read a piece of a block."""
         reader, uploads = self._reader, self._uploads
+        assert isinstance(reader, FileReader), "only files have pieces"
         run = reader.piece(self._layer, target.expert, piece)
         if uploads is None:
             return reader.read_run(run, [target.views[c][a:b] for c, a, b in piece.parts])

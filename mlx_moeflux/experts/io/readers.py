@@ -8,16 +8,21 @@ policies. Several threads may call `read` concurrently.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.io.byte_ranges import copy_into
-from mlx_moeflux.experts.io.decoding import DecodingReader, needs_decoding
+from mlx_moeflux.experts.io.decoding import (
+    DecodingReader,
+    Experts,
+    StoredReader,
+    needs_decoding,
+)
 from mlx_moeflux.experts.io.file_readers import DirectReader, MmapReader, PreadReader
-from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.layout import BlockLayout, Layout
 
 
 class Reader(Protocol):
@@ -61,7 +66,7 @@ class MemoryReader:
         finally:
             files.close()
 
-    def layout(self, layer: int) -> BlockLayout:
+    def layout(self, layer: int) -> Layout:
         """See :meth:`Reader.layout`."""
         return self._layouts[layer]
 
@@ -86,7 +91,7 @@ class MemoryReader:
         return blocks
 
 
-READERS: dict[str, Callable[[Mapping[int, Mapping[str, ExpertRefs]]], Reader]] = {
+READERS: dict[str, Callable[[Experts], StoredReader]] = {
     "pread": PreadReader,
     "direct": DirectReader,
     "mmap": MmapReader,
@@ -111,7 +116,8 @@ def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> R
         raise InputError(f"no reader is called '{name}'; there are auto, {', '.join(READERS)}.")
     if needs_decoding(experts):
         return DecodingReader(READERS[chosen], experts)
-    return READERS[chosen](experts)
+    # Nothing is decoded, so what is stored are whole blocks.
+    return cast("Reader", READERS[chosen](experts))
 
 
 def check_reader(
@@ -150,5 +156,5 @@ def check_reader(
             )
 
 
-def _placed(layout: BlockLayout) -> list[tuple]:
+def _placed(layout: Layout) -> list[tuple]:
     return [(c, layout.offsets[c.name]) for c in layout.components]

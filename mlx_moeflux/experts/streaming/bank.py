@@ -8,13 +8,13 @@ may be written: MLX waits for an array's producer, not for its readers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
-from mlx_moeflux.experts.io.cuda_upload import address_of, driver
+from mlx_moeflux.experts.io.cuda_upload import address_of, bytes_of, driver
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.runtime import packing
@@ -22,11 +22,11 @@ from mlx_moeflux.kernels.runtime import packing
 
 class Slots(NamedTuple):
     """One allocation: arrays that MLX reads, views that readers write. experts: The arrays as the
-    kernels take them; None once the bank is closed."""
+    kernels take them."""
 
     count: int
     arrays: dict[str, mx.array]
-    experts: ExpertBank | None
+    experts: ExpertBank
     views: list[tuple[memoryview, int]]
     addresses: list[tuple[int, int]]
     packed: packing.Packing | None = None
@@ -77,15 +77,13 @@ class LayerBank:
         for (source, n), (target, _) in zip(self.current.views, new.views, strict=True):
             for a, b in moves.items():
                 target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
-        home = driver()
-        for view, _ in new.views if home is not None else ():
-            home.settle(address_of(view), view.nbytes)
+        _settle(view for view, _ in new.views)
         # One assignment: an interrupt leaves all of the old or all of the new.
         self.current = new
 
     def close(self) -> None:
         """Release arrays and views; lazy work that still reads them keeps them alive."""
-        self.current = Slots(self.slots, {}, None, [], [])
+        self.current = _CLOSED
 
     def _allocate(self, slots: int) -> Slots:
         components, packed = self.layout.components, None
@@ -96,7 +94,7 @@ class LayerBank:
             shape = packing.by_rows(like) or (packing.packed_bytes(like) // packing.WORD,)
             buffer = mx.zeros(shape, mx.uint32)
             mx.eval(buffer)
-            whole = memoryview(buffer).cast("B")
+            whole = bytes_of(buffer)
             packed = packing.Packing(buffer, like)
             arrays = packed.arrays
             views = [
@@ -106,12 +104,21 @@ class LayerBank:
         else:
             arrays = [mx.zeros(shape, dtype) for shape, dtype in like]
             mx.eval(arrays)
-            views = [memoryview(array).cast("B") for array in arrays]
-        home = driver()
-        for view in views if home is not None else ():
-            home.settle(address_of(view), view.nbytes)
+            views = [bytes_of(array) for array in arrays]
+        _settle(views)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
         addresses = [(address_of(view), n) for view, n in sized]
         experts = ExpertBank.of(named, self.layout.specs, self._experts)
         return Slots(slots, named, experts, sized, addresses, packed)
+
+
+# A bank of no slots, whose arrays nobody may ask for.
+_CLOSED = Slots(0, {}, None, [], [])  # pyright: ignore[reportArgumentType]
+
+
+def _settle(views: Iterable[memoryview]) -> None:
+    """Keep the storage of a bank on the GPU, where the host does not write it."""
+    if (home := driver()) is not None:
+        for view in views:
+            home.settle(address_of(view), view.nbytes)

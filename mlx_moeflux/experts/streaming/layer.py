@@ -54,8 +54,8 @@ class PendingOutput(NamedTuple):
         MLX waits for work that ``async_eval`` began in any thread, but does not notice that another
         thread is inside ``eval``.
         """
-        here = self.maker is None or self.maker is threading.current_thread()
-        if not here and self.maker.is_alive():
+        maker = self.maker
+        if maker not in (None, threading.current_thread()) and maker.is_alive():
             return False
         try:
             mx.eval(self.output)

@@ -239,11 +239,11 @@ class StreamedStore(ExpertStore):
         if self._whole(state):
             return call
         start, stalled = perf_counter(), state.stats.stall_seconds
-        call.host = self._wait_for_ids(call, weights)
+        call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
         if len(needed) > slots:
-            call.waves = WaveSchedule(state.table, needed)
-            begin_first(call.waves, lambda wave: self._begin_wave(call, wave))
+            call.waves = waves = WaveSchedule(state.table, needed)
+            begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
         else:
             call.missing = missing_of(state.table, needed)
             state.look_up(needed, call.missing, self.events)
@@ -278,13 +278,13 @@ class StreamedStore(ExpertStore):
         one pass, or in waves. Evaluates: long calls of incomplete layers."""
         state, form, bank = call.state, self._form, call.state.bank.current.experts
         start, stalled = perf_counter(), state.stats.stall_seconds
-        if call.request is None:
+        if call.host is None:
             y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
             _account(state, start, stalled)
             return y
         pairs, slot_of = Pairs.of(call.host, self.num_experts), state.table.slots_by_expert
         if call.waves is not None:
-            y = self._compute_waves(call, pairs, ExpertSum(x, weights, form))
+            y = self._compute_waves(state, call.waves, pairs, ExpertSum(x, weights, form))
         elif pairs.token.size == weights.size and form.takes_few(weights.size, x.shape[0], bank):
             y = few_pairs(x, weights, pairs, slot_of, bank, form)
         else:
@@ -324,9 +324,9 @@ class StreamedStore(ExpertStore):
         if self.balance is not None:
             self.balance.called(state.layer, missed, victims)
             if short and state.layer == self.layers[-1]:
-                self._rebalance(K)
+                self._rebalance(self.balance, K)
         if short and call.request is not None and self.prefetch is not None:
-            self._read_ahead(call)
+            self._read_ahead(call, self.prefetch)
 
     def partial(self) -> tuple[int, ...]:
         """See :meth:`ExpertStore.partial`."""
@@ -406,7 +406,7 @@ class StreamedStore(ExpertStore):
         most one layer's bank."""
         with self._lock:
             changes = {layer: self._checked(layer, slots) - n for layer, n in self.slots.items()}
-            for layer in sorted(changes, key=changes.get):  # smaller banks first
+            for layer in sorted(changes, key=changes.__getitem__):  # smaller banks first
                 if changes[layer]:
                     self.resize(layer, slots[layer])
                     # Memory that MLX keeps of the old bank would count twice.
@@ -458,42 +458,44 @@ class StreamedStore(ExpertStore):
             and self.prefetch is None
         )
 
-    def _wait_for_ids(self, call: Call, weights: mx.array) -> np.ndarray:
+    def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
-        state, ids = call.state, call.ids
+        state, ids, events = call.state, call.ids, self.events
         if mx.default_device() != mx.cpu:
             metal.settle()
-        weights = None if self.events is None else weights
-        if call.ahead is not None or weights is not None:
+        if call.ahead is not None or events is not None:
             # One evaluation for everything that the host reads.
-            mx.eval(ids, call.ahead, weights)
+            mx.eval(ids, call.ahead, None if events is None else weights)
         host = np.array(ids)
         check_ids(state.layer, host, self.num_experts)
-        if weights is not None:
-            self.events(Chosen(state.layer, state.tokens, host, np.array(weights)))
-        call.request = request = ExpertRequest.of(host, self.num_experts, state.tokens)
+        if events is not None:
+            events(Chosen(state.layer, state.tokens, host, np.array(weights)))
+        request = ExpertRequest.of(host, self.num_experts, state.tokens)
         if self.prefetch is not None:
-            self._enter_ahead(state, request)
+            self._enter_ahead(state, request, self.prefetch)
         self.eviction.touch(state.layer, request.experts, request.last, request.uses)
-        return host
+        return host, request
 
-    def _enter_ahead(self, state: StreamedLayer, request: ExpertRequest) -> None:
+    def _enter_ahead(
+        self, state: StreamedLayer, request: ExpertRequest, prefetch: Prefetch
+    ) -> None:
         """Enter prefetched blocks and notify the prefetcher of the request."""
         needed = frozenset(request.needed)
         state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self.events)
         state.stats.proposed += len(state.proposal)
         state.stats.foreseen += len(state.proposal & needed)
         state.proposal = frozenset()
-        self.prefetch.requested(state.layer, request.experts, request.last)
+        prefetch.requested(state.layer, request.experts, request.last)
 
-    def _begin_wave(self, call: Call, wave: Wave) -> None:
-        call.state.look_up(wave.experts, wave.missing, self.events)
-        call.state.begin_reads(wave.missing, call.waves.protected, self.events)
+    def _begin_wave(self, state: StreamedLayer, waves: WaveSchedule, wave: Wave) -> None:
+        state.look_up(wave.experts, wave.missing, self.events)
+        state.begin_reads(wave.missing, waves.protected, self.events)
 
-    def _compute_waves(self, call: Call, pairs: Pairs, total: ExpertSum) -> mx.array:
+    def _compute_waves(
+        self, state: StreamedLayer, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
+    ) -> mx.array:
         """Compute waves in ascending id and read the next one meanwhile. Evaluate each, so that its
         slots can be read into."""
-        state = call.state
 
         def compute(wave: Wave) -> None:
             part = pairs.between(wave.experts[0], wave.experts[-1])
@@ -501,22 +503,23 @@ class StreamedStore(ExpertStore):
             total.evaluate()
 
         def begin(wave: Wave) -> None:
-            self._begin_wave(call, wave)
+            self._begin_wave(state, waves, wave)
 
-        run_waves(call.waves, begin, lambda: state.finish(self.events), compute)
+        run_waves(waves, begin, lambda: state.finish(self.events), compute)
         return total.total
 
-    def _rebalance(self, least: int) -> None:
+    def _rebalance(self, balance: Balance, least: int) -> None:
         """Move slots between layers after a token, at least `least` a layer."""
         limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
         tokens = self._layers[self.layers[-1]].tokens
-        for layer, slots in changes_in_order(self.balance, tokens, self.slots, **limits):
+        for layer, slots in changes_in_order(balance, tokens, self.slots, **limits):
             self.generation += 1
             self._state(layer).resize(slots, self.events)
 
-    def _read_ahead(self, call: Call) -> None:
+    def _read_ahead(self, call: Call, prefetch: Prefetch) -> None:
         """Begin to prefetch experts of the layer after that of `call`."""
-        guess = () if call.ahead is None else merged(call.ahead.tolist(), self.num_experts)
+        rows = () if call.ahead is None else np.array(call.ahead).tolist()
+        guess = merged(rows, self.num_experts)
         following = next_layer(self.layers, call.state.layer)
         if following is None:
             return
@@ -525,9 +528,9 @@ class StreamedStore(ExpertStore):
         state = self._state(following)
         if state.reading_ahead:
             return
-        proposal = proposed(self.prefetch, following, guess, self.num_experts)
+        proposal = proposed(prefetch, following, guess, self.num_experts)
         state.proposal = frozenset(proposal)
-        blocks = blocks_ahead(self.prefetch, proposal, state.table, state.table.slots)
+        blocks = blocks_ahead(prefetch, proposal, state.table, state.table.slots)
         if blocks:
             state.read_ahead(blocks, state.proposal, self.events)
 

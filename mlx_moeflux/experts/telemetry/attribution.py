@@ -44,20 +44,22 @@ class Attribution:
 
     def __call__(self, event: Event) -> None:
         """Take one event of a store."""
-        kind, calls = type(event), self._stats.calls
-        if kind is Chosen:
+        calls = self._stats.calls
+        if calls is None:
+            return
+        if isinstance(event, Chosen):
             self.end_of_call()
             self._stalled = self._stats.layers[event.layer].stall_seconds
             calls.append(CallCost(event.layer, event.token, event.ids))
         elif not calls or calls[-1].layer != event.layer:
             return
-        elif kind is Hit:
+        elif isinstance(event, Hit):
             (calls[-1].prefetched if event.prefetched else calls[-1].hits).append(event.expert)
-        elif kind is Miss:
+        elif isinstance(event, Miss):
             calls[-1].missed.append(event.expert)
-        elif kind is ReadEnd:
+        elif isinstance(event, ReadEnd):
             calls[-1].bytes_demanded += event.nbytes
-        elif kind is PrefetchEnd:
+        elif isinstance(event, PrefetchEnd):
             calls[-1].bytes_hidden += event.nbytes
 
     def end_of_call(self) -> None:

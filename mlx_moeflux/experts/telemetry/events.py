@@ -33,8 +33,8 @@ class Chosen(NamedTuple):
 
     layer: int
     token: int
-    ids: np.ndarray | None = None
-    weights: np.ndarray | None = None
+    ids: np.ndarray
+    weights: np.ndarray
 
 
 class Hit(NamedTuple):
@@ -119,8 +119,10 @@ class Resize(NamedTuple):
     slots: int
 
 
-Event = Chosen | Hit | Miss | Evict | ReadStart | ReadEnd
-Event = Event | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
+Event = (
+    Chosen | Hit | Miss | Evict | ReadStart | ReadEnd
+    | Guess | PrefetchStart | PrefetchEnd | PrefetchDrop | Resize
+)  # fmt: skip
 EventHook = Callable[[Event], None]
 
 

@@ -90,7 +90,8 @@ class Profile:
         times = ("token_seconds", "sync_seconds", "host_seconds")
         data = _fields(path, (*times, "read_seconds"))
         try:
-            return cls(**data | {"read_seconds": tuple(data["read_seconds"])})
+            token, sync, host = (data[name] for name in times)
+            return cls(token, sync, tuple(data["read_seconds"]), host)
         except TypeError as cause:
             raise InputError(f"{path} is no profile: its times are not numbers.") from cause
 
@@ -100,7 +101,7 @@ class Profile:
 
     def reading(self, blocks: int) -> float:
         """Seconds until `blocks` blocks have arrived."""
-        times = self.read_seconds
+        times = list(self.read_seconds)
         if blocks <= 0:
             return 0.0
         if blocks <= len(times):
@@ -132,7 +133,8 @@ def _fields(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any
         raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
     except ValueError:
         data = None
-    missing = next((name for name in names if not isinstance(data, dict) or name not in data), None)
+    data = data if isinstance(data, dict) else {}
+    missing = next((name for name in names if name not in data), None)
     if missing is not None:
         raise InputError(f"{path} is no profile, it has no '{missing}'; write one with tune.")
     return {name: data[name] for name in names}

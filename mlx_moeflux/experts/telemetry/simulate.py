@@ -122,7 +122,7 @@ def simulate(
     shift = make_balance(balance)
     if shift is not None:
         shift.reset()
-    replay = _Replay(trace.info, policy, slots, ahead)
+    replay = _Replay(trace.info, policy, slots)
     result = Simulation(trace.info, name, slots, replay.counts)
     calls = zip(trace.calls, requests_of(trace), strict=True)
     if ahead is None and shift is None and not recorded:
@@ -132,13 +132,13 @@ def simulate(
         layer = call.layer
         if ahead is not None:
             result.ahead.append(len(replay.banks[layer].ahead))
-            replay.commit_prefetch(layer, request, call.dropped if recorded else ())
+            replay.commit_prefetch(ahead, layer, request, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, request))
         short = call.ids.size <= MOST_PAIRS
         if shift is not None:
             replay.balance(shift, layer, call.token + len(call.ids), call.ids.shape[1], short)
         if ahead is not None and short:
-            replay.read_ahead(layer, call.guess or ())
+            replay.read_ahead(ahead, layer, call.guess or ())
         for each, count in call.resized if recorded else ():
             replay.resize(each, count)
     for layer, counts in replay.counts.items():
@@ -195,15 +195,8 @@ class _Bank:
 class _Replay:
     """Does to names of experts what :class:`StreamedStore` does to their bytes."""
 
-    def __init__(
-        self,
-        info: TraceInfo,
-        policy: Eviction,
-        slots: Mapping[int, int],
-        prefetch: Prefetch | None,
-    ):
-        self.policy, self.prefetch, self.layers = policy, prefetch, info.layers
-        self.info = info
+    def __init__(self, info: TraceInfo, policy: Eviction, slots: Mapping[int, int]):
+        self.policy, self.layers, self.info = policy, info.layers, info
         self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
         self.counts = {layer: Counts() for layer in info.layers}
 
@@ -225,7 +218,9 @@ class _Replay:
             self._read(layer, bank, missing)
         return len(missing)
 
-    def commit_prefetch(self, layer: int, request: ExpertRequest, dropped: Collection[int]) -> None:
+    def commit_prefetch(
+        self, prefetch: Prefetch, layer: int, request: ExpertRequest, dropped: Collection[int]
+    ) -> None:
         """Enter what was read ahead, but `dropped`; count what was foreseen."""
         bank, counts, needed = self.banks[layer], self.counts[layer], frozenset(request.needed)
         arrived = [expert for expert in bank.ahead if expert not in dropped]
@@ -233,17 +228,17 @@ class _Replay:
         counts.proposed += len(bank.proposal)
         counts.foreseen += len(bank.proposal & needed)
         bank.proposal = frozenset()
-        self.prefetch.requested(layer, request.experts, request.last)
+        prefetch.requested(layer, request.experts, request.last)
 
-    def read_ahead(self, layer: int, guess: Sequence[int]) -> None:
+    def read_ahead(self, prefetch: Prefetch, layer: int, guess: Sequence[int]) -> None:
         """Begin to read what the next layer may need."""
         following = next_layer(self.layers, layer)
         if following is None or self.banks[following].ahead:
             return
         bank = self.banks[following]
-        proposal = proposed(self.prefetch, following, guess, self.info.num_experts)
+        proposal = proposed(prefetch, following, guess, self.info.num_experts)
         bank.proposal = frozenset(proposal)
-        blocks = blocks_ahead(self.prefetch, proposal, bank, bank.slots)
+        blocks = blocks_ahead(prefetch, proposal, bank, bank.slots)
         if blocks:
             self._make_room(following, bank, len(blocks), bank.proposal)
             bank.ahead = blocks
