@@ -28,12 +28,7 @@ from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
 from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.linear import project, small_batch
-from mlx_moeflux.kernels.mla import (
-    latent,
-    latent_prepare,
-    latent_step,
-    per_head_matmul,
-)
+from mlx_moeflux.kernels.mla import latent, latent_prepare, latent_step, per_head_matmul
 from mlx_moeflux.kernels.moe import (
     add_shared,
     expert_mix,
@@ -96,10 +91,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "reference": latent_prepare.latent_prepare,
         "fused": latent_prepare.latent_prepare_fused,
     },
-    "latent_step": {
-        "reference": latent_step.latent_step,
-        "fused": latent_step.latent_step_fused,
-    },
+    "latent_step": {"reference": latent_step.latent_step, "fused": latent_step.latent_step_fused},
     "head_product": {
         "reference": per_head_matmul.head_product,
         "fused": per_head_matmul.head_product_fused,
@@ -118,10 +110,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "grouped": expert_mix.expert_mix_grouped,
         "blas": blas.expert_mix_blas,
     },
-    "moe_combine": {
-        "reference": moe_combine.moe_combine,
-        "fused": moe_combine.moe_combine_fused,
-    },
+    "moe_combine": {"reference": moe_combine.moe_combine, "fused": moe_combine.moe_combine_fused},
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,

@@ -307,10 +307,7 @@ def _rotated(x: np.ndarray, dims: int, interleaved: bool, first: np.ndarray) -> 
     a, b = (slice(0, dims, 2), slice(1, dims, 2)) if interleaved else (
         slice(dims // 2), slice(dims // 2, dims)
     )  # fmt: skip
-    x[..., a], x[..., b] = (
-        x[..., a] * cos - x[..., b] * sin,
-        x[..., a] * sin + x[..., b] * cos,
-    )
+    x[..., a], x[..., b] = (x[..., a] * cos - x[..., b] * sin, x[..., a] * sin + x[..., b] * cos)
     return x
 
 

@@ -162,9 +162,7 @@ class Cache:
         seconds = time.perf_counter() - start
         with self._lock:
             self.count = replace(
-                self.count,
-                compiled=self.count.compiled + 1,
-                seconds=self.count.seconds + seconds,
+                self.count, compiled=self.count.compiled + 1, seconds=self.count.seconds + seconds
             )
 
     @contextlib.contextmanager
