@@ -192,7 +192,7 @@ class Arranger:
     def __call__(self, arrays: Sequence[mx.array]) -> tuple[Arrangement, list[mx.array]] | None:
         """The inputs of a call with those of one buffer as one; None: they stay what they are."""
         deaths, ids = _Deaths.count, tuple(map(id, arrays))
-        found = tuple(map(PLACES.get, ids))
+        found: tuple[Any, ...] = tuple(map(PLACES.get, ids))
         places, twice = any(found), len(set(ids)) < len(ids)
         if not places and not twice:
             return None
@@ -225,21 +225,21 @@ def _arrangement(
     known: dict[Any, int] = {}
     bindings, sources, template = [], [], {}
     for i, (name, array, place) in enumerate(zip(names, arrays, places, strict=True)):
-        part = place is not None and id(place.buffer) in shared
+        part = place if place is not None and id(place.buffer) in shared else None
         # An array whose shape is read stays apart from others whose shape is read.
-        source = id(place.buffer) if part else (id(array), name if name in shaped else "")
+        source = id(part.buffer) if part else (id(array), name if name in shaped else "")
         if not part and name not in shaped:
             source = next((s for s in known if isinstance(s, tuple) and s[0] == id(array)), source)
         if source not in known:
             known[source] = len(sources)
-            sources.append((i, part))
+            sources.append((i, part is not None))
         if not part:
             bindings.append(Binding(known[source]))
             continue
-        template[f"{name}_at"] = place.start
-        if name in shaped and not place.by_rows:
-            template[f"{name}_rows"] = place.rows
-        bindings.append(Binding(known[source], place.type, name in shaped, place.by_rows))
+        template[f"{name}_at"] = part.start
+        if name in shaped and not part.by_rows:
+            template[f"{name}_rows"] = part.rows
+        bindings.append(Binding(known[source], part.type, name in shaped, part.by_rows))
     return Arrangement(tuple(bindings), tuple(sources), template)
 
 
