@@ -36,21 +36,12 @@ _THINKING_TOKENS = (
 )
 _TOOL_TOKENS = (_XTML_TOKENS, ("<|tool_call_start|>", "<|tool_call_end|>"))
 _TOOL_MARKERS = (
-    ("<minimax:tool_call>",),
-    ("<|tool_call>", "<tool_call|>"),
-    ("<start_function_call>",),
-    ("<longcat_tool_call>",),
-    ("<arg_key>",),
-    ("<|tool_list_start|>",),
-    ("<|tool_call_start|>",),
-    ("<tool_call>\\n<function=",),
-    ("<tool_call>\n<function=",),
-    ("<|tool_calls_section_begin|>",),
-    ('<function name="', '<param name="'),
-    ("[TOOL_CALLS]",),
-    ("<atem:function_calls>",),
+    ("<minimax:tool_call>",), ("<|tool_call>", "<tool_call|>"), ("<start_function_call>",),
+    ("<longcat_tool_call>",), ("<arg_key>",), ("<|tool_list_start|>",), ("<|tool_call_start|>",),
+    ("<tool_call>\\n<function=",), ("<tool_call>\n<function=",), ("<|tool_calls_section_begin|>",),
+    ('<function name="', '<param name="'), ("[TOOL_CALLS]",), ("<atem:function_calls>",),
     ("<tool_call>", "tool_call.name"),
-)
+)  # fmt: skip
 
 
 class Encoding(dict[str, Any]):
@@ -404,6 +395,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 ({error}); fetch it again.") from None
     template, source = config.get("chat_template"), "tokenizer_config.json"
+    tool_template = None
     if template is None and (directory / "chat_template.json").exists():
         source = "chat_template.json"
         template = read_json_object(directory / source, error=ConfigError).get("chat_template")
@@ -414,8 +406,6 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
             named = {None: template}
         template = named.get("default", next(iter(named.values()), None))
         tool_template = named.get("tool_use")
-    else:
-        tool_template = None
     for one in (template, tool_template):
         if not isinstance(one, str | None):
             raise ConfigError(
@@ -454,13 +444,8 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]

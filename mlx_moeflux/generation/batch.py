@@ -142,9 +142,9 @@ def merged(states: Sequence[Sequence[Any]]) -> list[Any]:
     return [type(row[0]).merge(list(row)) for row in zip(*states, strict=True)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt, its options, and its reply so far.
+    """A prompt, its options, and its reply so far; the name of its sequence in a :class:`Batch`.
 
     limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
     tokens: Most tokens of the state at the end. fresh: True if the prompt begins the sequence.
@@ -406,7 +406,6 @@ class BatchGenerator:
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
-        self._sequences: dict[int, Request] = {}
         self._tokens: Any = None
         self._logprobs: Any = None
         self._uids = self._steps = 0
@@ -463,21 +462,21 @@ class BatchGenerator:
         uids = set(uids)
         states = {}
         with self.model.lock:
+            gone = [s for s in self._batch.names if s.uid in uids]
             if return_prompt_caches:
-                states = {uid: self._batch.state(uid) for uid in self._batch.names if uid in uids}
+                states = {s.uid: self._batch.state(s) for s in gone}
             self._waiting = deque(s for s in self._waiting if s.uid not in uids)
             if self._prefill is not None:
                 self._prefill.drop(uids)
                 if not self._prefill.sequences:
                     self._prefill = None
-            self._drop(uids)
+            self._drop(gone)
         return states
 
     def close(self) -> None:
         """Free all states. A second call does nothing."""
         self._closed = True
         self._waiting.clear()
-        self._sequences.clear()
         self._prefill = self._tokens = self._logprobs = None
         self._batch.leave(list(self._batch.names))
 
@@ -500,7 +499,7 @@ class BatchGenerator:
     def __len__(self) -> int:
         """Return the number of unfinished sequences."""
         reading = 0 if self._prefill is None else len(self._prefill.sequences)
-        return len(self._waiting) + reading + len(self._sequences)
+        return len(self._waiting) + reading + len(self._batch)
 
     @property
     def nbytes(self) -> int:
@@ -553,36 +552,33 @@ class BatchGenerator:
             if self._prefill is None:
                 return []
             self._read_prompts()
-        logprobs, names = self._logprobs, list(self._batch.names)
+        logprobs, sequences = self._logprobs, list(self._batch.names)
         if self._ahead:
             self._tokens, self._logprobs, tokens = self._advance()
         else:
             tokens, self._unreported = self._tokens.tolist(), False
         replies = [
-            self._reply(uid, token, logprobs[i])
-            for i, (uid, token) in enumerate(zip(names, tokens, strict=True))
+            self._reply(sequence, token, logprobs[i])
+            for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         ]
-        self._drop({reply.uid for reply in replies if reply.finish_reason})
+        self._drop([s for s, r in zip(sequences, replies, strict=True) if r.finish_reason])
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         return replies
 
-    def _reply(self, uid: int, token: int, logprobs: mx.array) -> BatchReply:
-        sequence = self._sequences[uid]
+    def _reply(self, sequence: Request, token: int, logprobs: mx.array) -> BatchReply:
         sequence.reply.append(token)
         stopped, full = token in self._stops, len(sequence.reply) >= sequence.limit
         finish = "stop" if stopped else "length" if full else None
-        state = self._batch.state(uid) if finish and self.keep_states else None
-        return BatchReply(uid, token, logprobs, finish, state)
+        state = self._batch.state(sequence) if finish and self.keep_states else None
+        return BatchReply(sequence.uid, token, logprobs, finish, state)
 
-    def _drop(self, uids: set[int]) -> None:
-        keep = [i for i, uid in enumerate(self._batch.names) if uid not in uids]
-        if len(keep) == len(self._batch):
+    def _drop(self, gone: list[Request]) -> None:
+        if not gone:
             return
-        for uid in uids:
-            self._sequences.pop(uid, None)
-        self._batch.leave(uids)
+        keep = [i for i, sequence in enumerate(self._batch.names) if sequence not in gone]
+        self._batch.leave(gone)
         if not keep:
             self._tokens = self._logprobs = None
         else:
@@ -594,11 +590,10 @@ class BatchGenerator:
 
         Return the next tokens and logprobs, and the tokens that went in.
         """
-        sequences = [self._sequences[uid] for uid in self._batch.names]
         pending = [self._tokens] if self._ahead else []
         with self._batch.transaction():
             logits = self._batch.step(self._tokens)
-            tokens, logprobs = sampled(logits, sequences, pending=pending)
+            tokens, logprobs = sampled(logits, self._batch.names, pending=pending)
             if self._ahead:
                 mx.async_eval(tokens, logprobs)
                 self.model.start_eval()
@@ -622,8 +617,7 @@ class BatchGenerator:
         self._prefill.keep()
         tokens, logprobs = sampled(logits, sequences)
         mx.eval(tokens, logprobs)
-        self._sequences |= {s.uid: s for s in sequences}
-        self._batch.join([s.uid for s in sequences], self._prefill.entries)
+        self._batch.join(sequences, self._prefill.entries)
         both = ((self._tokens, tokens), (self._logprobs, logprobs))
         self._tokens, self._logprobs = (
             new if old is None else mx.concatenate([old, new]) for old, new in both
@@ -635,7 +629,7 @@ class BatchGenerator:
     def _admitted(self, room: int) -> list[Request]:
         """Return at most `room` next prompts whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
-        promised = sum(self._blocks(s) for s in self._sequences.values())
+        promised = sum(self._blocks(s) for s in self._batch.names)
         while self._waiting and len(first) < room:
             promised += self._blocks(self._waiting[0])
             if pool is not None and promised > pool.blocks:

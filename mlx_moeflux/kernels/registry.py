@@ -299,12 +299,9 @@ class Kernels:
 
 
 def choose_kernels(
-    choices: str | Mapping[str, str | Implementation] | None = None,
-    *,
-    environment: str | None = None,
-    check_values: bool = True,
+    choices: str | Mapping[str, str | Implementation] | None = None, *, check_values: bool = True
 ) -> Kernels:
-    """Choose implementations: "auto", then `environment` (``$MOEFLUX_KERNELS``), then `choices`.
+    """Choose implementations: "auto", then those of ``$MOEFLUX_KERNELS``, then `choices`.
 
     choices: Operation -> the name of an implementation or a callable; or a text as in the
         environment. check_values: Compare what a callable returns on small cases with the
@@ -316,9 +313,7 @@ def choose_kernels(
         ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
         UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
-    if environment is None:
-        environment = os.environ.get(ENVIRONMENT, "")
-    chosen: dict[str, str | Implementation] = {**parse(environment, ENVIRONMENT)}
+    chosen = parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
     chosen |= parse(choices, "kernels") if isinstance(choices, str) else choices or {}
     for operation, form in chosen.items():
         if operation not in IMPLEMENTATIONS:
@@ -332,13 +327,13 @@ def choose_kernels(
     return Kernels(chosen)
 
 
-def parse(text: str, source: str) -> dict[str, str]:
+def parse(text: str, source: str) -> dict[str, str | Implementation]:
     """``auto,sdpa=reference`` -> choices; "auto" or "reference" alone is for all before.
 
     Raises:
         InputError: An item is neither.
     """
-    chosen: dict[str, str] = {}
+    chosen: dict[str, str | Implementation] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         operation, _, name = item.partition("=")
         if name:

@@ -83,12 +83,10 @@ class Packing:
         """Copies of `arrays`. Evaluates: the buffer."""
         like = [(array.shape, array.dtype) for array in arrays]
         starts, end = _starts(like)
-        parts, at = [], 0
-        for array, start in zip(arrays, starts, strict=True):
+        parts: list[mx.array] = []
+        for array, start, stop in zip(arrays, starts, [*starts[1:], end], strict=True):
             words = _words(array)
-            parts += [mx.zeros(((start - at) // WORD,), mx.uint32)] * (start > at) + [words]
-            at = start + words.nbytes
-        parts += [mx.zeros(((end - at) // WORD,), mx.uint32)] * (end > at)
+            parts += [words, mx.zeros(((stop - start - words.nbytes) // WORD,), mx.uint32)]
         buffer = mx.concatenate(parts)
         mx.eval(buffer)
         return cls(buffer, like)
@@ -144,11 +142,9 @@ def _words(array: mx.array) -> mx.array:
 
 
 def _view(buffer: mx.array, start: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    count = math.prod(shape)
-    words = -(-count * dtype.size // WORD)
-    return (
-        buffer.reshape(-1)[start // WORD : start // WORD + words].view(dtype)[:count].reshape(shape)
-    )
+    count, first = math.prod(shape), start // WORD
+    words = buffer.reshape(-1)[first : first - (-count * dtype.size // WORD)]
+    return words.view(dtype)[:count].reshape(shape)
 
 
 class Binding(NamedTuple):
