@@ -263,18 +263,13 @@ class MetalKernel:
                 An input is too small for Metal, and the body reads its shape. A number of
                 `template` is negative: MLX makes it part of a name.
         """
-        if self._packed and packing.PLACES:
-            found = self._arranger(inputs)
-            if found is not None:
-                arrangement, arrays = found
-                kernel = self._arranged.get(arrangement.bindings)
-                if kernel is None:
-                    kernel = self._of(arrangement.bindings)
-                if arrangement.template:
-                    template = {**(template or {}), **arrangement.template}
-                shapes = output_shapes, output_dtypes
-                return kernel._start(arrays, template, grid, threadgroup, *shapes)
-        return self._start(inputs, template, grid, threadgroup, output_shapes, output_dtypes)
+        kernel, arrays = self, inputs
+        if self._packed and packing.PLACES and (found := self._arranger(inputs)) is not None:
+            arrangement, arrays = found
+            kernel = self._arranged.get(arrangement.bindings) or self._of(arrangement.bindings)
+            if arrangement.template:
+                template = {**(template or {}), **arrangement.template}
+        return kernel._start(arrays, template, grid, threadgroup, output_shapes, output_dtypes)
 
     def _start(self, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
         """Launch the kernel with inputs as they are, see :meth:`__call__`."""

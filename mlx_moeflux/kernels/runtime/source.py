@@ -17,6 +17,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,8 @@ def definition(chunk: str) -> Definition:
 
 def _names_in(text: str) -> frozenset[str]:
     """Every name and every qualified name, with the scopes that it begins with."""
-    found = set()
-    for token in _TOKEN.findall(text):
-        parts = token.split("::")
-        found.update("::".join(parts[: n + 1]) for n in range(len(parts)))
-    return frozenset(found)
+    tokens = (token.split("::") for token in _TOKEN.findall(text))
+    return frozenset(name for parts in tokens for name in accumulate(parts, "{}::{}".format))
 
 
 def _name(chunk: str) -> str:
@@ -159,13 +157,10 @@ def _name(chunk: str) -> str:
 
 def _without_template(chunk: str) -> str:
     while _TEMPLATE.match(chunk):
-        depth, i = 0, chunk.index("<")
-        while True:
-            depth += {"<": 1, ">": -1}.get(chunk[i], 0)
-            i += 1
-            if not depth:
-                break
-        chunk = chunk[i:].lstrip()
+        behind = chunk[chunk.index("<") :]
+        depths = accumulate({"<": 1, ">": -1}.get(c, 0) for c in behind)
+        end = next(i for i, depth in enumerate(depths) if not depth)
+        chunk = behind[end + 1 :].lstrip()
     return chunk
 
 
