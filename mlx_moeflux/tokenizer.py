@@ -371,12 +371,10 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
     """Return the tokenizer of a GGUF file without a tokenizer file beside it, and the directory."""
     directory = path.parent if path.is_file() else path
-    if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
-        return None, directory
-    file = find_gguf(path)
-    if file is None:
-        return None, directory
-    return (file, *tokenizer_json(gguf_metadata(file), file)), directory
+    beside = any((directory / f"tokenizer.{kind}").exists() for kind in ("json", "model"))
+    file = None if beside else find_gguf(path)
+    found = None if file is None else (file, *tokenizer_json(gguf_metadata(file), file))
+    return found, directory
 
 
 def _end_ids(found: Any, file: Path) -> set[int]:
