@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
@@ -89,17 +88,6 @@ def check_options(function: str, given: Iterable[str], known: Collection[str]) -
             raise InputError(f"{function} has no option '{name}'; {mend}")
 
 
-def _refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Make :func:`load_model` raise InputError for an unknown keyword."""
-
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_options(function.__name__, kwargs.keys() - {"path"}, LoadOptions.__annotations__)
-        return function(*args, **kwargs)
-
-    return checked
-
-
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
@@ -121,23 +109,28 @@ def load(
     return load_model(directory, **options), tokenizer
 
 
-@contextmanager
-def _prepared_process() -> Iterator[None]:
-    """Set the variables that MLX reads at its first use of a GPU; restore its random state at exit.
+def _in_prepared_process(function: Callable[P, R]) -> Callable[P, R]:
+    """Make :func:`load_model` refuse unknown keywords, set the variables that MLX reads at its
+    first use of a GPU, and leave MLX's random state as it was.
 
     Building layers draws initial weights, which must not change the caller's random state.
     """
-    set_device_variables()
-    metal.cuda_files()
-    high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)
+
+    @wraps(function)
+    def prepared(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options(function.__name__, kwargs.keys() - {"path"}, LoadOptions.__annotations__)
+        set_device_variables()
+        metal.cuda_files()
+        high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
+        try:
+            return function(*args, **kwargs)
+        finally:
+            mx.random.seed(high << 32 | low)
+
+    return prepared
 
 
-@_refuse_unknown
-@_prepared_process()
+@_in_prepared_process
 def load_model(
     path: str | os.PathLike[str],
     *,
