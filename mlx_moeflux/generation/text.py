@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 
 import mlx.core as mx
 
-from mlx_moeflux.cache.prompt.cache import PromptCache, Resumed
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.streaming.warm_up import warm_up
@@ -106,7 +106,10 @@ def stream_generate(
     if isinstance(prompt_cache, PromptCache):
         room = _room(model, None, len(ids))
         end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
-        resumed = _resume(prompt_cache, model, ids, {*breakpoints, *([end] if end else [])})
+        positions = {*breakpoints, *([end] if end else [])}
+        with model.lock:
+            resumed = prompt_cache.resume(model, ids, breakpoints=positions)
+        warm_up(model.store, resumed.experts)
     else:
         room = _room(model, prompt_cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
@@ -170,13 +173,6 @@ def stream_generate(
             steps.close()
 
     return stream()
-
-
-def _resume(cache: PromptCache, model: Any, ids: list[int], breakpoints: Iterable[int]) -> Resumed:
-    with model.lock:
-        resumed = cache.resume(model, ids, breakpoints=breakpoints)
-    warm_up(model.store, resumed.experts)
-    return resumed
 
 
 class GenerationOptions(SamplingOptions, total=False):
