@@ -90,8 +90,8 @@ class StopText:
             shown, self._held = self._held[: min(hits)], ""
             return shown
         held = max((overlap(self._held, stop) for stop in self._stops), default=0)
-        shown = self._held[: len(self._held) - held]
-        self._held = self._held[len(self._held) - held :]
+        end = len(self._held) - held
+        shown, self._held = self._held[:end], self._held[end:]
         return shown
 
     def finish(self, text: str) -> str:

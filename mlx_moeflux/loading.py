@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
@@ -77,30 +75,17 @@ class LoadOptions(TypedDict, total=False):
     verbose: bool
 
 
-def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
     """Compare the names of given options with the known ones.
 
     Raises:
         InputError: A name is unknown; the message has the nearest known name.
     """
-    known = list(known)
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             mend = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
             raise InputError(f"{function} has no option '{name}'; {mend}")
-
-
-def _refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Make `function` raise InputError for an unknown keyword."""
-    known = list(inspect.signature(function).parameters)[1:]
-
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_options(function.__name__, kwargs.keys() - {"path"}, known)
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def load(
@@ -124,23 +109,28 @@ def load(
     return load_model(directory, **options), tokenizer
 
 
-@contextmanager
-def _prepared_process() -> Iterator[None]:
-    """Set the variables that MLX reads at its first use of a GPU; restore its random state at exit.
+def _in_prepared_process(function: Callable[P, R]) -> Callable[P, R]:
+    """Make :func:`load_model` refuse unknown keywords, set the variables that MLX reads at its
+    first use of a GPU, and leave MLX's random state as it was.
 
     Building layers draws initial weights, which must not change the caller's random state.
     """
-    set_device_variables()
-    metal.cuda_files()
-    high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)
+
+    @wraps(function)
+    def prepared(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options(function.__name__, kwargs.keys() - {"path"}, LoadOptions.__annotations__)
+        set_device_variables()
+        metal.cuda_files()
+        high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
+        try:
+            return function(*args, **kwargs)
+        finally:
+            mx.random.seed(high << 32 | low)
+
+    return prepared
 
 
-@_refuse_unknown
-@_prepared_process()
+@_in_prepared_process
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -208,30 +198,30 @@ def load_model(
         kernels, prefetch, fuse = "reference", NONE, False
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
-    tuned: Mapping[str, Any] = {}
+    tuned: dict[str, Any] = {
+        "expert_memory": "auto", "expert_reader": "auto", "expert_threads": DEFAULT_THREADS,
+        "prefetch": None,
+    }  # fmt: skip
     if tuning is not None:
-        tuned = open_tuning(tuning)
+        tuned |= open_tuning(tuning)
         if tuned["model"] != checkpoint.identity():
             raise InputError(f"{tuning} was written for another model than {path}; tune this one.")
-    if expert_reader == "auto":
-        expert_reader = tuned.get("expert_reader", "auto")
-    prefetch = make_prefetch(tuned.get("prefetch") if prefetch is None else prefetch)
+    expert_memory = None if expert_memory == "auto" else expert_memory
+    expert_reader = tuned["expert_reader"] if expert_reader == "auto" else expert_reader
+    prefetch = make_prefetch(tuned["prefetch"] if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
     config = kind.Config.from_dict(
         checkpoint.config, file=checkpoint.config_file, strict=strict_config
     )
-    chosen = (
-        kernels
-        if isinstance(kernels, Kernels)
-        else choose_kernels(kernels, check_values=check_values)
-    )
+    if not isinstance(kernels, Kernels):
+        kernels = choose_kernels(kernels, check_values=check_values)
     own_k = config.num_experts_per_tok
     if experts_per_token is not None and not 1 <= experts_per_token <= own_k:
         raise InputError(
             f"experts_per_token is {experts_per_token}; this model allows 1 to {own_k}."
         )
     if router is None:
-        router = kind.make_router(config, chosen, experts_per_token=experts_per_token)
+        router = kind.make_router(config, kernels, experts_per_token=experts_per_token)
     elif experts_per_token is not None:
         raise InputError("give either a router or experts_per_token: a router has its own K.")
     else:
@@ -239,17 +229,12 @@ def load_model(
     assert router is not None
     rules = kind.name_rules(config)
     mapped = checkpoint.mapped(rules)
-    model = kind(config, router=router, kernels=chosen)
+    model = kind(config, router=router, kernels=kernels)
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
     dtype = dtype or default_dtype()
-    fill_trunk(
-        model,
-        mapped,
-        checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1]),
-        directory=checkpoint.directory,
-        dtype=dtype,
-    )
+    specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
+    fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
     model.set_context_limit(max_context)
     model.identity = checkpoint.identity()
     if kv_bits is not None:
@@ -259,16 +244,12 @@ def load_model(
             model,
             mapped,
             layouts,
-            budget=tuned.get("expert_memory", "auto")
-            if expert_memory is None or expert_memory == "auto"
-            else expert_memory,
+            budget=tuned["expert_memory"] if expert_memory is None else expert_memory,
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
             custom_reader=reader is not None,
             dtype=dtype,
-            threads=tuned.get("expert_threads", DEFAULT_THREADS)
-            if expert_threads is None
-            else expert_threads,
+            threads=tuned["expert_threads"] if expert_threads is None else expert_threads,
             events=events,
             verbose=verbose,
             eviction=eviction,

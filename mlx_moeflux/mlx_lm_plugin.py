@@ -12,7 +12,6 @@ first:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,32 @@ def register_with_mlx_lm(**load_options: Any) -> None:
     register_cache_classes()
     from mlx_lm import utils
 
+    from mlx_moeflux.loading import load_model as load_ours
+    from mlx_moeflux.models import MODEL_TYPES
+
     # load() looks load_model up in its module at every call, so replacing that name reaches
     # programs that have imported load already.
     stock = getattr(utils.load_model, "stock", utils.load_model)
-    utils.load_model = _loader(stock, utils.load_config, load_options)
+
+    def load_model(
+        model_path: Path,
+        lazy: bool = False,
+        strict: bool = True,
+        model_config: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        config = utils.load_config(model_path)
+        if config.get("model_type") not in MODEL_TYPES or not strict:
+            return stock(model_path, lazy, strict, model_config, **options)
+        if model_config:
+            raise UnsupportedError(
+                f"{model_path}: {', '.join(model_config)} cannot be overridden here; edit "
+                "config.json instead."
+            )
+        return load_ours(model_path, **load_options), config
+
+    load_model.stock = stock
+    utils.load_model = load_model
 
 
 def register_cache_classes() -> None:
@@ -52,31 +73,6 @@ def register_cache_classes() -> None:
         raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
     for entry in (AttentionCache, LatentCache, RecurrentCache):
         setattr(cache, entry.__name__, entry)
-
-
-def _loader(stock: Callable, load_config: Callable, load_options: dict[str, Any]) -> Callable:
-    from mlx_moeflux.loading import load_model as load_ours
-    from mlx_moeflux.models import MODEL_TYPES
-
-    def load_model(
-        model_path: Path,
-        lazy: bool = False,
-        strict: bool = True,
-        model_config: dict[str, Any] | None = None,
-        **options: Any,
-    ):
-        config = load_config(model_path)
-        if config.get("model_type") not in MODEL_TYPES or not strict:
-            return stock(model_path, lazy, strict, model_config, **options)
-        if model_config:
-            raise UnsupportedError(
-                f"{model_path}: {', '.join(model_config)} cannot be overridden here; edit "
-                "config.json instead."
-            )
-        return load_ours(model_path, **load_options), config
-
-    load_model.stock = stock
-    return load_model
 
 
 class SharedPrompts:

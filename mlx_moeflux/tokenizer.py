@@ -36,21 +36,12 @@ _THINKING_TOKENS = (
 )
 _TOOL_TOKENS = (_XTML_TOKENS, ("<|tool_call_start|>", "<|tool_call_end|>"))
 _TOOL_MARKERS = (
-    ("<minimax:tool_call>",),
-    ("<|tool_call>", "<tool_call|>"),
-    ("<start_function_call>",),
-    ("<longcat_tool_call>",),
-    ("<arg_key>",),
-    ("<|tool_list_start|>",),
-    ("<|tool_call_start|>",),
-    ("<tool_call>\\n<function=",),
-    ("<tool_call>\n<function=",),
-    ("<|tool_calls_section_begin|>",),
-    ('<function name="', '<param name="'),
-    ("[TOOL_CALLS]",),
-    ("<atem:function_calls>",),
+    ("<minimax:tool_call>",), ("<|tool_call>", "<tool_call|>"), ("<start_function_call>",),
+    ("<longcat_tool_call>",), ("<arg_key>",), ("<|tool_list_start|>",), ("<|tool_call_start|>",),
+    ("<tool_call>\\n<function=",), ("<tool_call>\n<function=",), ("<|tool_calls_section_begin|>",),
+    ('<function name="', '<param name="'), ("[TOOL_CALLS]",), ("<atem:function_calls>",),
     ("<tool_call>", "tool_call.name"),
-)
+)  # fmt: skip
 
 
 class Encoding(dict[str, Any]):
@@ -380,12 +371,10 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
     """Return the tokenizer of a GGUF file without a tokenizer file beside it, and the directory."""
     directory = path.parent if path.is_file() else path
-    if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
-        return None, directory
-    file = find_gguf(path)
-    if file is None:
-        return None, directory
-    return (file, *tokenizer_json(gguf_metadata(file), file)), directory
+    beside = any((directory / f"tokenizer.{kind}").exists() for kind in ("json", "model"))
+    file = None if beside else find_gguf(path)
+    found = None if file is None else (file, *tokenizer_json(gguf_metadata(file), file))
+    return found, directory
 
 
 def _end_ids(found: Any, file: Path) -> set[int]:
@@ -404,6 +393,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 ({error}); fetch it again.") from None
     template, source = config.get("chat_template"), "tokenizer_config.json"
+    tool_template = None
     if template is None and (directory / "chat_template.json").exists():
         source = "chat_template.json"
         template = read_json_object(directory / source, error=ConfigError).get("chat_template")
@@ -414,8 +404,6 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
             named = {None: template}
         template = named.get("default", next(iter(named.values()), None))
         tool_template = named.get("tool_use")
-    else:
-        tool_template = None
     for one in (template, tool_template):
         if not isinstance(one, str | None):
             raise ConfigError(
@@ -454,13 +442,8 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]

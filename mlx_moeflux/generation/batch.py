@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
-from mlx_moeflux.cache.prompt.cache import PromptCache, Resumed
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL
 from mlx_moeflux.generation.sampling import (
@@ -142,13 +142,14 @@ def merged(states: Sequence[Sequence[Any]]) -> list[Any]:
     return [type(row[0]).merge(list(row)) for row in zip(*states, strict=True)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A prompt, its options, and its reply so far.
+    """A prompt, its options, and its reply so far; the name of its sequence in a :class:`Batch`.
 
     limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
     tokens: Most tokens of the state at the end. fresh: True if the prompt begins the sequence.
-    resumed: The beginning that a prompt cache supplies.
+    read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``. stops:
+    Positions in the prompt at which a prompt cache stores the state.
     """
 
     uid: int
@@ -159,19 +160,18 @@ class Request:
     processors: list[LogitsProcessor]
     tokens: int
     fresh: bool = True
-    resumed: Resumed | None = None
+    read: int = 0
+    logits: Any = None
+    stops: Sequence[int] = ()
     reply: list[int] = field(default_factory=list)
-
-    @property
-    def known(self) -> int:
-        """Return the number of first tokens that a prompt cache supplies."""
-        return 0 if self.resumed is None else self.resumed.position
 
     def resume(self, model: Any, cache: PromptCache | None) -> None:
         """Begin with the longest prefix in `cache`."""
         if cache is not None and self.fresh:
-            self.resumed = cache.resume(model, self.prompt)
-            self.state = self.resumed.state
+            known = cache.resume(model, self.prompt)
+            self.state, self.read, self.logits = known.state, known.position, known.logits
+            self.stops = known.stops[-STOPS_PER_CALL:]
+            self.state.watch(self.stops)
 
 
 def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None = None) -> Prefill:
@@ -183,7 +183,7 @@ def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None
     padded = (
         len(sequences) > 1
         and mx.default_device() != mx.cpu
-        and all(s.known < len(s.prompt) for s in sequences)
+        and all(s.read < len(s.prompt) for s in sequences)
     )
     return (PaddedPrefill if padded else Prefill)(model, sequences, cache)
 
@@ -196,15 +196,6 @@ class Prefill:
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
         self._model, self.sequences, self._cache = model, sequences, cache
-        self._done = {s.uid: s.known for s in sequences}
-        self._stops: dict[int, list[int]] = {}
-        self._logits: dict[int, Any] = {}
-        for sequence in sequences:
-            resumed = sequence.resumed
-            if resumed is not None:
-                self._logits[sequence.uid] = resumed.logits
-                self._stops[sequence.uid] = resumed.stops[-STOPS_PER_CALL:]
-                sequence.state.watch(self._stops[sequence.uid])
 
     @property
     def entries(self) -> list[Any]:
@@ -220,16 +211,16 @@ class Prefill:
 
         Return the logits after all prompts ``[B, V]``, or None while tokens are unread.
         """
-        unread = self._unread()
+        unread = [s for s in self.sequences if s.read < len(s.prompt)]
         if unread:
-            parts = [s.prompt[self._done[s.uid] :][:size] for s in unread]
+            parts = [s.prompt[s.read :][:size] for s in unread]
             logits = self._read(parts, [s.state for s in unread])
             for i, sequence in enumerate(unread):
-                self._done[sequence.uid] += len(parts[i])
-                self._logits[sequence.uid] = logits[i]
-        if self._unread():
+                sequence.read += len(parts[i])
+                sequence.logits = logits[i]
+        if any(s.read < len(s.prompt) for s in self.sequences):
             return None
-        return mx.stack([self._logits[s.uid] for s in self.sequences])
+        return mx.stack([s.logits for s in self.sequences])
 
     def keep(self) -> None:
         """Store the states in the prompt cache; call it after :meth:`advance` returned logits."""
@@ -237,23 +228,28 @@ class Prefill:
             return
         for sequence in self.sequences:
             if sequence.fresh:
-                uid, prompt, state = sequence.uid, sequence.prompt, sequence.state
-                for stop in self._stops[uid]:
+                prompt, state = sequence.prompt, sequence.state
+                for stop in sequence.stops:
                     self._cache.store(self._model, prompt[:stop], state)
-                self._cache.store(self._model, prompt, state, self._logits[uid])
-
-    def _unread(self) -> list[Request]:
-        return [s for s in self.sequences if self._done[s.uid] < len(s.prompt)]
+                self._cache.store(self._model, prompt, state, sequence.logits)
 
     def _read(self, parts: list[list[int]], states: list[Any]) -> mx.array:
+        """Append a part of a prompt to each state; return the last logits ``[B, V]``."""
+        if len(parts) == 1:
+            return self._call(mx.array(parts, mx.int32), states[0])
         tokens = [mx.array(part, mx.int32) for part in parts]
         entries = [entry for state in states for entry in state]
         with transaction(entries):
-            if len(parts) == 1:
-                logits = self._model(tokens[0][None], cache=states[0], last_only=True)[:, -1]
-            else:
-                logits = self._model.read_together(tokens, states)
+            logits = self._model.read_together(tokens, states)
             mx.eval(logits, [entry.state for entry in entries])
+        self._model.start_eval()
+        return logits
+
+    def _call(self, tokens: mx.array, state: Any) -> mx.array:
+        """Append tokens ``[B, T]`` to a state; return the last logits ``[B, V]``."""
+        with transaction(state):
+            logits = self._model(tokens, cache=state, last_only=True)[:, -1]
+            mx.eval(logits, [entry.state for entry in state])
         self._model.start_eval()
         return logits
 
@@ -271,11 +267,11 @@ class PaddedPrefill(Prefill):
 
     def _begin(self) -> None:
         self._merged = merged([sequence.state for sequence in self.sequences])
-        unread = [s.prompt[s.known : -1] for s in self.sequences]
-        self._read_columns, width = 0, max(map(len, unread))
+        unread = [s.prompt[s.read : -1] for s in self.sequences]
+        ends = [len(ids) for ids in unread]
+        self._read_columns, width = 0, max(ends)
         self._ends: Any = None
         self._rows = mx.array([ids + [0] * (width - len(ids)) for ids in unread], mx.int32)
-        ends = [len(ids) for ids in unread]
         for entry in self._merged:
             entry.prepare(lengths=ends, right_padding=[width - n for n in ends])
 
@@ -296,14 +292,15 @@ class PaddedPrefill(Prefill):
         width = self._rows.shape[1]
         if self._read_columns < width:
             part = self._rows[:, self._read_columns : self._read_columns + size]
-            self._call(part)
+            self._call(part, self._merged)
             self._read_columns += part.shape[1]
             if self._read_columns < width:
                 return None
         for entry in self._merged:
             entry.finalize()
         if self._ends is None:
-            self._ends = self._call(mx.array([s.prompt[-1:] for s in self.sequences], mx.int32))
+            last = mx.array([s.prompt[-1:] for s in self.sequences], mx.int32)
+            self._ends = self._call(last, self._merged)
         return self._ends
 
     def keep(self) -> None:
@@ -314,13 +311,6 @@ class PaddedPrefill(Prefill):
             if sequence.fresh:
                 state = [entry.extract(i) for entry in self._merged]
                 self._cache.store(self._model, sequence.prompt, state, self._ends[i])
-
-    def _call(self, tokens: mx.array) -> mx.array:
-        with transaction(self._merged):
-            logits = self._model(tokens, cache=self._merged, last_only=True)[:, -1]
-            mx.eval(logits, [entry.state for entry in self._merged])
-        self._model.start_eval()
-        return logits
 
 
 def sampled(
@@ -416,7 +406,6 @@ class BatchGenerator:
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
-        self._sequences: dict[int, Request] = {}
         self._tokens: Any = None
         self._logprobs: Any = None
         self._uids = self._steps = 0
@@ -442,19 +431,15 @@ class BatchGenerator:
         self._check_open()
         count = len(prompts)
         columns = {
-            "max_tokens": max_tokens,
-            "caches": caches,
-            "samplers": samplers,
+            "max_tokens": max_tokens, "caches": caches, "samplers": samplers,
             "logits_processors": logits_processors,
-        }
+        }  # fmt: skip
         for name, column in columns.items():
             if column is not None and len(column) != count:
                 raise InputError(f"{name} has {len(column)} entries for {count} prompts.")
-        given = {name: column or [None] * count for name, column in columns.items()}
-        new = [
-            self._sequence(i, prompt, *(column[i] for column in given.values()))
-            for i, prompt in enumerate(prompts)
-        ]
+        given = [column or [None] * count for column in columns.values()]
+        rows = zip(prompts, *given, strict=True)
+        new = [self._sequence(i, *row) for i, row in enumerate(rows)]
         self._waiting.extend(new)
         self._uids += count
         return [sequence.uid for sequence in new]
@@ -477,21 +462,21 @@ class BatchGenerator:
         uids = set(uids)
         states = {}
         with self.model.lock:
+            gone = [s for s in self._batch.names if s.uid in uids]
             if return_prompt_caches:
-                states = {uid: self._batch.state(uid) for uid in self._batch.names if uid in uids}
+                states = {s.uid: self._batch.state(s) for s in gone}
             self._waiting = deque(s for s in self._waiting if s.uid not in uids)
             if self._prefill is not None:
                 self._prefill.drop(uids)
                 if not self._prefill.sequences:
                     self._prefill = None
-            self._drop(uids)
+            self._drop(gone)
         return states
 
     def close(self) -> None:
         """Free all states. A second call does nothing."""
         self._closed = True
         self._waiting.clear()
-        self._sequences.clear()
         self._prefill = self._tokens = self._logprobs = None
         self._batch.leave(list(self._batch.names))
 
@@ -499,25 +484,22 @@ class BatchGenerator:
         """Run prompts in every batch size that is a power of two, to compile kernels and allocate
         buffers before the first request."""
         self._check_open()
-        size, prompt = 1, [0] * prompt_tokens
-        while size <= self.completion_batch_size:
-            trial = BatchGenerator(
+        for power in range(self.completion_batch_size.bit_length()):
+            with BatchGenerator(
                 self.model,
                 max_tokens=2,
-                completion_batch_size=size,
+                completion_batch_size=2**power,
                 prefill_batch_size=self.prefill_batch_size,
                 prefill_step_size=self.prefill_step_size,
-            )
-            trial.insert([prompt] * size)
-            while trial.next():
-                pass
-            trial.close()
-            size *= 2
+            ) as trial:
+                trial.insert([[0] * prompt_tokens] * 2**power)
+                while trial.next():
+                    pass
 
     def __len__(self) -> int:
         """Return the number of unfinished sequences."""
         reading = 0 if self._prefill is None else len(self._prefill.sequences)
-        return len(self._waiting) + reading + len(self._sequences)
+        return len(self._waiting) + reading + len(self._batch)
 
     @property
     def nbytes(self) -> int:
@@ -570,39 +552,33 @@ class BatchGenerator:
             if self._prefill is None:
                 return []
             self._read_prompts()
-        logprobs, names = self._logprobs, list(self._batch.names)
+        logprobs, sequences = self._logprobs, list(self._batch.names)
         if self._ahead:
             self._tokens, self._logprobs, tokens = self._advance()
         else:
             tokens, self._unreported = self._tokens.tolist(), False
         replies = [
-            self._reply(uid, token, logprobs[i])
-            for i, (uid, token) in enumerate(zip(names, tokens, strict=True))
+            self._reply(sequence, token, logprobs[i])
+            for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
         ]
-        self._drop({reply.uid for reply in replies if reply.finish_reason})
+        self._drop([s for s, r in zip(sequences, replies, strict=True) if r.finish_reason])
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         return replies
 
-    def _reply(self, uid: int, token: int, logprobs: mx.array) -> BatchReply:
-        sequence = self._sequences[uid]
+    def _reply(self, sequence: Request, token: int, logprobs: mx.array) -> BatchReply:
         sequence.reply.append(token)
-        finish = None
-        if token in self._stops:
-            finish = "stop"
-        elif len(sequence.reply) >= sequence.limit:
-            finish = "length"
-        state = self._batch.state(uid) if finish and self.keep_states else None
-        return BatchReply(uid, token, logprobs, finish, state)
+        stopped, full = token in self._stops, len(sequence.reply) >= sequence.limit
+        finish = "stop" if stopped else "length" if full else None
+        state = self._batch.state(sequence) if finish and self.keep_states else None
+        return BatchReply(sequence.uid, token, logprobs, finish, state)
 
-    def _drop(self, uids: set[int]) -> None:
-        keep = [i for i, uid in enumerate(self._batch.names) if uid not in uids]
-        if len(keep) == len(self._batch):
+    def _drop(self, gone: list[Request]) -> None:
+        if not gone:
             return
-        for uid in uids:
-            self._sequences.pop(uid, None)
-        self._batch.leave(uids)
+        keep = [i for i, sequence in enumerate(self._batch.names) if sequence not in gone]
+        self._batch.leave(gone)
         if not keep:
             self._tokens = self._logprobs = None
         else:
@@ -614,11 +590,10 @@ class BatchGenerator:
 
         Return the next tokens and logprobs, and the tokens that went in.
         """
-        sequences = [self._sequences[uid] for uid in self._batch.names]
         pending = [self._tokens] if self._ahead else []
         with self._batch.transaction():
             logits = self._batch.step(self._tokens)
-            tokens, logprobs = sampled(logits, sequences, pending=pending)
+            tokens, logprobs = sampled(logits, self._batch.names, pending=pending)
             if self._ahead:
                 mx.async_eval(tokens, logprobs)
                 self.model.start_eval()
@@ -642,20 +617,19 @@ class BatchGenerator:
         self._prefill.keep()
         tokens, logprobs = sampled(logits, sequences)
         mx.eval(tokens, logprobs)
-        self._sequences |= {s.uid: s for s in sequences}
-        self._batch.join([s.uid for s in sequences], self._prefill.entries)
+        self._batch.join(sequences, self._prefill.entries)
         both = ((self._tokens, tokens), (self._logprobs, logprobs))
         self._tokens, self._logprobs = (
             new if old is None else mx.concatenate([old, new]) for old, new in both
         )
         for sequence in sequences:
-            sequence.state = sequence.resumed = None
+            sequence.state = sequence.logits = None
         self._prefill, self._unreported = None, True
 
     def _admitted(self, room: int) -> list[Request]:
         """Return at most `room` next prompts whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
-        promised = sum(self._blocks(s) for s in self._sequences.values())
+        promised = sum(self._blocks(s) for s in self._batch.names)
         while self._waiting and len(first) < room:
             promised += self._blocks(self._waiting[0])
             if pool is not None and promised > pool.blocks:

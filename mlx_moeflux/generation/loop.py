@@ -58,18 +58,11 @@ def generate_step(
         cache = resumed.state
     else:
         cache = model.make_cache() if prompt_cache is None else prompt_cache
-    loop = _Loop(
-        model,
-        cache,
-        sampler or make_sampler(),
-        list(logits_processors),
-        prompt,
-        prompt_progress_callback,
-    )
+    sampler, processors = sampler or make_sampler(), list(logits_processors)
+    loop = _Loop(model, cache, sampler, processors, prompt, resumed, prompt_progress_callback)
     with model.lock, transaction(cache):
-        following: Any = loop.prefill(
-            prefill_step_size or prompt.shape[0], stop=max_tokens == 0, resumed=resumed
-        )
+        size = prefill_step_size or prompt.shape[0]
+        following: Any = loop.prefill(size, stop=max_tokens == 0)
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
     # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
     # pending reader would keep MLX from writing the key-value buffers in place.
@@ -107,58 +100,51 @@ class _Loop:
     sampler: Sampler
     processors: list[LogitsProcessor]
     prompt: mx.array
+    resumed: Resumed | None
     progress: Progress | None
     tokens: mx.array | None = None
 
-    def prefill(
-        self, size: int, *, stop: bool, resumed: Resumed | None
-    ) -> tuple[mx.array, mx.array] | None:
+    def prefill(self, size: int, *, stop: bool) -> tuple[mx.array, mx.array] | None:
         """Read the prompt, `size` tokens a call.
 
         Return the first step's token and logprobs, or None with `stop`.
         """
-        prompt = self.prompt
-        start, total = 0 if resumed is None else resumed.position, prompt.shape[0]
+        resumed, total, first = self.resumed, self.prompt.shape[0], None
+        start, stops = (resumed.position, resumed.stops) if resumed else (0, [])
         self._report(start)
-        for end in _ends(start, total, size, [] if resumed is None else resumed.stops):
-            self._pass(prompt[start:end], resumed, start, end)
+        for end in _ends(start, total, size, stops):
+            self._pass(start, end)
             mx.clear_cache()
             start = end
             self._report(start)
-        raw = self._last_logits(prompt[start:], resumed)
-        if stop:
-            self._report(total)
-            return None
-        first = self._sampled(raw, prompt[start:])
-        mx.eval(first, [entry.state for entry in self.cache])
+        if resumed and resumed.logits is not None:
+            raw = resumed.logits[None]
+        else:
+            raw = self._pass(start, total)
+            if resumed:
+                resumed.reached(total, raw[0])
+        if not stop:
+            first = self._sampled(raw, self.prompt[start:])
+            mx.eval(first, [entry.state for entry in self.cache])
         self._report(total)
         return first
 
-    def _pass(self, inputs: mx.array, resumed: Resumed | None, start: int, end: int) -> mx.array:
-        """Read `inputs`, tokens ``[start, end)``, and store the states at the stops among them.
+    def _pass(self, start: int, end: int) -> mx.array:
+        """Read tokens ``[start, end)`` of the prompt, and store the states at the stops among them.
 
         Return the last logits ``[1, V]``.
         """
-        stops = [] if resumed is None else [s for s in resumed.stops if start < s <= end]
-        if resumed is not None and stops:
+        resumed = self.resumed
+        stops = [stop for stop in resumed.stops if start < stop <= end] if resumed else []
+        if resumed and stops:
             resumed.state.watch(stops)
         with self._layer_progress(start, end):
-            logits = self.read(inputs)
-        if resumed is not None and stops:
+            logits = self.read(self.prompt[start:end])
+        if resumed and stops:
             for stop in stops:
                 resumed.reached(stop)
             resumed.state.watch(())
         return logits
-
-    def _last_logits(self, rest: mx.array, resumed: Resumed | None) -> mx.array:
-        """Return the logits after the prompt, ``[1, V]``, of which `rest` is unread."""
-        if resumed is not None and resumed.logits is not None:
-            return resumed.logits[None]
-        total = self.prompt.shape[0]
-        raw = self._pass(rest, resumed, total - rest.shape[0], total)
-        if resumed is not None:
-            resumed.reached(total, raw[0])
-        return raw
 
     @contextmanager
     def _layer_progress(self, start: int, end: int) -> Iterator[None]:
@@ -216,11 +202,8 @@ class _Loop:
             logits = raw
             if self.processors:
                 seen = self.tokens
-                self.tokens = (
-                    self.prompt
-                    if seen is None
-                    else mx.concatenate([seen, inputs.astype(seen.dtype)])
-                )
+                new = self.prompt if seen is None else inputs.astype(seen.dtype)
+                self.tokens = new if seen is None else mx.concatenate([seen, new])
                 for processor in self.processors:
                     logits = processor(self.tokens, logits)
             logits = logits.astype(mx.float32)

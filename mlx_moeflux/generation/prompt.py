@@ -38,10 +38,10 @@ def prompt_ids(
         ids = _template_ids(tokenizer, given, tools, {} if options is None else options)
     else:
         ids = list(given) if isinstance(prompt, Iterable) else given
-        if isinstance(prompt, bytes) or not _are_integers(ids):
-            raise InputError(
-                f"the prompt is a {type(prompt).__name__}; expected text, ids, or messages."
-            )
+        plain = isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
+        if isinstance(prompt, bytes) or not plain:
+            what = type(prompt).__name__
+            raise InputError(f"the prompt is a {what}; expected text, ids, or messages.")
         ids = [int(i) for i in ids]
     if not ids:
         raise InputError("the prompt is empty; give at least one token.")
@@ -76,10 +76,6 @@ def turn_end(
     except InputError:
         return None
     return len(closed) if list(ids[: len(closed)]) == closed else None
-
-
-def _are_integers(ids: Any) -> bool:
-    return isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
 
 
 def _template_ids(

@@ -70,9 +70,8 @@ def make_sampler(
     check_number("xtc_threshold", xtc_threshold, 0.0, 0.5)
     check_integer("top_k", top_k, 0)
     check_integer("min_tokens_to_keep", min_tokens_to_keep, 1)
-    special = check_ids(
-        "xtc_special_tokens", () if xtc_special_tokens is None else xtc_special_tokens
-    )
+    special = () if xtc_special_tokens is None else xtc_special_tokens
+    special = check_ids("xtc_special_tokens", special)
     if temp == 0.0:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
     filters: list[Sampler] = []
@@ -81,11 +80,8 @@ def make_sampler(
     if min_p > 0.0:
         filters.append(lambda logprobs: keep_min_p(logprobs, min_p, min_tokens_to_keep))
     if xtc_probability > 0.0:
-        filters.append(
-            lambda logprobs: exclude_top_choices(
-                logprobs, probability=xtc_probability, threshold=xtc_threshold, special=special
-            )
-        )
+        xtc = {"probability": xtc_probability, "threshold": xtc_threshold, "special": special}
+        filters.append(lambda logprobs: exclude_top_choices(logprobs, **xtc))
     if top_k > 0:
         filters.append(lambda logprobs: keep_top_k(logprobs, top_k))
     sharpness = min(1.0 / temp, MAX_SHARPNESS)
@@ -113,14 +109,14 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) ->
     limit = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     keep = logprobs >= limit
     if min_tokens_to_keep > 1:
-        keep = keep | (logprobs >= _kth_largest(logprobs, min_tokens_to_keep))
+        count = min(min_tokens_to_keep, logprobs.shape[-1])
+        keep = keep | (logprobs >= mx.sort(logprobs, axis=-1)[..., -count, None])
     return mx.where(keep, logprobs, -mx.inf)
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """Keep the `top_k` most probable tokens; others get -inf."""
-    V = logprobs.shape[-1]
-    if top_k >= V:
+    if top_k >= logprobs.shape[-1]:
         return logprobs
     losers = mx.argsort(-logprobs, axis=-1)[..., top_k:]
     return mx.put_along_axis(logprobs, losers, mx.array(-mx.inf, logprobs.dtype), axis=-1)
@@ -223,10 +219,6 @@ def _frequency(penalty: float, size: int) -> LogitsProcessor:
     return frequency
 
 
-def _kth_largest(values: mx.array, k: int) -> mx.array:
-    return mx.sort(values, axis=-1)[..., -min(k, values.shape[-1]), None]
-
-
 def choose_sampling(
     sampler: Sampler | None,
     processors: Sequence[LogitsProcessor] | None,
@@ -251,15 +243,13 @@ def choose_sampling(
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(known))}."
         raise InputError(f"nothing is called '{name}'; {hint}")
     for given, plain, what in (
-        (sampler, ours, "sampler"),
-        (processors, theirs, "logits_processors"),
-    ):
+        (sampler, ours, "sampler"), (processors, theirs, "logits_processors")
+    ):  # fmt: skip
         if given is not None and plain:
             raise InputError(f"give either {what} or '{next(iter(plain))}', not both.")
-    return (
-        sampler or make_sampler(**ours),
-        list(processors) if processors is not None else make_logits_processors(**theirs),
-    )
+    if processors is None:
+        processors = make_logits_processors(**theirs)
+    return sampler or make_sampler(**ours), list(processors)
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:

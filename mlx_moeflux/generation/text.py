@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 
 import mlx.core as mx
 
-from mlx_moeflux.cache.prompt.cache import PromptCache, Resumed
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.streaming.warm_up import warm_up
@@ -106,95 +106,73 @@ def stream_generate(
     if isinstance(prompt_cache, PromptCache):
         room = _room(model, None, len(ids))
         end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
-        resumed = _resume(prompt_cache, model, ids, {*breakpoints, *([end] if end else [])})
+        positions = {*breakpoints, *([end] if end else [])}
+        with model.lock:
+            resumed = prompt_cache.resume(model, ids, breakpoints=positions)
+        warm_up(model.store, resumed.experts)
     else:
         room = _room(model, prompt_cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
-    return _stream(
-        _detokenizer(tokenizer),
-        end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids)),
-        StopText(stop_texts(stop)),
-        store=model.store,
-        prompt_tokens=len(ids),
-        cached_tokens=resumed.position if resumed else 0,
-        limit=limit,
-        seed=seed,
-        steps=generate_step(
-            mx.array(ids, mx.int32),
-            model,
-            max_tokens=limit,
-            sampler=sampler,
-            logits_processors=processors,
-            prompt_cache=None if resumed else prompt_cache,
-            prefill_step_size=prefill_step_size,
-            prompt_progress_callback=prompt_progress_callback,
-            resumed=resumed,
-        ),
+    steps = generate_step(
+        mx.array(ids, mx.int32),
+        model,
+        max_tokens=limit,
+        sampler=sampler,
+        logits_processors=processors,
+        prompt_cache=None if resumed else prompt_cache,
+        prefill_step_size=prefill_step_size,
+        prompt_progress_callback=prompt_progress_callback,
+        resumed=resumed,
     )
+    ends = end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids))
+    stops, detokenizer = StopText(stop_texts(stop)), _detokenizer(tokenizer)
 
+    def stream() -> Generator[GenerationResponse, None, None]:
+        if seed is not None:
+            # MLX has one random state per thread: seed in the thread that draws.
+            mx.random.seed(seed % 2**64)
+        before = model.store.stats().snapshot()
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        prompt_seconds, count, token, logprobs = 0.0, 0, -1, None
 
-def _resume(cache: PromptCache, model: Any, ids: list[int], breakpoints: Iterable[int]) -> Resumed:
-    with model.lock:
-        resumed = cache.resume(model, ids, breakpoints=breakpoints)
-    warm_up(model.store, resumed.experts)
-    return resumed
+        def response(text: str, finish: str | None = None) -> GenerationResponse:
+            seconds = time.perf_counter() - began - prompt_seconds
+            return GenerationResponse(
+                text=text,
+                token=token,
+                logprobs=logprobs,
+                from_draft=False,
+                prompt_tokens=len(ids),
+                prompt_tps=len(ids) / prompt_seconds if prompt_seconds else 0.0,
+                generation_tokens=count,
+                generation_tps=count / seconds if seconds else 0.0,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=finish,
+                experts=model.store.stats().since(before) if finish else None,
+                cached_tokens=resumed.position if resumed else 0,
+            )
 
+        try:
+            for token, logprobs in steps:  # noqa: B007
+                if not count:
+                    prompt_seconds = time.perf_counter() - began
+                count += 1
+                if token in ends:
+                    yield response(stops.finish(detokenizer.finish()), "stop")
+                    return
+                text = stops.add(detokenizer.add(token))
+                if not stops.found and count == limit:
+                    text += stops.finish(detokenizer.finish())
+                if stops.found or count == limit:
+                    yield response(text, "stop" if stops.found else "length")
+                    return
+                yield response(text)
+            yield response("", "length")
+        finally:
+            steps.close()
 
-def _stream(
-    detokenizer: Any,
-    ends: set[int],
-    stop: StopText,
-    *,
-    store: Any,
-    prompt_tokens: int,
-    cached_tokens: int,
-    limit: int,
-    seed: int | None,
-    steps: Generator[tuple[int, mx.array], None, None],
-) -> Generator[GenerationResponse, None, None]:
-    if seed is not None:
-        # MLX has one random state per thread: seed in the thread that draws.
-        mx.random.seed(seed % 2**64)
-    before = store.stats().snapshot()
-    mx.reset_peak_memory()
-    began = time.perf_counter()
-    prompt_seconds, count, token, logprobs = 0.0, 0, -1, None
-
-    def response(text: str, finish: str | None = None) -> GenerationResponse:
-        seconds = time.perf_counter() - began - prompt_seconds
-        return GenerationResponse(
-            text=text,
-            token=token,
-            logprobs=logprobs,
-            from_draft=False,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / prompt_seconds if prompt_seconds else 0.0,
-            generation_tokens=count,
-            generation_tps=count / seconds if seconds else 0.0,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish,
-            experts=store.stats().since(before) if finish else None,
-            cached_tokens=cached_tokens,
-        )
-
-    try:
-        for token, logprobs in steps:  # noqa: B007
-            if not count:
-                prompt_seconds = time.perf_counter() - began
-            count += 1
-            if token in ends:
-                yield response(stop.finish(detokenizer.finish()), "stop")
-                return
-            text = stop.add(detokenizer.add(token))
-            if not stop.found and count == limit:
-                text += stop.finish(detokenizer.finish())
-            if stop.found or count == limit:
-                yield response(text, "stop" if stop.found else "length")
-                return
-            yield response(text)
-        yield response("", "length")
-    finally:
-        steps.close()
+    return stream()
 
 
 class GenerationOptions(SamplingOptions, total=False):
@@ -234,15 +212,7 @@ def generate(
     return_response: Literal[True],
     **options: Unpack[GenerationOptions],
 ) -> GenerationResponse: ...
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    verbose: bool = False,
-    *,
-    return_response: bool = False,
-    **options: Unpack[GenerationOptions],
-) -> str | GenerationResponse:
+def generate(model, tokenizer, prompt, verbose=False, *, return_response=False, **options):
     """Return the whole reply as a string.
 
     verbose: Print the text as it comes, and the speed. return_response: Return the last

@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_moeflux.errors import InputError
 
@@ -38,13 +38,14 @@ FIRST_AXIS = slice(0, 1)
 KIND_AXES = {"sdpa": -1}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A form, and the size from which on it is used."""
 
     form: str
     start: int = 1
-    us: Mapping[str, float] = field(default_factory=dict)
+
+
+BY_SIZE = attrgetter("start")
 
 
 @functools.cache
@@ -52,12 +53,7 @@ def table() -> dict[str, dict[str, tuple[Row, ...]]]:
     """Operation, or operation and kind, -> back end -> rows by ascending size."""
     return {
         operation: {
-            backend: tuple(
-                sorted(
-                    (Row(r["form"], r["from"], r.get("us", {})) for r in rows),
-                    key=lambda row: row.start,
-                )
-            )
+            backend: tuple(sorted((Row(r["form"], r["from"]) for r in rows), key=BY_SIZE))
             for backend, rows in backends.items()
         }
         for operation, backends in read().items()
@@ -85,22 +81,14 @@ def rows(operation: str, backend: str) -> tuple[Row, ...]:
 
 def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
     """Kind of call -> rows, where it has its own."""
-    names = (name.partition(" ") for name in table())
-    return {
-        kind: found
-        for first, _, kind in names
-        if first == operation and kind and (found := rows(f"{operation} {kind}", backend))
-    }
+    first, found = f"{operation} ", table().items()
+    named = {name.removeprefix(first): of for name, of in found if name.startswith(first)}
+    return {kind: of[backend] for kind, of in named.items() if of.get(backend)}
 
 
 def pick(chosen: Sequence[Row], size: int) -> str:
     """The form for a call of `size`."""
-    form = "reference"
-    for row in chosen:
-        if size < row.start:
-            break
-        form = row.form
-    return form
+    return next((row.form for row in reversed(chosen) if row.start <= size), "reference")
 
 
 def describe(chosen: Sequence[Row]) -> str:

@@ -223,7 +223,8 @@ def _bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
     shapes = ((s.F, s.C), (s.F, s.C), (s.C, s.F))
     parts = [_quantised(s, _normal(dtype), s.E, *shape) for shape in shapes]
     mx.eval(parts)
-    return ExpertBank(*(ProjectionBank(*part, s.spec) for part in parts))
+    gate, up, down = (ProjectionBank(*part, s.spec) for part in parts)
+    return ExpertBank(gate, up, down)
 
 
 def _expert_mix(s: Sizes, n: int, x: Normal) -> Arguments:
@@ -273,31 +274,21 @@ def _decisive(s: Sizes, x: Normal) -> tuple[mx.array, mx.array, mx.array]:
             return rows, norm, router
 
 
-# Names are those of dispatch.json: an operation, or one and the kind of call that has rows of its
-# own.
+# Names are those of dispatch.json: an operation, as its builder is called, or one and the kind of
+# call that has rows of its own.
 WORKLOADS: dict[str, Callable[[Sizes, int, Normal], Arguments]] = {
-    "project": _project,
-    "gated_delta": _gated_delta,
-    "delta_mixer": _delta_mixer,
-    "norm_rope": _norm_rope,
-    "append_row": _append_row,
+    build.__name__.removeprefix("_"): build
+    for build in (
+        _project, _gated_delta, _delta_mixer, _norm_rope, _append_row, _paged_sdpa,
+        _latent_attention, _latent_prefill, _latent_prepare, _latent_step, _head_product,
+        _softmax_top_k, _sigmoid_top_k, _expert_mix, _moe_combine, _moe_step, _add_shared,
+    )
+} | {
     "sdpa": lambda s, n, x: _sdpa(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),
     "sdpa 64": lambda s, n, x: _sdpa(s, n, x, 64, 64, 2 * s.Hq, s.Hq // 2),
     "sdpa 128": lambda s, n, x: _sdpa(s, n, x, 128, 128, 2 * s.Hq, 2 * s.Hkv),
     "sdpa 192": lambda s, n, x: _sdpa(s, n, x, 192, 128, s.heads, s.heads),
-    "paged_sdpa": _paged_sdpa,
-    "latent_attention": _latent_attention,
-    "latent_prefill": _latent_prefill,
-    "latent_prepare": _latent_prepare,
-    "latent_step": _latent_step,
-    "head_product": _head_product,
-    "softmax_top_k": _softmax_top_k,
-    "sigmoid_top_k": _sigmoid_top_k,
-    "expert_mix": _expert_mix,
-    "moe_combine": _moe_combine,
-    "moe_step": _moe_step,
-    "add_shared": _add_shared,
-}
+}  # fmt: skip
 # Examples have every option that the operation has.
 EXAMPLES = {name: build for name, build in WORKLOADS.items() if " " not in name} | {
     "project": _project_two,

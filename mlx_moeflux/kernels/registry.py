@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,12 +27,7 @@ from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
 from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.linear import project, small_batch
-from mlx_moeflux.kernels.mla import (
-    latent,
-    latent_prepare,
-    latent_step,
-    per_head_matmul,
-)
+from mlx_moeflux.kernels.mla import latent, latent_prepare, latent_step, per_head_matmul
 from mlx_moeflux.kernels.moe import (
     add_shared,
     expert_mix,
@@ -96,10 +90,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "reference": latent_prepare.latent_prepare,
         "fused": latent_prepare.latent_prepare_fused,
     },
-    "latent_step": {
-        "reference": latent_step.latent_step,
-        "fused": latent_step.latent_step_fused,
-    },
+    "latent_step": {"reference": latent_step.latent_step, "fused": latent_step.latent_step_fused},
     "head_product": {
         "reference": per_head_matmul.head_product,
         "fused": per_head_matmul.head_product_fused,
@@ -118,10 +109,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "grouped": expert_mix.expert_mix_grouped,
         "blas": blas.expert_mix_blas,
     },
-    "moe_combine": {
-        "reference": moe_combine.moe_combine,
-        "fused": moe_combine.moe_combine_fused,
-    },
+    "moe_combine": {"reference": moe_combine.moe_combine, "fused": moe_combine.moe_combine_fused},
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
@@ -137,14 +125,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
 Starts = list[tuple[int, "tuple[str, Implementation] | None"]]
 
 
-@dataclass
-class Fallback:
-    """The number of calls that an implementation chosen by "auto" refused, and the last reason."""
-
-    calls: int = 0
-    reason: str = ""
-
-
 class Operation:
     """One operation as a model calls it.
 
@@ -155,6 +135,7 @@ class Operation:
     def __init__(self, name: str, choice: str | Implementation, mode: _Mode):
         self.name, self.choice, self._mode = name, choice, mode
         self._implementations = IMPLEMENTATIONS[name]
+        self._reference = self._implementations[REFERENCE]
         self._fixed = choice if callable(choice) else self._implementations.get(choice)
         self._axes = dispatch.AXES.get(name, dispatch.FIRST_AXIS)
         self._kind_axis = dispatch.KIND_AXES.get(name)
@@ -163,7 +144,8 @@ class Operation:
         self._generation = 0
         self._starts: Starts = []
         self._special: dict[str, Starts] = {}
-        self.fallbacks: dict[str, Fallback] = {}
+        # Implementation that "auto" chose and that refused -> calls, and the last reason.
+        self.fallbacks: dict[str, tuple[int, str]] = {}
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.active()!r})"
@@ -173,50 +155,52 @@ class Operation:
             return _named(self.name, use_kernel)(*args, **kwargs)
         if use_kernel is None and self._fixed is not None:
             if self._mode.references_only and not callable(self.choice):
-                return self._implementations[REFERENCE](*args, **kwargs)
+                return self._reference(*args, **kwargs)
             return self._fixed(*args, **kwargs)
         best = self._best(args)
         if best is None:
-            return self._implementations[REFERENCE](*args, **kwargs)
+            return self._reference(*args, **kwargs)
         try:
             return best[1](*args, **kwargs)
         except (ShapeError, UnsupportedError) as error:
             reason = str(error)
         # The kernel does not take these shapes; if they are wrong, the reference says so.
-        result = self._implementations[REFERENCE](*args, **kwargs)
+        result = self._reference(*args, **kwargs)
         self._fell_back(best[0], reason)
         return result
 
     def _fell_back(self, name: str, reason: str) -> None:
-        known = self.fallbacks.setdefault(name, Fallback())
-        known.calls, known.reason = known.calls + 1, reason
+        calls, _ = self.fallbacks.get(name, (0, ""))
+        self.fallbacks[name] = calls + 1, reason
 
     def implementation(self, *args, **kwargs) -> Implementation:
         """The form for a call with these arguments, to compute it in parts: the same for all."""
         if self._fixed is not None:
             by_name = self._mode.references_only and not callable(self.choice)
-            return self._implementations[REFERENCE] if by_name else self._fixed
+            return self._reference if by_name else self._fixed
         best = self._best(args)
         if best is None:
-            return self._implementations[REFERENCE]
-        takes = getattr(best[1], "takes", None)
+            return self._reference
+        name, form = best
+        takes = getattr(form, "takes", None)
         if takes is not None and not takes(*args, **kwargs):
-            self._fell_back(best[0], "it does not take these arguments")
-            return self._implementations[REFERENCE]
-        return best[1]
+            self._fell_back(name, "it does not take these arguments")
+            return self._reference
+        return form
 
     def _best(self, args) -> tuple[str, Implementation] | None:
         """Return the implementation that "auto" chooses for a call, with its name; None: the
         reference."""
+        backend = self._backend
         if (
-            self._backend is None
-            or self._backend is not metal.Active.backend
+            backend is None
+            or backend is not metal.Active.backend
             or self._generation != failures.Failed.generation
         ):
-            self._read_table()
+            backend = self._read_table()
         if not self._starts or self._mode.references_only:
             return None
-        if self._backend.follows_device and mx.default_device().type != mx.gpu:
+        if backend.follows_device and mx.default_device().type != mx.gpu:
             return None
         starts = self._starts
         if self._special:
@@ -227,30 +211,30 @@ class Operation:
             if size < start:
                 break
             best = found
-        if best is None or not (self._backend.checks_first_use and hasattr(best[1], "kernels")):
+        if best is None or not (backend.checks_first_use and hasattr(best[1], "kernels")):
             return best
         trusted = selfcheck.trusted(self.name, best[0], self._implementations, args)
         return best if trusted else None
 
-    def _read_table(self) -> None:
-        """Choose for the back end in use, without the kernels that failed."""
-        self._backend, self._generation = metal.backend(), failures.Failed.generation
-        self._starts = self._starts_of(dispatch.rows(self.name, self._backend.name))
-        special = dispatch.special_rows(self.name, self._backend.name)
-        self._special = {kind: self._starts_of(rows) for kind, rows in special.items()}
+    def _read_table(self) -> metal.Backend:
+        """Choose for the back end in use, which is returned, without the kernels that failed."""
+        backend = metal.backend()
+        self._backend, self._generation = backend, failures.Failed.generation
+        forms = self._implementations.items()
+        usable = {n: (n, f) for n, f in forms if n != REFERENCE and not failures.failed(f)}
 
-    def _starts_of(self, rows: Sequence[dispatch.Row]) -> Starts:
-        starts: Starts = []
-        for row in rows:
-            form = self._implementations[row.form]
-            reference = row.form == REFERENCE or failures.failed(form)
-            starts.append((row.start, None if reference else (row.form, form)))
-        return starts
+        def starts(rows: Sequence[dispatch.Row]) -> Starts:
+            return [(row.start, usable.get(row.form)) for row in rows]
+
+        self._starts = starts(dispatch.rows(self.name, backend.name))
+        special = dispatch.special_rows(self.name, backend.name)
+        self._special = {kind: starts(rows) for kind, rows in special.items()}
+        return backend
 
     def goes_beyond_reference(self, *args, **kwargs) -> bool:
         """Return True if a call of this size may take another implementation than the reference."""
         if self._fixed is not None:
-            return self.implementation() is not self._implementations[REFERENCE]
+            return self.implementation() is not self._reference
         return self._best(args) is not None
 
     def active(self) -> str:
@@ -299,9 +283,9 @@ class Kernels:
         """Return a line for each implementation that "auto" chose and that refused, for
         ``--stats``."""
         return [
-            f"{name}={form} fell back to the reference {entry.calls} times: {entry.reason}"
+            f"{name}={form} fell back to the reference {calls} times: {reason}"
             for name, operation in self._operations.items()
-            for form, entry in operation.fallbacks.items()
+            for form, (calls, reason) in operation.fallbacks.items()
         ]
 
     def are_auto(self, *names: str) -> bool:
@@ -315,12 +299,9 @@ class Kernels:
 
 
 def choose_kernels(
-    choices: str | Mapping[str, str | Implementation] | None = None,
-    *,
-    environment: str | None = None,
-    check_values: bool = True,
+    choices: str | Mapping[str, str | Implementation] | None = None, *, check_values: bool = True
 ) -> Kernels:
-    """Choose implementations: "auto", then `environment` (``$MOEFLUX_KERNELS``), then `choices`.
+    """Choose implementations: "auto", then those of ``$MOEFLUX_KERNELS``, then `choices`.
 
     choices: Operation -> the name of an implementation or a callable; or a text as in the
         environment. check_values: Compare what a callable returns on small cases with the
@@ -332,13 +313,12 @@ def choose_kernels(
         ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
         UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
-    if environment is None:
-        environment = os.environ.get(ENVIRONMENT, "")
-    chosen = parse(environment, ENVIRONMENT)
-    chosen.update(parse(choices, "kernels") if isinstance(choices, str) else choices or {})
+    chosen = parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
+    chosen |= parse(choices, "kernels") if isinstance(choices, str) else choices or {}
     for operation, form in chosen.items():
         if operation not in IMPLEMENTATIONS:
-            raise _unknown(operation)
+            known = ", ".join(IMPLEMENTATIONS)
+            raise InputError(f"no operation is called '{operation}'; there are {known}.")
         if callable(form):
             _check_implementation(operation, form, check_values)
         elif form != AUTO:
@@ -347,13 +327,13 @@ def choose_kernels(
     return Kernels(chosen)
 
 
-def parse(text: str, source: str) -> dict[str, str]:
+def parse(text: str, source: str) -> dict[str, str | Implementation]:
     """``auto,sdpa=reference`` -> choices; "auto" or "reference" alone is for all before.
 
     Raises:
         InputError: An item is neither.
     """
-    chosen: dict[str, str] = {}
+    chosen: dict[str, str | Implementation] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         operation, _, name = item.partition("=")
         if name:
@@ -363,12 +343,6 @@ def parse(text: str, source: str) -> dict[str, str]:
         else:
             raise InputError(f"{source}: '{item}' is neither 'auto', 'reference' nor op=name.")
     return chosen
-
-
-def _unknown(operation: str) -> InputError:
-    return InputError(
-        f"no operation is called '{operation}'; there are {', '.join(IMPLEMENTATIONS)}."
-    )
 
 
 def _named(operation: str, form: str) -> Implementation:

@@ -90,7 +90,7 @@ def _error(actual: mx.array, expected: mx.array) -> float:
     if not mx.issubdtype(expected.dtype, mx.floating):
         return 0.0 if mx.array_equal(actual, expected).item() else float("inf")
     a, b = actual.astype(mx.float32), expected.astype(mx.float32)
-    error = (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-6)).item()
+    error: Any = (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1e-6)).item()
     return error if error == error else float("inf")
 
 
@@ -144,8 +144,8 @@ def gpu() -> str:
 
 def _place() -> str:
     """Return the place for which a verdict holds: Metal's compiler is a part of macOS."""
-    build = _macos_build()
-    return f"MLX {mx.__version__} on {gpu()}" + (f", macOS {build}" if build else "")
+    version, build = mx.__version__, _macos_build()  # pyright: ignore[reportAttributeAccessIssue]
+    return f"MLX {version} on {gpu()}" + (f", macOS {build}" if build else "")
 
 
 @functools.cache

@@ -8,10 +8,11 @@ user's machine, and ``pytest -m gpu`` on a developer's.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -50,11 +51,11 @@ class Case:
     operation: str
     what: str
     run: Callable[[], mx.array]
-    truth: Callable[[], np.ndarray]
+    truth: np.ndarray
 
     def error(self) -> float:
         """The largest error by the largest value; infinite for NaN or another shape."""
-        actual, truth = float64(self.run()), self.truth()
+        actual, truth = float64(self.run()), self.truth
         if actual.shape != truth.shape or not np.isfinite(actual).all():
             return float("inf")
         return float(np.abs(actual - truth).max() / max(np.abs(truth).max(), 1e-30))
@@ -99,11 +100,6 @@ def float64(array: mx.array) -> np.ndarray:
     return np.array(array).astype(np.float64)
 
 
-def on_cpu() -> bool:
-    """Return True if stock operations run on the CPU."""
-    return mx.default_device() == mx.cpu
-
-
 class _Draw:
     """Random arrays, and the same in float64. Own random numbers: those of users stay theirs."""
 
@@ -146,23 +142,21 @@ def _ends(width: int) -> tuple[int, int]:
 def _matmul(draw: _Draw) -> Iterator[Case]:
     for C, out in WIDTHS:
         for rows in _rows(C):
-            x, x64 = draw(2, rows, C)
-            w, w64 = draw(out, C)
+            (x, x64), (w, w64) = draw(2, rows, C), draw(out, C)
             what = f"2 x {rows} x {C} @ {C} x {out}"
-            yield Case("matmul", what, lambda x=x, w=w: x @ w.T, lambda a=x64, b=w64: a @ b.T)
-            heads, heads64 = draw(2, rows, 3, C)
-            k, k64 = draw(2, 3, out, C)
-            yield Case(
-                "matmul",
-                f"heads {what}",
-                lambda q=heads, k=k: q.swapaxes(1, 2) @ k.swapaxes(-1, -2),
-                lambda q=heads64, k=k64: q.swapaxes(1, 2) @ k.swapaxes(-1, -2),
-            )
+            yield Case("matmul", what, lambda x=x, w=w: x @ w.T, x64 @ w64.T)
+            (q, q64), (k, k64) = draw(2, rows, 3, C), draw(2, 3, out, C)
+            yield Case("matmul", f"heads {what}", partial(_scores, q, k), _scores(q64, k64))
+
+
+def _scores(q: Any, k: Any) -> Any:
+    """Multiply queries ``[B, T, H, D]`` by keys ``[B, H, S, D]``, of MLX or of NumPy."""
+    return q.swapaxes(1, 2) @ k.swapaxes(-1, -2)
 
 
 def _experts(draw: _Draw) -> Iterator[Case]:
     # MLX's gather_mm takes nothing but float32 on the CPU; the package casts there.
-    for C, out in WIDTHS if draw.dtype == mx.float32 or not on_cpu() else ():
+    for C, out in WIDTHS if draw.dtype == mx.float32 or mx.default_device() != mx.cpu else ():
         w, w64 = draw(7, out, C)
         bank = ProjectionBank(w, None, None, None)
         for rows in _rows(C):
@@ -180,44 +174,32 @@ def _gathered(
     _, ids = draw.ids(w64.shape[0], rows)
     for ascending in (False, True):
         own = np.sort(ids) if ascending else ids
-        yield Case(
-            operation,
-            f"{rows} of {list(w64.shape)}{' sorted' * ascending}",
-            functools.partial(bank.matmul, x, mx.array(own), ascending=ascending),
-            lambda x=x64, ids=own: np.einsum("pc,poc->po", x, w64[ids]),
-        )
+        what = f"{rows} of {list(w64.shape)}{' sorted' * ascending}"
+        run = partial(bank.matmul, x, mx.array(own), ascending=ascending)
+        yield Case(operation, what, run, np.einsum("pc,poc->po", x64, w64[own]))
 
 
 def _quantised(draw: _Draw) -> Iterator[Case]:
     for C, out, spec in _specs(draw):
         parts, w64 = _quantised_matrix(draw, spec, out, C)
-        yield Case(
-            "dequantize",
-            f"{out} x {C} {spec}",
-            lambda p=parts, s=spec: mx.dequantize(*p, group_size=s.group_size, bits=s.bits),
-            lambda w=w64: w,
-        )
+        run = partial(mx.dequantize, *parts, group_size=spec.group_size, bits=spec.bits)
+        yield Case("dequantize", f"{out} x {C} {spec}", run, w64)
         for rows in _ends(C):
             x, x64 = draw(2, rows, C)
-            yield Case(
-                "quantized_matmul",
-                f"2 x {rows} x {C} to {out} {spec}",
-                functools.partial(Weight(*parts, spec).matmul, x),
-                lambda x=x64, w=w64: x @ w.T,
-            )
+            run, what = partial(Weight(*parts, spec).matmul, x), f"2 x {rows} x {C} to {out} {spec}"
+            yield Case("quantized_matmul", what, run, x64 @ w64.T)
 
 
 def _quantised_matrix(
     draw: _Draw, spec: QuantSpec, *shape: int
-) -> tuple[tuple[mx.array, ...], np.ndarray]:
+) -> tuple[tuple[mx.array, mx.array, mx.array], np.ndarray]:
     """weight, scales, biases, and what they say in float64 by the published layout."""
     parts = mx.quantize(draw(*shape)[0], group_size=spec.group_size, bits=spec.bits)
     mx.eval(parts)
-    words, scales, biases = (np.array(parts[0]), float64(parts[1]), float64(parts[2]))
-    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    bits = np.unpackbits(np.array(parts[0]).view(np.uint8), axis=-1, bitorder="little")
     numbers = bits.reshape(*shape, spec.bits) @ (1 << np.arange(spec.bits))
-    scales, biases = (np.repeat(a, spec.group_size, axis=-1) for a in (scales, biases))
-    return tuple(parts), numbers * scales + biases
+    scales, biases = (np.repeat(float64(a), spec.group_size, axis=-1) for a in parts[1:])
+    return parts, numbers * scales + biases
 
 
 def _attention(draw: _Draw) -> Iterator[Case]:
@@ -226,25 +208,22 @@ def _attention(draw: _Draw) -> Iterator[Case]:
             q, q64 = draw(2, T, Hq, D)
             k, k64 = draw(2, Hkv, S + 7, D)
             v, v64 = draw(2, Hkv, S + 7, Dv)
-            seen = np.arange(S) <= np.arange(T)[:, None] + S - T
+            keys, values, scale = k[:, :, :S], v[:, :, :S], D**-0.5
+            seen: np.ndarray = np.tri(T, S, S - T, dtype=bool)
             for mask in (None, "causal", "array"):
-                given = mx.array(seen[None, None]) if mask == "array" else mask
+                given = mx.array([[seen.tolist()]]) if mask == "array" else mask
+                attend = partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=given)
                 yield Case(
                     "scaled_dot_product_attention",
                     f"{Hq}/{Hkv} heads of {D}/{Dv}, {T} to {S}, mask {mask}",
-                    lambda q=q, k=k, v=v, S=S, m=given, D=D: mx.fast.scaled_dot_product_attention(
-                        q.swapaxes(1, 2), k[:, :, :S], v[:, :, :S], scale=D**-0.5, mask=m
-                    ),
-                    functools.partial(
-                        _attended, q64, k64[:, :, :S], v64[:, :, :S], None if mask is None else seen
-                    ),
+                    partial(attend, q.swapaxes(1, 2), keys, values),
+                    _attended(q64, k64[:, :, :S], v64[:, :, :S], None if mask is None else seen),
                 )
 
 
 def _attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
-    q = q.swapaxes(1, 2)
-    k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
-    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    k, v = (np.repeat(a, q.shape[2] // a.shape[1], axis=1) for a in (k, v))
+    scores = _scores(q, k) * q.shape[-1] ** -0.5
     scores = scores if seen is None else np.where(seen, scores, -np.inf)
     return _softmax(scores) @ v
 
@@ -262,42 +241,27 @@ def _norms(draw: _Draw) -> Iterator[Case]:
         x, x64 = x[..., 9:] * C**0.5, float64(x[..., 9:] * C**0.5)
         normed = x64 / np.sqrt((x64**2).mean(axis=-1, keepdims=True) + 1e-6)
         for weight, truth in ((w, normed * w64), (None, normed)):
-            yield Case(
-                "rms_norm",
-                f"{C} columns{' and a weight' * (weight is not None)}",
-                lambda x=x, w=weight: mx.fast.rms_norm(x, w, 1e-6),
-                lambda truth=truth: truth,
-            )
-        wide = x.astype(mx.float32)
-        yield Case(
-            "softmax",
-            f"{C} columns",
-            lambda x=wide: mx.softmax(x, axis=-1),
-            lambda x=x64: _softmax(x),
-        )
-        yield Case(
-            "cumsum",
-            f"{C} columns, second to last axis",
-            lambda x=wide: mx.cumsum(x, axis=-2),
-            lambda x=x64: np.cumsum(x, axis=-2),
-        )
+            what = f"{C} columns{' and a weight' * (weight is not None)}"
+            yield Case("rms_norm", what, partial(mx.fast.rms_norm, x, weight, 1e-6), truth)
+        wide, what = x.astype(mx.float32), f"{C} columns"
+        yield Case("softmax", what, partial(mx.softmax, wide, axis=-1), _softmax(x64))
+        run, truth = partial(mx.cumsum, wide, axis=-2), np.cumsum(x64, axis=-2)
+        yield Case("cumsum", f"{what}, second to last axis", run, truth)
 
 
 def _rotations(draw: _Draw) -> Iterator[Case]:
     for D, dims, interleaved in ((20, 8, False), (24, 24, True), (64, 16, False), (128, 128, True)):
         for offset in (0, 100, [3], [3, 70]):
+            first = offset if isinstance(offset, int) else mx.array(offset, dtype=mx.int32)
+            rope = partial(
+                mx.fast.rope, dims=dims, traditional=interleaved, base=1e2, scale=1.0,
+                offset=for_each_sequence(first, 2),
+            )  # fmt: skip
             for T in (1, 29):
                 x, x64 = draw(2, T, 4, D)
-                first = offset if isinstance(offset, int) else mx.array(offset, dtype=mx.int32)
-                yield Case(
-                    "rope",
-                    f"{dims} of {D}, {T} from {offset}{' interleaved' * interleaved}",
-                    lambda x=x, o=first, d=dims, i=interleaved: mx.fast.rope(
-                        x.swapaxes(1, 2), d, traditional=i, base=1e2, scale=1.0,
-                        offset=for_each_sequence(o, 2),
-                    ),
-                    functools.partial(_rotated, x64, dims, interleaved, np.ravel(offset)),
-                )  # fmt: skip
+                what = f"{dims} of {D}, {T} from {offset}{' interleaved' * interleaved}"
+                truth = _rotated(x64, dims, interleaved, np.ravel(offset))
+                yield Case("rope", what, partial(rope, x.swapaxes(1, 2)), truth)
 
 
 def _rotated(x: np.ndarray, dims: int, interleaved: bool, first: np.ndarray) -> np.ndarray:
@@ -307,10 +271,7 @@ def _rotated(x: np.ndarray, dims: int, interleaved: bool, first: np.ndarray) -> 
     a, b = (slice(0, dims, 2), slice(1, dims, 2)) if interleaved else (
         slice(dims // 2), slice(dims // 2, dims)
     )  # fmt: skip
-    x[..., a], x[..., b] = (
-        x[..., a] * cos - x[..., b] * sin,
-        x[..., a] * sin + x[..., b] * cos,
-    )
+    x[..., a], x[..., b] = (x[..., a] * cos - x[..., b] * sin, x[..., a] * sin + x[..., b] * cos)
     return x
 
 
@@ -320,15 +281,9 @@ def _choices(draw: _Draw) -> Iterator[Case]:
         scores, small = draw.ids(9, 11, E)
         scores = scores.astype(draw.dtype)
         order = np.argsort(-small.astype(np.float64), axis=-1, kind="stable")
-        yield Case(
-            "argsort", f"{E} with ties", lambda s=scores: mx.argsort(-s, axis=-1), lambda o=order: o
-        )
+        yield Case("argsort", f"{E} with ties", lambda s=scores: mx.argsort(-s, axis=-1), order)
         x, x64 = draw(11, E)
-        ids, picked = draw.ids(E, 11, 5)
-        yield Case("sort", f"{E}", lambda x=x: mx.sort(x, axis=-1), lambda x=x64: np.sort(x, -1))
-        yield Case(
-            "take_along_axis",
-            f"5 of {E}",
-            lambda x=x, i=ids: mx.take_along_axis(x, i, axis=-1),
-            lambda x=x64, i=picked: np.take_along_axis(x, i.astype(np.int64), -1),
-        )
+        yield Case("sort", f"{E}", partial(mx.sort, x, axis=-1), np.sort(x64, -1))
+        ids, ids64 = draw.ids(E, 11, 5)
+        take, truth = partial(mx.take_along_axis, axis=-1), np.take_along_axis(x64, ids64, -1)
+        yield Case("take_along_axis", f"5 of {E}", partial(take, x, ids), truth)

@@ -51,7 +51,8 @@ def tune(operations: Iterable[str] | None = None, *, report: Report = lambda lin
         if times:
             table.setdefault(name, {})[backend] = rows(times)
     place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
-    said = f"{place}, MLX {mx.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    version = mx.__version__  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    said = f"{place}, MLX {version}, {time.strftime('%Y-%m-%d', time.gmtime())}"
     table[dispatch.MEASURED] = table.get(dispatch.MEASURED, {}) | {backend: said}
     return table
 

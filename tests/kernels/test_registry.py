@@ -184,11 +184,12 @@ def test_environment_then_argument(monkeypatch):
         ("conv=reference", "no operation is called 'conv'"),
     ],
 )
-def test_unknown_names_are_errors(text, message):
+def test_unknown_names_are_errors(monkeypatch, text, message):
     with pytest.raises(InputError, match=message):
         choose_kernels(text)
+    monkeypatch.setenv("MOEFLUX_KERNELS", text)
     with pytest.raises(InputError, match=message):
-        choose_kernels(environment=text)
+        choose_kernels()
 
 
 def test_a_callable_is_checked_and_used():

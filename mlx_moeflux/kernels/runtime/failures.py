@@ -23,7 +23,7 @@ _FAILED = (
     "Maximum threads per threadgroup",
 )
 # MLX's own kernels are compiled at first use on NVIDIA as well: ours must be named.
-_FAILED_BY_NAME = ("Failed to compile kernel",)
+_FAILED_IF_NAMED = "Failed to compile kernel"
 _NO_MEMORY = (
     "out of memory",
     "outofmemory",
@@ -52,12 +52,8 @@ def generation() -> int:
 
 def failed(form: Callable[..., Any]) -> bool:
     """Return True if an implementation launches a kernel that failed in this process."""
-    if not Failed.generation:
-        return False
     launched = getattr(form, "kernels", ())
-    return bool(launched) and (
-        Failed.everything or any(kernel.name in Failed.names for kernel in launched)
-    )
+    return any(Failed.everything or kernel.name in Failed.names for kernel in launched)
 
 
 def forget() -> None:
@@ -107,8 +103,5 @@ def _kernels_of(message: str) -> frozenset[str] | None:
     named = [name for name in KERNELS if f"moeflux_{name}" in message]
     # Names may begin with others.
     longest = frozenset(n for n in named if not any(o != n and o.startswith(n) for o in named))
-    if any(words in message for words in _FAILED):
-        return longest
-    if longest and any(words in message for words in _FAILED_BY_NAME):
-        return longest
-    return None
+    ours = longest and _FAILED_IF_NAMED in message
+    return longest if ours or any(words in message for words in _FAILED) else None

@@ -21,6 +21,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.runtime import packing, source
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
+from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 
 # MLX passes inputs of fewer elements in Metal's `constant` address space, where functions that
 # take `device` pointers do not compile.
@@ -61,7 +62,7 @@ class MetalBackend:
 
     def build(self, kernel: MetalKernel) -> Launcher:
         header, body = kernel.metal_text()
-        return mx.fast.metal_kernel(
+        return mx.fast.metal_kernel(  # pyright: ignore[reportReturnType]  # stubs say: object
             name=f"moeflux_{kernel.name}",
             input_names=list(kernel.inputs),
             output_names=list(kernel.outputs),
@@ -82,13 +83,10 @@ class CudaBackend:
         return cuda_cache.open_cache()
 
     def build(self, kernel: MetalKernel) -> Launcher:
-        return self.cache.launcher(
-            f"moeflux_{kernel.name}",
-            *kernel.cuda_text(),
-            inputs=kernel.inputs,
-            outputs=kernel.outputs,
-            memory=kernel.memory,
+        text = cuda_module.Kernel(
+            f"moeflux_{kernel.name}", *kernel.cuda_text(), kernel.inputs, kernel.outputs
         )
+        return self.cache.launcher(text, kernel.memory)
 
 
 class NoBackend:
@@ -232,7 +230,7 @@ class MetalKernel:
         self._packed, self._arranger = packed, packing.Arranger(self.inputs, self._shaped)
         self._arranged: dict[tuple[packing.Binding, ...], MetalKernel] = {}
         self._bound: object = MetalKernel  # no back end yet, not even None
-        self._launch: Launcher | None = None
+        self._launch: Launcher
         self._pads, self._most = False, 0
 
     def __repr__(self) -> str:
@@ -265,28 +263,16 @@ class MetalKernel:
                 An input is too small for Metal, and the body reads its shape. A number of
                 `template` is negative: MLX makes it part of a name.
         """
-        if self._packed and packing.PLACES:
-            found = self._arranger(inputs)
-            if found is not None:
-                arrangement, arrays = found
-                kernel = self._arranged.get(arrangement.bindings)
-                if kernel is None:
-                    kernel = self._of(arrangement.bindings)
-                if arrangement.template:
-                    template = {**(template or {}), **arrangement.template}
-                shapes = output_shapes, output_dtypes
-                return kernel._start(arrays, template, grid, threadgroup, *shapes)
-        return self._start(inputs, template, grid, threadgroup, output_shapes, output_dtypes)
+        kernel, arrays = self, inputs
+        if self._packed and packing.PLACES and (found := self._arranger(inputs)) is not None:
+            arrangement, arrays = found
+            kernel = self._arranged.get(arrangement.bindings) or self._of(arrangement.bindings)
+            if arrangement.template:
+                template = {**(template or {}), **arrangement.template}
+        return kernel._start(arrays, template, grid, threadgroup, output_shapes, output_dtypes)
 
-    def _start(
-        self,
-        inputs: Sequence[mx.array],
-        template: Mapping[str, mx.Dtype | int | bool] | None,
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-    ) -> list[mx.array]:
+    def _start(self, inputs, template, grid, threadgroup, output_shapes, output_dtypes):
+        """Launch the kernel with inputs as they are, see :meth:`__call__`."""
         if Active.backend is not self._bound:
             self._bind()
         x, y, z = threadgroup

@@ -83,12 +83,10 @@ class Packing:
         """Copies of `arrays`. Evaluates: the buffer."""
         like = [(array.shape, array.dtype) for array in arrays]
         starts, end = _starts(like)
-        parts, at = [], 0
-        for array, start in zip(arrays, starts, strict=True):
+        parts: list[mx.array] = []
+        for array, start, stop in zip(arrays, starts, [*starts[1:], end], strict=True):
             words = _words(array)
-            parts += [mx.zeros(((start - at) // WORD,), mx.uint32)] * (start > at) + [words]
-            at = start + words.nbytes
-        parts += [mx.zeros(((end - at) // WORD,), mx.uint32)] * (end > at)
+            parts += [words, mx.zeros(((stop - start - words.nbytes) // WORD,), mx.uint32)]
         buffer = mx.concatenate(parts)
         mx.eval(buffer)
         return cls(buffer, like)
@@ -144,11 +142,9 @@ def _words(array: mx.array) -> mx.array:
 
 
 def _view(buffer: mx.array, start: int, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    count = math.prod(shape)
-    words = -(-count * dtype.size // WORD)
-    return (
-        buffer.reshape(-1)[start // WORD : start // WORD + words].view(dtype)[:count].reshape(shape)
-    )
+    count, first = math.prod(shape), start // WORD
+    words = buffer.reshape(-1)[first : first - (-count * dtype.size // WORD)]
+    return words.view(dtype)[:count].reshape(shape)
 
 
 class Binding(NamedTuple):
@@ -192,7 +188,7 @@ class Arranger:
     def __call__(self, arrays: Sequence[mx.array]) -> tuple[Arrangement, list[mx.array]] | None:
         """The inputs of a call with those of one buffer as one; None: they stay what they are."""
         deaths, ids = _Deaths.count, tuple(map(id, arrays))
-        found = tuple(map(PLACES.get, ids))
+        found: tuple[Any, ...] = tuple(map(PLACES.get, ids))
         places, twice = any(found), len(set(ids)) < len(ids)
         if not places and not twice:
             return None
@@ -225,21 +221,21 @@ def _arrangement(
     known: dict[Any, int] = {}
     bindings, sources, template = [], [], {}
     for i, (name, array, place) in enumerate(zip(names, arrays, places, strict=True)):
-        part = place is not None and id(place.buffer) in shared
+        part = place if place is not None and id(place.buffer) in shared else None
         # An array whose shape is read stays apart from others whose shape is read.
-        source = id(place.buffer) if part else (id(array), name if name in shaped else "")
+        source = id(part.buffer) if part else (id(array), name if name in shaped else "")
         if not part and name not in shaped:
             source = next((s for s in known if isinstance(s, tuple) and s[0] == id(array)), source)
         if source not in known:
             known[source] = len(sources)
-            sources.append((i, part))
+            sources.append((i, part is not None))
         if not part:
             bindings.append(Binding(known[source]))
             continue
-        template[f"{name}_at"] = place.start
-        if name in shaped and not place.by_rows:
-            template[f"{name}_rows"] = place.rows
-        bindings.append(Binding(known[source], place.type, name in shaped, place.by_rows))
+        template[f"{name}_at"] = part.start
+        if name in shaped and not part.by_rows:
+            template[f"{name}_rows"] = part.rows
+        bindings.append(Binding(known[source], part.type, name in shaped, part.by_rows))
     return Arrangement(tuple(bindings), tuple(sources), template)
 
 

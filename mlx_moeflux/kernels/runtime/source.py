@@ -17,7 +17,9 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from mlx_moeflux.errors import ShapeError
 
@@ -51,9 +53,16 @@ ATTRIBUTES = {
 INCLUDE = re.compile(r'^#include "(\w+\.metal)"$', re.M)
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _TOKEN = re.compile(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*")
+# Behind a closing brace it belongs to the same definition.
+_SEMICOLON = re.compile(r"\s*;")
 _TEMPLATE = re.compile(r"^template\s*<")
-_AGGREGATE = re.compile(
-    r"(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^;{]*?\)\s*)?(\w+)"
+# The name of a definition, by its kind; the last finds functions, tables and constants.
+_NAMES = (
+    re.compile(r"#define\s+(\w+)"),
+    re.compile(r"using\s+(?:[\w:]*::)?(\w+)"),
+    re.compile(r"typedef.*?(\w+)\s*;$", re.S),
+    re.compile(r"(?:struct|class|union|enum(?:\s+class)?)\s+(?:alignas\([^;{]*?\)\s*)?(\w+)"),
+    re.compile(r".*?(\w+)\s*(?:\(|\[|=|\{)", re.S),
 )
 _ARRAY = re.compile(r"(^|[;{}\n])(\s*)threadgroup\s+((?:[\w:]+(?:<[^;>]*>)?\s+)+)(\w+\s*\[)")
 _ARRAYS = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)(\[[^;]*\]);")
@@ -115,18 +124,13 @@ def split(text: str) -> list[str]:
             depth += 1
         elif c in ")}]":
             depth -= 1
-        if depth == 0 and (c in ";#" or (c == "}" and not _goes_on(text, i + 1))):
+        if depth == 0 and (c in ";#" or (c == "}" and not _SEMICOLON.match(text, i + 1))):
             chunks.append(text[start : i + 1].strip())
             start = i + 1
         i += 1
     if depth or text[start:].strip():
         raise ValueError(f"unfinished definition: {text[start : start + 60]!r}")
     return [chunk for chunk in chunks if chunk]
-
-
-def _goes_on(text: str, i: int) -> bool:
-    """Return True if the semicolon of the same definition follows a closing brace."""
-    return text[i:].lstrip()[:1] == ";"
 
 
 def definition(chunk: str) -> Definition:
@@ -136,43 +140,27 @@ def definition(chunk: str) -> Definition:
 
 def _names_in(text: str) -> frozenset[str]:
     """Every name and every qualified name, with the scopes that it begins with."""
-    found = set()
-    for token in _TOKEN.findall(text):
-        parts = token.split("::")
-        found.update("::".join(parts[: n + 1]) for n in range(len(parts)))
-    return frozenset(found)
+    tokens = (token.split("::") for token in _TOKEN.findall(text))
+    return frozenset(name for parts in tokens for name in accumulate(parts, "{}::{}".format))
 
 
 def _name(chunk: str) -> str:
-    if chunk.startswith("#define"):
-        return re.match(r"#define\s+(\w+)", chunk)[1]
     scope = re.match(r"namespace\s+([\w:]+)\s*\{(.*)\}$", chunk, re.S)
     if scope:
         return f"{scope[1]}::{_name(scope[2].strip())}"
     text = _without_template(chunk)
-    alias = re.match(r"using\s+(?:[\w:]*::)?(\w+)", text)
-    if alias:
-        return alias[1]
-    if text.startswith("typedef"):
-        return re.search(r"(\w+)\s*;$", text)[1]
-    aggregate = _AGGREGATE.match(text)
-    if aggregate:
-        return aggregate[1]
-    function = re.search(r"(\w+)\s*(?:\(|\[|=|\{)", text)
-    if not function:
+    found = next(filter(None, (pattern.match(text) for pattern in _NAMES)), None)
+    if not found:
         raise ValueError(f"cannot name the definition {chunk[:60]!r}")
-    return function[1]
+    return found[1]
 
 
 def _without_template(chunk: str) -> str:
     while _TEMPLATE.match(chunk):
-        depth, i = 0, chunk.index("<")
-        while True:
-            depth += {"<": 1, ">": -1}.get(chunk[i], 0)
-            i += 1
-            if not depth:
-                break
-        chunk = chunk[i:].lstrip()
+        behind = chunk[chunk.index("<") :]
+        depths = accumulate({"<": 1, ">": -1}.get(c, 0) for c in behind)
+        end = next(i for i, depth in enumerate(depths) if not depth)
+        chunk = behind[end + 1 :].lstrip()
     return chunk
 
 
@@ -247,7 +235,7 @@ def cuda_text(file: str, body: str, *, on_demand: bool = False) -> tuple[str, st
     return "\n".join([*needed, ""]), body
 
 
-def refuse_negative(kernel: str, template: Mapping[str, object]) -> None:
+def refuse_negative(kernel: str, template: Mapping[str, Any]) -> None:
     """Template arguments become a part of names.
 
     Raises:

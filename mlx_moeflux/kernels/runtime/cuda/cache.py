@@ -38,13 +38,15 @@ FOLDER = "cuda"
 MLX_FOLDER = "MLX_PTX_CACHE_DIR"
 MOST_THREADS = 8
 
+Launcher = Callable[..., list[mx.array]]
+Memory = Callable[[Mapping[str, Any]], int]
 _DTYPE = operator.attrgetter("dtype")
 
 # What a path must be made of to stand in an #include.
 _PLAIN = re.compile(r"[\w./+@~ -]+", re.ASCII)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Count:
     """Variants (a kernel, template and dtypes) that this process has launched.
 
@@ -78,32 +80,22 @@ class Cache:
         self._pending: list[Future] = []
         self._gathering = 0
 
-    def launcher(
-        self,
-        name: str,
-        header: str,
-        body: str,
-        *,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        memory: Callable[[Mapping[str, Any]], int] | None = None,
-    ) -> Callable[..., list[mx.array]]:
+    def launcher(self, kernel: Kernel, memory: Memory | None = None) -> Launcher:
         """Return a launcher like that of ``mx.fast.cuda_kernel``. memory: Template -> bytes of
         threadgroup memory of a launch."""
-        kernel = Kernel(name, header, body, tuple(inputs), tuple(outputs))
-        variants: dict[tuple, Callable[..., list[mx.array]]] = {}
+        variants: dict[tuple, Launcher] = {}
 
         def launch(*, inputs: Any, template: Any, output_dtypes: Any, **rest: Any):
             key = (*(template or ()), *map(_DTYPE, inputs), *output_dtypes)
             function = variants.get(key)
             if function is None:
-                source.refuse_negative(name, dict(template or ()))
-                own = kernel.with_constants(template or ())
+                constants = dict(template or ())
+                source.refuse_negative(kernel.name, constants)
+                own = kernel.with_constants(constants)
                 if memory is not None:
-                    own = replace(own, memory=memory(dict(template or ())))
-                function = variants[key] = self._variant(
-                    own, [x.dtype for x in inputs], output_dtypes
-                )
+                    own = replace(own, memory=memory(constants))
+                function = self._variant(own, [x.dtype for x in inputs], output_dtypes)
+                variants[key] = function
             return function(inputs=inputs, output_dtypes=output_dtypes, **rest)
 
         return launch
@@ -117,18 +109,19 @@ class Cache:
 
     def _variant(
         self, kernel: Kernel, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
-    ) -> Callable[..., list[mx.array]]:
+    ) -> Launcher:
         """A kernel as MLX launches it; MLX finds its machine code, while kernels are gathered
         soon."""
         with self._lock:
-            self.count = replace(self.count, variants=self.count.variants + 1)
+            self.count.variants += 1
             sent = self.outsourced(kernel)
-            if self.modules is not None and sent != kernel:
+            if self.modules is not None and self.compiler is not None and sent != kernel:
                 module = cuda_module.module(sent, inputs, outputs)
                 if is_stored(self.modules, module):
-                    self.count = replace(self.count, cached=self.count.cached + 1)
+                    self.count.cached += 1
                 else:
-                    self._pending.append(_pool().submit(self._compile, module))
+                    job = _pool().submit(self._compile, self.compiler, self.modules, module)
+                    self._pending.append(job)
             gathering = self._gathering
         if not gathering:
             self.settle()
@@ -148,24 +141,18 @@ class Cache:
             return kernel
         shapes = [f"{name}_shape" for name in kernel.inputs if f"{name}_shape" in kernel.body]
         header, body = (f'#include "{file}"\n' for file in files)
-        return replace(
-            kernel, header=header, body=body + (f"// {' '.join(shapes)}\n" if shapes else "")
-        )
+        named = f"// {' '.join(shapes)}\n" if shapes else ""
+        return replace(kernel, header=header, body=body + named)
 
-    def _compile(self, module: cuda_module.Module) -> None:
+    def _compile(self, compiler: nvrtc.Compiler, folder: Path, module: cuda_module.Module) -> None:
         start = time.perf_counter()
         try:
-            code, function = self.compiler.compile(module.light_text, module.function)
-            store(self.modules, module, code, function)
+            store(folder, module, *compiler.compile(module.light_text, module.function))
         except (nvrtc.CompilerError, OSError):
             return  # MLX compiles it, or says why it cannot
-        seconds = time.perf_counter() - start
         with self._lock:
-            self.count = replace(
-                self.count,
-                compiled=self.count.compiled + 1,
-                seconds=self.count.seconds + seconds,
-            )
+            self.count.compiled += 1
+            self.count.seconds += time.perf_counter() - start
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -247,7 +234,8 @@ def open_cache() -> Cache:
     """
     architecture = str(mx.device_info(mx.gpu).get("architecture", ""))
     compiler = nvrtc.find(architecture) if architecture else None
-    parts = [f"mlx-{mx.__version__}", architecture or "gpu"]
+    version = mx.__version__  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    parts = [f"mlx-{version}", architecture or "gpu"]
     if compiler is not None:
         parts.append(f"nvrtc-{compiler.version}")
     folder = user_cache.private(FOLDER, "-".join([*parts, _digest(_RULES.encode())[:6]]))
@@ -293,10 +281,10 @@ def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
     """
     kernel = Kernel(
         "moeflux_probe",
-        header=f"// {key}\n#define ANSWER(x) 0\n",
-        body="y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n",
-        inputs=("x",),
-        outputs=("y",),
+        f"// {key}\n#define ANSWER(x) 0\n",
+        "y[threadIdx.x] = ANSWER(x_shape[threadIdx.x]);\n",
+        ("x",),
+        ("y",),
     )
     try:
         module = cuda_module.module(kernel, [mx.float32], [mx.int32])

@@ -7,7 +7,7 @@ compiles; a wrong mirror costs only time.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -72,14 +72,15 @@ class Kernel:
     outputs: tuple[str, ...]
     memory: int = 0
 
-    def with_constants(self, template: Sequence[tuple[str, mx.Dtype | int | bool]]) -> Kernel:
+    def with_constants(self, template: Mapping[str, mx.Dtype | int | bool]) -> Kernel:
         """The same for these template arguments. MLX would put them into the kernel's name too,
         which it looks up at every launch."""
-        return replace(self, body="".join(_constant(*entry) for entry in template) + self.body)
+        constants = "".join(_constant(*entry) for entry in template.items())
+        return replace(self, body=constants + self.body)
 
     def build(self) -> Callable[..., list[mx.array]]:
         """Build MLX's launcher."""
-        return mx.fast.cuda_kernel(
+        return mx.fast.cuda_kernel(  # pyright: ignore[reportReturnType]  # stubs say: object
             name=self.name,
             input_names=list(self.inputs),
             output_names=list(self.outputs),

@@ -29,14 +29,9 @@ class Compiler:
 
     def __init__(self, library: ctypes.CDLL, headers: Sequence[Path], architecture: str):
         self._library = library
-        self._options = [
-            option.encode()
-            for option in (
-                *OPTIONS,
-                f"--gpu-architecture={architecture}",
-                *(f"--include-path={folder}" for folder in headers),
-            )
-        ]
+        include = [f"--include-path={folder}" for folder in headers]
+        options = (*OPTIONS, f"--gpu-architecture={architecture}", *include)
+        self._options = [option.encode() for option in options]
         self.architecture = architecture
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
@@ -63,7 +58,7 @@ class Compiler:
                 raise CompilerError(f"{error}: {words}") from None
             lowered = ctypes.c_char_p()
             self._call("nvrtcGetLoweredName", program, name, ctypes.byref(lowered))
-            return self._bytes("nvrtcGetCUBIN", program), lowered.value.decode()
+            return self._bytes("nvrtcGetCUBIN", program), (lowered.value or b"").decode()
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 
