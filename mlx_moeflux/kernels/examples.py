@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,6 +307,31 @@ TOKENS = {"head_product": 1, "add_shared": 3} | dict.fromkeys(
 def workload(name: str, sizes: Sizes, tokens: int, dtype: mx.Dtype) -> Arguments:
     """Arguments of one call, not evaluated."""
     return WORKLOADS[name](sizes, tokens, _normal(dtype))
+
+
+def small_cases(operation: str) -> Iterator[tuple[str, Arguments]]:
+    """Yield the cases on which a given callable is compared with the reference, with their names.
+
+    Of attention also what traced steps on GPUs and other callers pass: a tail, a length on the
+    device, a mask as an array.
+    """
+    yield "several tokens", example(operation)
+    yield "one token", example(operation, tokens=1)
+    if operation != "sdpa":
+        return
+    (q, k, v), options = example(operation)
+    plain = {name: options[name] for name in ("scale", "mask", "length")}
+    yield "without start and gate", ((q, k, v), plain)
+    visible = mx.random.uniform(shape=(1, 1, q.shape[2], plain["length"])) < 0.5
+    visible[..., 0] = True
+    yield "a mask as an array", ((q, k, v), plain | {"mask": visible})
+    (q, k, v), options = example(operation, tokens=1)
+    rows = next(n for n in (8, 4, 2, 1) if k.shape[2] % n == 0)
+    tail = tuple(_normal(q.dtype)(*x.shape[:2], rows, x.shape[3]) for x in (k, v))
+    length = mx.array([options["length"]], dtype=mx.int32)
+    yield "one token, a tail, a length on the device", (
+        (q, k, v), options | {"tail": tail, "length": length}
+    )  # fmt: skip
 
 
 def example(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from mlx_moeflux.kernels import dispatch, selfcheck
 from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
 from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
-from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.examples import small_cases
 from mlx_moeflux.kernels.linear import project, small_batch
 from mlx_moeflux.kernels.mla import latent, latent_prepare, latent_step, per_head_matmul
 from mlx_moeflux.kernels.moe import (
@@ -375,9 +376,9 @@ def _check_table() -> None:
 def _check_implementation(operation: str, form: Implementation, values: bool) -> None:
     """Run `form` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
     agree."""
-    for tokens in (None, 1):
-        args, kwargs = example(operation, tokens=tokens)
-        expected = IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)
+    reference = IMPLEMENTATIONS[operation][REFERENCE]
+    for what, (args, kwargs) in small_cases(operation):
+        expected = reference(*args, **kwargs)
         mx.eval(expected)
         try:
             actual = form(*args, **kwargs)
@@ -385,16 +386,20 @@ def _check_implementation(operation: str, form: Implementation, values: bool) ->
         except MoefluxError:
             raise
         except Exception as error:
+            names = ", ".join(signature(reference).parameters)
             raise ShapeError(
-                f"the given '{operation}' fails on a small case: {type(error).__name__}: {error}."
+                f"the given '{operation}' fails on a small case ({what}): {type(error).__name__}: "
+                f"{error}. Its arguments are those of the reference: {names}."
             ) from error
         described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
         if described != wanted:
-            raise ShapeError(f"the given '{operation}' returns {described}, expected {wanted}.")
+            raise ShapeError(
+                f"the given '{operation}' returns {described} ({what}), expected {wanted}."
+            )
         error, limit = selfcheck.largest_error(actual, expected), selfcheck.LIMITS[mx.float32]
         if values and not error <= limit:
             raise InputError(
                 f"the given '{operation}' differs from the reference by {error:.2g} of the largest "
-                f"value on a small case, more than {limit:g}; mend it, or pass check_values=False "
-                "if it is meant to differ."
+                f"value on a small case ({what}), more than {limit:g}; mend it, or pass "
+                "check_values=False if it is meant to differ."
             )

@@ -206,7 +206,10 @@ def test_a_callable_is_checked_and_used():
         choose_kernels({"softmax_top_k": mine})
     with pytest.raises(ShapeError, match="returns"):
         choose_kernels({"softmax_top_k": lambda logits, *, k: logits})
-    with pytest.raises(ShapeError, match="fails on a small case: TypeError"):
+    called = (
+        r"fails on a small case \(several tokens\): TypeError.* reference: logits, k, normalise"
+    )
+    with pytest.raises(ShapeError, match=called):
         choose_kernels({"softmax_top_k": lambda logits: logits})
 
 
@@ -238,9 +241,45 @@ def test_an_error_of_a_callable_is_named():
         raise ZeroDivisionError("of mine")
 
     with pytest.raises(
-        ShapeError, match="'sdpa' fails on a small case: ZeroDivisionError: of mine"
+        ShapeError, match=r"'sdpa' fails on a small case \(.*\): ZeroDivisionError: of mine"
     ):
         choose_kernels({"sdpa": broken})
+
+
+@pytest.mark.parametrize(
+    ("ignored", "case"),
+    [
+        ({"start": None}, "several tokens"),
+        ({"gate": None}, "several tokens"),
+        ({"tail": None}, "a tail"),
+        ({"mask": "causal"}, "a mask as an array"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_an_attention_that_ignores_an_argument_is_refused(ignored, case):
+    reference = IMPLEMENTATIONS["sdpa"]["reference"]
+
+    def mine(q, k, v, *, mask, **options):
+        given = options | {"mask": mask}
+        if "mask" not in ignored or isinstance(mask, mx.array):
+            given |= ignored
+        return reference(q, k, v, **given)
+
+    with pytest.raises(InputError, match=f"differs from .* small case .*{case}"):
+        choose_kernels({"sdpa": mine})
+
+
+def test_attention_refuses_what_contradicts_itself():
+    q = mx.zeros((1, 2, 1, 8))
+    mask, length = mx.ones((1, 1, 1, 1), mx.bool_), mx.array([1])
+    sdpa = Kernels({"sdpa": "reference"}).sdpa
+    for options in (
+        {"mask": mask, "start": mx.array([0])},
+        {"mask": mask, "length": length},
+        {"mask": None, "tail": (q, q)},
+    ):
+        with pytest.raises(ShapeError, match="sdpa: a "):
+            sdpa(q, q, q, scale=1.0, **options)
 
 
 def test_training_takes_references(calls, table):

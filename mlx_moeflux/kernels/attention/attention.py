@@ -4,16 +4,18 @@ Shapes:
     q: ``[B, Hq, T, Dh]``; k: ``[B, Hkv, S, Dh]``; v: ``[B, Hkv, S, Dv]``. Query head h reads KV
     head h // (Hq / Hkv).
     mask: None (every query sees every key), "causal" (query t sees keys up to length - T + t),
-    or bool ``[B or 1, 1, T, S]``.
+    or bool ``[B or 1, 1, T, length]``, with an int `length` or None and without `start`.
     length: keys in use, an int or int32 ``[B]``; None: all S. With it k and v may be whole
     preallocated buffers.
     start: int32 ``[B]``, each sequence's first key (left padding); None: 0.
     tail: keys and values ``[B, Hkv, R, D]`` of the newest rows, or None: row s of a sequence of
-    `length` is row s - s0 of them from s0 = (length - 1) // R * R on, and of k and v before.
+    `length`, which is at most S, is row s - s0 of them from s0 = (length - 1) // R * R on, and of
+    k and v before. With R = 4 and length 11, rows 8 to 10 are rows 0 to 2 of the tail.
     gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
-Forms of :func:`sdpa_fused`, picked by the shape alone, each in a ``.metal`` file of its name:
+Layouts of :func:`sdpa_fused`, once :mod:`~mlx_moeflux.kernels.registry` has chosen it. The shape
+alone decides; each is in a ``.metal`` file of its name:
     rows: a simdgroup owns 16 query rows, or 32 of many, everything between loads and result in
     registers.
     shared: a threadgroup owns the queries of all heads that share a KV head, for few tokens, so
@@ -123,7 +125,17 @@ def causal_sdpa(
     tail: tuple[mx.array, mx.array] | None = None,
     gate: mx.array | None = None,
 ) -> mx.array:
-    """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked."""
+    """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked. A
+    query that sees no key attends to its own.
+
+    Raises:
+        ShapeError: A mask as an array beside `start` or a length on the device; a tail without
+            length.
+    """
+    if isinstance(mask, mx.array) and (start is not None or isinstance(length, mx.array)):
+        raise ShapeError("sdpa: a mask as an array says what is seen; leave out start, length.")
+    if tail is not None and length is None:
+        raise ShapeError("sdpa: a tail needs the length.")
     if tail is not None:
         k, v = (joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
     if isinstance(length, int) and length < k.shape[2]:
