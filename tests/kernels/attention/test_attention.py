@@ -264,6 +264,8 @@ EQUIVALENT = {
         "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
         "attend_rows: off by one threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D -> >=": LARGER,
         "attend_rows: swapped arguments 5 and 6 of stage_rows: M, THREADS": "both are 128",
+        "attend_rows: swapped arguments 2 and 3 of stage_rows: DV, 0": "the values are both "
+        "inputs, and the other has no columns",
     },
     "attention_shared.metal": {
         "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
