@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -630,12 +631,15 @@ class BatchGenerator:
         """Return at most `room` next prompts whose whole replies the pool has blocks for."""
         pool, first = self._batch.pool, []
         promised = sum(self._blocks(s) for s in self._batch.names)
-        while self._waiting and len(first) < room:
-            promised += self._blocks(self._waiting[0])
+        for request in islice(self._waiting, room):
+            promised += self._blocks(request)
             if pool is not None and promised > pool.blocks:
                 break
-            self._waiting[0].resume(self.model, self.prompt_cache)
-            first.append(self._waiting.popleft())
+            request.resume(self.model, self.prompt_cache)
+            first.append(request)
+        # Only now: an error above leaves all of them waiting.
+        for _ in first:
+            self._waiting.popleft()
         return first
 
     def _blocks(self, sequence: Request) -> int:

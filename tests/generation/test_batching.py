@@ -12,7 +12,7 @@ import pytest
 
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
 from mlx_moeflux.generation import batch
-from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill
+from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill, Request
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.sampling import make_logits_processors
 from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits
@@ -294,6 +294,26 @@ def test_removed_wherever_they_are(hybrid, way, request):
         while replies := generator.next():
             heard |= {reply.uid for reply in replies}
     assert heard == {uids[1], uids[3], 5}
+
+
+def test_prompts_wait_on_when_a_prompt_cache_fails(hybrid, monkeypatch):
+    resume, broken = Request.resume, [True]
+
+    def fails(request, model, cache):
+        if request.uid == 1 and broken:
+            raise CacheError("no." * broken.pop())
+        resume(request, model, cache)
+
+    monkeypatch.setattr(Request, "resume", fails)
+    with BatchGenerator(hybrid, max_tokens=2, prefill_batch_size=3) as generator:
+        uids = generator.insert([prompt_of(seed, 9) for seed in range(3)])
+        with pytest.raises(CacheError):
+            generator.next()
+        assert len(generator) == 3
+        heard = set()
+        while replies := generator.next():
+            heard |= {reply.uid for reply in replies}
+    assert heard == set(uids)
 
 
 def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):

@@ -263,9 +263,10 @@ def _mlx_folder(ours: Path) -> Iterator[Path | None]:
     if before is not None:
         try:
             folder = Path(before).resolve(strict=True)
-            yield folder if user_cache.is_private(folder) else None
+            found = folder if user_cache.is_private(folder) else None
         except OSError:
-            yield None
+            found = None
+        yield found
         return
     os.environ[MLX_FOLDER] = str(ours)
     try:
