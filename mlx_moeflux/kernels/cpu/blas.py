@@ -17,7 +17,6 @@ import functools
 import io
 import threading
 import weakref
-from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -296,14 +295,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @quiet
 def project_blas(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.linear.project.project` in float32. A module in the place of a
     matrix is called as it is.
@@ -336,15 +328,7 @@ def project_blas(
 
 
 @quiet
-def add_shared_blas(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    *,
-    score: mx.array | None = None,
-) -> mx.array:
+def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in float32.
 
     Raises:
@@ -360,14 +344,7 @@ def add_shared_blas(
 
 
 @quiet
-def expert_mix_blas(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_blas(x, slots, weights, bank, *, initial=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` in float32: slot by slot, then one sum
     in the order of k.
 
@@ -494,18 +471,7 @@ expert_mix_blas.pair_bytes = _pair_bytes
 
 @quiet
 def norm_rope_blas(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    q_weight: mx.array | None,
-    k_weight: mx.array | None,
-    eps: float,
-    dims: int,
-    base: float,
-    offset: int | mx.array,
-    frequencies: mx.array | None = None,
-    traditional: bool = False,
+    q, k, v, *, q_weight, k_weight, eps, dims, base, offset, frequencies=None, traditional=False
 ) -> tuple[mx.array, mx.array, mx.array]:
     """:func:`~mlx_moeflux.kernels.attention.norm_rope.norm_rope` in float32, angles in float64.
 
@@ -537,9 +503,7 @@ def norm_rope_blas(
 
 
 @quiet
-def softmax_top_k_blas(
-    logits: mx.array, *, k: int, normalise: bool = True
-) -> tuple[mx.array, mx.array]:
+def softmax_top_k_blas(logits, *, k, normalise=True) -> tuple[mx.array, mx.array]:
     """:func:`~mlx_moeflux.kernels.moe.router.softmax_top_k` in float32.
 
     Raises:
@@ -571,18 +535,7 @@ def _for_one_thread(S: int, row: int) -> list[slice]:
 
 
 @quiet
-def sdpa_blas(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    *,
-    scale: float,
-    mask: mx.array | str | None,
-    length: int | mx.array | None = None,
-    start: mx.array | None = None,
-    tail: tuple[mx.array, mx.array] | None = None,
-    gate: mx.array | None = None,
-) -> mx.array:
+def sdpa_blas(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.attention.attention.causal_sdpa` in float32, the scores of one
     key head of one sequence at a time: whichever others are beside it, a sequence gets the same
     bits. Its queries share products, so prompts that are cut elsewhere agree but for rounding.

@@ -11,7 +11,6 @@ One core, Hk 4, Hv 8, D 128, microseconds, beside the operations of MLX: 148 and
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,21 +26,21 @@ MOST_SINGLE = 3 * CHUNK // 4
 
 @blas.quiet
 def delta_mixer_blas(
-    qkv: mx.array,
-    z: mx.array | None,
-    a: mx.array | None,
-    b: mx.array | None,
+    qkv,
+    z,
+    a,
+    b,
     *,
-    conv_weight: mx.array,
-    conv_state: mx.array,
-    state: mx.array,
-    a_log: mx.array,
-    dt_bias: mx.array,
-    norm_weight: mx.array,
-    eps: float,
-    mask: mx.array | None = None,
-    lengths: mx.array | None = None,
-    rule: Any = None,
+    conv_weight,
+    conv_state,
+    state,
+    a_log,
+    dt_bias,
+    norm_weight,
+    eps,
+    mask=None,
+    lengths=None,
+    rule=None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Chunks of tokens by matrix products, a few tokens one by one.
 

@@ -81,12 +81,7 @@ def tiling(
 
 @functools.cache
 def rows_at_once(
-    matrix: Matrix,
-    out: int,
-    dtype: mx.Dtype,
-    rows: int,
-    simdgroups: int,
-    middle: bool = False,
+    matrix: Matrix, out: int, dtype: mx.Dtype, rows: int, simdgroups: int, middle: bool = False
 ) -> tuple[int, int]:
     """Return how many of `out` rows a threadgroup owns, so that all threadgroups of `rows` run
     together and none owns more rows than it has threads; and how many rows it computes together for
@@ -254,14 +249,7 @@ def _precise(weight: Any) -> bool:
 
 
 def project_dequantised(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
     for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
@@ -285,14 +273,7 @@ def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
 
 
 def project_fused(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """The module's formula in one launch for a few rows, each on its own, with one rounding, at
     the end, for the combinations of matrices in STRUCTURES.

@@ -22,7 +22,6 @@ from mlx_moeflux.kernels.linear.project import (
     ENTRIES,
     STRUCTURES,
     Part,
-    Weight,
     added_to,
     chosen,
     declared,
@@ -110,14 +109,7 @@ def most_token_tiles(tiles: int, W: int, memory: int) -> int:
 
 
 def project_rows(
-    x: mx.array,
-    weights: Sequence[Weight],
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-6,
-    residual: mx.array | None = None,
-    normed: bool = False,
-    flat: bool = False,
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.linear.project.project` in one launch, for the combinations of
     matrices in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
@@ -245,15 +237,7 @@ _SHARED = MetalKernel(
 
 
 @launches(_SHARED)
-def add_shared_rows(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    *,
-    score: mx.array | None = None,
-) -> mx.array:
+def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in one launch; float32 goes to the
     reference.
 

@@ -45,15 +45,7 @@ def add_shared(
     )
 
 
-def add_shared_dequantised(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    *,
-    score: mx.array | None = None,
-) -> mx.array:
+def add_shared_dequantised(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
     ``project_dequantised``), the sum is one launch."""
     inner = _inner(gate, up)
@@ -126,15 +118,7 @@ APART, THREADS = 1 << 23, 128
 
 
 @launches(_KERNEL, _PRODUCT, _SUM)
-def add_shared_fused(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    *,
-    score: mx.array | None = None,
-) -> mx.array:
+def add_shared_fused(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """The module's formula in one launch for a few rows, each on its own, with one rounding; or
     with a large matrix in two, of which the first does not need `experts`, with the same bits.
 
@@ -152,12 +136,7 @@ def add_shared_fused(
 
 
 def checked(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    score: mx.array | None,
+    residual, experts, gate, up, down, score
 ) -> tuple[mx.array, mx.array, tuple[tuple[int, ...], int, mx.Dtype, bool, bool, Matrix]]:
     """The experts' sum and the score that a kernel is given, where there are none too, and what a
     launch depends on: residual's shape, F, dtype, whether there are experts, whether there is a

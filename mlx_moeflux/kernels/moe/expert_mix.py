@@ -56,14 +56,7 @@ def expert_mix(
     return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
 
 
-def expert_mix_pairs(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula for few tokens, in two launches: each pair reads its expert.
 
     Raises:
@@ -77,14 +70,7 @@ def expert_mix_pairs(
     return outer[0](h, slots, weights, *down, start, **outer[1])[0]
 
 
-def expert_mix_grouped(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula for many tokens, in five launches: pairs are grouped by expert.
 
     Raises:
@@ -115,13 +101,7 @@ def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     return (bank.layout.C + bank.layout.F) * dtype.size + 16
 
 
-def checked(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array | None,
-    bank: ExpertBank,
-    initial: mx.array | None,
-) -> None:
+def checked(x, slots, weights, bank, initial) -> None:
     """See to it that all arguments fit.
 
     Raises:
@@ -287,13 +267,7 @@ def is_wide(layout: ExpertLayout) -> bool:
     return layout.C >= WIDE_EXPERTS
 
 
-def _pair_launches(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    initial: mx.array | None,
-) -> tuple[Launch, Launch]:
+def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
     threads = most_threads()
     key = (threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (

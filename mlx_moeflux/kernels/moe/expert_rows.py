@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout
 from mlx_moeflux.kernels.linear.small_batch import partial_floats, simdgroups, tiling
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.moe.expert_mix import (
     checked,
     expert_mix_pairs,
@@ -65,14 +64,7 @@ _OUTER = MetalKernel(
 
 
 @launches(_INNER, _OUTER, *LISTING, *expert_mix_pairs.kernels)
-def expert_mix_rows(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    *,
-    initial: mx.array | None = None,
-) -> mx.array:
+def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula, in five launches; float32, and banks whose rows do not go in steps, go
     to :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix_pairs`.
 

@@ -19,7 +19,6 @@ from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
 
 if TYPE_CHECKING:
     from mlx_moeflux.kernels.linear.quantised import ExpertLayout
-    from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,7 @@ _GATED = MetalKernel(
     ),
     outputs=("out",),
     body=_TILE.format(
-        matrices=2,
-        gated="true",
-        weights="gate, gate_scales, gate_biases, up, up_scales, up_biases",
+        matrices=2, gated="true", weights="gate, gate_scales, gate_biases, up, up_scales, up_biases"
     ),
 )
 
@@ -215,15 +212,7 @@ def _tile_launch(
     }
 
 
-def grouped(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    initial: mx.array | None,
-    *,
-    tiles: tuple[Tile, Tile] | None = None,
-) -> mx.array:
+def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     """Compute :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` of checked arguments."""
     N, K = slots.shape
     layout, P = bank.layout, N * K
@@ -244,11 +233,7 @@ def grouped(
 
 
 def combine(
-    out: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    num_slots: int,
-    initial: mx.array | None,
+    out: mx.array, slots: mx.array, weights: mx.array, num_slots: int, initial: mx.array | None
 ) -> mx.array:
     """out ``[N * K, C]`` -> ``[N, C]`` float32, the weighted sum over present pairs."""
     (N, K), C = slots.shape, out.shape[1]

@@ -46,13 +46,7 @@ def moe_combine(
 
 
 @launches(_KERNEL)
-def moe_combine_fused(
-    residual: mx.array,
-    experts: mx.array,
-    *,
-    shared: mx.array | None = None,
-    score: mx.array | None = None,
-) -> mx.array:
+def moe_combine_fused(residual, experts, *, shared=None, score=None) -> mx.array:
     """:func:`moe_combine` in one launch, a threadgroup a row.
 
     Raises:

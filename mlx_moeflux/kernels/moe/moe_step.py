@@ -140,17 +140,7 @@ _FINISH = MetalKernel(
 
 @launches(*project.joining(), _INNER, _FINISH)
 def moe_step_fused(
-    x: mx.array,
-    weights: Sequence[Weight],
-    bank: ExpertBank,
-    *,
-    norm: mx.array,
-    eps: float,
-    k: int,
-    normalise: bool = True,
-    table: mx.array | None = None,
-    down: Weight | None = None,
-    steps: Any = None,
+    x, weights, bank, *, norm, eps, k, normalise=True, table=None, down=None, steps=None
 ) -> mx.array:
     """The module's formula in three launches for a few rows. `steps` plays no part.
 

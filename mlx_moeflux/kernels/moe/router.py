@@ -100,9 +100,7 @@ def top_k_ids(scores: mx.array, k: int) -> mx.array:
 
 
 @launches(_SOFTMAX)
-def softmax_top_k_fused(
-    logits: mx.array, *, k: int, normalise: bool = True
-) -> tuple[mx.array, mx.array]:
+def softmax_top_k_fused(logits, *, k, normalise=True) -> tuple[mx.array, mx.array]:
     """:func:`softmax_top_k` in one launch, a simdgroup a token.
 
     Raises:
@@ -115,14 +113,7 @@ def softmax_top_k_fused(
 
 @launches(_SIGMOID)
 def sigmoid_top_k_fused(
-    logits: mx.array,
-    bias: mx.array,
-    *,
-    k: int,
-    groups: int = 1,
-    kept_groups: int = 1,
-    normalise: bool = True,
-    scale: float = 1.0,
+    logits, bias, *, k, groups=1, kept_groups=1, normalise=True, scale=1.0
 ) -> tuple[mx.array, mx.array]:
     """:func:`sigmoid_top_k` in one launch, a simdgroup a token.
 
