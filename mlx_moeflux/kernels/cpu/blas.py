@@ -13,19 +13,21 @@ Arrays are evaluated: calls that MLX only traces are refused, and go to the refe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import threading
 import weakref
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 KEPT_BYTES = 128 << 20
@@ -89,11 +91,8 @@ def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
     """
     if dtype is not None and x.dtype != dtype:
         raise UnsupportedError(f"BLAS takes {dtype}, not {x.dtype}; take the reference.")
-    try:
+    with contextlib.suppress(ValueError):
         values = np.asarray(x)
-    except ValueError:
-        values = None
-    if values is not None:
         graph = io.StringIO()
         mx.export_to_dot(graph, x)
         # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
@@ -117,13 +116,13 @@ def reshaped(x: mx.array, *shape: int) -> mx.array:
     return x.reshape(shape)
 
 
-def readable(matrix: object) -> bool:
+def readable(matrix: Any) -> bool:
     """Return True if :func:`dense` can read a matrix."""
     if getattr(matrix, "weight", None) is None:
         return False
     spec = matrix.spec
     if spec is None:
-        return matrix.weight.dtype in (mx.float32, mx.float16, mx.bfloat16)
+        return matrix.weight.dtype in FLOATS
     return spec.mode == "affine" and matrix.biases is not None
 
 
@@ -161,11 +160,12 @@ def product(
 
 
 class Views(NamedTuple):
-    """The arrays of a matrix as numpy sees them; bfloat16 as integers of 16 bits."""
+    """The arrays of a matrix as numpy sees them; bfloat16 as integers of 16 bits. Floats have no
+    scales and biases: their weight stands there."""
 
     weight: np.ndarray
-    scales: np.ndarray | None
-    biases: np.ndarray | None
+    scales: np.ndarray
+    biases: np.ndarray
 
     @classmethod
     def of(cls, matrix: Stored) -> Views:
@@ -178,10 +178,9 @@ class Views(NamedTuple):
                 f"BLAS cannot read {getattr(matrix, 'spec', None) or 'this matrix'}; take the "
                 "reference."
             )
-        weight = _view(matrix.weight)
         if matrix.spec is None:
-            return cls(weight, None, None)
-        return cls(weight, _view(matrix.scales), _view(matrix.biases))
+            return cls(*[_view(matrix.weight)] * 3)
+        return cls(*map(_view, arrays_of(matrix)))
 
 
 _local = threading.local()
@@ -240,11 +239,8 @@ def _view(array: mx.array) -> np.ndarray:
 
 def _single(values: np.ndarray, role: str | None = None) -> np.ndarray:
     if values.dtype == np.uint16:
-        if role is None:
-            whole = values.astype(np.uint32)
-        else:
-            whole = scratch(role, values.shape).view(np.uint32)
-            whole[...] = values
+        whole = scratch(role, values.shape).view(np.uint32)
+        whole[...] = values
         whole <<= 16
         return whole.view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -480,10 +476,7 @@ def norm_rope_blas(
     """
     first = np.array(offset) if isinstance(offset, int) else values_of(offset)
     first = first.reshape(-1, 1, 1)  # [B or 1, 1, 1]
-    if frequencies is None:
-        turns = base ** (np.arange(0, -dims, -2) / dims)
-    else:
-        turns = floats(frequencies)
+    turns = base ** (np.arange(0, -dims, -2) / dims) if frequencies is None else floats(frequencies)
     angles = (first + np.arange(q.shape[1])[:, None]) * turns.astype(np.float64)
     angles = angles[:, :, None]  # [B or 1, T, 1, dims / 2]
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.project import (
     WIDE_COLUMNS,
     rows_at_once,
@@ -30,7 +31,12 @@ from mlx_moeflux.kernels.linear.project import (
 )
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.moe import expert_tiles
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    INNER_INPUTS,
+    ExpertBank,
+    accumulate_experts,
+    expert_ffn,
+)
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
 # A kernel and how it is launched.
@@ -132,10 +138,7 @@ def checked(x, slots, weights, bank, initial) -> None:
 _INNER = MetalKernel(
     "expert_inner",
     file="expert_pairs.metal",
-    inputs=(
-        *("x", "slots", "gate", "gate_scales", "gate_biases"),
-        *("up", "up_scales", "up_biases"),
-    ),
+    inputs=("x", "slots", *INNER_INPUTS),
     outputs=("h",),
     body="""
         expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
@@ -212,13 +215,8 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
         template["V"] = words_at_once(matrix, C)
         template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
-    return kernel, {
-        "template": template | {"ROWS": rows, "SIMDGROUPS": groups},
-        "grid": (32 * groups * blocks, N * K, 1),
-        "threadgroup": (32 * groups, 1, 1),
-        "output_shapes": [(N * K, F)],
-        "output_dtypes": [mx.float32],
-    }
+    template |= {"ROWS": rows, "SIMDGROUPS": groups}
+    return kernel, launch_of(template, (blocks, N * K), 32 * groups, [(N * K, F)], mx.float32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,13 +234,8 @@ def _outer_launch(
         template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
     if 32 * groups > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
-    return kernel, {
-        "template": template | {"ROWS": rows},
-        "grid": (32 * groups * (C // rows), N, 1),
-        "threadgroup": (32 * groups, 1, 1),
-        "output_shapes": [(N, C)],
-        "output_dtypes": [mx.float32],
-    }
+    template["ROWS"] = rows
+    return kernel, launch_of(template, (C // rows, N), 32 * groups, [(N, C)], mx.float32)
 
 
 def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:
@@ -270,9 +263,9 @@ def is_wide(layout: ExpertLayout) -> bool:
 def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
     threads = most_threads()
-    key = (threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
-        () if initial is None else (initial.shape, initial.dtype)
-    )
+    key = threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype
+    if initial is not None:
+        key += initial.shape, initial.dtype
     found = bank.launches.get(key)
     if found is None:
         checked(x, slots, weights, bank, initial)
