@@ -20,7 +20,7 @@ import threading
 import weakref
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -116,16 +116,6 @@ def reshaped(x: mx.array, *shape: int) -> mx.array:
     return x.reshape(shape)
 
 
-def readable(matrix: Any) -> bool:
-    """Return True if :func:`dense` can read a matrix."""
-    if getattr(matrix, "weight", None) is None:
-        return False
-    spec = matrix.spec
-    if spec is None:
-        return matrix.weight.dtype in FLOATS
-    return spec.mode == "affine" and matrix.biases is not None
-
-
 def product(
     rows: np.ndarray,
     matrix: Stored,
@@ -173,14 +163,13 @@ class Views(NamedTuple):
         Raises:
             UnsupportedError: The matrix is stored in another way, or MLX is tracing.
         """
-        if not readable(matrix):
-            raise UnsupportedError(
-                f"BLAS cannot read {getattr(matrix, 'spec', None) or 'this matrix'}; take the "
-                "reference."
-            )
-        if matrix.spec is None:
-            return cls(*[_view(matrix.weight)] * 3)
-        return cls(*map(_view, arrays_of(matrix)))
+        weight, spec = getattr(matrix, "weight", None), getattr(matrix, "spec", None)
+        if weight is not None:
+            if spec is None and weight.dtype in FLOATS:
+                return cls(*[_view(weight)] * 3)
+            if spec is not None and spec.mode == "affine" and matrix.biases is not None:
+                return cls(*map(_view, arrays_of(matrix)))
+        raise UnsupportedError(f"BLAS cannot read {spec or 'this matrix'}; take the reference.")
 
 
 _local = threading.local()

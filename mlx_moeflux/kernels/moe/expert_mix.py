@@ -22,13 +22,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear import project
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.project import (
-    WIDE_COLUMNS,
-    rows_at_once,
-    simdgroups_of,
-    words_at_once,
-)
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.moe import expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import (
@@ -210,9 +205,9 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
     template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
     blocks = F // (rows * groups)
     if is_wide(layout):
-        kernel, groups = _INNER_WIDE, simdgroups_of(C, threads)
-        rows, template["TOGETHER"] = rows_at_once(matrix, F, dtype, K * F, groups)
-        template["V"] = words_at_once(matrix, C)
+        kernel, groups = _INNER_WIDE, project.simdgroups_of(C, threads)
+        rows, template["TOGETHER"] = project.rows_at_once(matrix, F, dtype, K * F, groups)
+        template["V"] = project.words_at_once(matrix, C)
         template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
     template |= {"ROWS": rows, "SIMDGROUPS": groups}
@@ -229,8 +224,8 @@ def _outer_launch(
     groups, parts = K, _outer_parts(layout, K, threads)
     if parts:
         kernel, groups = _OUTER_WIDE, K * parts
-        rows, template["TOGETHER"] = rows_at_once(matrix, C, dtype, C, groups)
-        template["V"] = words_at_once(matrix, F)
+        rows, template["TOGETHER"] = project.rows_at_once(matrix, C, dtype, C, groups)
+        template["V"] = project.words_at_once(matrix, F)
         template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
     if 32 * groups > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
@@ -241,7 +236,7 @@ def _outer_launch(
 def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:
     """Simdgroups for each expert that share the columns of the second matrix too: each has twice
     as many where a threadgroup may not have the threads. 0: They share none."""
-    parts = -(-layout.F // WIDE_COLUMNS)
+    parts = -(-layout.F // project.WIDE_COLUMNS)
     if not is_wide(layout) or K * parts > MOST_SIMDGROUPS:
         return 0
     return next((n for n in (parts, -(-parts // 2)) if 32 * K * n <= threads), 0)
@@ -251,7 +246,7 @@ def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
     """Columns of a lane if the inner values lie as lanes of the second launch take them (H100, F
     2048: 25.1 us instead of 26.2), 0 if they lie in order."""
     matrix, F = layout.down, layout.F
-    columns = words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
+    columns = project.words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
     return columns if _outer_parts(layout, K, threads) and F % (32 * columns) == 0 else 0
 
 

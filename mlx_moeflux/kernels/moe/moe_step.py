@@ -27,14 +27,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import project
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.project import (
-    ENTRIES,
-    Weight,
-    joined_places,
-    joined_stride,
-    project_joined,
-    shares_columns,
-)
+from mlx_moeflux.kernels.linear.project import ENTRIES, Weight, joined_places, joined_stride
 from mlx_moeflux.kernels.linear.quantised import (
     ExpertLayout,
     Matrix,
@@ -147,7 +140,7 @@ def moe_step_fused(
         UnsupportedError: The kernels cannot read the matrices or the bank, or there is no GPU.
     """
     inner, finish = _launches(x, weights, bank, k, normalise, table, down)
-    row = project_joined(x, weights, norm=norm, eps=eps)
+    row = project.project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
     h = _INNER(row, slots, *gate, *up, **inner)[0]
@@ -223,7 +216,7 @@ def _launch(
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        if shares_columns(width):
+        if project.shares_columns(width):
             raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
         staged, sums = staged_floats(stored, words, width)
         template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
