@@ -192,6 +192,10 @@ class Weight:
             return [self]
         return [self.rows(*rows) for rows in zip([0, *ends], ends, strict=False)]
 
+    def dense(self, dtype: mx.Dtype) -> mx.array:
+        """``[out, in]`` in `dtype`."""
+        return made_dense(self, dtype)
+
 
 # Of a matrix: how it is stored, the widths of its results, whether they are precise.
 Part = tuple[Matrix, tuple[int, ...], bool]
@@ -229,7 +233,7 @@ class Dense:
         """x ``[..., in]`` -> ``[..., last - first]``."""
         step = max(1, MOST_DENSE // (x.shape[-1] * x.itemsize * ROWS_AT_ONCE)) * ROWS_AT_ONCE
         parts = [
-            x @ made_dense(self.stored.rows(start, min(start + step, self.last)), x.dtype).T
+            x @ self.stored.rows(start, min(start + step, self.last)).dense(x.dtype).T
             for start in range(self.first, self.last, step)
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
@@ -281,7 +285,7 @@ def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
     if ends[-1] * width * dtype.size > MOST_DENSE:
         starts = [0, *ends]
         return [Dense(weight, *rows) for rows in zip(starts, ends, strict=False)]
-    dense = made_dense(weight, dtype)
+    dense = weight.dense(dtype)
     return [Weight(rows) for rows in (mx.split(dense, ends[:-1]) if ends[1:] else [dense])]
 
 

@@ -65,7 +65,7 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         ShapeError: The arrays do not fit together.
         UnsupportedError: The kernels cannot read them.
     """
-    weight, scales, biases, spec = matrix.weight, matrix.scales, matrix.biases, matrix.spec
+    weight, spec = matrix.weight, matrix.spec
     if weight is None:
         raise UnsupportedError("kernels read matrices, not modules that stand for one.")
     if spec is None:
@@ -83,6 +83,7 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         raise ShapeError(f"a matrix {list(weight.shape)} of {spec} has no rows of {width}.")
     if spec is not None:
         expected = (*weight.shape[:-1], width // spec.group_size)
+        scales, biases = matrix.scales, matrix.biases
         if scales is None or biases is None or not scales.shape == biases.shape == expected:
             raise ShapeError(f"scales and biases of {list(weight.shape)} must be {list(expected)}.")
         if scales.dtype not in FLOATS or scales.dtype != biases.dtype:

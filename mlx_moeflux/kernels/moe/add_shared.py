@@ -20,7 +20,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.linear.dequantise import made_dense
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
@@ -48,7 +47,7 @@ def add_shared_dequantised(residual, experts, gate, up, down, *, score=None) -> 
     ``project_dequantised``), the sum is one launch."""
     inner = _inner(gate, up)
     if isinstance(down, Weight) and inner.dtype != mx.float32:
-        down = Weight(made_dense(down, inner.dtype))
+        down = Weight(down.dense(inner.dtype))
     shared = down.matmul(inner).astype(inner.dtype)
     return _added(moe_combine.moe_combine_fused, residual, experts, shared, score)
 
