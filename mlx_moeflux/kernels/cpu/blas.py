@@ -13,6 +13,7 @@ Arrays are evaluated: calls that MLX only traces are refused, and go to the refe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import threading
@@ -26,6 +27,7 @@ import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 KEPT_BYTES = 128 << 20
@@ -89,11 +91,8 @@ def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
     """
     if dtype is not None and x.dtype != dtype:
         raise UnsupportedError(f"BLAS takes {dtype}, not {x.dtype}; take the reference.")
-    try:
+    with contextlib.suppress(ValueError):
         values = np.asarray(x)
-    except ValueError:
-        values = None
-    if values is not None:
         graph = io.StringIO()
         mx.export_to_dot(graph, x)
         # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
@@ -115,16 +114,6 @@ def reshaped(x: mx.array, *shape: int) -> mx.array:
         if x is made:
             return mx.array(np.asarray(x).reshape(shape))
     return x.reshape(shape)
-
-
-def readable(matrix: object) -> bool:
-    """Return True if :func:`dense` can read a matrix."""
-    if getattr(matrix, "weight", None) is None:
-        return False
-    spec = matrix.spec
-    if spec is None:
-        return matrix.weight.dtype in (mx.float32, mx.float16, mx.bfloat16)
-    return spec.mode == "affine" and matrix.biases is not None
 
 
 def product(
@@ -161,11 +150,12 @@ def product(
 
 
 class Views(NamedTuple):
-    """The arrays of a matrix as numpy sees them; bfloat16 as integers of 16 bits."""
+    """The arrays of a matrix as numpy sees them; bfloat16 as integers of 16 bits. Floats have no
+    scales and biases: their weight stands there."""
 
     weight: np.ndarray
-    scales: np.ndarray | None
-    biases: np.ndarray | None
+    scales: np.ndarray
+    biases: np.ndarray
 
     @classmethod
     def of(cls, matrix: Stored) -> Views:
@@ -173,15 +163,13 @@ class Views(NamedTuple):
         Raises:
             UnsupportedError: The matrix is stored in another way, or MLX is tracing.
         """
-        if not readable(matrix):
-            raise UnsupportedError(
-                f"BLAS cannot read {getattr(matrix, 'spec', None) or 'this matrix'}; take the "
-                "reference."
-            )
-        weight = _view(matrix.weight)
-        if matrix.spec is None:
-            return cls(weight, None, None)
-        return cls(weight, _view(matrix.scales), _view(matrix.biases))
+        weight, spec = getattr(matrix, "weight", None), getattr(matrix, "spec", None)
+        if weight is not None:
+            if spec is None and weight.dtype in FLOATS:
+                return cls(*[_view(weight)] * 3)
+            if spec is not None and spec.mode == "affine" and matrix.biases is not None:
+                return cls(*map(_view, arrays_of(matrix)))
+        raise UnsupportedError(f"BLAS cannot read {spec or 'this matrix'}; take the reference.")
 
 
 _local = threading.local()
@@ -240,11 +228,8 @@ def _view(array: mx.array) -> np.ndarray:
 
 def _single(values: np.ndarray, role: str | None = None) -> np.ndarray:
     if values.dtype == np.uint16:
-        if role is None:
-            whole = values.astype(np.uint32)
-        else:
-            whole = scratch(role, values.shape).view(np.uint32)
-            whole[...] = values
+        whole = scratch(role, values.shape).view(np.uint32)
+        whole[...] = values
         whole <<= 16
         return whole.view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -294,7 +279,9 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 @quiet
-def project_blas(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False):
+def project_blas(
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
+) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.linear.project.project` in float32. A module in the place of a
     matrix is called as it is.
 
@@ -326,7 +313,7 @@ def project_blas(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False
 
 
 @quiet
-def add_shared_blas(residual, experts, gate, up, down, *, score=None):
+def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in float32.
 
     Raises:
@@ -342,7 +329,7 @@ def add_shared_blas(residual, experts, gate, up, down, *, score=None):
 
 
 @quiet
-def expert_mix_blas(x, slots, weights, bank, *, initial=None):
+def expert_mix_blas(x, slots, weights, bank, *, initial=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` in float32: slot by slot, then one sum
     in the order of k.
 
@@ -470,7 +457,7 @@ expert_mix_blas.pair_bytes = _pair_bytes
 @quiet
 def norm_rope_blas(
     q, k, v, *, q_weight, k_weight, eps, dims, base, offset, frequencies=None, traditional=False
-):
+) -> tuple[mx.array, mx.array, mx.array]:
     """:func:`~mlx_moeflux.kernels.attention.norm_rope.norm_rope` in float32, angles in float64.
 
     Raises:
@@ -478,10 +465,7 @@ def norm_rope_blas(
     """
     first = np.array(offset) if isinstance(offset, int) else values_of(offset)
     first = first.reshape(-1, 1, 1)  # [B or 1, 1, 1]
-    if frequencies is None:
-        turns = base ** (np.arange(0, -dims, -2) / dims)
-    else:
-        turns = floats(frequencies)
+    turns = base ** (np.arange(0, -dims, -2) / dims) if frequencies is None else floats(frequencies)
     angles = (first + np.arange(q.shape[1])[:, None]) * turns.astype(np.float64)
     angles = angles[:, :, None]  # [B or 1, T, 1, dims / 2]
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -501,7 +485,7 @@ def norm_rope_blas(
 
 
 @quiet
-def softmax_top_k_blas(logits, *, k, normalise=True):
+def softmax_top_k_blas(logits, *, k, normalise=True) -> tuple[mx.array, mx.array]:
     """:func:`~mlx_moeflux.kernels.moe.router.softmax_top_k` in float32.
 
     Raises:
@@ -533,7 +517,7 @@ def _for_one_thread(S: int, row: int) -> list[slice]:
 
 
 @quiet
-def sdpa_blas(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None):
+def sdpa_blas(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.attention.attention.causal_sdpa` in float32, the scores of one
     key head of one sequence at a time: whichever others are beside it, a sequence gets the same
     bits. Its queries share products, so prompts that are cut elsewhere agree but for rounding.

@@ -11,7 +11,6 @@ One core, Hk 4, Hv 8, D 128, microseconds, beside the operations of MLX: 148 and
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,8 +40,8 @@ def delta_mixer_blas(
     eps,
     mask=None,
     lengths=None,
-    rule: Any = None,
-):
+    rule=None,
+) -> tuple[mx.array, mx.array, mx.array]:
     """Chunks of tokens by matrix products, a few tokens one by one.
 
     Raises:

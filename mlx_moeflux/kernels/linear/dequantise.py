@@ -12,7 +12,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.linear.quantised import FLOATS, Stored, arrays_of, matrix_of
+from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.quantised import FLOATS, Stored, arrays_of, matrix_of, settings
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, on_nvidia
 
 # Of a threadgroup, and words that each takes.
@@ -26,14 +27,9 @@ def dequantise(stored: Stored, dtype: mx.Dtype) -> mx.array:
     products and sums are rounded each. Floats are cast."""
     if stored.spec is None:
         return stored.weight.astype(dtype)
-    return mx.dequantize(
-        stored.weight,
-        stored.scales,
-        stored.biases,
-        group_size=stored.spec.group_size,
-        bits=stored.spec.bits,
-        mode=stored.spec.mode,
-    ).astype(dtype)
+    assert stored.scales is not None
+    dense = mx.dequantize(stored.weight, stored.scales, stored.biases, **settings(stored.spec))
+    return dense.astype(dtype)
 
 
 _KERNEL = MetalKernel(
@@ -68,15 +64,9 @@ def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
     arrays = arrays_of(stored)
     if weight.ndim != 2:  # MLX makes an operation of a reshape that changes nothing
         arrays = (array.reshape(-1, array.shape[-1]) for array in arrays)
-    (y,) = _KERNEL(
-        *arrays,
-        template={"BITS": layout.bits, "GROUP": layout.group, "V": _WORDS, "THREADS": _THREADS},
-        grid=(-(-weight.size // (_WORDS * _THREADS)) * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(*weight.shape[:-1], width)],
-        output_dtypes=[dtype],
-    )
-    return y
+    template = {"BITS": layout.bits, "GROUP": layout.group, "V": _WORDS, "THREADS": _THREADS}
+    groups, shape = -(-weight.size // (_WORDS * _THREADS)), (*weight.shape[:-1], width)
+    return _KERNEL(*arrays, **launch_of(template, (groups, 1), _THREADS, [shape], dtype))[0]
 
 
 def made_dense(stored: Stored, dtype: mx.Dtype) -> mx.array:

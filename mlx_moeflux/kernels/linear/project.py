@@ -16,15 +16,23 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.dequantise import made_dense
-from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of, staged_floats
+from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.quantised import (
+    FLOATS,
+    Matrix,
+    arrays_of,
+    matrix_of,
+    settings,
+    staged_floats,
+)
 from mlx_moeflux.kernels.runtime.metal import (
     MetalKernel,
     float_bits,
@@ -81,12 +89,7 @@ def tiling(
 
 @functools.cache
 def rows_at_once(
-    matrix: Matrix,
-    out: int,
-    dtype: mx.Dtype,
-    rows: int,
-    simdgroups: int,
-    middle: bool = False,
+    matrix: Matrix, out: int, dtype: mx.Dtype, rows: int, simdgroups: int, middle: bool = False
 ) -> tuple[int, int]:
     """Return how many of `out` rows a threadgroup owns, so that all threadgroups of `rows` run
     together and none owns more rows than it has threads; and how many rows it computes together for
@@ -163,7 +166,9 @@ class Weight:
         x = x.astype(mx.float32) if self.precise else x
         if self.spec is None:
             return x @ self.weight.T
-        group, scales, biases = self.spec.group_size, self.scales, self.biases
+        known, scales, biases = settings(self.spec), self.scales, self.biases
+        assert scales is not None
+        group = self.spec.group_size
         one_group = group == x.shape[-1] and group > 32
         too_wide = group == 128 and x.dtype == mx.float32
         if (one_group or too_wide) and biases is not None and on_nvidia():
@@ -171,18 +176,9 @@ class Weight:
             # backend/cuda/quantized/qmm/qmm.cu takes these instead of all others); float32 tiles of
             # 128 columns need more shared memory than a launch may ask for (qmm_naive.cu).
             # The same numbers in groups half as wide take another.
-            group = group // 2
+            known["group_size"] = group // 2
             scales, biases = (mx.contiguous(mx.repeat(a, 2, 1)) for a in (scales, biases))
-        return mx.quantized_matmul(
-            x,
-            self.weight,
-            scales,
-            biases,
-            transpose=True,
-            group_size=group,
-            bits=self.spec.bits,
-            mode=self.spec.mode,
-        )
+        return mx.quantized_matmul(x, self.weight, scales, biases, transpose=True, **known)
 
     def rows(self, first: int, last: int) -> Weight:
         """Rows first .. last - 1 of it."""
@@ -203,6 +199,25 @@ class Weight:
 
 # Of a matrix: how it is stored, the widths of its results, whether they are precise.
 Part = tuple[Matrix, tuple[int, ...], bool]
+
+
+class Call(NamedTuple):
+    """What the launch for a call depends on; eps: None without a norm; residual: Whether there is
+    one; end: See :func:`_kernel`."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    eps: float | None
+    residual: bool
+    end: str
+    parts: tuple[Part, ...]
+
+    def template(self) -> dict[str, Any]:
+        """The template arguments that say which terms there are."""
+        return {
+            **{"IN": self.shape[-1], "FORM": int(self.eps is not None)},
+            **{"RESIDUAL": self.residual, "EPSILON": float_bits(self.eps or 0.0)},
+        }
 
 
 @dataclass(frozen=True)
@@ -241,7 +256,8 @@ def project(
         x = mx.fast.rms_norm(x, norm, eps)
     products = []
     for weight in weights:
-        y = weight.matmul(x).astype(mx.float32 if _precise(weight) else x.dtype)
+        precise = getattr(weight, "precise", False)
+        y = weight.matmul(x).astype(mx.float32 if precise else x.dtype)
         outs = getattr(weight, "outs", ())
         products += mx.split(y, list(accumulate(outs))[:-1], axis=-1) if outs else [y]
     if residual is not None:
@@ -249,13 +265,9 @@ def project(
     return [*products, x] if normed else products
 
 
-def _precise(weight: Any) -> bool:
-    return getattr(weight, "precise", False)
-
-
 def project_dequantised(
     x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
-):
+) -> list[mx.array]:
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
     for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
     dense = weights
@@ -269,7 +281,7 @@ def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
     one launch, or, of a large one, each when it is used."""
     if not isinstance(weight, Weight) or weight.spec is None or weight.precise:
         return [weight]
-    width, ends = weight.scales.shape[-1] * weight.spec.group_size, [*accumulate(weight.results)]
+    width, ends = weight.weight.shape[-1] * 32 // weight.spec.bits, [*accumulate(weight.results)]
     if ends[-1] * width * dtype.size > MOST_DENSE:
         starts = [0, *ends]
         return [Dense(weight, *rows) for rows in zip(starts, ends, strict=False)]
@@ -277,7 +289,9 @@ def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
     return [Weight(rows) for rows in (mx.split(dense, ends[:-1]) if ends[1:] else [dense])]
 
 
-def project_fused(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False):
+def project_fused(
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
+) -> list[mx.array]:
     """The module's formula in one launch for a few rows, each on its own, with one rounding, at
     the end, for the combinations of matrices in STRUCTURES.
 
@@ -287,10 +301,8 @@ def project_fused(x, weights, *, norm=None, eps=1e-6, residual=None, normed=Fals
             there is no GPU.
     """
     end = "normed" if normed else ""
-    kernel, weights, parts = chosen(_KERNELS, x, weights, end, norm=norm, residual=residual)
-    shape = (x.size // x.shape[-1], x.shape[-1]) if flat else x.shape
-    known = None if norm is None else eps, residual is not None, end, parts, most_threads()
-    launch = _launch(shape, x.dtype, *known)
+    kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)
+    launch = _launch(call, most_threads())
     return kernel(*operands(kernel, x, weights, norm, residual), **launch)
 
 
@@ -303,11 +315,10 @@ def project_joined(
     Raises:
         ShapeError, UnsupportedError: As :func:`project_fused`.
     """
-    kernel, weights, parts = chosen(_KERNELS, x, weights, "joined", norm=norm)
-    if any(precise for *_, precise in parts):
+    kernel, weights, call = chosen(_KERNELS, x, weights, "joined", norm, eps, flat=True)
+    if any(precise for *_, precise in call.parts):
         raise UnsupportedError("results that lie in one row have one dtype.")
-    C = x.shape[-1]
-    launch = _launch((x.size // C, C), x.dtype, eps, False, "joined", parts, most_threads())
+    launch = _launch(call, most_threads())
     return kernel(*operands(kernel, x, weights, norm, None), **launch)[0]
 
 
@@ -316,12 +327,14 @@ def chosen(
     x: mx.array,
     weights: Sequence[Weight],
     end: str,
-    *,
     norm: mx.array | None,
+    eps: float,
     residual: mx.array | None = None,
-) -> tuple[MetalKernel, Sequence[Weight], tuple[Part, ...]]:
+    *,
+    flat: bool,
+) -> tuple[MetalKernel, Sequence[Weight], Call]:
     """Return the kernel of `kernels`, by structure and end, for a call; its matrices, split where
-    no kernel takes them whole; and the layout of each.
+    no kernel takes them whole; and what a launch depends on.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -340,7 +353,7 @@ def chosen(
         raise ShapeError(f"residual {list(residual.shape)} does not fit the matrices {parts}.")
     if (structure, end) not in kernels and max(structure, default=1) > 1:
         split = [part for weight in weights for part in weight.split()]
-        return chosen(kernels, x, split, end, norm=norm)
+        return chosen(kernels, x, split, end, norm, eps, flat=flat)
     kernel = kernels.get((structure, end))
     if kernel is None or (end and (norm is None or residual is not None)):
         given = f"{'without' if norm is None else 'with'} a norm{end and ', ' + end}"
@@ -348,7 +361,8 @@ def chosen(
             f"no kernel takes matrices by {structure} {given}; take the reference "
             "(MOEFLUX_KERNELS=project=reference)."
         )
-    return kernel, weights, parts
+    shape, known = (x.size // C, C) if flat else x.shape, None if norm is None else eps
+    return kernel, weights, Call(shape, x.dtype, known, residual is not None, end, parts)
 
 
 def operands(
@@ -478,13 +492,8 @@ def _as_one(m: int, i: int, j: int, y: str, call: Callable[..., str]) -> str:
     """
 
 
-_KERNELS = {
-    key: _kernel(*key)
-    for key in (
-        *((structure, "") for structure in STRUCTURES),
-        *((structure, end) for structure in ENTRIES for end in ("normed", "joined")),
-    )
-}
+_FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed", "joined"]))
+_KERNELS = {form: _kernel(*form) for form in _FORMS}
 launches(*_KERNELS.values())(project_fused)
 
 
@@ -494,43 +503,31 @@ def joining() -> tuple[MetalKernel, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _launch(
-    shape: tuple[int, ...],
-    dtype: mx.Dtype,
-    eps: float | None,
-    residual: bool,
-    end: str,
-    parts: tuple[Part, ...],
-    threads: int,
-) -> dict[str, Any]:
-    *leading, C = shape
+def _launch(call: Call, threads: int) -> dict[str, Any]:
+    (*leading, C), dtype, end = call.shape, call.dtype, call.end
     simdgroups = simdgroups_of(C, threads)
-    template = {"IN": C, "FORM": int(eps is not None), "RESIDUAL": residual}
-    template |= {"EPSILON": float_bits(eps or 0.0), "EXACT": dtype == mx.float32}
-    template["SIMDGROUPS"] = simdgroups
+    template = call.template() | {"EXACT": dtype == mx.float32, "SIMDGROUPS": simdgroups}
     groups, most, shapes, dtypes = 0, 0, [], []
-    for m, (matrix, outs, precise) in enumerate(parts):
+    for m, (matrix, outs, precise) in enumerate(call.parts):
         for out, last in zip(outs, accumulate(outs), strict=True):
             own, tile, memory = tiling(matrix, out, C, dtype, threads, sum(outs))
             groups += own
             most = max(most, memory)
             i = len(shapes)
-            template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": last - out, f"OUT{i}": out}
-            template |= {f"GROUPS{i}": own}
+            template |= {f"ROWS{i}": tile["ROWS"], f"BASE{i}": last - out}
+            template |= {f"OUT{i}": out, f"GROUPS{i}": own}
             template |= {f"{name}{m}": tile[name] for name in ("BITS", "GROUP", "V", "SPLIT")}
             shapes.append((*leading, out))
             dtypes.append(mx.float32 if precise else dtype)
     normed = bool(end)
-    shapes += [shape] * normed
+    shapes += [call.shape] * normed
     if end == "joined":
-        (*places, last), width = joined_places([part[:2] for part in parts], C)
+        (*places, last), width = joined_places([part[:2] for part in call.parts], C)
         template |= {f"AT{i}": place for i, place in enumerate(places)}
         template |= {"AT": last, "END": width, "STRIDE": joined_stride(width)}
         shapes, dtypes = [(*leading, joined_stride(width))], []
-    return {
-        "template": template | {"MEMORY": most},
-        "grid": ((groups + normed) * simdgroups * 32, math.prod(leading), 1),
-        "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": shapes,
-        "output_dtypes": dtypes + [dtype] * normed,
-    }
+    template["MEMORY"] = most
+    dtypes += [dtype] * normed
+    return launch_of(
+        template, (groups + normed, math.prod(leading)), 32 * simdgroups, shapes, *dtypes
+    )

@@ -7,7 +7,7 @@ and a scale and a bias for every `group` neighbours of a row: value = scale * nu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -21,10 +21,19 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 class Stored(Protocol):
     """A matrix or several of one shape: weight, and scales and biases unless `spec` is None."""
 
-    weight: mx.array
-    scales: mx.array | None
-    biases: mx.array | None
-    spec: QuantSpec | None
+    @property
+    def weight(self) -> mx.array: ...
+    @property
+    def scales(self) -> mx.array | None: ...
+    @property
+    def biases(self) -> mx.array | None: ...
+    @property
+    def spec(self) -> QuantSpec | None: ...
+
+
+def settings(spec: QuantSpec) -> dict[str, Any]:
+    """Group size, bits and mode, as MLX's operations name them."""
+    return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         ShapeError: The arrays do not fit together.
         UnsupportedError: The kernels cannot read them.
     """
-    weight, scales, spec = matrix.weight, matrix.scales, matrix.spec
+    weight, spec = matrix.weight, matrix.spec
     if weight is None:
         raise UnsupportedError("kernels read matrices, not modules that stand for one.")
     if spec is None:
@@ -74,10 +83,11 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         raise ShapeError(f"a matrix {list(weight.shape)} of {spec} has no rows of {width}.")
     if spec is not None:
         expected = (*weight.shape[:-1], width // spec.group_size)
-        if any(a is None or a.shape != expected for a in (scales, matrix.biases)):
+        scales, biases = matrix.scales, matrix.biases
+        if scales is None or biases is None or not scales.shape == biases.shape == expected:
             raise ShapeError(f"scales and biases of {list(weight.shape)} must be {list(expected)}.")
-        if scales.dtype not in FLOATS or scales.dtype != matrix.biases.dtype:
-            raise ShapeError(f"scales are {scales.dtype}, biases {matrix.biases.dtype}.")
+        if scales.dtype not in FLOATS or scales.dtype != biases.dtype:
+            raise ShapeError(f"scales are {scales.dtype}, biases {biases.dtype}.")
     return found
 
 
@@ -91,7 +101,7 @@ def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
     """weight, scales, biases; floats have none, and any array may stand there."""
-    if matrix.scales is None:
+    if matrix.scales is None or matrix.biases is None:
         return matrix.weight, matrix.weight, matrix.weight
     return matrix.weight, matrix.scales, matrix.biases
 

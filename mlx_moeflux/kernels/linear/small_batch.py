@@ -12,16 +12,17 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.project import (
     ENTRIES,
     STRUCTURES,
-    Part,
+    Call,
     added_to,
     chosen,
     declared,
@@ -29,8 +30,8 @@ from mlx_moeflux.kernels.linear.project import (
     project,
 )
 from mlx_moeflux.kernels.linear.quantised import Matrix, arrays_of
-from mlx_moeflux.kernels.moe.add_shared import add_shared, checked
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, launches, most_bytes
+from mlx_moeflux.kernels.moe.add_shared import Shared, add_shared, checked
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have before one takes more rows.
@@ -108,7 +109,9 @@ def most_token_tiles(tiles: int, W: int, memory: int) -> int:
     return most
 
 
-def project_rows(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False):
+def project_rows(
+    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
+) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.linear.project.project` in one launch, for the combinations of
     matrices in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
 
@@ -122,12 +125,9 @@ def project_rows(x, weights, *, norm=None, eps=1e-6, residual=None, normed=False
     if any(getattr(w, "precise", False) for w in weights):
         raise UnsupportedError("no kernel of rows gives results in float32; take the reference.")
     end = "normed" if normed else ""
-    kernel, weights, parts = chosen(_KERNELS, x, weights, end, norm=norm, residual=residual)
-    tokens = x.size // x.shape[-1]
-    shape = (tokens, x.shape[-1]) if flat else x.shape
-    known = None if norm is None else eps, residual is not None, normed, parts, most_bytes()
-    launch = _launch(shape, x.dtype, *known)
-    return kernel(*operands(kernel, x, weights, norm, residual, _count(tokens)), **launch)
+    kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)
+    launch, tokens = _launch(call, most_bytes()), _count(x.size // x.shape[-1])
+    return kernel(*operands(kernel, x, weights, norm, residual, tokens), **launch)
 
 
 def _choice(m: int, first: int, count: int) -> str:
@@ -174,32 +174,18 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
     return MetalKernel(**declaration, file="small_batch.metal", body=body)
 
 
-_KERNELS = {
-    key: _kernel(*key)
-    for key in (
-        *((structure, "") for structure in STRUCTURES),
-        *((structure, "normed") for structure in ENTRIES),
-    )
-}
+_FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
+_KERNELS = {form: _kernel(*form) for form in _FORMS}
 launches(*_KERNELS.values())(project_rows)
 
 
 @functools.lru_cache(maxsize=256)
-def _launch(
-    shape: tuple[int, ...],
-    dtype: mx.Dtype,
-    eps: float | None,
-    residual: bool,
-    normed: bool,
-    parts: tuple[Part, ...],
-    memory: int,
-) -> dict[str, Any]:
-    *leading, C = shape
+def _launch(call: Call, memory: int) -> dict[str, Any]:
+    *leading, C = call.shape
     tokens, W = math.prod(leading), simdgroups(C)
-    template = {"T": dtype, "W": W, "IN": C, "FORM": int(eps is not None)}
-    template |= {"RESIDUAL": residual, "EPSILON": float_bits(eps or 0.0)}
+    template = call.template() | {"T": call.dtype, "W": W}
     groups, most, shapes = 0, 0, []
-    for m, (matrix, outs, _) in enumerate(parts):
+    for m, (matrix, outs, _) in enumerate(call.parts):
         tile = tiling(matrix, outs, C)
         template |= tile.arguments(str(m))
         most = max(most, tile.MT)
@@ -209,14 +195,12 @@ def _launch(
             groups += own
             shapes.append((*leading, out))
     NT = token_tiles(tokens, W * groups, most_token_tiles(most, W, memory))
-    shapes += [shape] * normed
-    return {
-        "template": template | {"NT": NT, "PARTIAL": partial_floats(most, NT, W)},
-        "grid": ((groups + normed) * W * 32, -(-tokens // (8 * NT)), 1),
-        "threadgroup": (32 * W, 1, 1),
-        "output_shapes": shapes,
-        "output_dtypes": [dtype] * len(shapes),
-    }
+    template |= {"NT": NT, "PARTIAL": partial_floats(most, NT, W)}
+    if call.end:
+        groups += 1
+        shapes.append(call.shape)
+    dtypes = [call.dtype] * len(shapes)
+    return launch_of(template, (groups, -(-tokens // (8 * NT))), 32 * W, shapes, *dtypes)
 
 
 _SHARED = MetalKernel(
@@ -235,7 +219,7 @@ _SHARED = MetalKernel(
 
 
 @launches(_SHARED)
-def add_shared_rows(residual, experts, gate, up, down, *, score=None):
+def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in one launch; float32 goes to the
     reference.
 
@@ -246,32 +230,19 @@ def add_shared_rows(residual, experts, gate, up, down, *, score=None):
     if residual.dtype == mx.float32:
         return add_shared(residual, experts, gate, up, down, score=score)
     summed, scores, known = checked(residual, experts, gate, up, down, score)
-    launch = _shared_launch(*known, most_bytes())
+    launch = _shared_launch(known, most_bytes())
     tokens = _count(residual.size // residual.shape[-1])
     return _SHARED(residual, summed, gate, up, scores, tokens, *arrays_of(down), **launch)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_launch(
-    shape: tuple[int, ...],
-    F: int,
-    dtype: mx.Dtype,
-    routed: bool,
-    scored: bool,
-    matrix: Matrix,
-    memory: int,
-) -> dict[str, Any]:
-    *leading, C = shape
+def _shared_launch(known: Shared, memory: int) -> dict[str, Any]:
+    (*leading, C), F, dtype = known.shape, known.F, known.dtype
     tokens = math.prod(leading)
-    tile, W = tiling(matrix, (C,), F), simdgroups(F)
+    tile, W = tiling(known.matrix, (C,), F), simdgroups(F)
     NT = token_tiles(tokens, W * tile.groups(C), most_token_tiles(tile.MT, W, memory))
     template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
-    template |= {"ROUTED": routed, "SCORED": scored}
+    template |= {"ROUTED": known.routed, "SCORED": known.scored}
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
-    return {
-        "template": template,
-        "grid": (tile.groups(C) * W * 32, -(-tokens // (8 * NT)), 1),
-        "threadgroup": (32 * W, 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
-    }
+    groups = tile.groups(C), -(-tokens // (8 * NT))
+    return launch_of(template, groups, 32 * W, [known.shape], dtype)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.moe import moe_combine
@@ -37,26 +39,17 @@ def add_shared(
 ) -> mx.array:
     """The module's formula in stock MLX."""
     shared = down.matmul(nn.silu(gate) * up)
-    if experts is None:
-        return _without_experts(residual, shared, score)
-    rows = residual.reshape(experts.shape)
-    return moe_combine.moe_combine(rows, experts, shared=shared, score=score).reshape(
-        residual.shape
-    )
+    return _added(moe_combine.moe_combine, residual, experts, shared, score)
 
 
-def add_shared_dequantised(residual, experts, gate, up, down, *, score=None):
+def add_shared_dequantised(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`add_shared` for many rows: the matrix is made dense first (not for float32, see
     ``project_dequantised``), the sum is one launch."""
     inner = _inner(gate, up)
     if isinstance(down, Weight) and inner.dtype != mx.float32:
         down = Weight(down.dense(inner.dtype))
     shared = down.matmul(inner).astype(inner.dtype)
-    if experts is None:
-        return _without_experts(residual, shared, score)
-    rows = residual.reshape(experts.shape)
-    y = moe_combine.moe_combine_fused(rows, experts, shared=shared, score=score)
-    return y.reshape(residual.shape)
+    return _added(moe_combine.moe_combine_fused, residual, experts, shared, score)
 
 
 @functools.partial(mx.compile, shapeless=True)
@@ -64,7 +57,17 @@ def _inner(gate: mx.array, up: mx.array) -> mx.array:
     return nn.silu(gate) * up
 
 
-def _without_experts(residual: mx.array, shared: mx.array, score: mx.array | None) -> mx.array:
+def _added(
+    combine: Callable[..., mx.array],
+    residual: mx.array,
+    experts: mx.array | None,
+    shared: mx.array,
+    score: mx.array | None,
+) -> mx.array:
+    """Add the terms by `combine`, which takes rows, if there are routed experts."""
+    if experts is not None:
+        rows = residual.reshape(experts.shape)
+        return combine(rows, experts, shared=shared, score=score).reshape(residual.shape)
     if score is not None:
         shared = shared * mx.sigmoid(score)
     return residual + shared.reshape(residual.shape)
@@ -118,7 +121,7 @@ APART, THREADS = 1 << 23, 128
 
 
 @launches(_KERNEL, _PRODUCT, _SUM)
-def add_shared_fused(residual, experts, gate, up, down, *, score=None):
+def add_shared_fused(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """The module's formula in one launch for a few rows, each on its own, with one rounding; or
     with a large matrix in two, of which the first does not need `experts`, with the same bits.
 
@@ -127,7 +130,7 @@ def add_shared_fused(residual, experts, gate, up, down, *, score=None):
         UnsupportedError: The matrix is stored in another way, or there is no GPU.
     """
     summed, scores, known = checked(residual, experts, gate, up, down, score)
-    launch = _launch(*known, most_threads())
+    launch = _launch(known, most_threads())
     if isinstance(launch, tuple):
         product, rest = launch
         products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
@@ -135,17 +138,21 @@ def add_shared_fused(residual, experts, gate, up, down, *, score=None):
     return _KERNEL(residual, summed, gate, up, scores, *arrays_of(down), **launch)[0]
 
 
-def checked(
-    residual: mx.array,
-    experts: mx.array | None,
-    gate: mx.array,
-    up: mx.array,
-    down: Weight,
-    score: mx.array | None,
-) -> tuple[mx.array, mx.array, tuple[tuple[int, ...], int, mx.Dtype, bool, bool, Matrix]]:
+class Shared(NamedTuple):
+    """What a launch depends on: residual's shape, F, dtype, whether there are experts, whether
+    there is a score, and how the matrix is stored."""
+
+    shape: tuple[int, ...]
+    F: int
+    dtype: mx.Dtype
+    routed: bool
+    scored: bool
+    matrix: Matrix
+
+
+def checked(residual, experts, gate, up, down, score) -> tuple[mx.array, mx.array, Shared]:
     """The experts' sum and the score that a kernel is given, where there are none too, and what a
-    launch depends on: residual's shape, F, dtype, whether there are experts, whether there is a
-    score, and how the matrix is stored.
+    launch depends on.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
@@ -166,41 +173,24 @@ def checked(
             f"experts {summed.dtype} {list(shapes[0])}, gate {list(gate.shape)}, up "
             f"{list(up.shape)} and down {list(down.weight.shape)} do not fit {N} rows of {C}."
         )
-    known = residual.shape, F, residual.dtype, routed, score is not None, matrix
+    known = Shared(residual.shape, F, residual.dtype, routed, score is not None, matrix)
     return summed, gate if score is None else score, known
 
 
 @functools.lru_cache(maxsize=64)
-def _launch(
-    shape: tuple[int, ...],
-    F: int,
-    dtype: mx.Dtype,
-    routed: bool,
-    scored: bool,
-    matrix: Matrix,
-    threads: int,
-) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+def _launch(known: Shared, threads: int) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
     """The launch, or the two."""
-    *leading, C = shape
-    groups, tile, memory = tiling(matrix, C, F, dtype, threads)
+    (*leading, C), F, dtype, scored = known.shape, known.F, known.dtype, known.scored
+    groups, tile, memory = tiling(known.matrix, C, F, dtype, threads)
     simdgroups = simdgroups_of(F, threads)
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
     rows = math.prod(leading)
-    product = {
-        "template": template,
-        "grid": (groups * simdgroups * 32, rows, 1),
-        "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": [(rows, C)],
-        "output_dtypes": [mx.float32],
-    }
-    result = {"output_shapes": [shape], "output_dtypes": [dtype]}
-    if not routed or F * C < APART:
-        return product | result | {"template": template | {"ROUTED": routed, "SCORED": scored}}
+    if not known.routed or F * C < APART:
+        template |= {"ROUTED": known.routed, "SCORED": scored}
+        return launch_of(template, (groups, rows), 32 * simdgroups, [known.shape], dtype)
+    product = launch_of(template, (groups, rows), 32 * simdgroups, [(rows, C)], mx.float32)
     together = math.gcd(C, 4)
-    rest = {
-        "template": {"OUT": C, "END": rows * C, "N": together, "SCORED": scored},
-        "grid": (-(-rows * C // (together * THREADS)) * THREADS, 1, 1),
-        "threadgroup": (THREADS, 1, 1),
-    }
-    return product, rest | result
+    template = {"OUT": C, "END": rows * C, "N": together, "SCORED": scored}
+    blocks = -(-rows * C // (together * THREADS))
+    return product, launch_of(template, (blocks, 1), THREADS, [known.shape], dtype)

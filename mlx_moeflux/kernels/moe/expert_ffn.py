@@ -10,6 +10,7 @@ slot's bytes.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout
+from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout, settings
 from mlx_moeflux.kernels.runtime.metal import on_apple
+
+# Names of the arrays of gate and up in kernels.
+INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,11 @@ class ProjectionBank:
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
         """The rows of `slots` only; floats cast to `dtype`."""
+        weight = self.weight[slots]
         if self.spec is None:
-            return ProjectionBank(self.weight[slots].astype(dtype), None, None, None)
-        return ProjectionBank(
-            self.weight[slots],
-            self.scales[slots].astype(dtype),
-            self.biases[slots].astype(dtype),
-            self.spec,
-        )
+            return ProjectionBank(weight.astype(dtype), None, None, None)
+        scales, biases = (array[slots].astype(dtype) for array in arrays_of(self)[1:])
+        return ProjectionBank(weight, scales, biases, self.spec)
 
     def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
@@ -58,18 +59,9 @@ class ProjectionBank:
         else:
             # Sorted gather_qmm was reported wrong on the M5 for such rows (mlx #3887).
             ascending = ascending and not (x.shape[-1] % 64 and on_apple())
-            out = mx.gather_qmm(
-                x,
-                self.weight,
-                self.scales,
-                self.biases,
-                rhs_indices=slots,
-                transpose=True,
-                group_size=self.spec.group_size,
-                bits=self.spec.bits,
-                mode=self.spec.mode,
-                sorted_indices=ascending,
-            )
+            known = settings(self.spec) | {"rhs_indices": slots, "sorted_indices": ascending}
+            assert self.scales is not None
+            out = mx.gather_qmm(x, self.weight, self.scales, self.biases, transpose=True, **known)
         return out[:, 0]
 
 
@@ -95,17 +87,11 @@ class ExpertBank:
         experts: int | None = None,
     ) -> ExpertBank:
         """From arrays named ``gate_proj.weight`` ... and a spec for each projection."""
-
-        def bank(p: str) -> ProjectionBank:
-            return ProjectionBank(
-                arrays[f"{p}.weight"],
-                arrays.get(f"{p}.scales"),
-                arrays.get(f"{p}.biases"),
-                specs[p],
-            )
-
-        parts = {part: bank(f"{part}_proj") for part in ("gate", "up", "down")}
-        return cls(**parts, experts=experts)
+        banks = []
+        for p in ("gate_proj", "up_proj", "down_proj"):
+            scales, biases = arrays.get(f"{p}.scales"), arrays.get(f"{p}.biases")
+            banks.append(ProjectionBank(arrays[f"{p}.weight"], scales, biases, specs[p]))
+        return cls(*banks, experts=experts)
 
     @functools.cached_property
     def slots(self) -> int:
@@ -130,11 +116,8 @@ class ExpertBank:
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
         """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,
         because stock operations would cast every slot's scales on every call."""
-        return ExpertBank(
-            gate=self.gate.take(slots, dtype),
-            up=self.up.take(slots, dtype),
-            down=self.down.take(slots, dtype),
-        )
+        gate, up, down = (part.take(slots, dtype) for part in (self.gate, self.up, self.down))
+        return ExpertBank(gate, up, down)
 
 
 def expert_ffn(
@@ -158,8 +141,6 @@ def accumulate_experts(
     outputs meet, so that every store gives the same bits. `initial` ``[N, C]`` float32 is a sum
     to continue; one of -0.0 changes nothing, not even the sign of a zero.
     """
-    total = initial
-    for k in range(out.shape[1]):
-        product = out[:, k].astype(mx.float32) * weights[:, k, None]
-        total = product if total is None else total + product
-    return total
+    terms = [] if initial is None else [initial]
+    terms += [out[:, k].astype(mx.float32) * weights[:, k, None] for k in range(out.shape[1])]
+    return functools.reduce(operator.add, terms)

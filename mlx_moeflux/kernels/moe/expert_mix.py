@@ -22,15 +22,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.linear.project import (
-    WIDE_COLUMNS,
-    rows_at_once,
-    simdgroups_of,
-    words_at_once,
-)
+from mlx_moeflux.kernels.linear import project
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.moe import expert_tiles
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    INNER_INPUTS,
+    ExpertBank,
+    accumulate_experts,
+    expert_ffn,
+)
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
 # A kernel and how it is launched.
@@ -56,7 +57,7 @@ def expert_mix(
     return accumulate_experts(rows, mx.where(real, weights, 0.0), initial)
 
 
-def expert_mix_pairs(x, slots, weights, bank, *, initial=None):
+def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula for few tokens, in two launches: each pair reads its expert.
 
     Raises:
@@ -70,7 +71,7 @@ def expert_mix_pairs(x, slots, weights, bank, *, initial=None):
     return outer[0](h, slots, weights, *down, start, **outer[1])[0]
 
 
-def expert_mix_grouped(x, slots, weights, bank, *, initial=None):
+def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula for many tokens, in five launches: pairs are grouped by expert.
 
     Raises:
@@ -101,13 +102,7 @@ def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
     return (bank.layout.C + bank.layout.F) * dtype.size + 16
 
 
-def checked(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array | None,
-    bank: ExpertBank,
-    initial: mx.array | None,
-) -> None:
+def checked(x, slots, weights, bank, initial) -> None:
     """See to it that all arguments fit.
 
     Raises:
@@ -138,10 +133,7 @@ def checked(
 _INNER = MetalKernel(
     "expert_inner",
     file="expert_pairs.metal",
-    inputs=(
-        *("x", "slots", "gate", "gate_scales", "gate_biases"),
-        *("up", "up_scales", "up_biases"),
-    ),
+    inputs=("x", "slots", *INNER_INPUTS),
     outputs=("h",),
     body="""
         expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
@@ -213,18 +205,13 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
     template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
     blocks = F // (rows * groups)
     if is_wide(layout):
-        kernel, groups = _INNER_WIDE, simdgroups_of(C, threads)
-        rows, template["TOGETHER"] = rows_at_once(matrix, F, dtype, K * F, groups)
-        template["V"] = words_at_once(matrix, C)
+        kernel, groups = _INNER_WIDE, project.simdgroups_of(C, threads)
+        rows, template["TOGETHER"] = project.rows_at_once(matrix, F, dtype, K * F, groups)
+        template["V"] = project.words_at_once(matrix, C)
         template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
-    return kernel, {
-        "template": template | {"ROWS": rows, "SIMDGROUPS": groups},
-        "grid": (32 * groups * blocks, N * K, 1),
-        "threadgroup": (32 * groups, 1, 1),
-        "output_shapes": [(N * K, F)],
-        "output_dtypes": [mx.float32],
-    }
+    template |= {"ROWS": rows, "SIMDGROUPS": groups}
+    return kernel, launch_of(template, (blocks, N * K), 32 * groups, [(N * K, F)], mx.float32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -237,24 +224,19 @@ def _outer_launch(
     groups, parts = K, _outer_parts(layout, K, threads)
     if parts:
         kernel, groups = _OUTER_WIDE, K * parts
-        rows, template["TOGETHER"] = rows_at_once(matrix, C, dtype, C, groups)
-        template["V"] = words_at_once(matrix, F)
+        rows, template["TOGETHER"] = project.rows_at_once(matrix, C, dtype, C, groups)
+        template["V"] = project.words_at_once(matrix, F)
         template |= {"PARTS": parts, "DEALT": bool(_dealt(layout, K, threads))}
     if 32 * groups > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {K} experts.")
-    return kernel, {
-        "template": template | {"ROWS": rows},
-        "grid": (32 * groups * (C // rows), N, 1),
-        "threadgroup": (32 * groups, 1, 1),
-        "output_shapes": [(N, C)],
-        "output_dtypes": [mx.float32],
-    }
+    template["ROWS"] = rows
+    return kernel, launch_of(template, (C // rows, N), 32 * groups, [(N, C)], mx.float32)
 
 
 def _outer_parts(layout: ExpertLayout, K: int, threads: int) -> int:
     """Simdgroups for each expert that share the columns of the second matrix too: each has twice
     as many where a threadgroup may not have the threads. 0: They share none."""
-    parts = -(-layout.F // WIDE_COLUMNS)
+    parts = -(-layout.F // project.WIDE_COLUMNS)
     if not is_wide(layout) or K * parts > MOST_SIMDGROUPS:
         return 0
     return next((n for n in (parts, -(-parts // 2)) if 32 * K * n <= threads), 0)
@@ -264,7 +246,7 @@ def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
     """Columns of a lane if the inner values lie as lanes of the second launch take them (H100, F
     2048: 25.1 us instead of 26.2), 0 if they lie in order."""
     matrix, F = layout.down, layout.F
-    columns = words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
+    columns = project.words_at_once(matrix, F) * (32 // matrix.bits if matrix.bits else 1)
     return columns if _outer_parts(layout, K, threads) and F % (32 * columns) == 0 else 0
 
 
@@ -273,18 +255,12 @@ def is_wide(layout: ExpertLayout) -> bool:
     return layout.C >= WIDE_EXPERTS
 
 
-def _pair_launches(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    initial: mx.array | None,
-) -> tuple[Launch, Launch]:
+def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
     """The two launches; arguments of shapes and dtypes that were seen before are not checked."""
     threads = most_threads()
-    key = (threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype) + (
-        () if initial is None else (initial.shape, initial.dtype)
-    )
+    key = threads, x.shape, x.dtype, slots.shape, slots.dtype, weights.shape, weights.dtype
+    if initial is not None:
+        key += initial.shape, initial.dtype
     found = bank.launches.get(key)
     if found is None:
         checked(x, slots, weights, bank, initial)

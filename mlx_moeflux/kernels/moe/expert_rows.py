@@ -15,8 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout
-from mlx_moeflux.kernels.linear.small_batch import partial_floats, simdgroups, tiling
+from mlx_moeflux.kernels.linear.small_batch import Tiling, partial_floats, simdgroups, tiling
+from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
 from mlx_moeflux.kernels.moe.expert_mix import (
     checked,
     expert_mix_pairs,
@@ -33,10 +35,7 @@ OUTER_TILES = 4
 _INNER = MetalKernel(
     "expert_rows_inner",
     file="expert_rows.metal",
-    inputs=(
-        *("x", "order", "offsets", "tiles", "gate", "gate_scales", "gate_biases"),
-        *("up", "up_scales", "up_biases"),
-    ),
+    inputs=("x", "order", "offsets", "tiles", *INNER_INPUTS),
     outputs=("h",),
     body="""
         threadgroup float partial[2 * PARTIAL];
@@ -64,7 +63,7 @@ _OUTER = MetalKernel(
 
 
 @launches(_INNER, _OUTER, *LISTING, *expert_mix_pairs.kernels)
-def expert_mix_rows(x, slots, weights, bank, *, initial=None):
+def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula, in five launches; float32, and banks whose rows do not go in steps, go
     to :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix_pairs`.
 
@@ -99,18 +98,11 @@ def _launch(
         inner, outer = tiling(layout.inner, (F,), C), tiling(layout.down, (C,), F)
     except UnsupportedError:
         return None
-    launches = []
-    for tile, MT, IN, OUT in ((inner, 1, C, F), (outer, OUTER_TILES, F, C)):
+
+    def launch(tile: Tiling, MT: int, IN: int, OUT: int) -> dict[str, Any]:
         W = simdgroups(IN)
         template = {"T": dtype, "W": W, "IN": IN, "OUT": OUT, "K": K} | tile.arguments()
         template |= {"MT": MT, "PARTIAL": partial_floats(MT, 1, W)}
-        launches.append(
-            {
-                "template": template,
-                "grid": (-(-OUT // (16 * MT)) * 32 * W, tiles, 1),
-                "threadgroup": (32 * W, 1, 1),
-                "output_shapes": [(pairs, OUT)],
-                "output_dtypes": [dtype],
-            }
-        )
-    return tuple(launches)
+        return launch_of(template, (-(-OUT // (16 * MT)), tiles), 32 * W, [(pairs, OUT)], dtype)
+
+    return launch(inner, 1, C, F), launch(outer, OUTER_TILES, F, C)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.linear.quantised import Matrix
+from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.quantised import ExpertLayout, Matrix
+from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
-
-if TYPE_CHECKING:
-    from mlx_moeflux.kernels.linear.quantised import ExpertLayout
-    from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,9 @@ _TILE = """
 _GATED = MetalKernel(
     "expert_tiles_gated",
     file="expert_tiles.metal",
-    inputs=(
-        *("x", "order", "offsets", "tiles", "gate", "gate_scales", "gate_biases"),
-        *("up", "up_scales", "up_biases"),
-    ),
+    inputs=("x", "order", "offsets", "tiles", *INNER_INPUTS),
     outputs=("out",),
-    body=_TILE.format(
-        matrices=2,
-        gated="true",
-        weights="gate, gate_scales, gate_biases, up, up_scales, up_biases",
-    ),
+    body=_TILE.format(matrices=2, gated="true", weights=", ".join(INNER_INPUTS)),
 )
 
 _DOWN = MetalKernel(
@@ -166,18 +157,12 @@ def list_pairs(slots: mx.array, num_slots: int) -> tuple[mx.array, mx.array]:
     ``order[offsets[s] : offsets[s + 1]]`` are the pairs n * K + k with ``slots[n, k] == s``,
     ascending. Past ``offsets[num_slots]`` order holds anything.
     """
-    P = slots.size
-    return tuple(
-        _LISTS(
-            slots,
-            _sizes(P, num_slots, 0),
-            template={"SIMDGROUPS": LIST_SIMDGROUPS},
-            grid=(32 * LIST_SIMDGROUPS * (num_slots + 1), 1, 1),
-            threadgroup=(32 * LIST_SIMDGROUPS, 1, 1),
-            output_shapes=[(P,), (num_slots + 1,)],
-            output_dtypes=[mx.uint32, mx.uint32],
-        )
-    )
+    P, lists = slots.size, num_slots + 1
+    template, shapes = {"SIMDGROUPS": LIST_SIMDGROUPS}, [(P,), (lists,)]
+    dtypes = mx.uint32, mx.uint32
+    launch = launch_of(template, (lists, 1), 32 * LIST_SIMDGROUPS, shapes, *dtypes)
+    order, offsets = _LISTS(slots, _sizes(P, num_slots, 0), **launch)
+    return order, offsets
 
 
 def list_tiles(offsets: mx.array, pairs: int, rows: int) -> mx.array:
@@ -185,15 +170,9 @@ def list_tiles(offsets: mx.array, pairs: int, rows: int) -> mx.array:
     `rows` positions of each list; slot 0xffffffff in entries past the last."""
     slots = offsets.size - 1
     tiles = pairs // rows + min(pairs, slots)
-    return _TABLE(
-        offsets,
-        _sizes(pairs, slots, tiles),
-        template={"BM": rows, "SIMDGROUPS": TABLE_SIMDGROUPS},
-        grid=(32 * TABLE_SIMDGROUPS, 1, 1),
-        threadgroup=(32 * TABLE_SIMDGROUPS, 1, 1),
-        output_shapes=[(tiles, 2)],
-        output_dtypes=[mx.uint32],
-    )[0]
+    template = {"BM": rows, "SIMDGROUPS": TABLE_SIMDGROUPS}
+    launch = launch_of(template, (1, 1), 32 * TABLE_SIMDGROUPS, [(tiles, 2)], mx.uint32)
+    return _TABLE(offsets, _sizes(pairs, slots, tiles), **launch)[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,28 +181,13 @@ def _tile_launch(
 ) -> dict[str, Any]:
     BK = tile.bytes // dtype.size
     words = tile.BN * BK // tile.threads * (matrix.bits or 32) // 32
-    return {
-        "template": {
-            **{"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN},
-            **{"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group},
-            **{"WORDS": words, "EACH": min(words, 4)},
-        },
-        "grid": (-(-OUT // tile.BN) * tile.threads, tiles, 1),
-        "threadgroup": (tile.threads, 1, 1),
-        "output_shapes": [(pairs, OUT)],
-        "output_dtypes": [dtype],
-    }
+    template = {"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN}
+    template |= {"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group}
+    template |= {"WORDS": words, "EACH": min(words, 4)}
+    return launch_of(template, (-(-OUT // tile.BN), tiles), tile.threads, [(pairs, OUT)], dtype)
 
 
-def grouped(
-    x: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    bank: ExpertBank,
-    initial: mx.array | None,
-    *,
-    tiles: tuple[Tile, Tile] | None = None,
-) -> mx.array:
+def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     """Compute :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix` of checked arguments."""
     N, K = slots.shape
     layout, P = bank.layout, N * K
@@ -244,24 +208,12 @@ def grouped(
 
 
 def combine(
-    out: mx.array,
-    slots: mx.array,
-    weights: mx.array,
-    num_slots: int,
-    initial: mx.array | None,
+    out: mx.array, slots: mx.array, weights: mx.array, num_slots: int, initial: mx.array | None
 ) -> mx.array:
     """out ``[N * K, C]`` -> ``[N, C]`` float32, the weighted sum over present pairs."""
     (N, K), C = slots.shape, out.shape[1]
     threads = min(256, -(-C // 128) * 32)
-    return _COMBINE(
-        out,
-        slots,
-        weights,
-        weights if initial is None else initial,
-        _sizes(N * K, num_slots, 0),
-        template={"K": K, "C": C, "CONTINUES": initial is not None, "THREADS": threads},
-        grid=(threads * N, -(-C // (4 * threads)), 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(N, C)],
-        output_dtypes=[mx.float32],
-    )[0]
+    template = {"K": K, "C": C, "CONTINUES": initial is not None, "THREADS": threads}
+    launch = launch_of(template, (N, -(-C // (4 * threads))), threads, [(N, C)], mx.float32)
+    start = weights if initial is None else initial
+    return _COMBINE(out, slots, weights, start, _sizes(N * K, num_slots, 0), **launch)[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
 MOST_THREADS = 512
@@ -46,7 +47,7 @@ def moe_combine(
 
 
 @launches(_KERNEL)
-def moe_combine_fused(residual, experts, *, shared=None, score=None):
+def moe_combine_fused(residual, experts, *, shared=None, score=None) -> mx.array:
     """:func:`moe_combine` in one launch, a threadgroup a row.
 
     Raises:
@@ -62,24 +63,13 @@ def moe_combine_fused(residual, experts, *, shared=None, score=None):
     if C % 4 or C < 8:
         raise ShapeError(f"moe_combine: rows of {C} values; the kernel takes multiples of 4.")
     threads = min(MOST_THREADS, most_threads(), -(-C // 128) * 32)
-    template = {
-        "T": dtype,
-        "C": C,
-        "SHARED": 0 if shared is None else 1 if score is None else 2,
-        "THREADS": threads,
-    }
+    terms = 0 if shared is None else 1 if score is None else 2
+    template = {"T": dtype, "C": C, "SHARED": terms, "THREADS": threads}
+    launch = launch_of(template, (N, 1), threads, [(N, C)], dtype)
     # Arrays that are not there are not read: any of the right dtype will do.
-    return _KERNEL(
-        residual,
-        experts,
-        residual if shared is None else shared,
-        residual if score is None or shared is None else score,
-        template=template,
-        grid=(N * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(N, C)],
-        output_dtypes=[dtype],
-    )[0]
+    second = residual if shared is None else shared
+    factor = residual if shared is None or score is None else score
+    return _KERNEL(residual, experts, second, factor, **launch)[0]
 
 
 def _check(name: str, array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> None:

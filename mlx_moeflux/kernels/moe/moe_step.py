@@ -26,14 +26,8 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import project
-from mlx_moeflux.kernels.linear.project import (
-    ENTRIES,
-    Weight,
-    joined_places,
-    joined_stride,
-    project_joined,
-    shares_columns,
-)
+from mlx_moeflux.kernels.linear.launch import launch_of
+from mlx_moeflux.kernels.linear.project import ENTRIES, Weight, joined_places, joined_stride
 from mlx_moeflux.kernels.linear.quantised import (
     ExpertLayout,
     Matrix,
@@ -42,7 +36,7 @@ from mlx_moeflux.kernels.linear.quantised import (
     staged_floats,
 )
 from mlx_moeflux.kernels.moe import add_shared, expert_mix, moe_combine, router
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
 from mlx_moeflux.kernels.moe.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
@@ -84,10 +78,7 @@ def moe_step(
 _INNER = MetalKernel(
     "moe_step_inner",
     file="moe_step.metal",
-    inputs=(
-        *("row", "table", "gate", "gate_scales", "gate_biases"),
-        *("up", "up_scales", "up_biases"),
-    ),
+    inputs=("row", "table", *INNER_INPUTS),
     # Behind the inner values of all pairs their slots, and then their weights: MLX takes several
     # microseconds for every output.
     outputs=("h",),
@@ -115,8 +106,8 @@ _FINISH = MetalKernel(
     "moe_step_finish",
     file="moe_step.metal",
     inputs=(
-        *("h", "down", "scales", "biases"),
-        *("residual", "row", "w", "shared_scales", "shared_biases"),
+        *("h", "down", "scales", "biases", "residual", "row"),
+        *("w", "shared_scales", "shared_biases"),
     ),
     outputs=("y",),
     body="""
@@ -141,55 +132,48 @@ _FINISH = MetalKernel(
 @launches(*project.joining(), _INNER, _FINISH)
 def moe_step_fused(
     x, weights, bank, *, norm, eps, k, normalise=True, table=None, down=None, steps=None
-):
+) -> mx.array:
     """The module's formula in three launches for a few rows. `steps` plays no part.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels cannot read the matrices or the bank, or there is no GPU.
     """
-    C = x.shape[-1]
-    parts = tuple((matrix_of(w, C), w.results) for w in weights)
-    launch = _launch(
-        *(x.shape, x.dtype, parts, bank.layout, bank.slots),
-        None if down is None else (matrix_of(down, _inner_width(parts)), down.weight.shape[0]),
-        *(_described(table), k, normalise, most_threads()),
-    )
-    row = project_joined(x, weights, norm=norm, eps=eps)
+    inner, finish = _launches(x, weights, bank, k, normalise, table, down)
+    row = project.project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
-    h = _INNER(row, slots, *gate, *up, **launch[0])[0]
+    h = _INNER(row, slots, *gate, *up, **inner)[0]
     shared = own if down is None else arrays_of(down)
-    return _FINISH(h, *own, x, row, *shared, **launch[1])[0]
+    return _FINISH(h, *own, x, row, *shared, **finish)[0]
 
 
-def _takes(x: mx.array, weights: Sequence[Any], bank: ExpertBank, **options: Any) -> bool:
+def _takes(
+    x, weights, bank, *, k, normalise=True, table=None, down=None, **options: object
+) -> bool:
     """Return True if the kernels can read all matrices."""
     try:
-        down, C = options.get("down"), x.shape[-1]
-        parts = tuple((matrix_of(w, C), w.results) for w in weights)
-        shared = None if down is None else (matrix_of(down, _inner_width(parts)), C)
-        _launch(
-            *(x.shape, x.dtype, parts, bank.layout, bank.slots, shared),
-            *(_described(options.get("table")), options["k"], options.get("normalise", True)),
-            most_threads(),
-        )
+        _launches(x, weights, bank, k, normalise, table, down)
     except (ShapeError, UnsupportedError):
         return False
     alike = not any(weight.precise for weight in weights)
-    return alike and tuple(len(outs) for _, outs in parts) in ENTRIES
+    return alike and tuple(len(weight.results) for weight in weights) in ENTRIES
 
 
 moe_step_fused.takes = _takes
 
 
-def _described(table: mx.array | None) -> tuple[tuple[int, ...], mx.Dtype] | None:
-    return None if table is None else (table.shape, table.dtype)
-
-
-def _inner_width(parts: Sequence[tuple[Matrix, tuple[int, ...]]]) -> int:
-    """F of the shared expert."""
-    return parts[-1][1][-1]
+def _launches(x, weights, bank, k, normalise, table, down) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The launches behind the projections, for arguments of :func:`moe_step_fused`."""
+    parts = tuple((matrix_of(w, x.shape[-1]), w.results) for w in weights)
+    shared = described = None
+    if down is not None:
+        F = parts[-1][1][-1]
+        shared = matrix_of(down, F), down.weight.shape[0]
+    if table is not None:
+        described = table.shape, table.dtype
+    known = x.shape, x.dtype, parts, bank.layout, bank.slots, shared, described
+    return _launch(*known, k, normalise, most_threads())
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,47 +201,28 @@ def _launch(
     used = 32 * (k + (shared is not None))
     if used > threads:
         raise UnsupportedError(f"a threadgroup of {threads} threads has no room for {k} experts.")
-    inner = {
-        "template": {
-            **{"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C},
-            **{"OUT": layout.F, "BITS": matrix.bits, "GROUP": matrix.group},
-            **{"V": matrix.access(C, 16), "EXACT": dtype == mx.float32, "NORMALISE": normalise},
-            **{
-                "TABLED": table is not None,
-                "STRIDE": stride,
-                "NORMED": places[-1],
-                "LOGITS": places[0],
-            },
-        },
-        "grid": (32 * (layout.F // INNER_ROWS), N * k, 1),
-        "threadgroup": (32 * INNER_SIMDGROUPS, 1, 1),
-        "output_shapes": [(N * k, layout.F + 2)],
-        "output_dtypes": [mx.float32],
-    }
-    options = {"SHARED": shared is not None, "SCORED": len(widths) == 4}
-    options |= {"STRIDE": stride, "STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0}
-    options |= {"SCORE": 0, "SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
+    F, exact = layout.F, dtype == mx.float32
+    template = {"ROWS": INNER_ROWS, "SIMDGROUPS": INNER_SIMDGROUPS, "E": E, "K": k, "IN": C}
+    template |= {"OUT": F, "BITS": matrix.bits, "GROUP": matrix.group, "V": matrix.access(C, 16)}
+    template |= {"EXACT": exact, "NORMALISE": normalise, "TABLED": table is not None}
+    template |= {"STRIDE": stride, "NORMED": places[-1], "LOGITS": places[0]}
+    groups, threads_each = (F // (INNER_ROWS * INNER_SIMDGROUPS), N * k), 32 * INNER_SIMDGROUPS
+    inner = launch_of(template, groups, threads_each, [(N * k, F + 2)], mx.float32)
+    template = {"ROWS": OUTER_ROWS, "K": k, "IN": F, "OUT": C, "BITS": outer.bits}
+    template |= {"GROUP": outer.group, "V": outer.access(F, 16), "EXACT": exact}
+    template |= {"SHARED": shared is not None, "SCORED": len(widths) == 4, "STRIDE": stride}
+    template |= {"STAGED": 4, "SUMS": 1, "INNER": 32, "GATE": 0, "UP": 0, "SCORE": 0}
+    template |= {"SHARED_BITS": 0, "SHARED_GROUP": 32, "SHARED_V": 4}
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        if shares_columns(width):
+        if project.shares_columns(width):
             raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
         staged, sums = staged_floats(stored, words, width)
-        options |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
-        options |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
-        options |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
-    finish = {
-        "template": {
-            **{"ROWS": OUTER_ROWS, "K": k, "IN": layout.F, "OUT": C, "BITS": outer.bits},
-            **{"GROUP": outer.group, "V": outer.access(layout.F, 16)},
-            **{"EXACT": dtype == mx.float32, **options},
-        },
-        "grid": (used * (C // OUTER_ROWS), N, 1),
-        "threadgroup": (used, 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
-    }
-    return inner, finish
+        template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}
+        template |= {"GATE": places[-3], "UP": places[-2], "SCORE": places[1]}
+        template |= {"SHARED_BITS": stored.bits, "SHARED_GROUP": stored.group}
+    return inner, launch_of(template, (C // OUTER_ROWS, N), used, [shape], dtype)
 
 
 def _check(C, E, widths, layout, num_slots, shared, table, k) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, launches
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
@@ -100,7 +101,7 @@ def top_k_ids(scores: mx.array, k: int) -> mx.array:
 
 
 @launches(_SOFTMAX)
-def softmax_top_k_fused(logits, *, k, normalise=True):
+def softmax_top_k_fused(logits, *, k, normalise=True) -> tuple[mx.array, mx.array]:
     """:func:`softmax_top_k` in one launch, a simdgroup a token.
 
     Raises:
@@ -112,7 +113,9 @@ def softmax_top_k_fused(logits, *, k, normalise=True):
 
 
 @launches(_SIGMOID)
-def sigmoid_top_k_fused(logits, bias, *, k, groups=1, kept_groups=1, normalise=True, scale=1.0):
+def sigmoid_top_k_fused(
+    logits, bias, *, k, groups=1, kept_groups=1, normalise=True, scale=1.0
+) -> tuple[mx.array, mx.array]:
     """:func:`sigmoid_top_k` in one launch, a simdgroup a token.
 
     Raises:
@@ -129,15 +132,8 @@ def sigmoid_top_k_fused(logits, bias, *, k, groups=1, kept_groups=1, normalise=T
             f"router: {k} of {E} experts in {kept_groups} of {groups} groups; the kernel takes up "
             f"to {MOST_GROUPS} equal groups of 2 or more experts, with {k} in the kept ones."
         )
-    template = {
-        "T": logits.dtype,
-        "E": E,
-        "K": k,
-        "GROUPS": groups,
-        "KEPT": min(kept_groups, groups),
-        "NORMALISE": normalise,
-        "SCALE": float_bits(scale),
-    }
+    template = {"T": logits.dtype, "E": E, "K": k, "NORMALISE": normalise, "GROUPS": groups}
+    template |= {"KEPT": min(kept_groups, groups), "SCALE": float_bits(scale)}
     return _launch(_SIGMOID, logits, bias, k=k, template=template)
 
 
@@ -158,12 +154,6 @@ def _launch(
 ) -> tuple[mx.array, mx.array]:
     N = inputs[0].shape[0]
     simdgroups = min(SIMDGROUPS, N)
-    ids, weights = kernel(
-        *inputs,
-        template=template,
-        grid=(32 * simdgroups * (-(-N // simdgroups)), 1, 1),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[(N, k), (N, k)],
-        output_dtypes=[mx.uint32, mx.float32],
-    )
+    groups, shapes, dtypes = (-(-N // simdgroups), 1), [(N, k), (N, k)], (mx.uint32, mx.float32)
+    ids, weights = kernel(*inputs, **launch_of(template, groups, 32 * simdgroups, shapes, *dtypes))
     return ids, weights

@@ -1,0 +1,27 @@
+"""How a kernel is launched, as the keywords of its call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+
+def launch_of(
+    template: dict[str, Any],
+    groups: tuple[int, int],
+    threads: int,
+    shapes: Sequence[tuple[int, ...]],
+    *dtypes: mx.Dtype,
+) -> dict[str, Any]:
+    """Keywords for a :class:`~mlx_moeflux.kernels.runtime.metal.MetalKernel`: so many threadgroups
+    along two axes, each a row of `threads`; shapes, dtypes: Of its outputs."""
+    along, across = groups
+    return {
+        "template": template,
+        "grid": (along * threads, across, 1),
+        "threadgroup": (threads, 1, 1),
+        "output_shapes": shapes,
+        "output_dtypes": dtypes,
+    }
