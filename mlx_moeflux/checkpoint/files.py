@@ -112,11 +112,7 @@ def inside_path(
 
 
 def hash_file(
-    file: Path,
-    *,
-    size: int,
-    error: type[MoefluxError],
-    report: Callable[[int], None] | None = None,
+    file: Path, *, size: int, error: type[MoefluxError], report: Callable[[int], None] | None = None
 ) -> str:
     """BLAKE2b (hex, 32 bytes) of the first ``size`` bytes; ``report`` gets each chunk's size."""
     try:
