@@ -16,7 +16,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.formats.decoded import encoded
+from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.models import model_class
@@ -27,29 +30,6 @@ CHUNK_BYTES = 16 << 20
 ROUTER_BITS = 8
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Skew:
-    """The skew of routing, measured on random tokens.
-
-    distinct: Mean number of distinct experts of a layer that 32 tokens need. hit_rate: Of an LRU
-    cache of half the experts. shuffled: The same with the tokens in random order. uniform: The
-    same on choices without any preference.
-    """
-
-    tokens: int
-    distinct: float
-    hit_rate: float
-    shuffled: float
-    uniform: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens} tokens: {self.distinct:.1f} distinct experts in 32 tokens, hit rate at "
-            f"half budget {100 * self.hit_rate:.1f} % (shuffled {100 * self.shuffled:.1f} %, "
-            f"uniform {100 * self.uniform:.1f} %)"
-        )
 
 
 def synthesize(
@@ -131,13 +111,13 @@ class RandomWeight:
 
     def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
         """Random bytes that mean weights of standard deviation width^-1/2."""
-        if self.part == "weight" and self.bits is not None:
-            for size in _sizes(self.tensor.nbytes):
+        total = self.tensor.nbytes
+        for start in range(0, total, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, total - start)
+            if self.part == "weight" and self.bits is not None:
                 yield random.bytes(size)
-            return
-        for size in _sizes(self.tensor.nbytes):
-            count = size // (4 if self.tensor.dtype == "F32" else 2)
-            yield self._floats(random, count, skew)
+            else:
+                yield self._floats(random, size // ITEMSIZE[self.tensor.dtype], skew)
 
     def _floats(self, random: np.random.Generator, count: int, skew: float) -> bytes:
         if self.bits is not None:
@@ -161,26 +141,13 @@ class RandomWeight:
             values = self.width**-0.5 * random.standard_normal(count)
         else:
             values = 0.3 * random.standard_normal(count)
-        return _encoded(values.astype(np.float32), self.tensor.dtype)
-
-
-def _sizes(total: int) -> Iterator[int]:
-    for start in range(0, total, CHUNK_BYTES):
-        yield min(CHUNK_BYTES, total - start)
-
-
-def _encoded(values: np.ndarray, dtype: str) -> bytes:
-    if dtype == "F32":
-        return values.tobytes()
-    bits = values.view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (rounded >> 16).astype(np.uint16).tobytes()
+        return encoded(values.astype(np.float32), self.tensor.dtype).tobytes()
 
 
 def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeight]:
     """Every tensor of the checkpoint, in the model's order."""
     config, modules = model.config, dict(model.named_modules())
-    for name, array in tree_flatten(model.parameters()):
+    for name, array in dict(tree_flatten(model.parameters())).items():
         shape, base = tuple(array.shape), name.removesuffix(".weight")
         quantised = base != name and hasattr(modules[base], "to_quantized")
         if not quantised or shape[-1] % spec.group_size:
@@ -192,11 +159,8 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         yield from _quantised(base, one, (), *shape)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
     for layer in model.moe_blocks():
-        for projection, rows, width in (
-            ("gate_proj", F, C),
-            ("up_proj", F, C),
-            ("down_proj", C, F),
-        ):
+        for projection in PROJECTIONS:
+            rows, width = (C, F) if projection == "down_proj" else (F, C)
             base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
             yield from _quantised(base, spec, (E,), rows, width)
 
@@ -213,62 +177,9 @@ def _quantised(
 def _write_tokenizer(out: Path, vocabulary: int) -> None:
     """A word-level tokenizer of the words t0, t1, ...: the ids mean nothing."""
     words = {f"t{i}": i for i in range(min(vocabulary, 4096))}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
-    }
+    unused = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(unused)}
+    tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    tokenizer["model"] = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     write_atomically(out / "tokenizer.json", json.dumps(tokenizer).encode())
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> Skew:
-    """Run random tokens through a checkpoint, streamed at the smallest budget that works, and
-    see what its router chose."""
-    import mlx.core as mx
-
-    from mlx_moeflux.experts.telemetry.events import Chosen
-    from mlx_moeflux.loading import load_model
-
-    chosen: dict[int, list[np.ndarray]] = {}
-
-    def listen(event: object) -> None:
-        if isinstance(event, Chosen):
-            chosen.setdefault(event.layer, []).append(event.ids)
-
-    with load_model(directory, expert_memory="auto", events=listen) as model:
-        random = np.random.default_rng(seed)
-        ids = random.integers(0, model.config.vocab_size, (1, tokens))
-        mx.eval(model(mx.array(ids), last_only=True))
-        slots = max(model.config.num_experts // 2, model.config.num_experts_per_tok)
-    traces = [np.concatenate(parts) for parts in chosen.values()]
-    shuffled = [random.permutation(trace) for trace in traces]
-    experts, k = model.config.num_experts, traces[0].shape[1]
-    even = np.stack([random.permutation(experts)[:k] for _ in range(tokens)])
-    return Skew(
-        tokens=tokens,
-        distinct=float(np.mean([len(np.unique(trace[:32])) for trace in traces])),
-        uniform=lru_hit_rate(even, slots),
-        hit_rate=float(np.mean([lru_hit_rate(trace, slots) for trace in traces])),
-        shuffled=float(np.mean([lru_hit_rate(trace, slots) for trace in shuffled])),
-    )
-
-
-def lru_hit_rate(trace: np.ndarray, slots: int) -> float:
-    """Hits of an LRU cache of `slots` experts over ``trace [tokens, K]``, by look-ups."""
-    order: dict[int, None] = {}
-    hits = 0
-    for expert in trace.reshape(-1).tolist():
-        if expert in order:
-            hits += 1
-            del order[expert]
-        elif len(order) >= slots:
-            del order[next(iter(order))]
-        order[expert] = None
-    return hits / max(1, trace.size)
