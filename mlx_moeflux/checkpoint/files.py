@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeGuard
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 
@@ -115,11 +117,7 @@ def hash_file(
     file: Path, *, size: int, error: type[MoefluxError], report: Callable[[int], None] | None = None
 ) -> str:
     """BLAKE2b (hex, 32 bytes) of the first ``size`` bytes; ``report`` gets each chunk's size."""
-    try:
-        fd = os.open(file, os.O_RDONLY)
-    except OSError as cause:
-        raise unreadable(file, cause, error=error) from cause
-    try:
+    with opened(file, error=error) as fd:
         hasher, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(min(size, _HASH_CHUNK))
         for offset in range(0, size, _HASH_CHUNK):
             chunk = memoryview(buffer)[: size - offset]
@@ -127,8 +125,6 @@ def hash_file(
             hasher.update(chunk)
             if report is not None:
                 report(len(chunk))
-    finally:
-        os.close(fd)
     return hasher.hexdigest()
 
 
@@ -164,6 +160,37 @@ def unreadable(
 ) -> MoefluxError:
     """The one-sentence error for a file that could not be opened or read."""
     return error(f"{file} cannot be read: {cause.strerror or cause}.")
+
+
+@contextmanager
+def opened(file: Path, *, error: type[MoefluxError] = CheckpointError) -> Iterator[int]:
+    """A file's descriptor, for reading; ``error`` if it cannot be opened."""
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except OSError as cause:
+        raise unreadable(file, cause, error=error) from cause
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a file; CheckpointError if the system does not say."""
+    try:
+        return file.stat().st_size
+    except OSError as cause:
+        raise unreadable(file, cause) from cause
+
+
+def is_natural(value: object) -> TypeGuard[int]:
+    """Return True for integers from 0 on; JSON's true is none."""
+    return type(value) is int and value >= 0
+
+
+def is_positive(value: object) -> TypeGuard[int]:
+    """Return True for integers from 1 on; JSON's true is none."""
+    return is_natural(value) and value > 0
 
 
 def _is_unicode(text: str) -> bool:
