@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TypeGuard
+from typing import Protocol, TypeGuard, TypeVar
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 
@@ -18,6 +18,16 @@ _MAX_PIECE = 1 << 30
 TEMPORARY_SUFFIX = ".tmp"
 HASH_BYTES = 32
 _HASH_CHUNK = 1 << 22
+
+
+class HasBytes(Protocol):
+    """What knows its size."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=HasBytes)
 
 
 def read_exact(
@@ -32,7 +42,7 @@ def read_exact(
 
     Raises ``error``, naming file and offset, at the end of the file and on an OSError.
     """
-    views = [into] if isinstance(into, memoryview) else list(into)
+    views: list[memoryview] = [into] if isinstance(into, memoryview) else list(into)
     done, wanted = 0, sum(view.nbytes for view in views)
     while done < wanted:
         whole = not done and wanted <= _MAX_PIECE
@@ -181,6 +191,21 @@ def size_of(file: Path) -> int:
         return file.stat().st_size
     except OSError as cause:
         raise unreadable(file, cause) from cause
+
+
+def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
+    """Cut items with ``nbytes``, in their order, into groups of at most so many bytes; a larger
+    item is a group of its own."""
+    group: list[Sized] = []
+    size = 0
+    for item in items:
+        if group and size + item.nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += item.nbytes
+    if group:
+        yield group
 
 
 def is_natural(value: object) -> TypeGuard[int]:

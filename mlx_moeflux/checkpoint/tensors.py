@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -227,6 +227,34 @@ class StackedRefs(StridedRefs):
 
 ExpertRefs = Sequence[TensorRef]
 """Entry ``e`` is expert e's bytes of one component; all have the same dtype and shape."""
+
+
+def block_refs(
+    file: Path,
+    layer: int,
+    components: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    stride: int,
+    num_experts: int,
+) -> dict[str, ExpertRefs]:
+    """Component name -> the experts' byte ranges, of a file with a block each ``stride`` bytes.
+
+    ``components``, name -> (dtype, shape), follow each other in a block without padding.
+    """
+    refs: dict[str, ExpertRefs] = {}
+    offset = 0
+    for name, (dtype, shape) in components.items():
+        refs[name] = entry = StridedRefs(
+            name=f"layer {layer} {name}",
+            file=file,
+            offset=offset,
+            stride=stride,
+            num_experts=num_experts,
+            dtype=dtype,
+            shape=shape,
+        )
+        offset += entry.nbytes
+    return refs
 
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -10,7 +10,9 @@ Nothing is read; both forms are decoded where they are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, DecodedRef, ScaledRef
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
@@ -19,6 +21,7 @@ DEFAULT_BLOCK = (128, 128)
 SCALE_DTYPES = ("F32", "BF16")
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 
 def in_our_form(
@@ -105,7 +108,7 @@ def _int4(
     }
 
 
-def check_fp8(block: Mapping[str, object]) -> tuple[int, int]:
+def check_fp8(block: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of a block, from the ``quantization_config`` of an FP8 checkpoint.
 
     Raises:
@@ -123,11 +126,12 @@ def check_fp8(block: Mapping[str, object]) -> tuple[int, int]:
             "a whole tensor is not decoded."
         )
     pair = isinstance(size, (list, tuple)) and len(size) == 2
-    if not pair or any(type(n) is not int or n < 1 for n in size):
+    if not pair or not all(map(is_positive, size)):
         raise ConfigError(
             f"weight_block_size of config.json is {size!r}, but must be two positive integers."
         )
-    return tuple(size)
+    rows, columns = size
+    return rows, columns
 
 
 def check_compressed_tensors(block: Mapping[str, object]) -> None:
@@ -145,12 +149,7 @@ def check_compressed_tensors(block: Mapping[str, object]) -> None:
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
-        for key, wanted in (
-            ("num_bits", 4),
-            ("type", "int"),
-            ("symmetric", True),
-            ("strategy", "group"),
-        ):
+        for key, wanted in _INT4.items():
             if weights.get(key, wanted) != wanted:
                 raise UnsupportedError(
                     f"quantization_config of config.json: {name} has {key} {weights[key]!r}; only "
