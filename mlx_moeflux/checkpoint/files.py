@@ -32,17 +32,16 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 def read_exact(
     fd: int,
-    into: memoryview | Sequence[memoryview],
+    views: Sequence[memoryview],
     *,
     offset: int,
     file: Path,
     error: type[MoefluxError],
 ) -> None:
-    """Fill ``into``, byte views in order, from ``offset`` of an open file; continue short reads.
+    """Fill byte views in order from ``offset`` of an open file; continue short reads.
 
     Raises ``error``, naming file and offset, at the end of the file and on an OSError.
     """
-    views: list[memoryview] = [into] if isinstance(into, memoryview) else list(into)
     done, wanted = 0, sum(view.nbytes for view in views)
     while done < wanted:
         whole = not done and wanted <= _MAX_PIECE
@@ -131,7 +130,7 @@ def hash_file(
         hasher, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(min(size, _HASH_CHUNK))
         for offset in range(0, size, _HASH_CHUNK):
             chunk = memoryview(buffer)[: size - offset]
-            read_exact(fd, chunk, offset=offset, file=file, error=error)
+            read_exact(fd, [chunk], offset=offset, file=file, error=error)
             hasher.update(chunk)
             if report is not None:
                 report(len(chunk))

@@ -7,7 +7,6 @@ checkpoint must be taken by a rule and every parameter of the model must be fill
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,10 +80,8 @@ class NameRules:
         return name
 
     def reason_to_drop(self, name: str) -> str | None:
-        for drop in self.drops:
-            if re.fullmatch(drop.pattern, name):
-                return drop.because
-        return None
+        """Why a tensor is dropped; None if it is not."""
+        return next((d.because for d in self.drops if re.fullmatch(d.pattern, name)), None)
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,6 @@ class MappedTensors:
     trunk: dict[str, TrunkTensor] = field(default_factory=dict)
     experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
 
 
 def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTensors:
@@ -136,11 +128,16 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
             mapped.trunk[canonical] = TrunkTensor(ref)
     for (layer, component), by_expert in single.items():
         _put(mapped, layer, component, _as_sequence(layer, component, by_expert))
-    mapped.experts = {
-        layer: {c: mapped.experts[layer][c] for c in COMPONENT_ORDER if c in mapped.experts[layer]}
-        for layer in sorted(mapped.experts)
-    }
+    mapped.experts = in_block_order(mapped.experts)
     return mapped
+
+
+def in_block_order(experts: dict[int, dict[str, ExpertRefs]]) -> dict[int, dict[str, ExpertRefs]]:
+    """The same with ascending layers, the components of each in :data:`COMPONENT_ORDER`."""
+    return {
+        layer: {name: refs[name] for name in COMPONENT_ORDER if name in refs}
+        for layer, refs in sorted(experts.items())
+    }
 
 
 def _take_expert(
@@ -151,7 +148,7 @@ def _take_expert(
     single: dict[tuple[int, str], dict[int, TensorRef]],
 ) -> bool:
     for rule in rules.experts:
-        match = _compiled(rule.pattern).fullmatch(canonical)
+        match = re.fullmatch(rule.pattern, canonical)
         if match is None:
             continue
         groups = match.groupdict()

@@ -154,7 +154,7 @@ class TensorRef(Ref):
 
     def _fill(self, view: memoryview) -> None:
         with opened(self.file) as fd:
-            read_exact(fd, view, offset=self.offset, file=self.file, error=CheckpointError)
+            read_exact(fd, [view], offset=self.offset, file=self.file, error=CheckpointError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +359,7 @@ def _find_shards(directory: Path) -> set[str]:
 
 def _read(fd: int, file: Path, *, count: int, offset: int) -> bytes:
     buffer = bytearray(count)
-    read_exact(fd, memoryview(buffer), offset=offset, file=file, error=CheckpointError)
+    read_exact(fd, [memoryview(buffer)], offset=offset, file=file, error=CheckpointError)
     return bytes(buffer)
 
 

@@ -55,12 +55,6 @@ class DecodedRef(Ref):
         values."""
         return SCRATCH_PER_ELEMENT * min(prod(self.shape), ELEMENTS_AT_ONCE + self.shape[-1])
 
-    def _row_chunks(self) -> Iterator[tuple[int, int]]:
-        rows, width = self.shape
-        step = max(1, ELEMENTS_AT_ONCE // width)
-        for start in range(0, rows, step):
-            yield start, min(start + step, rows)
-
     def _fill(self, view: memoryview) -> None:
         raw = [np.empty(ref.nbytes, np.uint8) for ref in self.sources]
         for ref, array in zip(self.sources, raw, strict=True):
@@ -146,10 +140,16 @@ class ScaledRef(DecodedRef):
         """See :meth:`DecodedRef.decode`."""
         width = self.shape[1]
         size = ITEMSIZE[self.dtype] * width
-        for start, stop in self._row_chunks():
+        for start, stop in row_chunks(self.shape[0], ELEMENTS_AT_ONCE // width):
             part = slice(start * size, stop * size)
             values = floats(raw[0][part], self.dtype) * np.float32(self.factor)
             out[part] = encoded(values, self.dtype)
+
+
+def row_chunks(rows: int, step: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of chunks of `step` rows, at least one."""
+    for start in range(0, rows, max(1, step)):
+        yield start, min(start + max(1, step), rows)
 
 
 def _e4m3() -> np.ndarray:

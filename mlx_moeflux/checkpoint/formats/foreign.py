@@ -10,11 +10,11 @@ Nothing is read; both forms are decoded where they are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from mlx_moeflux.checkpoint.files import is_positive
-from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, DecodedRef, ScaledRef
-from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, ScaledRef
+from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 DEFAULT_BLOCK = (128, 128)
@@ -26,7 +26,7 @@ _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 def in_our_form(
     tensors: Mapping[str, TensorRef], block: tuple[int, int] = DEFAULT_BLOCK
-) -> Mapping[str, TensorRef | DecodedRef]:
+) -> Mapping[str, TensorRef]:
     """The tensors of a checkpoint with foreign ones translated; the same mapping if there are none.
 
     block: Rows and columns that share a scale in FP8.
@@ -37,7 +37,7 @@ def in_our_form(
     """
     if not any(_is_foreign(name, ref) for name, ref in tensors.items()):
         return tensors
-    ours: dict[str, TensorRef | DecodedRef] = {}
+    ours: dict[str, Ref] = {}
     for name, ref in tensors.items():
         base, _, leaf = name.rpartition(".")
         if name.endswith("_scale_inv"):
@@ -55,7 +55,8 @@ def in_our_form(
             )
         else:
             ours[name] = ref
-    return ours
+    # Readers ask for what both kinds of reference have.
+    return cast("dict[str, TensorRef]", ours)
 
 
 def _is_foreign(name: str, ref: TensorRef) -> bool:
@@ -90,9 +91,7 @@ def _fp8(
     return BlockScaledRef(name, weight, scales, block=block)
 
 
-def _int4(
-    base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]
-) -> dict[str, TensorRef | DecodedRef]:
+def _int4(base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> dict[str, Ref]:
     scales = _partner(tensors, f"{base}.weight_packed", f"{base}.weight_scale")
     fits = packed.dtype in ("I32", "U32") and len(packed.shape) == len(scales.shape) == 2
     if not fits or packed.shape[0] != scales.shape[0] or not scales.shape[1]:
