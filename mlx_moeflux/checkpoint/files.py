@@ -20,6 +20,26 @@ HASH_BYTES = 32
 _HASH_CHUNK = 1 << 22
 
 
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+Report = Callable[[int], None]
+"""Called with the bytes that were done since the last call."""
+
+
+def counted(progress: Progress | None, total: int) -> Report:
+    """What adds up its calls and tells `progress` each sum, of `total` bytes."""
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return report
+
+
 class HasBytes(Protocol):
     """What knows its size."""
 
@@ -123,7 +143,7 @@ def inside_path(
 
 
 def hash_file(
-    file: Path, *, size: int, error: type[MoefluxError], report: Callable[[int], None] | None = None
+    file: Path, *, size: int, error: type[MoefluxError], report: Report | None = None
 ) -> str:
     """BLAKE2b (hex, 32 bytes) of the first ``size`` bytes; ``report`` gets each chunk's size."""
     with opened(file, error=error) as fd:

@@ -105,6 +105,10 @@ class MappedTensors:
     dropped: dict[str, str] = field(default_factory=dict)
 
 
+_Single = dict[tuple[int, str], dict[int, TensorRef]]
+"""(Layer, component) -> expert -> its own tensor."""
+
+
 def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTensors:
     """Apply `rules` to every tensor; nothing is read.
 
@@ -112,7 +116,7 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
         CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
     """
     mapped = MappedTensors()
-    single: dict[tuple[int, str], dict[int, TensorRef]] = {}
+    single: _Single = {}
     for name, ref in tensors.items():
         reason = rules.reason_to_drop(name)
         if reason is not None:
@@ -141,11 +145,7 @@ def in_block_order(experts: dict[int, dict[str, ExpertRefs]]) -> dict[int, dict[
 
 
 def _take_expert(
-    canonical: str,
-    ref: TensorRef,
-    rules: NameRules,
-    mapped: MappedTensors,
-    single: dict[tuple[int, str], dict[int, TensorRef]],
+    canonical: str, ref: TensorRef, rules: NameRules, mapped: MappedTensors, single: _Single
 ) -> bool:
     for rule in rules.experts:
         match = re.fullmatch(rule.pattern, canonical)
@@ -181,18 +181,18 @@ def _put(mapped: MappedTensors, layer: int, component: str, refs: ExpertRefs) ->
 
 
 def _as_sequence(layer: int, component: str, by_expert: dict[int, TensorRef]) -> ExpertRefs:
-    experts = range(len(by_expert))
-    missing = [e for e in experts if e not in by_expert]
+    missing = [e for e in range(len(by_expert)) if e not in by_expert]
     if missing:
         raise CheckpointError(
             f"layer {layer}: '{component}' of expert {missing[0]} is missing although "
             f"expert {max(by_expert)} is there; fetch the shard that holds it."
         )
     first = by_expert[0]
-    for e in experts:
-        if (by_expert[e].shape, by_expert[e].dtype) != (first.shape, first.dtype):
+    refs = tuple(by_expert[e] for e in range(len(by_expert)))
+    for ref in refs:
+        if (ref.shape, ref.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
-                f"{by_expert[e].file}: '{by_expert[e].name}' is {by_expert[e].dtype} "
-                f"{list(by_expert[e].shape)}, expert 0 is {first.dtype} {list(first.shape)}."
+                f"{ref.file}: '{ref.name}' is {ref.dtype} {list(ref.shape)}, expert 0 is "
+                f"{first.dtype} {list(first.shape)}."
             )
-    return tuple(by_expert[e] for e in experts)
+    return refs

@@ -8,14 +8,14 @@ so that some experts are chosen more often than others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.files import Progress, counted, write_atomically
 from mlx_moeflux.checkpoint.formats.decoded import encoded
 from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
@@ -28,8 +28,6 @@ from mlx_moeflux.models.shapes import SHAPES
 
 CHUNK_BYTES = 16 << 20
 ROUTER_BITS = 8
-
-Progress = Callable[[int, int], None]
 
 
 def synthesize(
@@ -78,15 +76,13 @@ def synthesize(
     tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
     random = np.random.default_rng(seed)
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
-        done = 0
+        report = counted(progress, writer.total_bytes)
         for weight in weights:
             position = 0
             for data in weight.chunks(random, skew):
                 writer.write(f"{prefix}{weight.name}", position, data)
                 position += len(data)
-                done += len(data)
-                if progress is not None:
-                    progress(done, writer.total_bytes)
+                report(len(data))
     overrides = {
         f"{prefix}{w.name.removesuffix('.weight')}": QuantSpec(ROUTER_BITS, group_size).to_config()
         for w in weights

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 from mlx_moeflux.checkpoint.files import (
     HASH_BYTES,
     TEMPORARY_SUFFIX,
+    Progress,
+    counted,
     hash_file,
     inside_path,
     is_positive,
@@ -242,10 +244,6 @@ def _damaged(file: Path, fault: str) -> ExpertFileError:
     return ExpertFileError(f"{file} is not usable: {fault}; convert the checkpoint again.")
 
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-
 def is_packed(directory: str | os.PathLike[str]) -> bool:
     """Return True if a directory holds packed experts, complete or of an interrupted conversion."""
     experts = Path(directory) / EXPERTS_DIRECTORY
@@ -323,14 +321,7 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
     trunk = [(packed.directory / t.file, t.nbytes, t.blake2b) for t in index.trunk]
     for file, size, _ in trunk:
         _check_size(file, "the trunk", size, error=CheckpointError)
-    total, done = sum(size for _, size, _ in layers + trunk), 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+    report = counted(progress, sum(size for _, size, _ in layers + trunk))
     for files, error in ((layers, ExpertFileError), (trunk, CheckpointError)):
         wrong = [
             str(file)
@@ -490,6 +481,7 @@ class LayerWriter:
 
     def __init__(self, writer: PackedWriter, layer: int, plan: LayerFile) -> None:
         self.layer, self.plan = layer, plan
+        self._nbytes = plan.stride * writer.num_experts
         self._writer = writer
         self._target = writer.experts / plan.file
         self._file = self._target.with_name(plan.file + TEMPORARY_SUFFIX)
@@ -497,14 +489,9 @@ class LayerWriter:
         self._fd = -1
         # One byte for every row of every expert: tells a hole from a finished file exactly.
         self._written = {
-            component.name: bytearray(writer.num_experts * component.shape[0])
-            for component in plan.components
+            name: bytearray(writer.num_experts * component.shape[0])
+            for name, component in self._components.items()
         }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.plan.stride * self._writer.num_experts
 
     def write(self, expert: int, component: str, row_start: int, data: Buffer) -> None:
         """Write rows of one component of one expert, from ``row_start`` on: whole rows only."""
@@ -533,18 +520,18 @@ class LayerWriter:
         try:
             write_exact(self._fd, view, offset=start)
         except OSError as cause:
-            _raise_write_error(self._file, cause, needed=self.nbytes, offset=start)
+            _raise_write_error(self._file, cause, needed=self._nbytes, offset=start)
         first = expert * part.shape[0] + row_start
         self._written[component][first : first + rows] = b"\1" * rows
 
     def __enter__(self) -> LayerWriter:
         try:
             self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            _reserve(self._fd, self.nbytes)
+            _reserve(self._fd, self._nbytes)
         except BaseException as cause:
             self._abandon()
             if isinstance(cause, OSError):
-                _raise_write_error(self._file, cause, needed=self.nbytes)
+                _raise_write_error(self._file, cause, needed=self._nbytes)
             raise
         return self
 
@@ -566,11 +553,11 @@ class LayerWriter:
                 )
         try:
             os.fsync(self._fd)
-            digest = hash_file(self._file, size=self.nbytes, error=ExpertFileError)
+            digest = hash_file(self._file, size=self._nbytes, error=ExpertFileError)
             os.replace(self._file, self._target)
             sync_directory(self._target.parent)
         except OSError as cause:
-            _raise_write_error(self._file, cause, needed=self.nbytes)
+            _raise_write_error(self._file, cause, needed=self._nbytes)
         self._writer._add(self.layer, replace(self.plan, blake2b=digest))
 
     def _abandon(self) -> None:
