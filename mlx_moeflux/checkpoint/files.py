@@ -204,12 +204,17 @@ def opened(file: Path, *, error: type[MoefluxError] = CheckpointError) -> Iterat
         os.close(fd)
 
 
-def size_of(file: Path) -> int:
-    """Bytes of a file; CheckpointError if the system does not say."""
+def size_of(
+    file: Path, *, error: type[MoefluxError] = CheckpointError, missing: str | None = None
+) -> int:
+    """Bytes of a file; ``error`` if the system does not say, in the words ``missing`` if there is
+    no such file."""
     try:
         return file.stat().st_size
     except OSError as cause:
-        raise unreadable(file, cause) from cause
+        if missing is not None and isinstance(cause, FileNotFoundError):
+            raise error(missing) from cause
+        raise unreadable(file, cause, error=error) from cause
 
 
 def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:

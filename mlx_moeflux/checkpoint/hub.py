@@ -55,9 +55,7 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
     """
     name = os.fspath(path_or_repo_id)
     path = os.path.expanduser(name)
-    if os.path.isdir(path):
-        return Path(path)
-    if os.path.isfile(path) and path.endswith(".gguf"):
+    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".gguf")):
         return Path(path)
     if os.path.exists(path):
         raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")

@@ -27,7 +27,7 @@ from mlx_moeflux.checkpoint.files import (
     read_json_object,
     unreadable,
 )
-from mlx_moeflux.errors import CheckpointError, ShapeError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -227,6 +227,15 @@ class StackedRefs(StridedRefs):
 
 ExpertRefs = Sequence[TensorRef]
 """Entry ``e`` is expert e's bytes of one component; all have the same dtype and shape."""
+
+
+def check_layer(layer: int, layers: Sequence[int], directory: Path) -> None:
+    """Raise ExpertFileError unless ``layer`` is one of those in a directory."""
+    if layer not in layers:
+        raise ExpertFileError(
+            f"{directory} has no experts of layer {layer}; it has those of layers"
+            f" {', '.join(map(str, layers))}."
+        )
 
 
 def block_refs(

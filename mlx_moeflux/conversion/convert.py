@@ -158,7 +158,9 @@ def _write_experts(
             for e in range(E):
                 for p in PROJECTIONS:
                     for part, position, data in conversion.expert_recipe(layer, p, e).chunks():
-                        blob.write(e, f"{p}.{part}", position // _row_bytes(outputs[p][part]), data)
+                        tensor = outputs[p][part]
+                        row = position * tensor.shape[0] // tensor.nbytes
+                        blob.write(e, f"{p}.{part}", row, data)
                         report(len(data))
     return writer
 
@@ -213,10 +215,6 @@ def _pieces(conversion: Conversion) -> Iterator[_Piece]:
                 recipe = conversion.expert_recipe(layer, projection, e)
                 offsets = {part: e * t.nbytes for part, t in outputs.items()}
                 yield _Piece(recipe, names, tensors, offsets)
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return Tensor(tensor.dtype, tensor.shape[1:]).nbytes
 
 
 MARKER_NAME = ".conversion.json"

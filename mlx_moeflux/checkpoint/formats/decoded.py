@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
@@ -27,22 +26,14 @@ class DecodedRef(Ref):
     `sources` are the byte ranges that it is made of, `dtype` and `shape` what comes out.
     """
 
-    __slots__ = ("dtype", "name", "shape", "sources")
+    __slots__ = ("dtype", "file", "name", "offset", "shape", "sources")
 
     def __init__(
         self, name: str, sources: tuple[TensorRef, ...], *, dtype: str, shape: tuple[int, ...]
     ) -> None:
         self.name, self.sources, self.dtype, self.shape = name, sources, dtype, shape
-
-    @property
-    def file(self) -> Path:
-        """The file of the first source, for messages."""
-        return self.sources[0].file
-
-    @property
-    def offset(self) -> int:
-        """Offset of the first source in its file."""
-        return self.sources[0].offset
+        # Messages name the first source.
+        self.file, self.offset = sources[0].file, sources[0].offset
 
     @abstractmethod
     def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:

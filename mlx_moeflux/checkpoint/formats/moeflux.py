@@ -23,7 +23,7 @@ from mlx_moeflux.checkpoint.files import (
 )
 from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import DEFAULT_GROUP_SIZE, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, TensorRef, block_refs
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, TensorRef, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError, UnsupportedError
 
 MANIFEST_NAME = "model_weights.json"
@@ -152,15 +152,11 @@ class MoefluxExperts:
         block = experts.block_bytes
         for layer in wanted:
             file = experts.file(layer)
-            try:
-                size = file.stat().st_size
-            except FileNotFoundError as cause:
-                raise ExpertFileError(
-                    f"{file} is missing: the layers {wanted[0]} to {wanted[-1]} need a file each;"
-                    " copy or pack it again."
-                ) from cause
-            except OSError as cause:
-                raise unreadable(file, cause, error=ExpertFileError) from cause
+            missing = (
+                f"{file} is missing: the layers {wanted[0]} to {wanted[-1]} need a file each;"
+                " copy or pack it again."
+            )
+            size = size_of(file, error=ExpertFileError, missing=missing)
             if size != num_experts * block:
                 raise ExpertFileError(
                     f"{file} has {size} bytes, but {num_experts} experts of {block} bytes"
@@ -180,11 +176,7 @@ class MoefluxExperts:
 
     def refs(self, layer: int) -> dict[str, ExpertRefs]:
         """Component name -> the experts' byte ranges, in the order of the block."""
-        if layer not in self.layers:
-            raise ExpertFileError(
-                f"{self.directory} has no experts of layer {layer}; it has those of layers"
-                f" {', '.join(map(str, self.layers))}."
-            )
+        check_layer(layer, self.layers, self.directory)
         return block_refs(
             self.file(layer),
             layer,

@@ -34,12 +34,11 @@ from mlx_moeflux.checkpoint.files import (
     read_json_object,
     size_of,
     sync_directory,
-    unreadable,
     write_atomically,
     write_exact,
 )
 from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, Shaped, block_refs
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, Shaped, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
 
 FORMAT = "mlx_moeflux.experts"
@@ -110,10 +109,6 @@ class TrunkFile:
     nbytes: int
     blake2b: str
 
-    def to_json(self) -> dict[str, object]:
-        """The file's entry of the index."""
-        return {"file": self.file, "bytes": self.nbytes, "blake2b": self.blake2b}
-
 
 @dataclass(frozen=True, slots=True)
 class PackedIndex:
@@ -138,7 +133,9 @@ class PackedIndex:
             "layers": layers,
         }
         if self.trunk:
-            result["trunk"] = [entry.to_json() for entry in self.trunk]
+            result["trunk"] = [
+                {"file": t.file, "bytes": t.nbytes, "blake2b": t.blake2b} for t in self.trunk
+            ]
         return result
 
     @classmethod
@@ -250,11 +247,12 @@ def is_packed(directory: str | os.PathLike[str]) -> bool:
     return (experts / INDEX_NAME).exists() or (experts / PROGRESS_NAME).exists()
 
 
+@dataclass(frozen=True, slots=True)
 class PackedExperts:
     """The layer files of a packed directory, checked by size; made by :meth:`open`."""
 
-    def __init__(self, directory: Path, index: PackedIndex) -> None:
-        self.directory, self.index = directory, index
+    directory: Path
+    index: PackedIndex
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> PackedExperts:
@@ -293,11 +291,7 @@ class PackedExperts:
 
     def refs(self, layer: int) -> dict[str, ExpertRefs]:
         """Component name -> the experts' byte ranges, in the order of the block."""
-        if layer not in self.index.layers:
-            raise ExpertFileError(
-                f"{self.directory} has no experts of layer {layer}; it has those of layers"
-                f" {', '.join(map(str, self.layers))}."
-            )
+        check_layer(layer, self.layers, self.directory)
         entry = self.index.layers[layer]
         components = {c.name: (c.dtype, c.shape) for c in entry.components}
         return block_refs(
@@ -338,12 +332,8 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
 def _check_size(
     file: Path, content: str, expected: int, *, error: type[MoefluxError] = ExpertFileError
 ) -> None:
-    try:
-        size = file.stat().st_size
-    except FileNotFoundError as cause:
-        raise error(f"{file} with {content} is missing; convert the checkpoint again.") from cause
-    except OSError as cause:
-        raise unreadable(file, cause, error=error) from cause
+    missing = f"{file} with {content} is missing; convert the checkpoint again."
+    size = size_of(file, error=error, missing=missing)
     if size != expected or not file.is_file():
         raise error(
             f"{file} with {content} has {size} bytes, but must have {expected};"
