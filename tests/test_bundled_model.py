@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_moeflux.conversion.synthesize import lru_hit_rate
 from mlx_moeflux.experts.telemetry.events import Chosen
 from mlx_moeflux.loading import BUNDLED_MODEL, load
-from tests.conversion.skew import lru_hit_rate
 
 WINDOW = 2048
 

@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.conversion.synthesize import lru_hit_rate, measure_skew, synthesize
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.shapes import SHAPES
-from tests.conversion.skew import lru_hit_rate, measure_skew
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
