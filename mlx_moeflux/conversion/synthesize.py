@@ -215,7 +215,7 @@ def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> 
     chosen: dict[int, list[np.ndarray]] = {}
 
     def listen(event: object) -> None:
-        if isinstance(event, Chosen):
+        if isinstance(event, Chosen) and event.ids is not None:
             chosen.setdefault(event.layer, []).append(event.ids)
 
     with load_model(directory, expert_memory="auto", events=listen) as model:
