@@ -11,41 +11,24 @@ import dataclasses
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 # Written by transformers' save_pretrained or by mlx-lm's convert, for bookkeeping or training.
 BOOKKEEPING = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "model_type",
-        "use_cache",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "is_encoder_decoder",
-        "chunk_size_feed_forward",
-        "initializer_range",
-        "attention_dropout",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "quantization",
-        "quantization_config",
-    ]
+    """
+    _name_or_path architectures transformers_version torch_dtype dtype model_type use_cache
+    id2label label2id problem_type output_attentions output_hidden_states return_dict
+    is_encoder_decoder chunk_size_feed_forward initializer_range attention_dropout bos_token_id
+    eos_token_id pad_token_id sep_token_id output_router_logits router_aux_loss_coef
+    quantization quantization_config
+    """.split()  # noqa: SIM905 (a list would take a line for each name)
 )
 
 
@@ -79,21 +62,18 @@ def parse_config(
     """
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in data or (
-            data[field.name] is None and not _matches(None, hints[field.name])
-        ):
-            if field.default is dataclasses.MISSING:
-                raise ConfigError(f"{file}: the key '{field.name}' is missing; add it.")
-            continue
-        value = data[field.name]
-        if not _matches(value, hints[field.name]):
-            raise ConfigError(
-                f"{file}: '{field.name}' is {value!r}, expected {_kind_name(hints[field.name])}."
-            )
-        values[field.name] = tuple(value) if isinstance(value, list) else value
+    fields = dataclasses.fields(cls)
+    for field in fields:
+        value, kind = data.get(field.name), hints[field.name]
+        if _matches(value, kind) and field.name in data:
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        elif value is not None:
+            name = kind.__name__ if isinstance(kind, type) else kind
+            raise ConfigError(f"{file}: '{field.name}' is {value!r}, expected {name}.")
+        elif field.default is dataclasses.MISSING:
+            raise ConfigError(f"{file}: the key '{field.name}' is missing; add it.")
     if strict:
-        known = set(values) | {f.name for f in dataclasses.fields(cls)} | inert | BOOKKEEPING
+        known = {field.name for field in fields} | inert | BOOKKEEPING
         unknown = sorted(
             k for k, v in data.items() if k not in known and v not in (None, False, 0, "", [], {})
         )
@@ -103,10 +83,6 @@ def parse_config(
                 "changes nothing, pass strict_config=False."
             )
     return cls(**values)
-
-
-def _kind_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def positive(config: Any, file: Path | str, *names: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Protocol, TypeGuard, TypeVar
 
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 
@@ -18,19 +20,48 @@ HASH_BYTES = 32
 _HASH_CHUNK = 1 << 22
 
 
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+Report = Callable[[int], None]
+"""Called with the bytes that were done since the last call."""
+
+
+def counted(progress: Progress | None, total: int) -> Report:
+    """What adds up its calls and tells `progress` each sum, of `total` bytes."""
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return report
+
+
+class HasBytes(Protocol):
+    """What knows its size."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Sized = TypeVar("Sized", bound=HasBytes)
+
+
 def read_exact(
     fd: int,
-    into: memoryview | Sequence[memoryview],
+    views: Sequence[memoryview],
     *,
     offset: int,
     file: Path,
     error: type[MoefluxError],
 ) -> None:
-    """Fill ``into``, byte views in order, from ``offset`` of an open file; continue short reads.
+    """Fill byte views in order from ``offset`` of an open file; continue short reads.
 
     Raises ``error``, naming file and offset, at the end of the file and on an OSError.
     """
-    views = [into] if isinstance(into, memoryview) else list(into)
     done, wanted = 0, sum(view.nbytes for view in views)
     while done < wanted:
         whole = not done and wanted <= _MAX_PIECE
@@ -112,27 +143,17 @@ def inside_path(
 
 
 def hash_file(
-    file: Path,
-    *,
-    size: int,
-    error: type[MoefluxError],
-    report: Callable[[int], None] | None = None,
+    file: Path, *, size: int, error: type[MoefluxError], report: Report | None = None
 ) -> str:
     """BLAKE2b (hex, 32 bytes) of the first ``size`` bytes; ``report`` gets each chunk's size."""
-    try:
-        fd = os.open(file, os.O_RDONLY)
-    except OSError as cause:
-        raise unreadable(file, cause, error=error) from cause
-    try:
+    with opened(file, error=error) as fd:
         hasher, buffer = hashlib.blake2b(digest_size=HASH_BYTES), bytearray(min(size, _HASH_CHUNK))
         for offset in range(0, size, _HASH_CHUNK):
             chunk = memoryview(buffer)[: size - offset]
-            read_exact(fd, chunk, offset=offset, file=file, error=error)
+            read_exact(fd, [chunk], offset=offset, file=file, error=error)
             hasher.update(chunk)
             if report is not None:
                 report(len(chunk))
-    finally:
-        os.close(fd)
     return hasher.hexdigest()
 
 
@@ -168,6 +189,57 @@ def unreadable(
 ) -> MoefluxError:
     """The one-sentence error for a file that could not be opened or read."""
     return error(f"{file} cannot be read: {cause.strerror or cause}.")
+
+
+@contextmanager
+def opened(file: Path, *, error: type[MoefluxError] = CheckpointError) -> Iterator[int]:
+    """A file's descriptor, for reading; ``error`` if it cannot be opened."""
+    try:
+        fd = os.open(file, os.O_RDONLY)
+    except OSError as cause:
+        raise unreadable(file, cause, error=error) from cause
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def size_of(
+    file: Path, *, error: type[MoefluxError] = CheckpointError, missing: str | None = None
+) -> int:
+    """Bytes of a file; ``error`` if the system does not say, in the words ``missing`` if there is
+    no such file."""
+    try:
+        return file.stat().st_size
+    except OSError as cause:
+        if missing is not None and isinstance(cause, FileNotFoundError):
+            raise error(missing) from cause
+        raise unreadable(file, cause, error=error) from cause
+
+
+def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
+    """Cut items with ``nbytes``, in their order, into groups of at most so many bytes; a larger
+    item is a group of its own."""
+    group: list[Sized] = []
+    size = 0
+    for item in items:
+        if group and size + item.nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += item.nbytes
+    if group:
+        yield group
+
+
+def is_natural(value: object) -> TypeGuard[int]:
+    """Return True for integers from 0 on; JSON's true is none."""
+    return type(value) is int and value >= 0
+
+
+def is_positive(value: object) -> TypeGuard[int]:
+    """Return True for integers from 1 on; JSON's true is none."""
+    return is_natural(value) and value > 0
 
 
 def _is_unicode(text: str) -> bool:

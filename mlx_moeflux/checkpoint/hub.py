@@ -55,16 +55,10 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
     """
     name = os.fspath(path_or_repo_id)
     path = os.path.expanduser(name)
-    if os.path.isdir(path):
-        return Path(path)
-    if os.path.isfile(path) and path.endswith(".gguf"):
+    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".gguf")):
         return Path(path)
     if os.path.exists(path):
         raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
-    if not _REPO_ID.fullmatch(name):
-        raise CheckpointError(
-            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
-        )
     return _download(name, revision)
 
 
@@ -80,18 +74,13 @@ def remote_headers(
     import huggingface_hub
     from huggingface_hub import errors
 
-    if not _REPO_ID.fullmatch(repo_id):
-        raise CheckpointError(
-            f"{repo_id!r} is neither a directory nor a hub id of the form org/name; check the path."
-        )
+    _check_id(repo_id)
     try:
         file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
         found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=revision)
     except errors.NotASafetensorsRepoError as cause:
-        raise UnsupportedError(
-            f"{repo_id} holds no .safetensors weights; choose a repository that does."
-        ) from cause
-    except (OSError, errors.HTTPError, errors.HFValidationError) as cause:
+        raise _no_weights(repo_id) from cause
+    except _failures() as cause:
         raise _translated(cause, repo_id, revision) from cause
     tensors = {
         name: (info.dtype, tuple(info.shape))
@@ -118,25 +107,43 @@ def needed_files(names: Iterable[str]) -> list[str]:
 
 def _download(repo_id: str, revision: str | None) -> Path:
     import huggingface_hub
-    from huggingface_hub import errors
 
-    # The library's network errors are OSErrors or, by version, those of its HTTP client.
-    failures = (OSError, errors.HTTPError, errors.HFValidationError)
+    _check_id(repo_id)
     try:
         info = huggingface_hub.HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-    except failures as cause:
+    except _failures() as cause:
         if not _is_offline(cause):
             raise _translated(cause, repo_id, revision) from cause
         return _cached(repo_id, revision, cause)
     files = _plan(repo_id, info)
+    patterns = [glob.escape(name) for name in files]
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                repo_id, revision=info.sha, allow_patterns=[glob.escape(name) for name in files]
-            )
+            huggingface_hub.snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns)
         )
-    except failures as cause:
+    except _failures() as cause:
         raise _translated(cause, repo_id, revision) from cause
+
+
+def _check_id(name: str) -> None:
+    if not _REPO_ID.fullmatch(name):
+        raise CheckpointError(
+            f"{name!r} is neither a directory nor a hub id of the form org/name; check the path."
+        )
+
+
+def _no_weights(repo_id: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{repo_id} holds no .safetensors weights; choose a repository that does."
+    )
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """The library's network errors are OSErrors or, by version, those of its HTTP client."""
+    from huggingface_hub import errors
+
+    client: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    return OSError, client, errors.HFValidationError
 
 
 def _plan(repo_id: str, info: ModelInfo) -> list[str]:
@@ -146,9 +153,7 @@ def _plan(repo_id: str, info: ModelInfo) -> list[str]:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     files = needed_files(sizes)
     if not any(name.endswith((".safetensors", ".bin")) for name in files):
-        raise UnsupportedError(
-            f"{repo_id} holds no .safetensors weights; choose a repository that does."
-        )
+        raise _no_weights(repo_id)
     missing = [
         name
         for name in files
@@ -197,7 +202,7 @@ def _is_offline(cause: Exception) -> bool:
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     if isinstance(cause, (*refused, errors.HFValidationError)):
         return False
-    response = getattr(cause, "response", None) if isinstance(cause, errors.HTTPError) else None
+    response = getattr(cause, "response", None)
     return response is None or response.status_code >= 500
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.checkpoint.files import read_exact, unreadable
+from mlx_moeflux.checkpoint.files import in_groups, opened, read_exact
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError
 
@@ -53,15 +52,7 @@ class Stack(NamedTuple):
 
 def load_all(tensors: Iterable[Any]) -> Iterator[mx.array]:
     """Yield the evaluated array of each tensor, in order; see :func:`load_groups`."""
-    groups: list[list[Any]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if size and size + tensor.nbytes > GROUP_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    for arrays in load_groups(groups):
+    for arrays in load_groups(in_groups(tensors, GROUP_BYTES)):
         yield from arrays
 
 
@@ -91,13 +82,15 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
 
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
     with _VirtualFile(tensors, readers) as file:
-        arrays = mx.load(file, format="safetensors")
+        # Any object with a file's methods will do.
+        arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
         if file.error is not None:
             raise file.error
+    assert isinstance(arrays, dict)
     return [arrays[str(i)] for i in range(len(tensors))]
 
 
-class _VirtualFile:
+class _VirtualFile(ExitStack):
     """Tensors named "0", "1", ... as a safetensors file; several threads of ``mx.load`` read it.
 
     error: The first error of a read. An exception must not pass through MLX's threads.
@@ -106,6 +99,7 @@ class _VirtualFile:
     closed = False
 
     def __init__(self, tensors: list[Any], readers: ThreadPoolExecutor):
+        super().__init__()
         self._tensors, self._readers = tensors, readers
         self.error: Exception | None = None
         entries, end = {}, 0
@@ -122,13 +116,6 @@ class _VirtualFile:
         self._place = threading.local()
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
-        self._files = ExitStack()
-
-    def __enter__(self) -> _VirtualFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.close()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Each thread has a position of its own."""
@@ -164,7 +151,11 @@ class _VirtualFile:
                 plain.append((ref, part))
             else:
                 jobs.append(self._readers.submit(ref.read_into, part))
-        jobs += [self._readers.submit(self._read, reads) for reads in _shares(_reads(plain))]
+        # One thread makes the reads of one group.
+        jobs += [
+            self._readers.submit(self._read, reads)
+            for reads in in_groups(_reads(plain), READ_BYTES)
+        ]
         for job in jobs:
             job.result()
 
@@ -175,12 +166,7 @@ class _VirtualFile:
     def _fd(self, file: Path) -> int:
         with self._lock:
             if file not in self._fds:
-                try:
-                    fd = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                except OSError as cause:
-                    raise unreadable(file, cause) from cause
-                self._files.callback(os.close, fd)
-                self._fds[file] = fd
+                self._fds[file] = self.enter_context(opened(file))
             return self._fds[file]
 
 
@@ -227,17 +213,3 @@ def _reads(pieces: Sequence[tuple[TensorRef, memoryview]]) -> list[_Read]:
             else:
                 reads.append(_Read(ref.file, offset, [part], part.nbytes))
     return reads
-
-
-def _shares(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Cut `reads` into lists of about ``READ_BYTES``: one thread makes the reads of one list."""
-    share: list[_Read] = []
-    size = 0
-    for read in reads:
-        if share and size + read.nbytes > READ_BYTES:
-            yield share
-            share, size = [], 0
-        share.append(read)
-        size += read.nbytes
-    if share:
-        yield share

@@ -7,7 +7,6 @@ checkpoint must be taken by a rule and every parameter of the model must be fill
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,10 +80,8 @@ class NameRules:
         return name
 
     def reason_to_drop(self, name: str) -> str | None:
-        for drop in self.drops:
-            if re.fullmatch(drop.pattern, name):
-                return drop.because
-        return None
+        """Why a tensor is dropped; None if it is not."""
+        return next((d.because for d in self.drops if re.fullmatch(d.pattern, name)), None)
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,8 @@ class MappedTensors:
     dropped: dict[str, str] = field(default_factory=dict)
 
 
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+_Single = dict[tuple[int, str], dict[int, TensorRef]]
+"""(Layer, component) -> expert -> its own tensor."""
 
 
 def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTensors:
@@ -120,7 +116,7 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
         CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
     """
     mapped = MappedTensors()
-    single: dict[tuple[int, str], dict[int, TensorRef]] = {}
+    single: _Single = {}
     for name, ref in tensors.items():
         reason = rules.reason_to_drop(name)
         if reason is not None:
@@ -136,22 +132,23 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
             mapped.trunk[canonical] = TrunkTensor(ref)
     for (layer, component), by_expert in single.items():
         _put(mapped, layer, component, _as_sequence(layer, component, by_expert))
-    mapped.experts = {
-        layer: {c: mapped.experts[layer][c] for c in COMPONENT_ORDER if c in mapped.experts[layer]}
-        for layer in sorted(mapped.experts)
-    }
+    mapped.experts = in_block_order(mapped.experts)
     return mapped
 
 
+def in_block_order(experts: dict[int, dict[str, ExpertRefs]]) -> dict[int, dict[str, ExpertRefs]]:
+    """The same with ascending layers, the components of each in :data:`COMPONENT_ORDER`."""
+    return {
+        layer: {name: refs[name] for name in COMPONENT_ORDER if name in refs}
+        for layer, refs in sorted(experts.items())
+    }
+
+
 def _take_expert(
-    canonical: str,
-    ref: TensorRef,
-    rules: NameRules,
-    mapped: MappedTensors,
-    single: dict[tuple[int, str], dict[int, TensorRef]],
+    canonical: str, ref: TensorRef, rules: NameRules, mapped: MappedTensors, single: _Single
 ) -> bool:
     for rule in rules.experts:
-        match = _compiled(rule.pattern).fullmatch(canonical)
+        match = re.fullmatch(rule.pattern, canonical)
         if match is None:
             continue
         groups = match.groupdict()
@@ -184,18 +181,18 @@ def _put(mapped: MappedTensors, layer: int, component: str, refs: ExpertRefs) ->
 
 
 def _as_sequence(layer: int, component: str, by_expert: dict[int, TensorRef]) -> ExpertRefs:
-    experts = range(len(by_expert))
-    missing = [e for e in experts if e not in by_expert]
+    missing = [e for e in range(len(by_expert)) if e not in by_expert]
     if missing:
         raise CheckpointError(
             f"layer {layer}: '{component}' of expert {missing[0]} is missing although "
             f"expert {max(by_expert)} is there; fetch the shard that holds it."
         )
     first = by_expert[0]
-    for e in experts:
-        if (by_expert[e].shape, by_expert[e].dtype) != (first.shape, first.dtype):
+    refs = tuple(by_expert[e] for e in range(len(by_expert)))
+    for ref in refs:
+        if (ref.shape, ref.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
-                f"{by_expert[e].file}: '{by_expert[e].name}' is {by_expert[e].dtype} "
-                f"{list(by_expert[e].shape)}, expert 0 is {first.dtype} {list(first.shape)}."
+                f"{ref.file}: '{ref.name}' is {ref.dtype} {list(ref.shape)}, expert 0 is "
+                f"{first.dtype} {list(first.shape)}."
             )
-    return tuple(by_expert[e] for e in experts)
+    return refs

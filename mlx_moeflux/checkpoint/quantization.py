@@ -70,22 +70,22 @@ class Quantization:
         Raises ConfigError if the two contradict each other or an entry is malformed,
         UnsupportedError for another library's method or for bits, group size or mode unknown here.
         """
-        ours = config.get("quantization")
-        theirs = config.get("quantization_config")
-        for key, block in (("quantization", ours), ("quantization_config", theirs)):
+        found = []
+        for key in ("quantization", "quantization_config"):
+            block = config.get(key)
             if block is not None and not isinstance(block, Mapping):
                 raise ConfigError(f"{key} of config.json is {block!r}, but must be an object.")
-        ours, theirs = _without_foreign_method(ours), _without_foreign_method(theirs)
-        if not ours or not theirs:
-            return _read(ours or theirs, "quantization" if ours else "quantization_config")
-        first, second = _read(ours, "quantization"), _read(theirs, "quantization_config")
-        difference = _difference(first, second)
-        if difference:
-            raise ConfigError(
-                "quantization and quantization_config of config.json contradict each other"
-                f" ({difference}); remove the one that is wrong."
-            )
-        return first
+            ours = _without_foreign_method(block or {})
+            if ours:
+                found.append(_read(ours, key))
+        if len(found) == 2:
+            difference = _difference(*found)
+            if difference:
+                raise ConfigError(
+                    "quantization and quantization_config of config.json contradict each other"
+                    f" ({difference}); remove the one that is wrong."
+                )
+        return found[0] if found else cls()
 
     def spec(self, module_path: str) -> QuantSpec | None:
         """Return the quantisation of a module's weight; the path is exactly the config's."""
@@ -126,16 +126,14 @@ def _fault(bits: object, group_size: object, mode: object) -> str | None:
     return None
 
 
-def _without_foreign_method(block: Mapping | None) -> Mapping:
+def _without_foreign_method(block: Mapping) -> Mapping:
     """The block if it is mlx's, {} if it says nothing or is of a form that is decoded when read;
     UnsupportedError names a foreign method."""
-    if not block:
-        return {}
     method = block.get("quant_method")
     if method in (None, "none", "mlx"):
         return {key: value for key, value in block.items() if key != "quant_method"}
+    # What is decoded when read has nothing of MLX's form to say.
     if method == "fp8":
-        # Decoded to floats when read: nothing of MLX's form to say.
         check_fp8(block)
         return {}
     if method == "compressed-tensors":
@@ -148,15 +146,14 @@ def _without_foreign_method(block: Mapping | None) -> Mapping:
 
 
 def _read(block: Mapping, key: str) -> Quantization:
-    if not block:
-        return Quantization()
-    overrides = {path: value for path, value in block.items() if path not in _SETTINGS}
-    default = None
-    if any(setting in block for setting in _SETTINGS):
-        default = _spec({name: block[name] for name in _SETTINGS if name in block}, key)
-    return Quantization(
-        default, {path: _override(path, value, key, default) for path, value in overrides.items()}
-    )
+    settings = {name: block[name] for name in _SETTINGS if name in block}
+    default = _spec(settings, key) if settings else None
+    overrides = {
+        path: _override(path, value, key, default)
+        for path, value in block.items()
+        if path not in _SETTINGS
+    }
+    return Quantization(default, overrides)
 
 
 def _override(path: str, value: object, key: str, default: QuantSpec | None) -> QuantSpec | None:
@@ -200,4 +197,4 @@ def _difference(first: Quantization, second: Quantization) -> str | None:
 
 
 def _words(values: tuple[object, ...]) -> str:
-    return ", ".join(str(value) for value in values)
+    return ", ".join(map(str, values))

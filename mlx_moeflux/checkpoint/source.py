@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,18 +89,16 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError, ConfigError, ExpertFileError: Something is missing or damaged.
     """
     directory = Path(directory)
-    gguf = None
-    if directory.is_file() or not any(directory.glob("*.safetensors")):
-        gguf = find_gguf(directory)
+    safetensors = any(directory.glob("*.safetensors"))
+    gguf = None if safetensors else find_gguf(directory)
     if gguf is not None:
         return _open_gguf(gguf)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
     config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
-    if not any(directory.glob("*.safetensors")):
-        found = MoefluxDirectory.find(directory)
-        if found is not None:
-            return _open_moeflux(found, config)
+    found = None if safetensors else MoefluxDirectory.find(directory)
+    if found is not None:
+        return _open_moeflux(found, config)
     blocks = {}
     if is_packed(directory):
         packed = PackedExperts.open(directory)
@@ -150,12 +149,10 @@ def _open_gguf(path: Path) -> Checkpoint:
             f"{kinds} quantised anew to 8 bits in groups of 32 in {len(found.requantised)} tensors"
         )
     if not (path.parent / TOKENIZER_NAME).exists():
-        try:
+        # The tokenizer raises this error.
+        with suppress(MoefluxError):
             content, config = tokenizer_json(found.metadata, path)
             tokenizer = {TOKENIZER_NAME: content, "tokenizer_config.json": config}
-        except MoefluxError:
-            # The tokenizer raises this error.
-            tokenizer = {}
     return Checkpoint(
         directory=path.parent,
         form="gguf",

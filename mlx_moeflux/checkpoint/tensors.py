@@ -11,62 +11,37 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from mlx_moeflux.checkpoint.files import (
     inside_path,
+    is_natural,
+    opened,
     parse_json_object,
     read_exact,
     read_json_object,
     unreadable,
 )
-from mlx_moeflux.errors import CheckpointError, ShapeError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-ITEMSIZE: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
+_CODES = {
+    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    2: "U16 I16 F16 BF16",
+    4: "U32 I32 F32",
+    8: "U64 I64 F64 C64",
 }
+ITEMSIZE = {code: size for size, codes in _CODES.items() for code in codes.split()}
 """Bytes of one element, by safetensors dtype code."""
 
-_MLX_NAMES = {
-    "BOOL": "bool_",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
+_MLX_KINDS = {"U": "uint", "I": "int", "F": "float", "BF": "bfloat", "C": "complex"}
 
 
 def mlx_dtype(code: str) -> mx.Dtype:
@@ -77,65 +52,54 @@ def mlx_dtype(code: str) -> mx.Dtype:
         raise CheckpointError(
             f"dtype {code!r} is not one that this package reads; known are {', '.join(ITEMSIZE)}."
         )
-    return getattr(mx, _MLX_NAMES.get(code, "uint8"))
+    if code == "BOOL":
+        return mx.bool_
+    kind = code.rstrip("0123456789")
+    bits = code.removeprefix(kind)
+    return getattr(mx, _MLX_KINDS[kind] + bits) if kind in _MLX_KINDS else mx.uint8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A reference to one tensor's bytes in a file.
+class Shaped:
+    """What has a dtype (a safetensors code) and a shape, and so a size."""
 
-    ``offset`` is absolute in ``file``; ``dtype`` is a safetensors code; the bytes are row-major
-    and little-endian.
-    """
-
-    name: str
-    file: Path
-    offset: int
+    __slots__ = ()
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in the file."""
+        """Bytes of one tensor of this dtype and shape."""
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
-    def index(self, i: int) -> TensorRef:
-        """Entry ``i`` of axis 0, which is dropped: [E, ...] -> [...]."""
-        self._check_axis_0(i, i + 1)
-        inner = self.shape[1:]
-        offset = self.offset + i * prod(inner) * ITEMSIZE[self.dtype]
-        return TensorRef(f"{self.name}[{i}]", self.file, offset, self.dtype, inner)
 
-    def rows(self, start: int, stop: int) -> TensorRef:
+class Ref(Shaped, ABC):
+    """A tensor that is read when asked; `file` and `offset` say where its bytes begin."""
+
+    __slots__ = ()
+    name: str
+    file: Path
+    offset: int
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> Ref:
         """Entries ``start`` to ``stop`` of axis 0, which is kept: [R, ...] -> [stop-start, ...]."""
-        self._check_axis_0(start, stop)
-        inner = self.shape[1:]
-        offset = self.offset + start * prod(inner) * ITEMSIZE[self.dtype]
-        name = f"{self.name}[{start}:{stop}]"
-        return TensorRef(name, self.file, offset, self.dtype, (stop - start, *inner))
+
+    @abstractmethod
+    def _fill(self, view: memoryview) -> None:
+        """Put the tensor's bytes, at least one, into a view of bytes."""
 
     def read_into(self, view: memoryview) -> None:
         """Read the tensor's bytes into a writable buffer of exactly ``nbytes`` bytes.
 
-        Raises CheckpointError, naming file and offset, if the file cannot be read or ends early.
+        Raises CheckpointError, naming file and offset, if a file cannot be read or ends early.
         """
         if view.nbytes != self.nbytes:
             raise ShapeError(
                 f"{self.name!r} has {self.nbytes} bytes, but the buffer to fill has {view.nbytes};"
                 " pass a view of exactly the tensor's size."
             )
-        if not self.nbytes:
-            return
-        try:
-            fd = os.open(self.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as cause:
-            raise unreadable(self.file, cause) from cause
-        try:
-            read_exact(
-                fd, view.cast("B"), offset=self.offset, file=self.file, error=CheckpointError
-            )
-        finally:
-            os.close(fd)
+        if self.nbytes:
+            self._fill(view.cast("B"))
 
     def load(self) -> mx.array:
         """The tensor as an evaluated array of :func:`mlx_dtype`; 8-bit floats come as uint8."""
@@ -151,43 +115,62 @@ class TensorRef:
         else:
             # Straight into MLX's own storage: a copy would double the peak of a large embedding.
             array = mx.empty(self.shape, dtype=dtype)
-            self.read_into(memoryview(array))
+            self.read_into(memoryview(array))  # pyright: ignore[reportArgumentType]
         mx.eval(array)
         return array
 
-    def _check_axis_0(self, start: int, stop: int) -> None:
+    def _check_rows(self, start: int, stop: int) -> None:
         if not self.shape or not 0 <= start <= stop <= self.shape[0]:
             raise IndexError(
                 f"{self.name!r} has shape {list(self.shape)}: no rows {start} to {stop} on axis 0."
             )
 
 
-class StridedRefs(Sequence[TensorRef]):
+@dataclass(frozen=True, slots=True)
+class TensorRef(Ref):
+    """A reference to one tensor's bytes in a file.
+
+    ``offset`` is absolute in ``file``; ``dtype`` is a safetensors code; the bytes are row-major
+    and little-endian.
+    """
+
+    name: str
+    file: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def index(self, i: int) -> TensorRef:
+        """Entry ``i`` of axis 0, which is dropped: [E, ...] -> [...]."""
+        return replace(self.rows(i, i + 1), name=f"{self.name}[{i}]", shape=self.shape[1:])
+
+    def rows(self, start: int, stop: int) -> TensorRef:
+        """See :meth:`Ref.rows`."""
+        self._check_rows(start, stop)
+        inner = self.shape[1:]
+        offset = self.offset + start * prod(inner) * ITEMSIZE[self.dtype]
+        name = f"{self.name}[{start}:{stop}]"
+        return TensorRef(name, self.file, offset, self.dtype, (stop - start, *inner))
+
+    def _fill(self, view: memoryview) -> None:
+        with opened(self.file) as fd:
+            read_exact(fd, [view], offset=self.offset, file=self.file, error=CheckpointError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedRefs(Shaped, Sequence[TensorRef]):
     """One component of E experts at a fixed stride in one file; entries are made when asked.
 
     Entry ``e`` lies at ``offset + e * stride`` and has ``dtype`` and ``shape``.
     """
 
-    __slots__ = ("dtype", "file", "name", "num_experts", "offset", "shape", "stride")
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        file: Path,
-        offset: int,
-        stride: int,
-        num_experts: int,
-        dtype: str,
-        shape: tuple[int, ...],
-    ) -> None:
-        self.name, self.file, self.dtype, self.shape = name, file, dtype, shape
-        self.offset, self.stride, self.num_experts = offset, stride, num_experts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one expert's entry."""
-        return prod(self.shape) * ITEMSIZE[self.dtype]
+    name: str
+    file: Path
+    offset: int
+    stride: int
+    num_experts: int
+    dtype: str
+    shape: tuple[int, ...]
 
     def __len__(self) -> int:
         return self.num_experts
@@ -198,7 +181,7 @@ class StridedRefs(Sequence[TensorRef]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[TensorRef]: ...
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> TensorRef | Sequence[TensorRef]:
         if isinstance(index, slice):
             return tuple(self[e] for e in range(*index.indices(self.num_experts)))
         e = index + self.num_experts if index < 0 else index
@@ -246,6 +229,43 @@ ExpertRefs = Sequence[TensorRef]
 """Entry ``e`` is expert e's bytes of one component; all have the same dtype and shape."""
 
 
+def check_layer(layer: int, layers: Sequence[int], directory: Path) -> None:
+    """Raise ExpertFileError unless ``layer`` is one of those in a directory."""
+    if layer not in layers:
+        raise ExpertFileError(
+            f"{directory} has no experts of layer {layer}; it has those of layers"
+            f" {', '.join(map(str, layers))}."
+        )
+
+
+def block_refs(
+    file: Path,
+    layer: int,
+    components: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    stride: int,
+    num_experts: int,
+) -> dict[str, ExpertRefs]:
+    """Component name -> the experts' byte ranges, of a file with a block each ``stride`` bytes.
+
+    ``components``, name -> (dtype, shape), follow each other in a block without padding.
+    """
+    refs: dict[str, ExpertRefs] = {}
+    offset = 0
+    for name, (dtype, shape) in components.items():
+        refs[name] = entry = StridedRefs(
+            name=f"layer {layer} {name}",
+            file=file,
+            offset=offset,
+            stride=stride,
+            num_experts=num_experts,
+            dtype=dtype,
+            shape=shape,
+        )
+        offset += entry.nbytes
+    return refs
+
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
@@ -253,22 +273,8 @@ MAX_HEADER_BYTES = 100_000_000
 _SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors$")
 
 
-class TensorIndex(Mapping[str, TensorRef]):
-    """All tensors of a safetensors checkpoint, by name; made by :meth:`open`.
-
-    ``files`` are the shards in name order and ``header_bytes`` what was read of them.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        refs: dict[str, TensorRef],
-        *,
-        files: tuple[Path, ...],
-        header_bytes: int,
-    ) -> None:
-        self.directory, self.files, self.header_bytes = directory, files, header_bytes
-        self._refs = refs
+class TensorIndex(dict[str, TensorRef]):
+    """All tensors of a safetensors checkpoint, by name; made by :meth:`open`."""
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> TensorIndex:
@@ -280,14 +286,11 @@ class TensorIndex(Mapping[str, TensorRef]):
         """
         directory = Path(directory)
         weight_map = _read_weight_map(directory)
-        names = set(weight_map.values()) if weight_map is not None else _find_shards(directory)
-        files = tuple(directory / name for name in sorted(names))
-        refs: dict[str, TensorRef] = {}
-        header_bytes = 0
-        for file in files:
-            shard, count = read_header(file)
-            header_bytes += count
-            for name, ref in shard.items():
+        shards = _find_shards(directory) if weight_map is None else set(weight_map.values())
+        refs = cls()
+        for shard in sorted(shards):
+            file = directory / shard
+            for name, ref in read_header(file)[0].items():
                 if name in refs:
                     raise CheckpointError(
                         f"Tensor {name!r} is in both {refs[name].file} and {file}; remove the"
@@ -300,16 +303,7 @@ class TensorIndex(Mapping[str, TensorRef]):
                     f"{directory / INDEX_NAME} says that tensor {name!r} is in {shard_name}, which"
                     " does not hold it; download the index and the shard again."
                 )
-        return cls(directory, refs, files=files, header_bytes=header_bytes)
-
-    def __getitem__(self, name: str) -> TensorRef:
-        return self._refs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._refs)
-
-    def __len__(self) -> int:
-        return len(self._refs)
+        return refs
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
@@ -321,14 +315,14 @@ def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
         with open(file, "rb", buffering=0) as handle:
             fd = handle.fileno()
             size = os.fstat(fd).st_size
-            header_size = _header_size(fd, file, size=size)
-            text = _read(fd, file, count=header_size, offset=8)
+            data_start = 8 + _header_size(fd, file, size=size)
+            text = _read(fd, file, count=data_start - 8, offset=8)
     except OSError as cause:
         raise unreadable(file, cause) from cause
     header = parse_json_object(text, file, what="header")
-    refs = _check_entries(file, header, data_start=8 + header_size)
-    _check_tiling(file, refs, data_start=8 + header_size, size=size)
-    return refs, 8 + header_size
+    refs = _check_entries(file, header, data_start=data_start)
+    _check_tiling(file, refs, data_start=data_start, size=size)
+    return refs, data_start
 
 
 def _read_weight_map(directory: Path) -> dict[str, str] | None:
@@ -374,7 +368,7 @@ def _find_shards(directory: Path) -> set[str]:
 
 def _read(fd: int, file: Path, *, count: int, offset: int) -> bytes:
     buffer = bytearray(count)
-    read_exact(fd, memoryview(buffer), offset=offset, file=file, error=CheckpointError)
+    read_exact(fd, [memoryview(buffer)], offset=offset, file=file, error=CheckpointError)
     return bytes(buffer)
 
 
@@ -412,10 +406,10 @@ def _check_entries(file: Path, header: dict, *, data_start: int) -> dict[str, Te
         dtype, shape = entry.get("dtype"), entry.get("shape")
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
             raise _bad_entry(file, name, f"has dtype {dtype!r}, which this package does not read")
-        if not isinstance(shape, list) or not all(_is_natural(n) for n in shape):
+        if not isinstance(shape, list) or not all(map(is_natural, shape)):
             raise _bad_entry(file, name, f"has shape {shape!r}, not a list of sizes")
         offsets = entry.get("data_offsets")
-        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_natural, offsets)):
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_natural, offsets)):
             raise _bad_entry(file, name, f"has data_offsets {offsets!r}, not [begin, end]")
         begin, end = offsets
         ref = TensorRef(name, file, data_start + begin, dtype, tuple(shape))
@@ -447,10 +441,6 @@ def _check_tiling(file: Path, refs: dict[str, TensorRef], *, data_start: int, si
             f"{file} is oversized: its header describes {end} bytes, the file has {size};"
             " download it again."
         )
-
-
-def _is_natural(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _bad_entry(file: Path, name: str, fault: str) -> CheckpointError:

@@ -11,26 +11,22 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import Any
 
-from mlx_moeflux.checkpoint.files import write_atomically, write_exact
-from mlx_moeflux.checkpoint.tensors import INDEX_NAME, ITEMSIZE, SINGLE_NAME
+from mlx_moeflux.checkpoint.files import in_groups, write_atomically, write_exact
+from mlx_moeflux.checkpoint.tensors import INDEX_NAME, SINGLE_NAME, Shaped
 from mlx_moeflux.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(Shaped):
     """A tensor to be written: safetensors dtype code and shape."""
 
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class SafetensorsWriter:
@@ -49,14 +45,20 @@ class SafetensorsWriter:
     ):
         self.directory, self.total_bytes = directory, sum(t.nbytes for t in tensors.values())
         self._metadata = dict(metadata)
-        self._place: dict[str, tuple[int, int, int]] = {}  # name -> shard, offset, bytes
-        shards = _split(tensors, shard_bytes)
+        self._place: dict[
+            str, tuple[int, int, int]
+        ] = {}  # name -> shard, offset in its data, bytes
+        names = iter(tensors)
+        self._shards = [
+            {next(names): tensor for tensor in group}
+            for group in in_groups(tensors.values(), shard_bytes)
+        ] or [{}]
+        count = len(self._shards)
         self._names = [SINGLE_NAME]
-        if len(shards) > 1:
-            self._names = [
-                f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
-            ]
-        self._shards, self._fds = shards, []
+        if count > 1:
+            self._names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        self._fds: list[int] = []
+        self._data_starts: list[int] = []
 
     @property
     def files(self) -> list[str]:
@@ -66,9 +68,8 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         try:
             for number, shard in enumerate(self._shards):
-                self._fds.append(
-                    os.open(self._temporary(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
-                )
+                fd = os.open(self._temporary(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+                self._fds.append(fd)
                 self._start(number, shard)
         except OSError as error:
             self._discard()
@@ -88,10 +89,11 @@ class SafetensorsWriter:
             CheckpointError: The disk is full or failed.
         """
         number, start, size = self._place[name]
+        start += self._data_starts[number] + offset
         view = memoryview(data).cast("B")
         assert offset + view.nbytes <= size, name
         try:
-            write_exact(self._fds[number], view, offset=start + offset)
+            write_exact(self._fds[number], view, offset=start)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -112,23 +114,20 @@ class SafetensorsWriter:
             write_json(self.directory / INDEX_NAME, index)
 
     def _start(self, number: int, shard: Mapping[str, Tensor]) -> None:
-        entries, position = {"__metadata__": self._metadata}, 0
+        entries: dict[str, Any] = {"__metadata__": self._metadata}
+        position = 0
         for name, tensor in shard.items():
-            end = position + tensor.nbytes
-            entries[name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
+            span = [position, position + tensor.nbytes]
+            shape = list(tensor.shape)
+            entries[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": span}
+            self._place[name] = (number, position, tensor.nbytes)
+            position = span[1]
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        start = memoryview(len(header).to_bytes(8, "little") + header)
-        write_exact(self._fds[number], start, offset=0)
-        os.ftruncate(self._fds[number], 8 + len(header) + position)
-        for name, tensor in shard.items():
-            start = 8 + len(header) + entries[name]["data_offsets"][0]
-            self._place[name] = (number, start, tensor.nbytes)
+        header = len(header).to_bytes(8, "little") + header
+        write_exact(self._fds[number], memoryview(header), offset=0)
+        os.ftruncate(self._fds[number], len(header) + position)
+        self._data_starts.append(len(header))
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"{self._names[number]}.tmp"
@@ -157,15 +156,3 @@ def write_json(file: Path, value: object) -> None:
         write_atomically(file, (json.dumps(value, indent=2) + "\n").encode())
     except OSError as error:
         raise CheckpointError(f"Writing {file} failed: {error.strerror or error}.") from error
-
-
-def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards

@@ -11,17 +11,17 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX
+from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX, Progress, Report, counted
 from mlx_moeflux.checkpoint.formats.packed import PackedWriter, verify
 from mlx_moeflux.checkpoint.hub import resolve
-from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS
+from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.source import CONFIG_NAME, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
@@ -30,8 +30,6 @@ from mlx_moeflux.conversion.plan import CHUNK_ELEMENTS, CODES, LAYOUTS, Conversi
 from mlx_moeflux.errors import CheckpointError, InputError, MemoryBudgetError
 from mlx_moeflux.experts.io.layout import Component
 from mlx_moeflux.models.weights import FLOATS
-
-Progress = Callable[[int, int], None]
 
 
 def convert(
@@ -90,16 +88,8 @@ def convert(
         strict=strict_config,
     )
     identity = conversion.identity()
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, conversion.total_bytes)
-
     with claim(out, identity, needed=conversion.total_bytes):
-        write(conversion, out, identity, report)
+        write(conversion, out, identity, counted(progress, conversion.total_bytes))
     if verify_written:
         _verify(out, layout)
     return out
@@ -119,20 +109,10 @@ def _verify(out: Path, layout: str) -> None:
                     )
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-)
-
-Report = Callable[[int], None]
-"""Called with the bytes that were written since the last call."""
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json vocab.json
+    chat_template.jinja chat_template.json generation_config.json merges.txt
+""".split()  # noqa: SIM905 (a list would take a line for each name)
 
 
 def write(conversion: Conversion, out: Path, identity: str, report: Report) -> None:
@@ -171,9 +151,6 @@ def _write_experts(
             for p in PROJECTIONS
             for part, t in outputs[p].items()
         ]
-        assert [c.name for c in components] == [
-            n for n in COMPONENT_ORDER if n in {c.name for c in components}
-        ]
         if writer.done(layer):
             report(E * sum(c.nbytes for c in components))
             continue
@@ -181,68 +158,63 @@ def _write_experts(
             for e in range(E):
                 for p in PROJECTIONS:
                     for part, position, data in conversion.expert_recipe(layer, p, e).chunks():
-                        blob.write(e, f"{p}.{part}", position // _row_bytes(outputs[p][part]), data)
+                        tensor = outputs[p][part]
+                        row = position * tensor.shape[0] // tensor.nbytes
+                        blob.write(e, f"{p}.{part}", row, data)
                         report(len(data))
     return writer
 
 
 def _write_tensors(conversion: Conversion, out: Path, report: Report) -> list[str]:
     """The trunk as safetensors, and the experts too unless they are packed; the files' names."""
-    tensors, pieces = _trunk_pieces(conversion)
-    if conversion.layout != "packed":
-        more, expert_pieces = _expert_pieces(conversion)
-        tensors |= more
-        pieces += expert_pieces
+    pieces = list(_pieces(conversion))
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces:
+        tensors |= piece.tensors
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
         for piece in pieces:
             for part, position, data in piece.recipe.chunks():
-                writer.write(piece.names[part], piece.offsets.get(part, 0) + position, data)
+                writer.write(piece.names[part], piece.offsets[part] + position, data)
                 report(len(data))
     return writer.files
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A recipe, and for each part the tensor it goes into and the byte where it begins there."""
+    """A recipe, and for each part the tensor it goes into and the byte where it begins there.
+
+    tensors: Those of the parts, by name.
+    """
 
     recipe: Recipe
     names: dict[str, str]
+    tensors: dict[str, Tensor]
     offsets: dict[str, int]
 
 
-def _trunk_pieces(conversion: Conversion) -> tuple[dict[str, Tensor], list[_Piece]]:
-    tensors: dict[str, Tensor] = {}
-    pieces = []
+def _pieces(conversion: Conversion) -> Iterator[_Piece]:
+    """The trunk and, unless they are packed, the experts: one tensor ``[E, ...]`` per component of
+    a layer, one piece per expert."""
     for name, recipe in conversion.trunk.items():
-        base = f"{conversion.prefix}{name}".removesuffix(".weight")
-        outputs = recipe.outputs()
+        base, outputs = f"{conversion.prefix}{name}".removesuffix(".weight"), recipe.outputs()
         names = {part: f"{base}.{part}" for part in outputs}
         if not name.endswith(".weight"):
             names = {"weight": base}
-        tensors |= {names[part]: tensor for part, tensor in outputs.items()}
-        pieces.append(_Piece(recipe, names, {}))
-    return tensors, pieces
-
-
-def _expert_pieces(conversion: Conversion) -> tuple[dict[str, Tensor], list[_Piece]]:
-    """One tensor ``[E, ...]`` per component of a layer, one piece per expert."""
-    tensors: dict[str, Tensor] = {}
-    pieces, E = [], conversion.config.num_experts
+        tensors = {names[part]: tensor for part, tensor in outputs.items()}
+        yield _Piece(recipe, names, tensors, dict.fromkeys(outputs, 0))
+    if conversion.layout == "packed":
+        return
+    E = conversion.config.num_experts
     for layer, recipes in conversion.experts.items():
         for projection, first in recipes.items():
             base = f"{conversion.prefix}model.layers.{layer}.mlp.switch_mlp.{projection}"
             outputs = first.outputs()
             names = {part: f"{base}.{part}" for part in outputs}
-            tensors |= {names[part]: Tensor(t.dtype, (E, *t.shape)) for part, t in outputs.items()}
+            tensors = {names[part]: Tensor(t.dtype, (E, *t.shape)) for part, t in outputs.items()}
             for e in range(E):
-                offsets = {part: e * t.nbytes for part, t in outputs.items()}
                 recipe = conversion.expert_recipe(layer, projection, e)
-                pieces.append(_Piece(recipe, names, offsets))
-    return tensors, pieces
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return Tensor(tensor.dtype, tensor.shape[1:]).nbytes
+                offsets = {part: e * t.nbytes for part, t in outputs.items()}
+                yield _Piece(recipe, names, tensors, offsets)
 
 
 MARKER_NAME = ".conversion.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,9 +14,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, MappedTensors
-from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
-from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.models import model_class
@@ -43,26 +43,21 @@ class Recipe:
 
     def outputs(self) -> dict[str, Tensor]:
         """Part (``weight``, ``scales``, ``biases``) -> what will be written."""
-        rows, width = self.source[0].shape[0], self._width()
-        if self.target is None:
-            shape = self.source[0].shape
-            if self.spec is not None:
-                shape = (rows, width)
-            elif self.transform is not None:
-                shape = self._transformed_shape()
-            return {"weight": Tensor(self.dtype, shape)}
-        groups = Tensor(self.dtype, (rows, self.target.groups(width)))
-        weight = Tensor("U32", (rows, self.target.words(width)))
-        return {"weight": weight, "scales": groups, "biases": groups}
+        shape, width = self.source[0].shape, self._width()
+        if self.target is not None:
+            groups = Tensor(self.dtype, (shape[0], self.target.groups(width)))
+            weight = Tensor("U32", (shape[0], self.target.words(width)))
+            return {"weight": weight, "scales": groups, "biases": groups}
+        if self.spec is not None:
+            shape = (shape[0], width)
+        elif self.transform is not None:
+            # One row tells the shape of all.
+            shape = (shape[0], *self.transform(mx.zeros((1, *shape[1:]))).shape[1:])
+        return {"weight": Tensor(self.dtype, shape)}
 
     def _width(self) -> int:
         last = self.source[0].shape[-1]
         return last if self.spec is None else last * 32 // self.spec.bits
-
-    def _transformed_shape(self) -> tuple[int, ...]:
-        ref = self.source[0]
-        row = self.transform(mx.zeros((1, *ref.shape[1:])))
-        return (ref.shape[0], *row.shape[1:])
 
     def chunks(self) -> Iterator[tuple[str, int, bytes]]:
         """(part, byte offset in that part, bytes), a row chunk at a time.
@@ -71,10 +66,10 @@ class Recipe:
         """
         ref = self.source[0]
         if not ref.shape:
-            yield "weight", 0, self._converted(ref)["weight"]
+            yield "weight", 0, _bytes(self._cast(ref.load()))
             return
         step = max(1, CHUNK_ELEMENTS // max(self._width(), prod(ref.shape[1:])))
-        done = dict.fromkeys(PARTS, 0)
+        done: dict[str, int] = dict.fromkeys(PARTS, 0)
         for start in range(0, ref.shape[0], step):
             stop = min(start + step, ref.shape[0])
             for part, data in self._rows(start, stop).items():
@@ -84,39 +79,33 @@ class Recipe:
     def _rows(self, start: int, stop: int) -> dict[str, bytes]:
         arrays = [ref.rows(start, stop).load() for ref in self.source]
         if self.spec is not None and self.spec == self.target:
-            parts = {"weight": arrays[0]}
-            parts |= zip(("scales", "biases"), (self._cast(a) for a in arrays[1:]), strict=True)
+            parts = [arrays[0], *map(self._cast, arrays[1:])]
         else:
             w = arrays[0]
             if self.spec is not None:
-                w = mx.dequantize(*arrays, self.spec.group_size, self.spec.bits)
+                w = mx.dequantize(w, arrays[1], arrays[2], self.spec.group_size, self.spec.bits)
             if self.transform is not None:
                 w = self.transform(w)
-            if self.target is None:
-                parts = {"weight": self._cast(w)}
-            else:
-                parts = dict(
-                    zip(
-                        PARTS,
-                        mx.quantize(self._cast(w), self.target.group_size, self.target.bits),
-                        strict=True,
-                    )
-                )
-        return {part: _bytes(array) for part, array in parts.items()}
-
-    def _converted(self, ref: TensorRef) -> dict[str, bytes]:
-        return {"weight": _bytes(self._cast(ref.load()))}
+            parts = [self._cast(w)]
+            if self.target is not None:
+                parts = mx.quantize(parts[0], self.target.group_size, self.target.bits)
+        return {part: _bytes(array) for part, array in zip(PARTS, parts, strict=False)}
 
     def _cast(self, array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating):
-            return array
-        return array.astype({"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}[self.dtype])
+        floats = mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(mlx_dtype(self.dtype)) if floats else array
 
 
 def _bytes(array: mx.array) -> bytes:
     array = mx.contiguous(array)
     mx.eval(array)
-    return bytes(memoryview(array).cast("B")) if array.ndim else np.array(array).tobytes()
+    if not array.ndim:
+        return np.array(array).tobytes()
+    return bytes(memoryview(array).cast("B"))  # pyright: ignore[reportArgumentType]
+
+
+def _nbytes(recipes: Iterable[Recipe]) -> int:
+    return sum(tensor.nbytes for recipe in recipes for tensor in recipe.outputs().values())
 
 
 LAYOUTS = ("packed", "safetensors")
@@ -157,14 +146,9 @@ class Conversion:
             layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
             for layer in self.mapped.experts
         }
-        self.total_bytes = sum(
-            t.nbytes for recipe in self.trunk.values() for t in recipe.outputs().values()
-        ) + sum(
-            t.nbytes * self.config.num_experts
-            for recipes in self.experts.values()
-            for recipe in recipes.values()
-            for t in recipe.outputs().values()
-        )
+        every_expert = [recipe for recipes in self.experts.values() for recipe in recipes.values()]
+        self.total_bytes = _nbytes(self.trunk.values())
+        self.total_bytes += _nbytes(every_expert) * self.config.num_experts
 
     def identity(self) -> str:
         """Hash of the source's files and the options; a resumed run must have the same."""
@@ -184,22 +168,19 @@ class Conversion:
             for part in PARTS
             if f"{projection}.{part}" in components
         )
-        spec, width = None, self._expert_width(projection)
+        spec, target = None, self.spec
         if len(source) == len(PARTS):
+            down = projection == "down_proj"
+            width = self.config.moe_intermediate_size if down else self.config.hidden_size
             spec = infer_spec(source[0], source[1], width)
-            self._refuse_twice(source[0])
-            target = None if self.dequantize else spec
-        else:
-            target = self.spec
+            target = self._requantised(source[0], spec)
         return Recipe(source, spec, target, self._code(source))
 
     def config_json(self) -> dict[str, Any]:
         """The output's config.json: the checkpoint's, with the bits of the output."""
-        config = {
-            k: v
-            for k, v in self.checkpoint.config.items()
-            if k not in ("quantization", "quantization_config")
-        }
+        config = dict(self.checkpoint.config)
+        for key in ("quantization", "quantization_config"):
+            config.pop(key, None)
         if self.layout != "packed":
             for key, value in self.kind.mlx_lm_keys(self.config).items():
                 if config.get(key) is None:
@@ -215,11 +196,8 @@ class Conversion:
         kinds = [spec for spec in specs.values() if spec is not None]
         if kinds:
             default = max(set(kinds), key=kinds.count)
-            block = default.to_config() | {
-                path: False if spec is None else spec.to_config()
-                for path, spec in specs.items()
-                if spec != default
-            }
+            others = {path: spec for path, spec in specs.items() if spec != default}
+            block = Quantization(default, others).to_config()
             config |= {"quantization": block, "quantization_config": block}
         return config
 
@@ -253,8 +231,7 @@ class Conversion:
         self, base: str, ref: TensorRef, spec: QuantSpec | None, module: nn.Module | None
     ) -> QuantSpec | None:
         if spec is not None:
-            self._refuse_twice(ref)
-            return None if self.dequantize else spec
+            return self._requantised(ref, spec)
         if self.spec is None or not hasattr(module, "to_quantized"):
             return None
         if ref.shape[-1] % self.spec.group_size:
@@ -263,16 +240,13 @@ class Conversion:
             return QuantSpec(max(8, self.spec.bits), self.spec.group_size)
         return self.spec
 
-    def _refuse_twice(self, ref: TensorRef) -> None:
+    def _requantised(self, ref: TensorRef, spec: QuantSpec) -> QuantSpec | None:
         if self.spec is not None:
             raise InputError(
                 f"{ref.file}: '{ref.name}' is quantised already; convert with dequantize first."
             )
+        return None if self.dequantize else spec
 
     def _code(self, source: tuple[TensorRef, ...]) -> str:
         stored = source[-1].dtype
         return self.code if self.code and stored in FLOATS else stored
-
-    def _expert_width(self, projection: str) -> int:
-        down = projection == "down_proj"
-        return self.config.moe_intermediate_size if down else self.config.hidden_size

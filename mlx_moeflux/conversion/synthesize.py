@@ -8,15 +8,18 @@ so that some experts are chosen more often than others.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.files import write_atomically
+from mlx_moeflux.checkpoint.files import Progress, counted, write_atomically
+from mlx_moeflux.checkpoint.formats.decoded import encoded
+from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.models import model_class
@@ -25,8 +28,6 @@ from mlx_moeflux.models.shapes import SHAPES
 
 CHUNK_BYTES = 16 << 20
 ROUTER_BITS = 8
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,13 @@ def synthesize(
     tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
     random = np.random.default_rng(seed)
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
-        done = 0
+        report = counted(progress, writer.total_bytes)
         for weight in weights:
             position = 0
             for data in weight.chunks(random, skew):
                 writer.write(f"{prefix}{weight.name}", position, data)
                 position += len(data)
-                done += len(data)
-                if progress is not None:
-                    progress(done, writer.total_bytes)
+                report(len(data))
     overrides = {
         f"{prefix}{w.name.removesuffix('.weight')}": QuantSpec(ROUTER_BITS, group_size).to_config()
         for w in weights
@@ -131,13 +130,13 @@ class RandomWeight:
 
     def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
         """Random bytes that mean weights of standard deviation width^-1/2."""
-        if self.part == "weight" and self.bits is not None:
-            for size in _sizes(self.tensor.nbytes):
+        total = self.tensor.nbytes
+        for start in range(0, total, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, total - start)
+            if self.part == "weight" and self.bits is not None:
                 yield random.bytes(size)
-            return
-        for size in _sizes(self.tensor.nbytes):
-            count = size // (4 if self.tensor.dtype == "F32" else 2)
-            yield self._floats(random, count, skew)
+            else:
+                yield self._floats(random, size // ITEMSIZE[self.tensor.dtype], skew)
 
     def _floats(self, random: np.random.Generator, count: int, skew: float) -> bytes:
         if self.bits is not None:
@@ -161,26 +160,13 @@ class RandomWeight:
             values = self.width**-0.5 * random.standard_normal(count)
         else:
             values = 0.3 * random.standard_normal(count)
-        return _encoded(values.astype(np.float32), self.tensor.dtype)
-
-
-def _sizes(total: int) -> Iterator[int]:
-    for start in range(0, total, CHUNK_BYTES):
-        yield min(CHUNK_BYTES, total - start)
-
-
-def _encoded(values: np.ndarray, dtype: str) -> bytes:
-    if dtype == "F32":
-        return values.tobytes()
-    bits = values.view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (rounded >> 16).astype(np.uint16).tobytes()
+        return encoded(values.astype(np.float32), self.tensor.dtype).tobytes()
 
 
 def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeight]:
     """Every tensor of the checkpoint, in the model's order."""
     config, modules = model.config, dict(model.named_modules())
-    for name, array in tree_flatten(model.parameters()):
+    for name, array in dict(tree_flatten(model.parameters())).items():
         shape, base = tuple(array.shape), name.removesuffix(".weight")
         quantised = base != name and hasattr(modules[base], "to_quantized")
         if not quantised or shape[-1] % spec.group_size:
@@ -192,11 +178,8 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         yield from _quantised(base, one, (), *shape)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
     for layer in model.moe_blocks():
-        for projection, rows, width in (
-            ("gate_proj", F, C),
-            ("up_proj", F, C),
-            ("down_proj", C, F),
-        ):
+        for projection in PROJECTIONS:
+            rows, width = (C, F) if projection == "down_proj" else (F, C)
             base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
             yield from _quantised(base, spec, (E,), rows, width)
 
@@ -213,17 +196,10 @@ def _quantised(
 def _write_tokenizer(out: Path, vocabulary: int) -> None:
     """A word-level tokenizer of the words t0, t1, ...: the ids mean nothing."""
     words = {f"t{i}": i for i in range(min(vocabulary, 4096))}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
-    }
+    unused = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(unused)}
+    tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    tokenizer["model"] = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
     write_atomically(out / "tokenizer.json", json.dumps(tokenizer).encode())
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
@@ -239,7 +215,7 @@ def measure_skew(directory: str | Path, *, tokens: int = 256, seed: int = 0) -> 
     chosen: dict[int, list[np.ndarray]] = {}
 
     def listen(event: object) -> None:
-        if isinstance(event, Chosen):
+        if isinstance(event, Chosen) and event.ids is not None:
             chosen.setdefault(event.layer, []).append(event.ids)
 
     with load_model(directory, expert_memory="auto", events=listen) as model:

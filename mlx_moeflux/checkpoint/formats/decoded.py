@@ -7,57 +7,33 @@ threads can decode what they read.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, TensorRef, mlx_dtype
-from mlx_moeflux.errors import ShapeError
-
-if TYPE_CHECKING:
-    import mlx.core as mx
-
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef
 
 # Bounds the scratch of decoding: float32, its rounding, indices.
 ELEMENTS_AT_ONCE = 1 << 18
 SCRATCH_PER_ELEMENT = 16
 
 
-class DecodedRef(ABC):
+class DecodedRef(Ref):
     """One tensor made of others' bytes; nothing is read until asked.
 
     `sources` are the byte ranges that it is made of, `dtype` and `shape` what comes out.
     """
 
-    __slots__ = ("dtype", "name", "shape", "sources")
+    __slots__ = ("dtype", "file", "name", "offset", "shape", "sources")
 
     def __init__(
         self, name: str, sources: tuple[TensorRef, ...], *, dtype: str, shape: tuple[int, ...]
     ) -> None:
         self.name, self.sources, self.dtype, self.shape = name, sources, dtype, shape
-
-    @property
-    def file(self) -> Path:
-        """The file of the first source, for messages."""
-        return self.sources[0].file
-
-    @property
-    def offset(self) -> int:
-        """Offset of the first source in its file."""
-        return self.sources[0].offset
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes once decoded."""
-        return prod(self.shape) * ITEMSIZE[self.dtype]
-
-    @abstractmethod
-    def rows(self, start: int, stop: int) -> DecodedRef:
-        """Entries `start` to `stop` of axis 0, which is kept."""
+        # Messages name the first source.
+        self.file, self.offset = sources[0].file, sources[0].offset
 
     @abstractmethod
     def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -70,40 +46,11 @@ class DecodedRef(ABC):
         values."""
         return SCRATCH_PER_ELEMENT * min(prod(self.shape), ELEMENTS_AT_ONCE + self.shape[-1])
 
-    def _row_chunks(self) -> Iterator[tuple[int, int]]:
-        rows, width = self.shape
-        step = max(1, ELEMENTS_AT_ONCE // width)
-        for start in range(0, rows, step):
-            yield start, min(start + step, rows)
-
-    def read_into(self, view: memoryview) -> None:
-        """Read and decode into a writable buffer of exactly `nbytes` bytes.
-
-        Raises CheckpointError, naming file and offset, if a file cannot be read or ends early.
-        """
-        if view.nbytes != self.nbytes:
-            raise ShapeError(
-                f"{self.name!r} has {self.nbytes} bytes, but the buffer to fill has {view.nbytes};"
-                " pass a view of exactly the tensor's size."
-            )
+    def _fill(self, view: memoryview) -> None:
         raw = [np.empty(ref.nbytes, np.uint8) for ref in self.sources]
         for ref, array in zip(self.sources, raw, strict=True):
             ref.read_into(array.data)
-        self.decode(raw, np.frombuffer(view.cast("B"), np.uint8))
-
-    def load(self) -> mx.array:
-        """The tensor as an evaluated array."""
-        import mlx.core as mx
-
-        raw = np.empty(self.nbytes, np.uint8)
-        self.read_into(raw.data)
-        array = mx.array(raw).view(mlx_dtype(self.dtype)).reshape(self.shape)
-        mx.eval(array)
-        return array
-
-    def _check_rows(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.shape[0]:
-            raise IndexError(f"{self.name!r} has shape {list(self.shape)}: no rows {start}:{stop}.")
+        self.decode(raw, np.frombuffer(view, np.uint8))
 
 
 class BlockScaledRef(DecodedRef):
@@ -129,7 +76,7 @@ class BlockScaledRef(DecodedRef):
         self.block, self.first = block, first
 
     def rows(self, start: int, stop: int) -> BlockScaledRef:
-        """See :meth:`DecodedRef.rows`; only the scales of their blocks come along."""
+        """See :meth:`Ref.rows`; only the scales of their blocks come along."""
         self._check_rows(start, stop)
         weight, scales = self.sources
         begin, rows = self.first + start, self.block[0]
@@ -175,7 +122,7 @@ class ScaledRef(DecodedRef):
         self.factor = factor
 
     def rows(self, start: int, stop: int) -> ScaledRef:
-        """See :meth:`DecodedRef.rows`."""
+        """See :meth:`Ref.rows`."""
         self._check_rows(start, stop)
         part = self.sources[0].rows(start, stop)
         return ScaledRef(f"{self.name}[{start}:{stop}]", part, self.factor)
@@ -184,10 +131,16 @@ class ScaledRef(DecodedRef):
         """See :meth:`DecodedRef.decode`."""
         width = self.shape[1]
         size = ITEMSIZE[self.dtype] * width
-        for start, stop in self._row_chunks():
+        for start, stop in row_chunks(self.shape[0], ELEMENTS_AT_ONCE // width):
             part = slice(start * size, stop * size)
             values = floats(raw[0][part], self.dtype) * np.float32(self.factor)
             out[part] = encoded(values, self.dtype)
+
+
+def row_chunks(rows: int, step: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of chunks of `step` rows, at least one."""
+    for start in range(0, rows, max(1, step)):
+        yield start, min(start + max(1, step), rows)
 
 
 def _e4m3() -> np.ndarray:

@@ -10,20 +10,23 @@ Nothing is read; both forms are decoded where they are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
-from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, DecodedRef, ScaledRef
-from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.checkpoint.files import is_positive
+from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, ScaledRef
+from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 DEFAULT_BLOCK = (128, 128)
 SCALE_DTYPES = ("F32", "BF16")
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
 
 def in_our_form(
     tensors: Mapping[str, TensorRef], block: tuple[int, int] = DEFAULT_BLOCK
-) -> Mapping[str, TensorRef | DecodedRef]:
+) -> Mapping[str, TensorRef]:
     """The tensors of a checkpoint with foreign ones translated; the same mapping if there are none.
 
     block: Rows and columns that share a scale in FP8.
@@ -34,7 +37,7 @@ def in_our_form(
     """
     if not any(_is_foreign(name, ref) for name, ref in tensors.items()):
         return tensors
-    ours: dict[str, TensorRef | DecodedRef] = {}
+    ours: dict[str, Ref] = {}
     for name, ref in tensors.items():
         base, _, leaf = name.rpartition(".")
         if name.endswith("_scale_inv"):
@@ -52,7 +55,8 @@ def in_our_form(
             )
         else:
             ours[name] = ref
-    return ours
+    # Readers ask for what both kinds of reference have.
+    return cast("dict[str, TensorRef]", ours)
 
 
 def _is_foreign(name: str, ref: TensorRef) -> bool:
@@ -87,9 +91,7 @@ def _fp8(
     return BlockScaledRef(name, weight, scales, block=block)
 
 
-def _int4(
-    base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]
-) -> dict[str, TensorRef | DecodedRef]:
+def _int4(base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> dict[str, Ref]:
     scales = _partner(tensors, f"{base}.weight_packed", f"{base}.weight_scale")
     fits = packed.dtype in ("I32", "U32") and len(packed.shape) == len(scales.shape) == 2
     if not fits or packed.shape[0] != scales.shape[0] or not scales.shape[1]:
@@ -105,7 +107,7 @@ def _int4(
     }
 
 
-def check_fp8(block: Mapping[str, object]) -> tuple[int, int]:
+def check_fp8(block: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of a block, from the ``quantization_config`` of an FP8 checkpoint.
 
     Raises:
@@ -123,11 +125,12 @@ def check_fp8(block: Mapping[str, object]) -> tuple[int, int]:
             "a whole tensor is not decoded."
         )
     pair = isinstance(size, (list, tuple)) and len(size) == 2
-    if not pair or any(type(n) is not int or n < 1 for n in size):
+    if not pair or not all(map(is_positive, size)):
         raise ConfigError(
             f"weight_block_size of config.json is {size!r}, but must be two positive integers."
         )
-    return tuple(size)
+    rows, columns = size
+    return rows, columns
 
 
 def check_compressed_tensors(block: Mapping[str, object]) -> None:
@@ -145,12 +148,7 @@ def check_compressed_tensors(block: Mapping[str, object]) -> None:
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
-        for key, wanted in (
-            ("num_bits", 4),
-            ("type", "int"),
-            ("symmetric", True),
-            ("strategy", "group"),
-        ):
+        for key, wanted in _INT4.items():
             if weights.get(key, wanted) != wanted:
                 raise UnsupportedError(
                     f"quantization_config of config.json: {name} has {key} {weights[key]!r}; only "

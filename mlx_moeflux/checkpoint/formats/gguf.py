@@ -18,16 +18,16 @@ Source: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.formats.decoded import DecodedRef
-from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
+from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
+from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -79,11 +79,11 @@ class BlocksRef(DecodedRef):
         super().__init__(f"{name}.{part}", (source,), dtype=dtype, shape=(rows, columns))
 
     @classmethod
-    def parts(cls, name: str, source: TensorRef, kind: BlockKind) -> dict[str, BlocksRef]:
+    def parts(cls, name: str, source: TensorRef, kind: BlockKind) -> dict[str, TensorRef]:
         """All three of one matrix, by part."""
-        return {
-            part: cls(name, source, kind=kind, part=part) for part in ("weight", "scales", "biases")
-        }
+        parts = {part: cls(name, source, kind=kind, part=part) for part in PARTS}
+        # Readers ask for what both kinds of reference have.
+        return cast("dict[str, TensorRef]", parts)
 
     def rows(self, start: int, stop: int) -> BlocksRef:
         """See :meth:`DecodedRef.rows`."""
@@ -96,27 +96,19 @@ class BlocksRef(DecodedRef):
         rows, kind = self.shape[0], self.kind
         blocks = raw[0].reshape(rows, -1, kind.nbytes)
         out = out.reshape(rows, -1)
-        for start, stop in self._row_chunks():
+        for start, stop in row_chunks(rows, ELEMENTS_AT_ONCE // self.width):
             some = blocks[start:stop].reshape(-1, kind.nbytes)
             if self.part == "weight":
-                packed = pack(kind.codes(some), kind.bits)
-                out[start:stop] = packed.reshape(stop - start, -1)
+                out[start:stop] = pack(kind.codes(some), kind.bits).reshape(stop - start, -1)
             else:
-                values = kind.affine(some)[self.part == "biases"]
-                out[start:stop] = (
-                    np.ascontiguousarray(values).view(np.uint8).reshape(stop - start, -1)
-                )
+                values = np.ascontiguousarray(kind.affine(some)[self.part == "biases"])
+                out[start:stop] = values.view(np.uint8).reshape(stop - start, -1)
 
     @property
     def scratch_bytes(self) -> int:
         """See :attr:`DecodedRef.scratch_bytes`."""
         elements = min(self.shape[0] * self.width, ELEMENTS_AT_ONCE + self.width)
         return SCRATCH_PER_ELEMENT * elements
-
-    def _row_chunks(self) -> Iterator[tuple[int, int]]:
-        step = max(1, ELEMENTS_AT_ONCE // self.width)
-        for start in range(0, self.shape[0], step):
-            yield start, min(start + step, self.shape[0])
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -145,17 +137,12 @@ def _q8_affine(blocks: np.ndarray) -> Affine:
     return d, -128 * d
 
 
-def _six_bit_pairs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima ``[n, 8]`` of the 12 bytes behind the two halves: four of each in the low
-    six bits of eight bytes; of the other four the low halves, then the high ones on top."""
+def _k_affine(blocks: np.ndarray) -> Affine:
+    """Scales and minima have six bits. Of the 12 bytes behind the two halves, eight hold four of
+    each in their low six bits; of the other four the low halves, then the high ones on top."""
     low, high, both = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     scales = np.concatenate([low & 63, both & 15 | (low >> 6) << 4], axis=1)
     minima = np.concatenate([high & 63, both >> 4 | (high >> 6) << 4], axis=1)
-    return scales, minima
-
-
-def _k_affine(blocks: np.ndarray) -> Affine:
-    scales, minima = _six_bit_pairs(blocks)
     return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
 
 
@@ -212,6 +199,7 @@ KINDS = {
 
 
 ARCHITECTURE = "qwen3moe"
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 _NAMES = {
@@ -231,11 +219,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_EXPERTS = {
-    "ffn_gate_exps": "gate_proj",
-    "ffn_up_exps": "up_proj",
-    "ffn_down_exps": "down_proj",
-}
+_EXPERTS = {f"ffn_{p.removesuffix('_proj')}_exps": p for p in PROJECTIONS}
 # config.json's key -> GGUF's, behind the architecture.
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -264,7 +248,7 @@ class GgufFile:
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, TensorRef | DecodedRef]
+    tensors: dict[str, TensorRef]
     blocks: dict[int, dict[str, ExpertRefs]]
     metadata: dict[str, Any]
     requantised: dict[str, str] = field(default_factory=dict)
@@ -312,10 +296,7 @@ def open_gguf(path: Path) -> GgufFile:
                     "truncated, download it again."
                 )
             _take(found, tensor, file)
-    found.blocks = {
-        layer: {c: found.blocks[layer][c] for c in COMPONENT_ORDER if c in found.blocks[layer]}
-        for layer in sorted(found.blocks)
-    }
+    found.blocks = in_block_order(found.blocks)
     found.config = _config(found, path)
     return found
 
@@ -326,16 +307,16 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 def _shard(file: Path) -> int | None:
-    match = re.search(r"-(\d{5})-of-\d{5}\.gguf$", file.name)
-    return None if match is None else int(match[1])
+    match = _SHARD.fullmatch(file.name)
+    return None if match is None else int(match["number"])
 
 
 def _shards(path: Path) -> list[Path]:
-    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    match = _SHARD.fullmatch(path.name)
     if match is None:
         return [path]
-    count = int(match[3])
-    files = [path.with_name(f"{match[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    stem, count = match["stem"], int(match["count"])
+    files = [path.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; the model has {count} shards, fetch it.")
@@ -379,9 +360,10 @@ def _take(found: GgufFile, tensor, file: Path) -> None:
         )
     if kind in KINDS and not KINDS[kind].exact:
         found.requantised[tensor.name] = kind
-    raw = TensorRef(tensor.name, file, int(tensor.data_offset), PLAIN.get(kind, "U8"), shape)
+    stored = shape
     if kind in KINDS:
-        raw = TensorRef(raw.name, file, raw.offset, "U8", (*shape[:-1], _row_bytes(shape, kind)))
+        stored = (*shape[:-1], shape[-1] // KINDS[kind].elements * KINDS[kind].nbytes)
+    raw = TensorRef(tensor.name, file, int(tensor.data_offset), PLAIN.get(kind, "U8"), stored)
     if prod(raw.shape) and raw.nbytes != int(tensor.n_bytes):
         raise CheckpointError(
             f"{file}: '{tensor.name}' has {tensor.n_bytes} bytes, its shape {list(shape)} in "
@@ -394,13 +376,8 @@ def _take(found: GgufFile, tensor, file: Path) -> None:
     if kind in PLAIN:
         found.tensors[f"{name}.{match[3]}"] = raw
     else:
-        for part, ref in BlocksRef.parts(name, raw, KINDS[kind]).items():
-            found.tensors[f"{name}.{part}"] = ref
-
-
-def _row_bytes(shape: tuple[int, ...], kind: str) -> int:
-    block = KINDS[kind]
-    return shape[-1] // block.elements * block.nbytes
+        parts = BlocksRef.parts(name, raw, KINDS[kind])
+        found.tensors |= {f"{name}.{part}": ref for part, ref in parts.items()}
 
 
 def _take_experts(found: GgufFile, layer: int, projection: str, raw: TensorRef, kind: str) -> None:
@@ -412,7 +389,7 @@ def _take_experts(found: GgufFile, layer: int, projection: str, raw: TensorRef, 
         components[f"{projection}.weight"] = stacked
         return
     experts = [BlocksRef.parts(raw.name, ref, KINDS[kind]) for ref in stacked]
-    for part in ("weight", "scales", "biases"):
+    for part in PARTS:
         components[f"{projection}.{part}"] = tuple(parts[part] for parts in experts)
 
 
@@ -435,11 +412,10 @@ def _config(found: GgufFile, path: Path) -> dict[str, Any]:
     if "vocab_size" not in config:
         raise CheckpointError(f"{path} has no tensor 'token_embd.weight'.")
     dense = sorted(set(range(config["num_hidden_layers"])) - set(found.blocks))
-    eos = found.metadata.get("tokenizer.ggml.eos_token_id")
     return config | {
         "mlp_only_layers": dense,
         # llama.cpp divides by the sum in this architecture and ignores the file.
         "norm_topk_prob": True,
         "tie_word_embeddings": "lm_head.weight" not in found.tensors,
-        "eos_token_id": eos,
+        "eos_token_id": found.metadata.get("tokenizer.ggml.eos_token_id"),
     }

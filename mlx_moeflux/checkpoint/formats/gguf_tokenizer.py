@@ -13,7 +13,7 @@ CONTROL, USER_DEFINED = 3, 4  # token types
 # the models that the names mean.
 _CUTS = {
     "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 }
 
 
@@ -41,42 +41,30 @@ def tokenizer_json(metadata: dict[str, Any], path: Path) -> tuple[dict[str, Any]
             f"{', '.join(map(repr, _CUTS))} is read, so put a tokenizer.json beside the file."
         )
     types = found.get("token_type") or [1] * len(tokens)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": type_ == CONTROL,
-        }
+        {"id": i, "content": token, **plain, "special": type_ == CONTROL}
         for i, (token, type_) in enumerate(zip(tokens, types, strict=True))
         if type_ in (CONTROL, USER_DEFINED)
     ]
     bytes_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     bytes_level["use_regex"] = False
     split = {"type": "Split", "pattern": {"Regex": _CUTS[cut]}, "behavior": "Isolated"}
+    split["invert"] = False
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [split | {"invert": False}, bytes_level],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_level]},
         "post_processor": None,
         "decoder": bytes_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
+            **dict.fromkeys(("dropout", "unk_token")),
+            **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), ""),
+            **dict.fromkeys(("fuse_unk", "byte_fallback"), False),
             "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": merges,
         },

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from mlx_moeflux.checkpoint.files import read_json_object, unreadable
+from mlx_moeflux.checkpoint.files import (
+    is_natural,
+    is_positive,
+    read_json_object,
+    size_of,
+    unreadable,
+)
 from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import DEFAULT_GROUP_SIZE, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, StridedRefs, TensorRef
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, TensorRef, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError, UnsupportedError
 
 MANIFEST_NAME = "model_weights.json"
@@ -68,16 +73,14 @@ class MoefluxDirectory:
         )
 
 
-class MoefluxTrunk(Mapping[str, TensorRef]):
+class MoefluxTrunk(dict[str, TensorRef]):
     """The tensors of ``model_weights.bin`` by name; made by :meth:`open`.
 
     ``quantization`` has one entry for every quantised module and no default: bits from the
     manifest, group size from the shapes.
     """
 
-    def __init__(self, file: Path, refs: dict[str, TensorRef], quantization: Quantization) -> None:
-        self.file, self.quantization = file, quantization
-        self._refs = refs
+    quantization: Quantization
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> MoefluxTrunk:
@@ -87,50 +90,34 @@ class MoefluxTrunk(Mapping[str, TensorRef]):
         """
         manifest, weights = Path(directory) / MANIFEST_NAME, Path(directory) / WEIGHTS_NAME
         content = read_json_object(manifest)
-        try:
-            size = weights.stat().st_size
-        except OSError as cause:
-            raise unreadable(weights, cause) from cause
+        size = size_of(weights)
         tensors = content.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
             raise CheckpointError(f"{manifest} has no object of tensors; extract it again.")
-        refs = {
-            name: _tensor(name, entry, manifest=manifest, weights=weights, size=size)
+        trunk = cls(
+            (name, _tensor(name, entry, manifest=manifest, weights=weights, size=size))
             for name, entry in tensors.items()
-        }
+        )
         config = content.get("config")
         group = config.get("default_group_size") if isinstance(config, dict) else None
         specs = {}
-        for name, ref in refs.items():
+        for name, ref in trunk.items():
             if ref.dtype == "U32":
                 path = name.removesuffix(".weight")
                 told = tensors[name].get("bits")
-                specs[path] = _spec(path, refs, told=told, group=group, manifest=manifest)
-        return cls(weights, refs, Quantization(None, specs))
-
-    def __getitem__(self, name: str) -> TensorRef:
-        return self._refs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._refs)
-
-    def __len__(self) -> int:
-        return len(self._refs)
+                specs[path] = _spec(path, trunk, told=told, group=group, manifest=manifest)
+        trunk.quantization = Quantization(None, specs)
+        return trunk
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoefluxExperts:
     """The layer files of a ``packed_experts`` directory, checked by size; made by :meth:`open`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        layers: tuple[int, ...],
-        *,
-        num_experts: int,
-        components: dict[str, tuple[str, tuple[int, ...]]],
-    ) -> None:
-        self.directory, self.layers, self.num_experts = directory, layers, num_experts
-        self.components = components
+    directory: Path
+    layers: tuple[int, ...]
+    num_experts: int
+    components: dict[str, tuple[str, tuple[int, ...]]]
 
     @classmethod
     def open(
@@ -145,9 +132,9 @@ class MoefluxExperts:
         """Check that every layer file is there and has exactly E blocks.
 
         ``hidden`` is C, ``intermediate`` F. The layers are those between the first and the last
-        file. The block follows from C, F and
-        ``spec``, never from a stored table. Raises ExpertFileError naming the file that is
-        missing or has another size, ShapeError if the widths do not divide into groups.
+        file. The block follows from C, F and ``spec``, never from a stored table. Raises
+        ExpertFileError naming the file that is missing or has another size, ShapeError if the
+        widths do not divide into groups.
         """
         directory = Path(directory)
         components = block_components(hidden, intermediate, spec)
@@ -159,19 +146,17 @@ class MoefluxExperts:
         if not found:
             raise ExpertFileError(f"{directory} holds no layer_NN.bin; put the layer files there.")
         wanted = tuple(range(found[0], found[-1] + 1))
-        experts = cls(directory, wanted, num_experts=num_experts, components=components)
+        experts = cls(
+            directory=directory, layers=wanted, num_experts=num_experts, components=components
+        )
         block = experts.block_bytes
         for layer in wanted:
             file = experts.file(layer)
-            try:
-                size = file.stat().st_size
-            except FileNotFoundError as cause:
-                raise ExpertFileError(
-                    f"{file} is missing: the layers {wanted[0]} to {wanted[-1]} need a file each;"
-                    " copy or pack it again."
-                ) from cause
-            except OSError as cause:
-                raise unreadable(file, cause, error=ExpertFileError) from cause
+            missing = (
+                f"{file} is missing: the layers {wanted[0]} to {wanted[-1]} need a file each;"
+                " copy or pack it again."
+            )
+            size = size_of(file, error=ExpertFileError, missing=missing)
             if size != num_experts * block:
                 raise ExpertFileError(
                     f"{file} has {size} bytes, but {num_experts} experts of {block} bytes"
@@ -191,25 +176,14 @@ class MoefluxExperts:
 
     def refs(self, layer: int) -> dict[str, ExpertRefs]:
         """Component name -> the experts' byte ranges, in the order of the block."""
-        if layer not in self.layers:
-            raise ExpertFileError(
-                f"{self.directory} has no experts of layer {layer}; it has those of layers"
-                f" {', '.join(map(str, self.layers))}."
-            )
-        refs: dict[str, ExpertRefs] = {}
-        offset, stride = 0, self.block_bytes
-        for name, (dtype, shape) in self.components.items():
-            refs[name] = StridedRefs(
-                name=f"layer {layer} {name}",
-                file=self.file(layer),
-                offset=offset,
-                stride=stride,
-                num_experts=self.num_experts,
-                dtype=dtype,
-                shape=shape,
-            )
-            offset += prod(shape) * ITEMSIZE[dtype]
-        return refs
+        check_layer(layer, self.layers, self.directory)
+        return block_refs(
+            self.file(layer),
+            layer,
+            self.components,
+            stride=self.block_bytes,
+            num_experts=self.num_experts,
+        )
 
 
 def block_components(
@@ -221,9 +195,9 @@ def block_components(
     """
     components: dict[str, tuple[str, tuple[int, ...]]] = {}
     for projection in PROJECTIONS:
-        rows, width = (
-            (hidden, intermediate) if projection == "down_proj" else (intermediate, hidden)
-        )
+        rows, width = intermediate, hidden
+        if projection == "down_proj":
+            rows, width = hidden, intermediate
         groups = (rows, spec.groups(width))
         components[f"{projection}.weight"] = ("U32", (rows, spec.words(width)))
         components[f"{projection}.scales"] = ("BF16", groups)
@@ -234,13 +208,12 @@ def block_components(
 def _tensor(name: str, entry: object, *, manifest: Path, weights: Path, size: int) -> TensorRef:
     if not isinstance(entry, dict):
         raise _bad(manifest, name, f"is described by {entry!r}, not by an object")
-    dtype, shape = entry.get("dtype"), entry.get("shape")
-    offset, nbytes = entry.get("offset"), entry.get("size")
+    dtype, shape, offset, nbytes = (entry.get(key) for key in ("dtype", "shape", "offset", "size"))
     if dtype not in _DTYPES:
         raise _bad(manifest, name, f"has dtype {dtype!r}, not one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or not all(map(_is_natural, shape)):
+    if not isinstance(shape, list) or not all(map(is_natural, shape)):
         raise _bad(manifest, name, f"has shape {shape!r}, not a list of sizes")
-    if not _is_natural(offset) or not _is_natural(nbytes):
+    if not is_natural(offset) or not is_natural(nbytes):
         raise _bad(manifest, name, f"has offset {offset!r} and size {nbytes!r}, not two sizes")
     ref = TensorRef(name, weights, offset, dtype, tuple(shape))
     if nbytes != ref.nbytes:
@@ -263,30 +236,22 @@ def _spec(
     if len(weight.shape) < 2 or scales.shape != biases.shape or not prod(scales.shape):
         raise _bad(manifest, path, "has shapes that no quantised weight has")
     words, groups = weight.shape[-1], scales.shape[-1]
-    if told is not None and told not in range(1, 33):
-        raise _bad(manifest, path, f"has bits {told!r}")
     if told is None:
-        width = groups * (group if _is_natural(group) and group else DEFAULT_GROUP_SIZE)
+        width = groups * (group if is_positive(group) else DEFAULT_GROUP_SIZE)
         bits = words * 32 // width
-    else:
+    elif is_positive(told) and told <= 32:
         bits, width = told, words * 32 // told
+    else:
+        raise _bad(manifest, path, f"has bits {told!r}")
     try:
         spec = QuantSpec(bits, width // groups)
-        fits = spec.words(width) == words and spec.groups(width) == groups
+        fits = (spec.words(width), spec.groups(width)) == (words, groups)
     except (UnsupportedError, ShapeError):
         fits = False
     if not fits or scales.shape[:-1] != weight.shape[:-1]:
-        raise _bad(
-            manifest,
-            path,
-            f"has {bits} bits, weight {list(weight.shape)} and scales {list(scales.shape)}, which"
-            " is no quantisation of MLX",
-        )
+        shapes = f"weight {list(weight.shape)} and scales {list(scales.shape)}"
+        raise _bad(manifest, path, f"has {bits} bits, {shapes}, which is no quantisation of MLX")
     return spec
-
-
-def _is_natural(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _bad(manifest: Path, name: str, fault: str) -> CheckpointError:

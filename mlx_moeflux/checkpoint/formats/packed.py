@@ -17,26 +17,28 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from mlx_moeflux.checkpoint.files import (
     HASH_BYTES,
     TEMPORARY_SUFFIX,
+    Progress,
+    counted,
     hash_file,
     inside_path,
+    is_positive,
     read_json_object,
+    size_of,
     sync_directory,
-    unreadable,
     write_atomically,
     write_exact,
 )
 from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, StridedRefs
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, Shaped, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
 
 FORMAT = "mlx_moeflux.experts"
@@ -50,7 +52,7 @@ PROGRESS_NAME = ".progress.json"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedComponent:
+class PackedComponent(Shaped):
     """One tensor of every block of a layer file, and where in the block it begins."""
 
     name: str
@@ -59,14 +61,13 @@ class PackedComponent:
     offset: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in one block."""
-        return prod(self.shape) * ITEMSIZE[self.dtype]
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one entry of axis 0."""
         return self.nbytes // self.shape[0]
+
+    def to_json(self) -> dict[str, object]:
+        """The component's entry of the index."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +85,10 @@ class LayerFile:
 
         Each has a name such as ``gate_proj.weight``, a safetensors dtype and one expert's shape.
         """
-        entries = [{"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in components]
+        entries = [PackedComponent(c.name, c.dtype, c.shape, 0).to_json() for c in components]
         name = f"layer_{layer:02d}.bin"
         parsed = _components(entries, Path(name), f"layer {layer}")
-        block = sum(component.nbytes for component in parsed)
-        return cls(name, parsed, -(-block // ALIGNMENT) * ALIGNMENT)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one expert without the padding to the stride."""
-        return sum(component.nbytes for component in self.components)
+        return cls(name, parsed, -(-_block_bytes(parsed) // ALIGNMENT) * ALIGNMENT)
 
     def to_json(self, num_experts: int) -> dict[str, object]:
         """The layer's entry of the index."""
@@ -102,9 +97,7 @@ class LayerFile:
             "stride": self.stride,
             "bytes": self.stride * num_experts,
             "blake2b": self.blake2b,
-            "components": [
-                {"name": c.name, "dtype": c.dtype, "shape": list(c.shape)} for c in self.components
-            ],
+            "components": [component.to_json() for component in self.components],
         }
 
 
@@ -115,10 +108,6 @@ class TrunkFile:
     file: str
     nbytes: int
     blake2b: str
-
-    def to_json(self) -> dict[str, object]:
-        """The file's entry of the index."""
-        return {"file": self.file, "bytes": self.nbytes, "blake2b": self.blake2b}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +124,24 @@ class PackedIndex:
 
     def to_json(self) -> dict[str, object]:
         """The object that :meth:`from_json` reads."""
-        trunk = {"trunk": [entry.to_json() for entry in self.trunk]} if self.trunk else {}
-        return {
+        layers = {str(i): self.layers[i].to_json(self.num_experts) for i in sorted(self.layers)}
+        result: dict[str, object] = {
             "format": FORMAT,
             "version": VERSION,
             "num_experts": self.num_experts,
             "source": self.source,
-            "layers": {
-                str(layer): self.layers[layer].to_json(self.num_experts)
-                for layer in sorted(self.layers)
-            },
-            **trunk,
+            "layers": layers,
         }
+        if self.trunk:
+            result["trunk"] = [
+                {"file": t.file, "bytes": t.nbytes, "blake2b": t.blake2b} for t in self.trunk
+            ]
+        return result
 
     @classmethod
-    def from_json(cls, value: Mapping, file: Path) -> PackedIndex:
+    def read(cls, file: Path) -> PackedIndex:
         """Check everything that an index says by itself; ExpertFileError names what is wrong."""
+        value: dict[str, Any] = read_json_object(file, error=ExpertFileError)
         if value.get("format") != FORMAT:
             raise _damaged(file, f"format is {value.get('format')!r}, not {FORMAT!r}")
         if value.get("version") != VERSION:
@@ -159,11 +150,11 @@ class PackedIndex:
                 " use the version of the package that wrote it, or convert again."
             )
         num_experts, layers = value.get("num_experts"), value.get("layers")
-        if not _is_positive(num_experts):
+        source = value.get("source", "")
+        if not is_positive(num_experts):
             raise _damaged(file, f"num_experts is {num_experts!r}")
         if not isinstance(layers, dict):
             raise _damaged(file, f"layers is {layers!r}")
-        source = value.get("source", "")
         if not isinstance(source, str):
             raise _damaged(file, f"source is {source!r}")
         parsed = {}
@@ -177,7 +168,7 @@ class PackedIndex:
         return cls(num_experts, dict(sorted(parsed.items())), source, _trunk(value, file))
 
 
-def _trunk(value: Mapping, file: Path) -> tuple[TrunkFile, ...]:
+def _trunk(value: Mapping[str, Any], file: Path) -> tuple[TrunkFile, ...]:
     entries, result = value.get("trunk", []), []
     if not isinstance(entries, list):
         raise _damaged(file, f"trunk is {entries!r}")
@@ -186,12 +177,10 @@ def _trunk(value: Mapping, file: Path) -> tuple[TrunkFile, ...]:
             raise _damaged(file, f"trunk has {entry!r}")
         directory = file.parent.parent
         name = inside_path(directory, entry.get("file"), source=file, error=ExpertFileError)
-        size, digest = entry.get("bytes"), entry.get("blake2b")
-        if not _is_positive(size):
+        size = entry.get("bytes")
+        if not is_positive(size):
             raise _damaged(file, f"{name} has bytes {size!r}")
-        if not isinstance(digest, str) or not _is_hash(digest):
-            raise _damaged(file, f"{name} has blake2b {digest!r}")
-        result.append(TrunkFile(name, size, digest))
+        result.append(TrunkFile(name, size, _digest(entry, file, name)))
     return tuple(result)
 
 
@@ -199,22 +188,24 @@ def _layer(entry: object, file: Path, place: str, num_experts: int) -> LayerFile
     if not isinstance(entry, dict):
         raise _damaged(file, f"{place} is {entry!r}")
     name = inside_path(file.parent, entry.get("file"), source=file, error=ExpertFileError)
-    stride, total, digest = entry.get("stride"), entry.get("bytes"), entry.get("blake2b")
+    stride, total = entry.get("stride"), entry.get("bytes")
     components = _components(entry.get("components"), file, place)
-    result = LayerFile(name, components, stride, digest)
-    if not _is_positive(stride) or stride % ALIGNMENT:
+    block = _block_bytes(components)
+    if not is_positive(stride) or stride % ALIGNMENT:
         raise _damaged(file, f"{place} has stride {stride!r}, no multiple of {ALIGNMENT}")
-    if stride < result.block_bytes:
-        raise _damaged(
-            file, f"{place} has stride {stride}, but its block takes {result.block_bytes} bytes"
-        )
+    if stride < block:
+        raise _damaged(file, f"{place} has stride {stride}, but its block takes {block} bytes")
     if type(total) is not int or total != stride * num_experts:
-        raise _damaged(
-            file, f"{place} has bytes {total!r}, but stride x experts is {stride * num_experts}"
-        )
-    if not isinstance(digest, str) or not _is_hash(digest):
+        needed = stride * num_experts
+        raise _damaged(file, f"{place} has bytes {total!r}, but stride x experts is {needed}")
+    return LayerFile(name, components, stride, _digest(entry, file, place))
+
+
+def _digest(entry: dict[str, Any], file: Path, place: str) -> str:
+    digest = entry.get("blake2b")
+    if not isinstance(digest, str) or not _HASH.fullmatch(digest):
         raise _damaged(file, f"{place} has blake2b {digest!r}")
-    return result
+    return digest
 
 
 def _components(entries: object, file: Path, place: str) -> tuple[PackedComponent, ...]:
@@ -222,43 +213,32 @@ def _components(entries: object, file: Path, place: str) -> tuple[PackedComponen
         raise _damaged(file, f"{place} has components {entries!r}")
     result, offset = [], 0
     for entry in entries:
-        name, dtype, shape = (
-            (entry.get(key) for key in ("name", "dtype", "shape"))
-            if isinstance(entry, dict)
-            else (entry, None, None)
-        )
+        known = entry if isinstance(entry, dict) else {"name": entry}
+        name, dtype, shape = (known.get(key) for key in ("name", "dtype", "shape"))
         if not isinstance(name, str) or name not in COMPONENT_ORDER:
             raise _damaged(file, f"{place} has the unknown component {name!r}")
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
             raise _damaged(file, f"{name} of {place} has dtype {dtype!r}")
-        if not isinstance(shape, list) or not shape or not all(map(_is_positive, shape)):
+        if not isinstance(shape, list) or not shape or not all(map(is_positive, shape)):
             raise _damaged(file, f"{name} of {place} has shape {shape!r}")
         result.append(PackedComponent(name, dtype, tuple(shape), offset))
         offset += result[-1].nbytes
     names = [component.name for component in result]
     if not names or names != [name for name in COMPONENT_ORDER if name in names]:
+        found, order = ", ".join(names) or "none", ", ".join(COMPONENT_ORDER)
         raise _damaged(
-            file,
-            f"{place} has the components {', '.join(names) or 'none'}, not some of"
-            f" {', '.join(COMPONENT_ORDER)} in this order",
+            file, f"{place} has the components {found}, not some of {order} in this order"
         )
     return tuple(result)
 
 
-def _is_positive(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_hash(text: str) -> bool:
-    return len(text) == 2 * HASH_BYTES and set(text) <= set("0123456789abcdef")
+def _block_bytes(components: Iterable[PackedComponent]) -> int:
+    """Bytes of one expert without the padding to the stride."""
+    return sum(component.nbytes for component in components)
 
 
 def _damaged(file: Path, fault: str) -> ExpertFileError:
     return ExpertFileError(f"{file} is not usable: {fault}; convert the checkpoint again.")
-
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 
 def is_packed(directory: str | os.PathLike[str]) -> bool:
@@ -267,11 +247,12 @@ def is_packed(directory: str | os.PathLike[str]) -> bool:
     return (experts / INDEX_NAME).exists() or (experts / PROGRESS_NAME).exists()
 
 
+@dataclass(frozen=True, slots=True)
 class PackedExperts:
     """The layer files of a packed directory, checked by size; made by :meth:`open`."""
 
-    def __init__(self, directory: Path, index: PackedIndex) -> None:
-        self.directory, self.index = directory, index
+    directory: Path
+    index: PackedIndex
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> PackedExperts:
@@ -284,8 +265,13 @@ class PackedExperts:
         experts = directory / EXPERTS_DIRECTORY
         file = experts / INDEX_NAME
         if not file.exists():
-            raise ExpertFileError(_why_no_index(experts))
-        index = PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+            if (experts / PROGRESS_NAME).exists():
+                raise ExpertFileError(
+                    f"{experts} holds an unfinished conversion; run the same conversion again,"
+                    " which goes on where it stopped."
+                )
+            raise ExpertFileError(f"{file} is missing; convert the checkpoint again.")
+        index = PackedIndex.read(file)
         if not index.layers:
             raise ExpertFileError(f"{file} lists no layers; convert the checkpoint again.")
         for layer, entry in index.layers.items():
@@ -305,33 +291,16 @@ class PackedExperts:
 
     def refs(self, layer: int) -> dict[str, ExpertRefs]:
         """Component name -> the experts' byte ranges, in the order of the block."""
-        entry = self._entry(layer)
-        file = self.file(layer)
-        return {
-            component.name: StridedRefs(
-                name=f"layer {layer} {component.name}",
-                file=file,
-                offset=component.offset,
-                stride=entry.stride,
-                num_experts=self.num_experts,
-                dtype=component.dtype,
-                shape=component.shape,
-            )
-            for component in entry.components
-        }
+        check_layer(layer, self.layers, self.directory)
+        entry = self.index.layers[layer]
+        components = {c.name: (c.dtype, c.shape) for c in entry.components}
+        return block_refs(
+            self.file(layer), layer, components, stride=entry.stride, num_experts=self.num_experts
+        )
 
     def file(self, layer: int) -> Path:
         """The layer's file."""
-        return self.directory / EXPERTS_DIRECTORY / self._entry(layer).file
-
-    def _entry(self, layer: int) -> LayerFile:
-        try:
-            return self.index.layers[layer]
-        except KeyError:
-            raise ExpertFileError(
-                f"{self.directory} has no experts of layer {layer}; it has those of layers"
-                f" {', '.join(map(str, self.layers))}."
-            ) from None
+        return self.directory / EXPERTS_DIRECTORY / self.index.layers[layer].file
 
 
 def verify(directory: str | os.PathLike[str], progress: Progress | None = None) -> None:
@@ -346,14 +315,7 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
     trunk = [(packed.directory / t.file, t.nbytes, t.blake2b) for t in index.trunk]
     for file, size, _ in trunk:
         _check_size(file, "the trunk", size, error=CheckpointError)
-    total, done = sum(size for _, size, _ in layers + trunk), 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
+    report = counted(progress, sum(size for _, size, _ in layers + trunk))
     for files, error in ((layers, ExpertFileError), (trunk, CheckpointError)):
         wrong = [
             str(file)
@@ -367,24 +329,11 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
             )
 
 
-def _why_no_index(experts: Path) -> str:
-    if (experts / PROGRESS_NAME).exists():
-        return (
-            f"{experts} holds an unfinished conversion; run the same conversion again, which goes"
-            " on where it stopped."
-        )
-    return f"{experts / INDEX_NAME} is missing; convert the checkpoint again."
-
-
 def _check_size(
     file: Path, content: str, expected: int, *, error: type[MoefluxError] = ExpertFileError
 ) -> None:
-    try:
-        size = file.stat().st_size
-    except FileNotFoundError as cause:
-        raise error(f"{file} with {content} is missing; convert the checkpoint again.") from cause
-    except OSError as cause:
-        raise unreadable(file, cause, error=error) from cause
+    missing = f"{file} with {content} is missing; convert the checkpoint again."
+    size = size_of(file, error=error, missing=missing)
     if size != expected or not file.is_file():
         raise error(
             f"{file} with {content} has {size} bytes, but must have {expected};"
@@ -392,6 +341,7 @@ def _check_size(
         )
 
 
+_HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _OURS = re.compile(
     r"(layer_\d{2,}\.bin|index\.json|\.progress\.json)" + re.escape(TEMPORARY_SUFFIX)
 )
@@ -455,13 +405,15 @@ class PackedWriter:
         wanted = sorted(self._layers if layers is None else layers)
         missing = [layer for layer in wanted if not self.done(layer)]
         if missing or not wanted:
-            raise ExpertFileError(
-                f"{self.experts} cannot be finished: layer {missing[0]} is not written."
-                if missing
-                else f"{self.experts} cannot be finished: no layer is written."
-            )
-        files = tuple(_hashed(self.directory, name) for name in trunk)
-        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, files)
+            fault = f"layer {missing[0]} is not written" if missing else "no layer is written"
+            raise ExpertFileError(f"{self.experts} cannot be finished: {fault}.")
+        files = []
+        for name in trunk:
+            file = self.directory / name
+            size = size_of(file)
+            digest = hash_file(file, size=size, error=CheckpointError)
+            files.append(TrunkFile(name, size, digest))
+        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, tuple(files))
         try:
             (self.experts / PROGRESS_NAME).unlink(missing_ok=True)
             sync_directory(self.experts)
@@ -474,34 +426,26 @@ class PackedWriter:
             f"{self.experts} already holds the experts of another checkpoint or quantisation;"
             " delete it or choose another directory."
         )
-        try:
-            index = self._read(INDEX_NAME)
-        except ExpertFileError as cause:
-            raise ExpertFileError(foreign) from cause
-        if index is not None:
-            if (index.source, index.num_experts) != (self.source, self.num_experts):
+        ours = (self.source, self.num_experts)
+        index, progress = self.experts / INDEX_NAME, self.experts / PROGRESS_NAME
+        if index.exists():
+            try:
+                found = PackedIndex.read(index)
+            except ExpertFileError as cause:
+                raise ExpertFileError(foreign) from cause
+            if (found.source, found.num_experts) != ours:
                 raise ExpertFileError(foreign)
-            self._layers = dict(index.layers)
-            return
-        try:
-            progress = self._read(PROGRESS_NAME)
-        except ExpertFileError:
-            (self.experts / PROGRESS_NAME).unlink()
-            return
-        if progress is None:
-            return
-        if (progress.source, progress.num_experts) == (self.source, self.num_experts):
-            self._layers = dict(progress.layers)
-            return
-        for entry in progress.layers.values():
-            (self.experts / entry.file).unlink(missing_ok=True)
-        (self.experts / PROGRESS_NAME).unlink()
-
-    def _read(self, name: str) -> PackedIndex | None:
-        file = self.experts / name
-        if not file.exists():
-            return None
-        return PackedIndex.from_json(read_json_object(file, error=ExpertFileError), file)
+            self._layers = dict(found.layers)
+        elif progress.exists():
+            found = None
+            with suppress(ExpertFileError):
+                found = PackedIndex.read(progress)
+            if found is not None and (found.source, found.num_experts) == ours:
+                self._layers = dict(found.layers)
+                return
+            for entry in found.layers.values() if found is not None else ():
+                (self.experts / entry.file).unlink(missing_ok=True)
+            progress.unlink()
 
     def _add(self, layer: int, entry: LayerFile) -> None:
         self._layers[layer] = entry
@@ -527,6 +471,7 @@ class LayerWriter:
 
     def __init__(self, writer: PackedWriter, layer: int, plan: LayerFile) -> None:
         self.layer, self.plan = layer, plan
+        self._nbytes = plan.stride * writer.num_experts
         self._writer = writer
         self._target = writer.experts / plan.file
         self._file = self._target.with_name(plan.file + TEMPORARY_SUFFIX)
@@ -534,51 +479,53 @@ class LayerWriter:
         self._fd = -1
         # One byte for every row of every expert: tells a hole from a finished file exactly.
         self._written = {
-            component.name: bytearray(writer.num_experts * component.shape[0])
-            for component in plan.components
+            name: bytearray(writer.num_experts * component.shape[0])
+            for name, component in self._components.items()
         }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.plan.stride * self._writer.num_experts
 
     def write(self, expert: int, component: str, row_start: int, data: Buffer) -> None:
         """Write rows of one component of one expert, from ``row_start`` on: whole rows only."""
-        self._check_expert(expert)
+        if self._fd < 0:
+            raise ExpertFileError(f"Layer {self.layer} is closed; write inside its with block.")
+        experts = self._writer.num_experts
+        if not 0 <= expert < experts:
+            raise ExpertFileError(
+                f"Layer {self.layer} has {experts} experts: there is no {expert}."
+            )
         if component not in self._components:
             raise ExpertFileError(
                 f"Layer {self.layer} has no component {component!r}; it has"
                 f" {', '.join(self._components)}."
             )
-        part, view = self._components[component], _bytes_of(data)
+        part, view = self._components[component], memoryview(data)
+        # An empty view cannot be cast.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
         rows, rest = divmod(view.nbytes, part.row_bytes)
         if rest or row_start < 0 or row_start + rows > part.shape[0]:
-            raise self._wrong_size(part, expert, row_start, view.nbytes)
+            raise ExpertFileError(
+                f"{view.nbytes} bytes at row {row_start} of {part.name} of expert {expert} do not"
+                f" fit: {part.dtype} {list(part.shape)} has rows of {part.row_bytes} bytes."
+            )
         start = expert * self.plan.stride + part.offset + row_start * part.row_bytes
         try:
             write_exact(self._fd, view, offset=start)
         except OSError as cause:
-            _raise_write_error(self._file, cause, needed=self.nbytes, offset=start)
-        self._mark(part, expert, row_start, rows)
+            _raise_write_error(self._file, cause, needed=self._nbytes, offset=start)
+        first = expert * part.shape[0] + row_start
+        self._written[component][first : first + rows] = b"\1" * rows
 
     def __enter__(self) -> LayerWriter:
         try:
             self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            _reserve(self._fd, self.nbytes)
+            _reserve(self._fd, self._nbytes)
         except BaseException as cause:
             self._abandon()
             if isinstance(cause, OSError):
-                _raise_write_error(self._file, cause, needed=self.nbytes)
+                _raise_write_error(self._file, cause, needed=self._nbytes)
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._commit()
@@ -596,11 +543,11 @@ class LayerWriter:
                 )
         try:
             os.fsync(self._fd)
-            digest = hash_file(self._file, size=self.nbytes, error=ExpertFileError)
+            digest = hash_file(self._file, size=self._nbytes, error=ExpertFileError)
             os.replace(self._file, self._target)
             sync_directory(self._target.parent)
         except OSError as cause:
-            _raise_write_error(self._file, cause, needed=self.nbytes)
+            _raise_write_error(self._file, cause, needed=self._nbytes)
         self._writer._add(self.layer, replace(self.plan, blake2b=digest))
 
     def _abandon(self) -> None:
@@ -609,26 +556,6 @@ class LayerWriter:
             os.close(self._fd)
             self._fd = -1
         self._file.unlink(missing_ok=True)
-
-    def _check_expert(self, expert: int) -> None:
-        if self._fd < 0:
-            raise ExpertFileError(f"Layer {self.layer} is closed; write inside its with block.")
-        if not 0 <= expert < self._writer.num_experts:
-            raise ExpertFileError(
-                f"Layer {self.layer} has {self._writer.num_experts} experts: there is no {expert}."
-            )
-
-    def _mark(self, component: PackedComponent, expert: int, row: int, rows: int) -> None:
-        start = expert * component.shape[0] + row
-        self._written[component.name][start : start + rows] = b"\1" * rows
-
-    def _wrong_size(
-        self, component: PackedComponent, expert: int, row: int, nbytes: int
-    ) -> ExpertFileError:
-        return ExpertFileError(
-            f"{nbytes} bytes at row {row} of {component.name} of expert {expert} do not fit:"
-            f" {component.dtype} {list(component.shape)} has rows of {component.row_bytes} bytes."
-        )
 
 
 def _raise_write_error(
@@ -651,15 +578,6 @@ def _raise_write_error(
     ) from cause
 
 
-def _hashed(directory: Path, name: str) -> TrunkFile:
-    file = directory / name
-    try:
-        size = file.stat().st_size
-    except OSError as cause:
-        raise unreadable(file, cause) from cause
-    return TrunkFile(name, size, hash_file(file, size=size, error=CheckpointError))
-
-
 def _reserve(fd: int, size: int) -> None:
     """Make the file ``size`` bytes long, on reserved space where the system can do that.
 
@@ -673,8 +591,3 @@ def _reserve(fd: int, size: int) -> None:
         if cause.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(fd, size)
-
-
-def _bytes_of(data: Buffer) -> memoryview:
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
