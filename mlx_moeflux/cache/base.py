@@ -319,7 +319,7 @@ def check_positions(cache: Sequence[BaseCache]) -> list[int]:
 
 
 @contextmanager
-def transaction(cache: list[Any] | None) -> Iterator[None]:
+def transaction(cache: Sequence[Any] | None) -> Iterator[None]:
     """Roll every entry of ``cache`` back if the block raises, then re-raise.
 
     A kernel's failure is raised as :class:`~mlx_moeflux.errors.KernelError`. Recurrent entries

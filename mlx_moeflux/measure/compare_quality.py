@@ -90,7 +90,7 @@ def compare(
     """
     fixed = json.loads(PROMPTS.read_text(encoding="utf-8"))
     texts = fixed["texts"] if texts is None else texts
-    prompts = fixed["json"] if prompts is None else prompts
+    questions = fixed["json"] if prompts is None else prompts
     if not texts:
         raise InputError("there are no texts to compare on; give at least one.")
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def compare(
             ids = [tokenizer.encode(text) for text in texts]
             for file, each in zip(files, ids, strict=True):
                 np.save(file, _log_probabilities(model, each))
-            valid = _valid_share(model, tokenizer, prompts, max_tokens)
+            valid = _valid_share(model, tokenizer, questions, max_tokens)
         losses, lossy_losses, divergences, same = [], [], [], []
         with _opened(lossy) as (model, tokenizer):
             if ids != [tokenizer.encode(text) for text in texts]:
@@ -116,7 +116,7 @@ def compare(
                 lossy_losses.append(-q[rows, following])
                 divergences.append((np.exp(p) * (p - q)).sum(axis=1))
                 same.append(p.argmax(axis=1) == q.argmax(axis=1))
-            lossy_valid = _valid_share(model, tokenizer, prompts, max_tokens)
+            lossy_valid = _valid_share(model, tokenizer, questions, max_tokens)
             marks = tuple(model.store.stats().lossy)
     return Comparison(
         positions=sum(len(row) for row in losses),

@@ -28,6 +28,7 @@ from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES, make_prefetch
 from mlx_moeflux.experts.telemetry.forecast import Profile
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.measure.benchmark.card import expert_files
 from mlx_moeflux.measure.benchmark.pages import evict
 from mlx_moeflux.models import map_checkpoint
 
@@ -115,7 +116,7 @@ def tune(
             report(str(error))
     reader = min(curves, key=lambda name: curves[name][-1])
     with load_model(directory) as model:
-        resident, identity = model.plan.resident, model.identity
+        resident, identity = model.plan is None or model.plan.resident, model.identity
         tries = list(budgets or _budgets(model))
         if resident and budgets is None:
             seconds = note("decode, resident", _decode(model, tokens))
@@ -132,7 +133,7 @@ def tune(
                 if name == READERS[0]:
                     raise
                 report(str(error))
-        reader = min(speeds, key=speeds.get)
+        reader = min(speeds, key=speeds.__getitem__)
         options = {"expert_reader": reader, "expert_threads": threads[reader]}
         with load_model(directory, expert_memory=tries[0], **options) as model:
             memory = _knee(model, tries, tokens, repeats, note)
@@ -174,19 +175,20 @@ def _read_speeds(
     name: str, experts: Mapping[int, Any], repeats: int, note: Callable[[str, float], float]
 ) -> tuple[int, tuple[float, ...]]:
     """Return the best number of threads for a reader, and the seconds of 1 to 8 cold blocks."""
-    reader = make_reader(name, experts)
+    reader, files = make_reader(name, experts), expert_files(experts)
+
+    def read(threads: int, blocks: int) -> float:
+        return _read(reader, files, threads, blocks, repeats)
+
     try:
-        times = {
-            count: note(f"8 blocks, {name}, {count} threads", _read(reader, count, 8, repeats))
-            for count in THREADS
-        }
+        times = {n: note(f"8 blocks, {name}, {n} threads", read(n, 8)) for n in THREADS}
         best = cheapest(times)
-        return best, tuple(_read(reader, best, n, repeats) for n in range(1, 9))
+        return best, tuple(read(best, n) for n in range(1, 9))
     finally:
         reader.close()
 
 
-def _read(reader: Any, threads: int, blocks: int, repeats: int) -> float:
+def _read(reader: Any, files: Sequence[Path], threads: int, blocks: int, repeats: int) -> float:
     """Seconds until so many random blocks of one layer have arrived, cold where the system can be
     told to forget; the median."""
     random, pool = np.random.default_rng(blocks), open_pool(reader, threads, None)
@@ -196,7 +198,7 @@ def _read(reader: Any, threads: int, blocks: int, repeats: int) -> float:
             layer = int(random.choice(reader.layers))
             chosen = random.choice(reader.num_experts, min(blocks, reader.num_experts), False)
             slots = HostSlots(reader.layout(layer), len(chosen))
-            evict(reader.ranges.files)
+            evict(files)
             start = perf_counter()
             fetch = pool.fetch(layer, slots, [(int(e), i) for i, e in enumerate(chosen)])
             fetch.start()

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, check_positions
 from mlx_moeflux.cache.kv import KV_BITS, quantized
@@ -28,6 +27,7 @@ from mlx_moeflux.kernels.runtime import failures
 from mlx_moeflux.models.layers import forget_dense, stack
 from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
+from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.record import record
 from mlx_moeflux.models.state_spec import entry_specs, state_spec
 
@@ -209,14 +209,14 @@ class StreamingModel(nn.Module):
     def state_spec(self) -> StateSpec:
         """Return identity and shapes of this model's states, computed on first use."""
         if self._state_spec is None:
-            self._state_spec = state_spec(self)
+            self._state_spec = state_spec(cast("Decoder", self))
         return self._state_spec
 
     def entry_specs(self) -> tuple[EntrySpec, ...]:
         """Return the spec of each entry of :meth:`make_cache`, computed on first use."""
         if self._entry_specs is None:
             with self.lock:
-                self._entry_specs = entry_specs(self)
+                self._entry_specs = entry_specs(cast("Decoder", self))
         return self._entry_specs
 
     def state_bytes(self, positions: int) -> int:
@@ -239,7 +239,7 @@ class StreamingModel(nn.Module):
 
     def trunk_bytes(self) -> int:
         """Return the bytes of all parameters; resident experts count once they are set."""
-        return sum(array.nbytes for _, array in tree_flatten(self.parameters()))
+        return sum(array.nbytes for _, array in named_parameters(self))
 
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""

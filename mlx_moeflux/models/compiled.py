@@ -95,16 +95,13 @@ class _PagedAttention(_Attention):
 class _PackedAttention(_Attention):
     """Traced stand-in of an entry with rows in 4 or 8 bits; each step unpacks the buffer."""
 
-    newest = None
-
-    def __init__(
-        self,
-        kind: type[AttentionCache],
-        arrays: Sequence[mx.array],
-        *counts: Any,
-    ):
+    def __init__(self, kind: type[AttentionCache], arrays: Sequence[mx.array], *counts: Any):
         super().__init__(arrays, *counts)
         self._kind = kind
+
+    @property
+    def newest(self) -> None:
+        return None
 
     def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
         buffers = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
@@ -345,12 +342,9 @@ def _arrays(bank: ExpertBank) -> list[mx.array]:
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
     """Return a bank of `arrays`, the inverse of :func:`_arrays`, structured as `like`."""
     left = iter(arrays)
-    return ExpertBank(
-        *(
-            ProjectionBank(
-                *(next(left) if a is not None else None for a in (p.weight, p.scales, p.biases)),
-                p.spec,
-            )
-            for p in (like.gate, like.up, like.down)
-        )
-    )
+
+    def part(p: ProjectionBank) -> ProjectionBank:
+        weight, scales = next(left), None if p.scales is None else next(left)
+        return ProjectionBank(weight, scales, None if p.biases is None else next(left), p.spec)
+
+    return ExpertBank(part(like.gate), part(like.up), part(like.down))

@@ -96,7 +96,7 @@ class DecoderLayer(nn.Module):
         else:
             parts = BaseCache().parts(h.shape[1], chunk)
             out = _chunked(lambda part: self.mlp(part, norm), h, parts)
-        return mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1)
+        return list(mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1))
 
     def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
         """Apply the first half, mixer and residual, to x ``[B, T, C]``."""

@@ -219,7 +219,8 @@ class MoeBlock(SparseMoeBlock):
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """See :meth:`SparseMoeBlock.route`."""
         if getattr(self._router, "wants_bias", False):
-            return self._router(logits, self.gate.e_score_correction_bias)
+            choose: Any = self._router
+            return choose(logits, self.gate.e_score_correction_bias)
         return self._router(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
@@ -286,7 +287,7 @@ class Model(DecoderModel):
         found = set(names)
         for i, layer in enumerate(self.layers):
             if f"model.layers.{i}.self_attn.embed_q.weight" in found:
-                layer.self_attn.use_split_heads()
+                layer["self_attn"].use_split_heads()
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -100,7 +101,7 @@ class Stack:
     """
 
     linears: tuple[nn.Module, ...]
-    weights: list[Weight]
+    weights: Sequence[Weight | Applied]
     rows: list[tuple[mx.array | None, mx.array | None]]
     joined: Weight | None
     """All of `weights` as one matrix, or None if they are stored differently."""
@@ -138,12 +139,12 @@ def stack(*linears: nn.Module) -> None:
             if not _alike(first, weight_of(other)):
                 break
             group.append(other)
-        weights.append(first if len(group) == 1 else _stacked(group, first))
+        weights.append(_stacked(group, first) if isinstance(first, Weight) else first)
         done += len(group)
     linears[0]._stack = restack(linears, weights)
 
 
-def restack(linears: tuple[nn.Module, ...], weights: list[Weight | Applied]) -> Stack:
+def restack(linears: tuple[nn.Module, ...], weights: Sequence[Weight | Applied]) -> Stack:
     """Make the parameters of `linears` views of `weights`, which hold them in this order.
 
     Evaluates: the views.
@@ -158,8 +159,9 @@ def restack(linears: tuple[nn.Module, ...], weights: list[Weight | Applied]) -> 
                 mx.eval(each[name])
             start += out
     rows = [(each.get("weight"), each.get("scales")) for each in linears]
-    one = len(weights) == 1 and len(linears) > 1
-    return Stack(linears, weights, rows, replace(weights[0], outs=()) if one else None)
+    first = weights[0] if len(weights) == 1 and len(linears) > 1 else None
+    joined = replace(first, outs=()) if isinstance(first, Weight) else None
+    return Stack(linears, weights, rows, joined)
 
 
 def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
@@ -174,7 +176,10 @@ def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
 
 
 def _stacked(group: list[nn.Module], first: Weight) -> Weight:
-    outs = tuple(each.weight.shape[0] for each in group)
+    """Return the matrices of `group`, which are stored like `first`, as one."""
+    if len(group) == 1:
+        return first
+    outs = tuple(each["weight"].shape[0] for each in group)
     whole = {}
     for name in ("weight", "scales", "biases"):
         if getattr(first, name) is None:

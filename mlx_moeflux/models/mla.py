@@ -10,6 +10,8 @@ import mlx.nn as nn
 
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import weight_of, weights_of
@@ -40,8 +42,8 @@ class HeadLinear(nn.Module):
 
     def matrices(self) -> HeadMatrices:
         """Return the current parameters."""
-        parts = (self.get(part) for part in ("weight", "scales", "biases"))
-        return HeadMatrices(*parts, self._spec, 0, self.weight.shape[1])
+        scales, biases = self.get("scales"), self.get("biases")
+        return HeadMatrices(self.weight, scales, biases, self._spec, 0, self.weight.shape[1])
 
 
 class LatentAttention(nn.Module):
@@ -111,7 +113,8 @@ class LatentAttention(nn.Module):
             q_latent, q_rope, newest = kernels.latent_step(
                 q, kv, newest, keys, **inputs, use_kernel=choice
             )
-            options = cache.appended(newest)
+            stand_in: Any = cache
+            options = stand_in.appended(newest)
         else:
             q_nope, q_rope, latent, key_rope = kernels.latent_prepare(q, kv, **inputs, nope=absorbs)
             options = cache.append(kernels, latent, key_rope)
@@ -158,11 +161,16 @@ class LatentAttention(nn.Module):
         if "embed_q" in self:
             return self.embed_q.matrices(), self.unembed_out.matrices()
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
-        stored, parts = weight_of(self.kv_b_proj), []
+        stored = weight_of(self.kv_b_proj)
+        if not isinstance(stored, Weight):
+            raise UnsupportedError("kv_b_proj takes no adapter and no bias.")
         rows = stored.weight.shape[0] // H
-        for part in (stored.weight, stored.scales, stored.biases):
-            parts.append(None if part is None else part.reshape(H, rows, -1))
-        whole = HeadMatrices(*parts, stored.spec, 0, rows)
+        weight = stored.weight.reshape(H, rows, -1)
+        scales, biases = (
+            None if part is None else part.reshape(H, rows, -1)
+            for part in (stored.scales, stored.biases)
+        )
+        whole = HeadMatrices(weight, scales, biases, stored.spec, 0, rows)
         return replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

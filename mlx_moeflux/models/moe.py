@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, ShapeError
@@ -94,7 +95,7 @@ def check_router(router: Router, num_experts: int) -> None:
     ids, weights = answer
     if not mx.isfinite(weights).all().item():
         raise ShapeError(f"{name} returned weights that are not finite.")
-    rows = ids.tolist()
+    rows = np.array(ids).tolist()
     if any(sorted(set(row)) != row or row[-1] >= num_experts for row in rows):
         raise ShapeError(
             f"{name} returned ids {rows[0]}; each row must be ascending, distinct and below "

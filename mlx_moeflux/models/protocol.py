@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_moeflux.cache import EntrySpec, SequenceState
 from mlx_moeflux.kernels.registry import Kernels
+
+
+class HasParameters(Protocol):
+    """A module."""
+
+    def parameters(self) -> dict[str, Any]: ...
 
 
 class Decoder(Protocol):
@@ -18,9 +25,11 @@ class Decoder(Protocol):
     config: Any
     model: Any
     identity: str
-    training: bool
     kv_bits: int | None
     kv_group_size: int
+
+    @property
+    def training(self) -> bool: ...
 
     @property
     def layers(self) -> Sequence[Any]: ...
@@ -41,3 +50,8 @@ class Decoder(Protocol):
     def entry_specs(self) -> tuple[EntrySpec, ...]: ...
 
     def logits(self, h: mx.array) -> mx.array: ...
+
+
+def named_parameters(model: HasParameters) -> list[tuple[str, mx.array]]:
+    """Return the parameters with their dotted names, in no order."""
+    return list(tree_flatten(model.parameters()))  # pyright: ignore[reportReturnType]  # of a tree

@@ -62,15 +62,12 @@ _DEEPSEEK = deepseek_v3.Config(
     rope=Rope(theta=1e4, factor=40.0, original=4096.0, mscale=1.0, mscale_all_dim=1.0),
 )
 
-_NEXT = qwen3_next.Config(
-    **asdict(_QWEN)
-    | {
-        "vocab_size": 151936,
-        "num_hidden_layers": 48,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "intermediate_size": 5120,
-    }
+_NEXT = replace(
+    qwen3_next.Config(**asdict(_QWEN), intermediate_size=5120),
+    vocab_size=151936,
+    num_hidden_layers=48,
+    num_experts=512,
+    num_experts_per_tok=10,
 )
 
 # Published shapes, from the models' config.json (transformers' defaults for the first). Those

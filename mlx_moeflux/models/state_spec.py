@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import numpy as np
 
 from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
-from mlx_moeflux.models.protocol import Decoder
+from mlx_moeflux.models.protocol import Decoder, named_parameters
 
 # Elements of each parameter that enter the identity.
 SAMPLES = 64
 
 
-Parameters = list[tuple[str, mx.array]]
+Parameters = Sequence[tuple[str, mx.array]]
 
 
 def state_spec(model: Decoder) -> StateSpec:
     """Return identity and shapes of the states of `model`. Evaluates: SAMPLES elements of each
     parameter."""
-    parameters = sorted(tree_flatten(model.parameters()))
+    parameters = sorted(named_parameters(model))
     identity = state_identity(model, parameters)
     return StateSpec(identity, model.entry_specs(), model.config.vocab_size)
 
@@ -56,7 +57,7 @@ def _trunk_samples(parameters: Parameters) -> bytes:
         if ".switch_mlp." not in name and array.size:
             some = array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES]
             pieces.append(mx.contiguous(some).view(mx.uint8))
-    return bytes(memoryview(mx.concatenate(pieces)))
+    return np.array(mx.concatenate(pieces)).tobytes()
 
 
 def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
@@ -66,7 +67,7 @@ def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
     values.
     """
     shapes: dict[str, list[Any]] = {}
-    for name, array in sorted(tree_flatten(model.parameters())):
+    for name, array in sorted(named_parameters(model)):
         place, _, rest = name.partition("_attn.")
         shapes.setdefault(place, []).append((rest, array.shape, array.dtype))
     weight, known, specs = model.model.norm.weight, {}, []

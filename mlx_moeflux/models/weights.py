@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,10 +19,11 @@ from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, 
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
-from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import ExpertProjection, SwitchGLU
 
 FLOATS = ("F32", "BF16", "F16")
+M = TypeVar("M", bound=nn.Module)
 
 
 def default_dtype() -> mx.Dtype:
@@ -30,7 +32,7 @@ def default_dtype() -> mx.Dtype:
 
 
 def match_trunk(
-    model: StreamingModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
+    model: DecoderModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
 ) -> tuple[dict[str, TrunkTensor], dict[str, Transform]]:
     """Quantise the modules of `model` as in the checkpoint and compare names and shapes; no data is
     read. Returns parameter name -> tensor, and parameter name -> transform.
@@ -57,7 +59,7 @@ def match_trunk(
 
 
 def fill_trunk(
-    model: StreamingModel,
+    model: DecoderModel,
     mapped: MappedTensors,
     quantization: Quantization,
     *,
@@ -102,7 +104,7 @@ def _wrong_shape(ref: TensorRef, shape, expected) -> CheckpointError:
     )
 
 
-def check_layers(model: StreamingModel, found: Iterable[str], directory: Path) -> None:
+def check_layers(model: DecoderModel, found: Iterable[str], directory: Path) -> None:
     """Compare the number of layers in a checkpoint's tensor names with the model's.
 
     Raises:
@@ -130,7 +132,7 @@ def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:
 
 
 def _quantise_modules(
-    model: StreamingModel,
+    model: DecoderModel,
     trunk: dict[str, TensorRef],
     quantization: Quantization,
     directory: Path,
@@ -145,7 +147,7 @@ def _quantise_modules(
         module = modules.get(path)
         if leaf != "scales" or weight is None or not hasattr(module, "to_quantized"):
             continue
-        specs[path] = infer_spec(weight, scales, module.weight.shape[-1])
+        specs[path] = infer_spec(weight, scales, modules[path].weight.shape[-1])
         declared = quantization.spec(path)
         if declared is not None and declared != specs[path]:
             raise CheckpointError(
@@ -209,10 +211,11 @@ def load_experts(
         for projection in PROJECTIONS:
             if specs[projection] is not None:
                 switch[projection].freeze()
-        yield switch.eval()
+        switch.eval()
+        yield switch
 
 
-def _empty(kind: type[nn.Module]) -> nn.Module:
+def _empty(kind: type[M]) -> M:
     """Return a module without parameters: none is drawn that a checkpoint replaces."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)

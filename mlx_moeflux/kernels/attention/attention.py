@@ -134,9 +134,9 @@ def causal_sdpa(
     """
     if isinstance(mask, mx.array) and (start is not None or isinstance(length, mx.array)):
         raise ShapeError("sdpa: a mask as an array says what is seen; leave out start, length.")
-    if tail is not None and length is None:
-        raise ShapeError("sdpa: a tail needs the length.")
     if tail is not None:
+        if length is None:
+            raise ShapeError("sdpa: a tail needs the length.")
         k, v = (joined(x, end, length) for x, end in zip((k, v), tail, strict=True))
     if isinstance(length, int) and length < k.shape[2]:
         k, v = k[:, :, :length], v[:, :, :length]
@@ -315,7 +315,7 @@ def run(
     bounds = ranges(call.q[0], call.k[2], length, start)
     q2, k2 = rotary or (q, k)
     inputs = [q, q2, k, k2, v]
-    if plan.kernel is latent_token.KERNEL:
+    if plan.kernel is latent_token.KERNEL and tail is not None:
         inputs = [q, q2, k, k2, *tail]
     elif plan.kernel in _KERNELS["shared"]:
         inputs += [*(tail or (k, k)), bounds if table is None else table]

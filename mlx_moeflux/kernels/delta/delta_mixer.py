@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ def causal_conv_silu(
     T, W = x.shape[1], weight.shape[1]
     window = mx.concatenate([state.astype(x.dtype), x], axis=1)  # [B, W - 1 + T, D]
     taps = weight.astype(mx.float32)
-    total = sum(window[:, j : j + T].astype(mx.float32) * taps[:, j] for j in range(W))
+    terms = (window[:, j : j + T].astype(mx.float32) * taps[:, j] for j in range(W))
+    total = functools.reduce(operator.add, terms)
     y = (total * mx.sigmoid(total)).astype(x.dtype)
     if lengths is None:
         # A copy: a slice would keep the whole window's buffer alive.
@@ -108,7 +110,7 @@ def gated_rms_norm(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) ->
 def split_rows(rows: mx.array, Hv: int, Dv: int) -> list[mx.array]:
     """``[B, T, D + Hv Dv + 2 Hv]`` -> qkv, z, a, b."""
     ends = (2 * Hv + Hv * Dv, 2 * Hv, Hv)
-    return mx.split(rows, [rows.shape[-1] - end for end in ends], axis=-1)
+    return list(mx.split(rows, [rows.shape[-1] - end for end in ends], axis=-1))
 
 
 def delta_mixer(
@@ -132,6 +134,8 @@ def delta_mixer(
     Hv, Dv, Dk = state.shape[1:]
     if z is None:
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
+    assert a is not None
+    assert b is not None
     B, T, D = qkv.shape
     keys = (D - Hv * Dv) // 2
     if mask is not None:

@@ -95,8 +95,9 @@ def gated_delta_chunked(
     padding = -T % chunk
     if padding:
         # Padded tokens have beta 0 and decay 1: they change nothing.
-        q, k, v = (mx.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0))) for a in (q, k, v))
-        log_decay, beta = (mx.pad(a, ((0, 0), (0, padding), (0, 0))) for a in (log_decay, beta))
+        ends = [(0, 0), (0, padding), (0, 0), (0, 0)]
+        q, k, v = (mx.pad(a, ends) for a in (q, k, v))
+        log_decay, beta = (mx.pad(a, ends[:3]) for a in (log_decay, beta))
     n, R = (T + padding) // chunk, Hv // Hk
 
     def heads(a, groups):  # [B, n*chunk, H, D] -> [B, Hk, R, n, chunk, D]

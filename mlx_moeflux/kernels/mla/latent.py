@@ -167,26 +167,26 @@ class _RunningSoftmax:
     """sum exp(score) value / sum exp(score) over keys that come in blocks."""
 
     def __init__(self):
-        self.high = self.weight = self.total = None
+        self._sums: tuple[mx.array, mx.array, mx.array] | None = None
 
     def add(self, scores: mx.array, values: mx.array) -> None:
         """scores ``[..., T, s]`` float32, values ``[..., s, D]`` float32."""
-        if self.total is not None:
-            # Else MLX begins the blocks together and holds the scores of several.
-            mx.eval(self.total, self.weight)
         high = scores.max(axis=-1, keepdims=True)
-        if self.high is None:
+        if self._sums is None:
             p = mx.exp(scores - high)
-            self.weight, self.total = p.sum(axis=-1, keepdims=True), p @ values
-        else:
-            high = mx.maximum(high, self.high)
-            p, fade = mx.exp(scores - high), mx.exp(self.high - high)
-            self.weight = self.weight * fade + p.sum(axis=-1, keepdims=True)
-            self.total = self.total * fade + p @ values
-        self.high = high
+            self._sums = high, p.sum(axis=-1, keepdims=True), p @ values
+            return
+        before, weight, total = self._sums
+        # Else MLX begins the blocks together and holds the scores of several.
+        mx.eval(total, weight)
+        high = mx.maximum(high, before)
+        p, fade = mx.exp(scores - high), mx.exp(before - high)
+        self._sums = high, weight * fade + p.sum(axis=-1, keepdims=True), total * fade + p @ values
 
     def result(self) -> mx.array:
-        return self.total / self.weight
+        assert self._sums is not None, "there is a first block"
+        _, weight, total = self._sums
+        return total / weight
 
 
 def _at_once(count: int, cost: int) -> int:
@@ -288,6 +288,7 @@ def _values_launch(
     threads: int,
 ) -> dict[str, Any]:
     (B, _, H, R), rows = partial, _values_rows(layout, out, partial[3], threads)
+    assert rows is not None, "joins_values() was not asked"
     return {
         "template": {
             **{"T": dtype, **rows, "HEADS": H},

@@ -22,7 +22,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.linear.dequantise import dequantise, made_dense
 from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
-from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of, settings
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads, on_nvidia
 
 
@@ -66,7 +66,9 @@ class HeadMatrices:
 
     def dense(self, dtype: mx.Dtype, make: Callable = made_dense) -> mx.array:
         """``[H, out, in]`` in `dtype`; make: :func:`dequantise` or another that does the same."""
-        return make(Weight(*self.parts(), self.spec), dtype)
+        weight, scales, biases = self.parts()
+        assert weight is not None
+        return make(Weight(weight, scales, biases, self.spec), dtype)
 
 
 def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = False) -> mx.array:
@@ -77,16 +79,10 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
     if matrices.spec is None or on_nvidia():
         return _dense_product(x, matrices.dense(x.dtype, dequantise), transposed)
     weight, scales, biases = matrices.parts()
-    return mx.quantized_matmul(
-        x,
-        weight,
-        scales,
-        biases,
-        transpose=not transposed,
-        group_size=matrices.spec.group_size,
-        bits=matrices.spec.bits,
-        mode=matrices.spec.mode,
-    )
+    assert weight is not None
+    assert scales is not None
+    known = settings(matrices.spec)
+    return mx.quantized_matmul(x, weight, scales, biases, transpose=not transposed, **known)
 
 
 def head_product_dequantised(x, matrices, *, transposed=False):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -163,7 +162,7 @@ class _Bench:
     def __init__(self, directory: Path, options: Options, say: Say):
         self.directory, self.options, self.say = directory, options, say
         self.mapped = map_checkpoint(open_checkpoint(directory))
-        self.files = expert_files(self.mapped)
+        self.files = expert_files(self.mapped.experts)
         self.dtype = str(options.load.get("dtype") or default_dtype()).removeprefix("mlx.core.")
         self.longest = max(options.contexts) + options.generation_tokens
 
@@ -408,7 +407,7 @@ class Measurement:
                 store.resize(layer, slots)
             pages.evict(self.files)
             if store.reader.name != "direct":
-                between = partial(pages.evict, self.files)
+                between = self._evict
         cached = pages.cached_share(self.files) if self.streams else None
         account = Account(store.stats(), cached=cached)
         timing = run(self.ours, self._stream, at_first_token=account.first_token, between=between)
@@ -416,6 +415,9 @@ class Measurement:
         self._timings.append(timing)
         self._accounts.append(account)
         return timing
+
+    def _evict(self) -> None:
+        pages.evict(self.files)
 
     def result(self, others: Sequence[Timing]) -> Run:
         """Summarise the trials beside those of the other program in the same rounds."""
@@ -508,11 +510,12 @@ def beside_resident(runs: Sequence[Run], disk: float | None) -> None:
 
 
 def _beside(streamed: Run, resident: Run, disk: float | None) -> BesideResident:
+    missed = 0.0 if streamed.streaming is None else streamed.streaming.missed
     step, base = (r.batch / r.ours.generation_tps.median for r in (streamed, resident))
     return BesideResident(
         speed=base / step,
         seconds_more=step - base,
-        disk_seconds=streamed.streaming.missed / disk if disk else None,
+        disk_seconds=missed / disk if disk else None,
         prompt_speed=streamed.ours.prompt_tps.median / resident.ours.prompt_tps.median,
     )
 

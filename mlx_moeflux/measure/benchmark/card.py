@@ -8,7 +8,7 @@ The same run measures both bandwidths.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,13 +17,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.experts.io.readers import Reader, make_reader
 from mlx_moeflux.measure.benchmark.pages import COLD_SHARE, cached_share, evict
+from mlx_moeflux.models.protocol import named_parameters
 
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95)
 MEMORY_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
@@ -108,7 +109,7 @@ class Card:
 def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
     """The card of a loaded model."""
     config, plan = model.config, model.plan
-    parameters = tree_flatten(model.parameters())
+    parameters = named_parameters(model)
     trunk = sum(a.nbytes for name, a in parameters if ".switch_mlp." not in name)
     table = sum(a.nbytes for name, a in parameters if ".embed_tokens." in name)
     if not getattr(config, "tie_word_embeddings", False):
@@ -177,7 +178,7 @@ def disk_bandwidth(mapped: MappedTensors, *, threads: int, seed: int = 0) -> flo
         except UnsupportedError:
             continue
         try:
-            if name == "direct" or _emptied(reader.ranges.files):
+            if name == "direct" or _emptied(expert_files(mapped.experts)):
                 speeds.append(_read_speed(reader, threads, seed))
         finally:
             reader.close()
@@ -208,8 +209,8 @@ def _read_speed(reader: Reader, threads: int, seed: int) -> float:
         return total / (time.perf_counter() - began)
 
 
-def expert_files(mapped: MappedTensors) -> tuple[Path, ...]:
+def expert_files(experts: Mapping[int, Mapping[str, ExpertRefs]]) -> tuple[Path, ...]:
     """The files that hold routed experts."""
-    reader = make_reader("pread", mapped.experts)
-    reader.close()
-    return reader.ranges.files
+    every = (ref for parts in experts.values() for refs in parts.values() for ref in refs)
+    sources = (source for ref in every for source in getattr(ref, "sources", (ref,)))
+    return tuple({source.file: None for source in sources})

@@ -200,7 +200,7 @@ def compare_layers(
     h = _evaluated(ours.embed(tokens))
     apart = {"the embedding": _apart(decode, theirs.embed(tokens), h, h)}
     for index in range(ours.count):
-        parts = mx.split(h, range(h.shape[1] - decode, h.shape[1]), axis=1)
+        parts = list(mx.split(h, list(range(h.shape[1] - decode, h.shape[1])), axis=1))
         found, other = ours.layer(index, parts), theirs.layer(index, parts)
         scale = mx.abs(found - h), OF_INPUT * mx.abs(h)
         apart[f"layer {index}"] = _apart(decode, found, other, *scale)

@@ -72,7 +72,7 @@ def bytes_from_disk() -> int | None:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
         return None
-    return int(re.search(r"^read_bytes: (\d+)$", text, re.MULTILINE)[1])
+    return next(map(int, re.findall(r"^read_bytes: (\d+)$", text, re.MULTILINE)), None)
 
 
 def peak_process_bytes() -> int | None:
@@ -81,7 +81,7 @@ def peak_process_bytes() -> int | None:
         text = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
         return None
-    return int(re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)[1]) * 1024
+    return next((1024 * int(n) for n in re.findall(r"^VmHWM:\s+(\d+) kB$", text, re.M)), None)
 
 
 FROM_DISK = 0.95
@@ -111,15 +111,15 @@ class Account:
         self.decode = self._stats.since(self._first)
         self.prompt = self._first.since(self._start)
         read, now = self._stats.since(self._start).total.bytes_read, bytes_from_disk()
-        if now is not None and read:
+        if now is not None and self._disk is not None and read:
             self.from_disk = (now - self._disk) / read
 
 
 def cache_state(accounts: Sequence[Account], *, cold: bool) -> str:
     """Return "cold", "warm" or "unverified", by the counters and not by the option."""
-    shares = [account.from_disk for account in accounts]
-    cached = [account.cached for account in accounts]
-    if None in shares or None in cached:
+    shares = [account.from_disk for account in accounts if account.from_disk is not None]
+    cached = [account.cached for account in accounts if account.cached is not None]
+    if not len(shares) == len(cached) == len(accounts):
         return "unverified"
     if cold and max(cached) <= COLD_SHARE and min(shares) >= FROM_DISK:
         return "cold"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +80,7 @@ class Timing:
 
 
 Report = Callable[[int, int], None]
-Steps = Callable[[Stream, Report], Iterator[Any]]
+Steps = Callable[[Stream, Report], Generator[Any, None, None]]
 
 
 def settled_memory() -> int:
@@ -96,7 +96,7 @@ class Side(Protocol):
     name: str
     held_bytes: int
 
-    def steps(self, stream: Stream, report: Report) -> Iterator[Any]:
+    def steps(self, stream: Stream, report: Report) -> Generator[Any, None, None]:
         """Generate ``following.shape[1]`` tokens; report(P, P) when the first is known."""
         ...
 
@@ -161,10 +161,11 @@ class Ours:
     name = "mlx_moeflux"
 
     def __init__(self, model: Any, *, prefill_step_size: int | None, held_bytes: int = 0):
-        self.model, self.held_bytes = model, held_bytes
+        self.model: Any = model
+        self.held_bytes = held_bytes
         self._size = prefill_step_size
 
-    def steps(self, stream: Stream, report: Report) -> Iterator[Any]:
+    def steps(self, stream: Stream, report: Report) -> Generator[Any, None, None]:
         """See :meth:`Side.steps`."""
         (B, P), model = stream.prompt.shape, self.model
         if B == 1:
@@ -214,6 +215,7 @@ class MlxLm:
         except ImportError as error:
             raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
         before = settled_memory()
+        self.model: Any = None
         try:
             self.model, _ = load_model(Path(directory))
         except (ValueError, KeyError, FileNotFoundError) as error:
@@ -222,12 +224,13 @@ class MlxLm:
         self.held_bytes = settled_memory() - before
         self._size = prefill_step_size or MLX_LM_PREFILL
 
-    def steps(self, stream: Stream, report: Report) -> Iterator[Any]:
+    def steps(self, stream: Stream, report: Report) -> Generator[Any, None, None]:
         """See :meth:`Side.steps`."""
         from mlx_lm.generate import generate_step, generation_stream, wired_limit
         from mlx_lm.models.cache import make_prompt_cache
 
-        with wired_limit(self.model, [generation_stream]):
+        streams: list[Any] = [generation_stream]
+        with wired_limit(self.model, streams):
             if stream.prompt.shape[0] == 1:
                 yield from generate_step(
                     mx.array(stream.prompt[0]),
@@ -275,7 +278,7 @@ def _batched(
     *,
     chunk: int,
     handed_over: Callable[[], None],
-) -> Iterator[mx.array]:
+) -> Generator[mx.array, None, None]:
     """Prefill and decode of ``[B, T]`` ids, one step ahead on a GPU as generation is.
 
     last_logits: tokens ``[B, T]`` -> logits ``[B, V]`` of the last position, with `cache`.
@@ -298,11 +301,12 @@ def _batched(
     token = step(mx.array(stream.prompt[:, done:]))
     mx.eval(token, [entry.state for entry in cache])
     report(total, total)
-    count = stream.following.shape[1]
-    for i in range(count):
+    for _ in range(stream.following.shape[1] - 1):
         if not ahead:
             mx.eval(token)
-        following = step(token[:, None]) if i < count - 1 else None
+        following = step(token[:, None])
         mx.eval(token)
         yield token
         token = following
+    mx.eval(token)
+    yield token

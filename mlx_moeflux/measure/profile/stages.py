@@ -120,7 +120,8 @@ class Profiler:
 
     def __exit__(self, *exception: object) -> None:
         exits, self._exits = self._exits, None
-        exits.close()
+        if exits is not None:
+            exits.close()
 
     def _instrument(self, watched: Retyped, exits: ExitStack) -> None:
         model = self._model
