@@ -227,7 +227,7 @@ def load_model(
     else:
         check_router(router, config.num_experts)
     assert router is not None
-    rules = kind.name_rules(config)
+    rules = config.name_rules()
     mapped = checkpoint.mapped(rules)
     model = kind(config, router=router, kernels=kernels)
     check_layers(model, mapped.trunk, checkpoint.directory)

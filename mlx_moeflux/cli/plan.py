@@ -9,6 +9,8 @@ import sys
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS, open_sizes, plan_model
 
+NEEDS_MLX = False
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument

@@ -139,7 +139,7 @@ class Conversion:
         )
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
-        self.mapped: MappedTensors = checkpoint.mapped(kind.name_rules(self.config))
+        self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())
         self.prefix = "" if layout == "packed" else kind.MLX_LM_PREFIX
         self.trunk = self._trunk_recipes()
         self.experts = {

@@ -23,6 +23,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.experts.budget import Memory, format_bytes, make_plan, parse_budget
+from mlx_moeflux.models import config_class
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 GROUP = 64
@@ -66,14 +67,10 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         MoefluxError: One of its kinds; the checkpoint is not one that loads.
         InputError: `bits` of weights that are quantised already.
     """
-    import mlx.core as mx
-
-    from mlx_moeflux.models import model_class
-
     name = checkpoint.config_file
-    kind = model_class(checkpoint.config.get("model_type"), file=name)
-    config = kind.Config.from_dict(checkpoint.config, file=name, strict=False)
-    mapped = checkpoint.mapped(kind.name_rules(config))
+    kind = config_class(checkpoint.config.get("model_type"), file=name)
+    config = kind.from_dict(checkpoint.config, file=name, strict=False)
+    mapped = checkpoint.mapped(config.name_rules())
     experts = {
         layer: [(refs[0].name, refs[0]) for refs in components.values()]
         for layer, components in mapped.experts.items()
@@ -88,8 +85,6 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
     ):
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
     embedding = [] if config.tie_word_embeddings else [t for t in trunk if "embed_tokens" in t[0]]
-    model = kind(config)
-    model.set_dtype(mx.bfloat16)
     return Sizes(
         model_type=str(checkpoint.config["model_type"]),
         num_experts=config.num_experts,
@@ -100,7 +95,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         },
         trunk_bytes=_held(trunk, bits),
         embedding_bytes=_held(embedding, bits),
-        state_bytes=model.state_bytes(context),
+        state_bytes=config.state_bytes(context),
         context=context,
     )
 

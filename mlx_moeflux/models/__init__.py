@@ -1,4 +1,4 @@
-"""Registry of architectures: `model_type` of config.json -> module."""
+"""Registry of architectures: `model_type` of config.json -> module. Configs need no MLX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from mlx_moeflux.checkpoint.names import MappedTensors
     from mlx_moeflux.checkpoint.source import Checkpoint
 
-# model_type -> module in this package. Adding an architecture is one file and one line here.
+# model_type -> module in this package; the config is in NAME_config. Adding an architecture is two
+# files and one line here.
 MODEL_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
@@ -28,11 +29,24 @@ def model_class(model_type: Any, *, file: Any = "config.json") -> type:
     Raises:
         UnsupportedError: The architecture is not supported.
     """
+    return _module(model_type, file).Model
+
+
+def config_class(model_type: Any, *, file: Any = "config.json") -> type:
+    """Return the ``Config`` class of a `model_type`, without MLX.
+
+    Raises:
+        UnsupportedError: The architecture is not supported.
+    """
+    return _module(model_type, file, "_config").Config
+
+
+def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
     if model_type not in MODEL_TYPES:
         raise UnsupportedError(
             f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}."
         )
-    return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}").Model
+    return importlib.import_module(f"{__name__}.{MODEL_TYPES[model_type]}{suffix}")
 
 
 def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
@@ -41,6 +55,6 @@ def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
     Raises:
         MoefluxError: The config or the tensor names belong to no supported model.
     """
-    kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
-    config = kind.Config.from_dict(checkpoint.config, file=checkpoint.config_file)
-    return checkpoint.mapped(kind.name_rules(config))
+    kind = config_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
+    config = kind.from_dict(checkpoint.config, file=checkpoint.config_file)
+    return checkpoint.mapped(config.name_rules())

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         yarn, self._rope_options = getattr(config, "yarn", None), {}
         self._factors = None
         if yarn is not None:
-            self._rope_options["frequencies"] = 1.0 / yarn.periods(config.rotary_dims)
+            self._rope_options["frequencies"] = 1.0 / mx.array(yarn.periods(config.rotary_dims))
             factors = mx.where(mx.arange(Dh) < config.rotary_dims, yarn.attention_factor, 1.0)
             self._factors = factors if yarn.attention_factor != 1.0 else None
             mx.eval(self._rope_options, self._factors)

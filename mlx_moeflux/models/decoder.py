@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_moeflux.cache import BaseCache, SequenceState, transaction
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules, Transform
+from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.registry import Kernels
@@ -183,11 +183,6 @@ class DecoderModel(StreamingModel):
         """Return the architecture's router; `experts_per_token` overrides the config's number."""
         k = experts_per_token or config.num_experts_per_tok
         return SoftmaxRouter(k, config.norm_topk_prob, kernels)
-
-    @classmethod
-    def name_rules(cls, config: Any) -> NameRules:
-        """Return the rename rules of tensor names for a checkpoint with this config."""
-        return NameRules(experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:

@@ -10,136 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import LatentCache, SequenceState
-from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
-from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.deepseek_v3_config import Config
 from mlx_moeflux.models.layers import DenseMlp, PreciseLinear, SwiGLU, weight_of, weights_of
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.moe import Prepared, Router, SparseMoeBlock
-from mlx_moeflux.models.rope import Rope
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The keys of config.json that this architecture uses.
-
-    Source of the defaults: transformers' `DeepseekV3Config`.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: Rope
-    n_shared_experts: int | None = 1
-    routed_scaling_factor: float = 2.5
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    n_group: int = 8
-    topk_group: int = 4
-    first_k_dense_replace: int = 3
-    norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = 1
-    rope_interleave: bool = True
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    hidden_act: str = "silu"
-
-    INERT: ClassVar[frozenset[str]] = frozenset(
-        [
-            "auto_map",
-            "aux_loss_alpha",
-            "seq_aux",
-            "ep_size",
-            "pretraining_tp",
-            "num_key_value_heads",
-            "qk_head_dim",
-            "head_dim",
-            "moe_layer_freq",
-            "scoring_func",
-            "topk_method",
-            "rope_theta",
-            "rope_scaling",
-            "rope_parameters",
-        ]
-    )
-    DEFAULT_THETA: ClassVar[float] = 10000.0
-    EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
-        """Read config.json.
-
-        Raises:
-            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
-            UnsupportedError: The checkpoint uses something this architecture does not compute.
-        """
-        positions = config.get("max_position_embeddings")
-        positions = positions if isinstance(positions, int) else 0
-        rope = Rope.from_config(config, file, theta=cls.DEFAULT_THETA, positions=positions)
-        parsed = parse_config(
-            cls, config | {"rope": rope}, file=file, inert=cls.INERT, strict=strict
-        )
-        only(file, "hidden_act", parsed.hidden_act, "silu")
-        only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
-        only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
-        only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")
-        maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers")
-        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
-        positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
-        parsed._check_groups(file)
-        return parsed
-
-    def _check_groups(self, file: Path | str) -> None:
-        divides(self, file, "n_group", "n_routed_experts")
-        if self.topk_group > self.n_group:
-            raise ConfigError(
-                f"{file}: 'topk_group' {self.topk_group} is more than 'n_group' {self.n_group}."
-            )
-        group = self.n_routed_experts // self.n_group
-        if self.num_experts_per_tok > self.topk_group * group:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
-                f"{self.topk_group} groups of {group} experts that take part have."
-            )
-        if group < 2 and self.topk_group < self.n_group:
-            raise ConfigError(f"{file}: 'n_group' {self.n_group} leaves groups of one expert.")
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(f"{file}: 'qk_rope_head_dim' {self.qk_rope_head_dim} is odd.")
-
-    @property
-    def num_experts(self) -> int:
-        return self.n_routed_experts
-
-    def is_sparse(self, layer: int) -> bool:
-        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
-        return layer >= self.first_k_dense_replace
-
-    def published(self) -> dict[str, Any]:
-        """Return the keys of config.json."""
-        keys = {k: v for k, v in asdict(self).items() if k != "rope"} | self.rope.published()
-        kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-        return kind | keys | {"eos_token_id": self.vocab_size - 1}
 
 
 @dataclass
@@ -253,18 +137,6 @@ class Model(DecoderModel):
             scale=config.routed_scaling_factor,
             kernels=kernels,
         )
-
-    @classmethod
-    def name_rules(cls, config: Config) -> NameRules:
-        """See :meth:`DecoderModel.name_rules`; the layers of multi-token prediction are dropped."""
-        first = config.num_hidden_layers
-        further = range(first, first + config.num_nextn_predict_layers)
-        drops = [Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")]
-        drops += [
-            Drop(rf"model\.layers\.{i}\..*", "multi-token prediction is not used at inference")
-            for i in further
-        ]
-        return NameRules(drops=tuple(drops), experts=EXPERT_NAMES)
 
     @classmethod
     def mlx_lm_keys(cls, config: Config) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(R, H * (Dn + Dv), bias=False)
         self.o_proj = nn.Linear(H * Dv, C, bias=bias)
         self.scale = (Dn + Dr) ** -0.5 * config.rope.softmax_factor()
-        self._frequencies = 1.0 / config.rope.periods(Dr)
+        self._frequencies = 1.0 / mx.array(config.rope.periods(Dr))
         mx.eval(self._frequencies)
 
     def use_split_heads(self) -> None:

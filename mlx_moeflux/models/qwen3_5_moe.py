@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, Transform
+from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
@@ -174,23 +174,6 @@ class Model(DecoderModel):
         heads = config.num_attention_heads
         full = chunk * heads * (8 * config.head_dim + 3 * tokens)
         return 4 * (residual + max(linear, full)) + compute_scratch_bytes()
-
-    @classmethod
-    def name_rules(cls, config: Config) -> NameRules:
-        """See :meth:`DecoderModel.name_rules`."""
-        prefixes = (
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        )
-        drops = (
-            Drop(r"(model\.)?(visual|vision_tower)\..*", "images are not read"),
-            Drop(
-                r"((model\.)?language_model\.)?(model\.)?mtp\..*",
-                "multi-token prediction is not used at inference",
-            ),
-        )
-        return NameRules(prefixes=prefixes, drops=drops, experts=EXPERT_NAMES)
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -1,4 +1,4 @@
-"""config.json of Qwen3.5-MoE: keys, defaults and checks."""
+"""config.json of Qwen3.5-MoE: keys, defaults and checks. No MLX."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.rope import Rope, rope_keys
+from mlx_moeflux.models.state_sizes import kv_bytes, recurrent_bytes
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -136,6 +138,33 @@ class Config:
     @property
     def conv_dim(self) -> int:
         return 2 * self.key_dim + self.value_dim
+
+    def name_rules(self) -> NameRules:
+        """Return the rename rules of tensor names."""
+        prefixes = (
+            ("model.language_model.", "model."),
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+        )
+        drops = (
+            Drop(r"(model\.)?(visual|vision_tower)\..*", "images are not read"),
+            Drop(
+                r"((model\.)?language_model\.)?(model\.)?mtp\..*",
+                "multi-token prediction is not used at inference",
+            ),
+        )
+        return NameRules(prefixes=prefixes, drops=drops, experts=EXPERT_NAMES)
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's state after so many tokens: keys and values in
+        bfloat16, the delta rule's in float32."""
+        full = kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+        linear = recurrent_bytes(
+            self.linear_conv_kernel_dim,
+            self.conv_dim,
+            self.linear_num_value_heads * self.linear_value_head_dim * self.linear_key_head_dim,
+        )
+        return sum(linear if self.is_linear(i) else full for i in range(self.num_hidden_layers))
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json in the vision-language wrapper's form."""

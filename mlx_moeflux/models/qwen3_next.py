@@ -8,49 +8,17 @@ Checkpoints: Hugging Face originals, mlx-lm and mlx-community: Qwen3-Next-80B-A3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models import qwen3_5_moe, qwen3_5_moe_config
+from mlx_moeflux.models import qwen3_5_moe
 from mlx_moeflux.models.layers import DenseMlp, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from mlx_moeflux.models.qwen3_next_config import Config
 from mlx_moeflux.models.rope import stretched
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(qwen3_5_moe_config.Config):
-    """The keys of config.json that this architecture uses, without a wrapper.
-
-    Source of the defaults: transformers' `Qwen3NextConfig`.
-    """
-
-    intermediate_size: int = 5632
-    mlp_only_layers: tuple[int, ...] = ()
-    decoder_sparse_step: int = 1
-
-    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
-        for name in ("intermediate_size", "decoder_sparse_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{file}: '{name}' is {getattr(self, name)}, must be positive.")
-
-    def is_sparse(self, layer: int) -> bool:
-        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
-
-    def published(self) -> dict[str, Any]:
-        """Return the keys of config.json."""
-        kind = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
-        kinds = [
-            qwen3_5_moe_config.LINEAR if self.is_linear(i) else qwen3_5_moe_config.FULL
-            for i in range(self.num_hidden_layers)
-        ]
-        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1}
-        return kind | stretched(self, asdict(self)) | more
 
 
 class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):

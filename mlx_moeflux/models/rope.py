@@ -1,4 +1,4 @@
-"""Rotary embeddings read from config.json, in either spelling."""
+"""Rotary embeddings read from config.json, in either spelling. No MLX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ConfigError, UnsupportedError
@@ -166,7 +165,7 @@ class Rope:
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim) ** 2
 
-    def periods(self, dims: int) -> mx.array:
+    def periods(self, dims: int) -> np.ndarray:
         """Return periods ``[dims / 2]`` float32: pair i rotates by position / periods[i] radians.
 
         YaRN divides the frequency by `factor` for a pair with fewer than `beta_slow` rotations in
@@ -182,7 +181,7 @@ class Rope:
             high += 0.001 if low == high else 0.0
             ramp = np.clip((np.arange(dims // 2) - low) / (high - low), 0.0, 1.0)
             periods = 1 / (ramp / (self.factor * periods) + (1 - ramp) / periods)
-        return mx.array(periods.astype(np.float32))
+        return periods.astype(np.float32)
 
     def _pair_of(self, rotations: float, dims: int) -> float:
         """Return the (fractional) index of the pair with `rotations` in the original context."""

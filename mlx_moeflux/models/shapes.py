@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from mlx_moeflux.models import deepseek_v3, qwen3_5_moe_config, qwen3_moe, qwen3_next
+from mlx_moeflux.models import (
+    deepseek_v3_config,
+    qwen3_5_moe_config,
+    qwen3_moe_config,
+    qwen3_next_config,
+)
 from mlx_moeflux.models.rope import Rope
 
 _QWEN = qwen3_5_moe_config.Config(
@@ -30,7 +35,7 @@ _QWEN = qwen3_5_moe_config.Config(
     max_position_embeddings=262144,
 )
 
-_QWEN3 = qwen3_moe.Config(
+_QWEN3 = qwen3_moe_config.Config(
     vocab_size=151936,
     hidden_size=2048,
     num_hidden_layers=48,
@@ -48,7 +53,7 @@ _QWEN3 = qwen3_moe.Config(
     norm_topk_prob=True,
 )
 
-_DEEPSEEK = deepseek_v3.Config(
+_DEEPSEEK = deepseek_v3_config.Config(
     vocab_size=129280,
     hidden_size=7168,
     intermediate_size=18432,
@@ -63,7 +68,7 @@ _DEEPSEEK = deepseek_v3.Config(
 )
 
 _NEXT = replace(
-    qwen3_next.Config(**asdict(_QWEN), intermediate_size=5120),
+    qwen3_next_config.Config(**asdict(_QWEN), intermediate_size=5120),
     vocab_size=151936,
     num_hidden_layers=48,
     num_experts=512,

@@ -45,7 +45,7 @@ def run_without_mlx(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_version_and_policies_and_traces_need_no_back_end(tmp_path):
+def test_version_policies_traces_and_plans_need_no_back_end(tmp_path):
     done = run_without_mlx("--version")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mlx_moeflux ")
@@ -59,6 +59,9 @@ def test_version_and_policies_and_traces_need_no_back_end(tmp_path):
     done = run_without_mlx("trace", "replay", str(trace))
     assert done.returncode == 0, done.stderr
     assert "belady" in done.stdout
+    done = run_without_mlx("plan", str(BUNDLED_MODEL), "--memory", "16GB")
+    assert done.returncode == 0, done.stderr
+    assert "verdict  resident" in done.stdout
 
 
 def test_a_command_that_needs_a_back_end_says_so_in_one_line():

@@ -46,7 +46,7 @@ def mapped(directory: Path):
     checkpoint = open_checkpoint(directory)
     kind = model_class(checkpoint.config["model_type"])
     config = kind.Config.from_dict(checkpoint.config, file=checkpoint.config_file)
-    return checkpoint.mapped(kind.name_rules(config))
+    return checkpoint.mapped(config.name_rules())
 
 
 @pytest.mark.parametrize("layout", ["packed", "safetensors"])

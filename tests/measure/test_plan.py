@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import mlx.core as mx
 import pytest
 from huggingface_hub import errors
 
@@ -20,6 +21,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.measure.plan import Sizes, measure_sizes, open_sizes, plan_model, typical_hit_rate
+from mlx_moeflux.models import model_class, shapes
 from tests.models.test_published import PUBLISHED, opened
 
 HERE = Path("published")
@@ -110,6 +112,16 @@ def test_state_bytes_by_hand():
     fixed = 30 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
     for context, kept in ((1, 256), (256, 256), (257, 512), (100_000, 100_096)):
         assert state("qwen3.5-35b-a3b-4bit", context) == rows * kept + fixed
+
+
+@pytest.mark.parametrize("shape", [name for name in shapes.SHAPES if "tiny" in name])
+def test_state_bytes_are_those_of_a_model(shape):
+    config = shapes.SHAPES[shape]
+    kind = model_class(config.published()["model_type"])
+    model = kind(config)
+    model.set_dtype(mx.bfloat16)
+    for positions in (1, 256, 257, 1000):
+        assert config.state_bytes(positions) == model.state_bytes(positions)
 
 
 def test_bits_are_what_a_conversion_would_give():

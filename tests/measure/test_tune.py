@@ -24,7 +24,7 @@ def test_what_takes_least_among_the_nearly_best():
 def fake_times(monkeypatch):
     """Threads up to 4 help; direct reads are slow; 50 % is the knee; looking ahead pays."""
 
-    def read(reader, threads, blocks, repeats):
+    def read(reader, files, threads, blocks, repeats):
         return blocks * {1: 4.0, 2: 2.0}.get(threads, 1.0) * (2 if reader.name == "direct" else 1)
 
     def decode(model, tokens):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.moe import SoftmaxRouter
@@ -87,6 +88,7 @@ def test_banks_change_between_steps():
 
 
 def test_an_error_leaves_the_cache_and_the_next_try_succeeds(monkeypatch):
+    monkeypatch.setattr(native_pool, "library", lambda: None)
     with opened() as model:
         tokens = tokens_of(30)
         expected = steps(model, tokens, traced=False, prompt=10)

@@ -63,7 +63,7 @@ def opened(name: str):
         kinds = ["linear_attention" if one else "full_attention" for one in linear]
     refs = expand(data["tensors"], kinds, model.config.num_experts)
     quantization = Quantization.from_config(config).renamed(
-        lambda path: model.name_rules(model.config).canonical(f"{path}.")[:-1]
+        lambda path: model.config.name_rules().canonical(f"{path}.")[:-1]
     )
     return model, in_our_form({ref.name: ref for ref in refs}), quantization
 
@@ -78,7 +78,7 @@ ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking")
 )
 def test_both_sides_come_out_empty(name):
     model, tensors, quantization = opened(name)
-    mapped = map_tensors(tensors, model.name_rules(model.config))
+    mapped = map_tensors(tensors, model.config.name_rules())
     match_trunk(model, mapped, quantization, directory=Path(name))
     taken = len(mapped.trunk) + len(mapped.dropped)
     if EXPERT_BYTES[name] is None:
@@ -107,14 +107,14 @@ LONG = ("deepseek-v3", "cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "qwen3-n
 def test_one_tensor_more_or_less_is_noticed(name):
     model, tensors, quantization = opened(name)
     tensors["model.layers.0.extra.weight"] = TensorRef("x", Path("x"), 0, "BF16", (4,))
-    mapped = map_tensors(tensors, model.name_rules(model.config))
+    mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
         match_trunk(model, mapped, quantization, directory=Path(name))
     model, tensors, quantization = opened(name)
     norms = ("layers.3.self_attn.k_norm.weight", "layers.3.self_attn.kv_a_layernorm.weight")
     gone = next(n for n in tensors if n.endswith(norms))
     del tensors[gone]
-    mapped = map_tensors(tensors, model.name_rules(model.config))
+    mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
         match_trunk(model, mapped, quantization, directory=Path(name))
 
@@ -122,14 +122,14 @@ def test_one_tensor_more_or_less_is_noticed(name):
 def test_the_router_has_its_own_bits_or_not():
     for name, bits in (("qwen3-30b-a3b-4bit", 4), ("qwen3-235b-a22b-4bit", 8)):
         model, tensors, quantization = opened(name)
-        mapped = map_tensors(tensors, model.name_rules(model.config))
+        mapped = map_tensors(tensors, model.config.name_rules())
         match_trunk(model, mapped, quantization, directory=Path("x"))
         assert (model.layers[5].mlp.gate.bits, model.lm_head.bits) == (bits, 4)
 
 
 def test_the_router_has_its_own_bits():
     model, tensors, quantization = opened("qwen3.5-35b-a3b-4bit")
-    mapped = map_tensors(tensors, model.name_rules(model.config))
+    mapped = map_tensors(tensors, model.config.name_rules())
     match_trunk(model, mapped, quantization, directory=Path("x"))
     block = model.layers[5].mlp
     assert (block.gate.bits, block.shared_expert_gate.bits) == (8, 8)

@@ -134,8 +134,8 @@ def delta_mixer(
     Hv, Dv, Dk = state.shape[1:]
     if z is None:
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
-    assert a is not None
-    assert b is not None
+    if a is None or b is None:
+        raise ShapeError("delta mixer: z is given, but not a and b.")
     B, T, D = qkv.shape
     keys = (D - Hv * Dv) // 2
     if mask is not None:

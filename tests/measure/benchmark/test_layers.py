@@ -47,7 +47,7 @@ def weaker_experts(residual, experts, *shared, score):
 
 
 def no_past(q, k, v, *, length, **options):
-    if q.shape[2] == 1:
+    if q.shape[2] == 1 and isinstance(length, int):
         k, v, length = k[:, :, length - 1 : length], v[:, :, length - 1 : length], 1
     return causal_sdpa(q, k, v, length=length, **options)
 

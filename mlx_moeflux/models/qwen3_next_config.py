@@ -1,0 +1,40 @@
+"""config.json of Qwen3-Next: keys, defaults and checks. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models import qwen3_5_moe_config
+from mlx_moeflux.models.qwen3_5_moe_config import FULL, LINEAR
+from mlx_moeflux.models.rope import stretched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(qwen3_5_moe_config.Config):
+    """The keys of config.json that this architecture uses, without a wrapper.
+
+    Source of the defaults: transformers' `Qwen3NextConfig`.
+    """
+
+    intermediate_size: int = 5632
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+
+    def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
+        for name in ("intermediate_size", "decoder_sparse_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{file}: '{name}' is {getattr(self, name)}, must be positive.")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return True if `layer` has a MoE block, False if it has a dense MLP."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        kind = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+        kinds = [LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)]
+        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1}
+        return kind | stretched(self, asdict(self)) | more
