@@ -28,7 +28,7 @@ Report = Callable[[int], None]
 
 
 def counted(progress: Progress | None, total: int) -> Report:
-    """What adds up its calls and tells `progress` each sum, of `total` bytes."""
+    """Return a function that adds up its calls and tells `progress` each sum, of `total` bytes."""
     done = 0
 
     def report(count: int) -> None:
@@ -41,7 +41,7 @@ def counted(progress: Progress | None, total: int) -> Report:
 
 
 class HasBytes(Protocol):
-    """What knows its size."""
+    """An object with a size in bytes."""
 
     @property
     def nbytes(self) -> int: ...
@@ -193,7 +193,7 @@ def unreadable(
 
 @contextmanager
 def opened(file: Path, *, error: type[MoefluxError] = CheckpointError) -> Iterator[int]:
-    """A file's descriptor, for reading; ``error`` if it cannot be opened."""
+    """Open a file for reading and yield its descriptor; raise ``error`` if that fails."""
     try:
         fd = os.open(file, os.O_RDONLY)
     except OSError as cause:
@@ -218,8 +218,8 @@ def size_of(
 
 
 def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
-    """Cut items with ``nbytes``, in their order, into groups of at most so many bytes; a larger
-    item is a group of its own."""
+    """Cut items, in their order, into groups of at most `most` bytes; a larger item is a group of
+    its own."""
     group: list[Sized] = []
     size = 0
     for item in items:
@@ -233,12 +233,12 @@ def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
 
 
 def is_natural(value: object) -> TypeGuard[int]:
-    """Return True for integers from 0 on; JSON's true is none."""
+    """Return True for integers from 0 on. JSON's `true` is not one."""
     return type(value) is int and value >= 0
 
 
 def is_positive(value: object) -> TypeGuard[int]:
-    """Return True for integers from 1 on; JSON's true is none."""
+    """Return True for integers from 1 on. JSON's `true` is not one."""
     return is_natural(value) and value > 0
 
 

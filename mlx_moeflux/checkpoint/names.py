@@ -80,7 +80,7 @@ class NameRules:
         return name
 
     def reason_to_drop(self, name: str) -> str | None:
-        """Why a tensor is dropped; None if it is not."""
+        """Return the reason for dropping a tensor, or None."""
         return next((d.because for d in self.drops if re.fullmatch(d.pattern, name)), None)
 
 

@@ -60,7 +60,7 @@ def mlx_dtype(code: str) -> mx.Dtype:
 
 
 class Shaped:
-    """What has a dtype (a safetensors code) and a shape, and so a size."""
+    """Base of objects with a dtype (a safetensors code) and a shape."""
 
     __slots__ = ()
     dtype: str

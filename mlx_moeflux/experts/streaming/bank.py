@@ -113,7 +113,7 @@ class LayerBank:
         return Slots(slots, named, experts, sized, addresses, packed)
 
 
-# A bank of no slots, whose arrays nobody may ask for.
+# A closed bank has no slots and no arrays.
 _CLOSED = Slots(0, {}, None, [], [])  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,4 @@
-"""How a kernel is launched, as the keywords of its call."""
+"""Keywords of a kernel's call: template, grid, outputs."""
 
 from __future__ import annotations
 

@@ -202,8 +202,8 @@ Part = tuple[Matrix, tuple[int, ...], bool]
 
 
 class Call(NamedTuple):
-    """What the launch for a call depends on; eps: None without a norm; residual: Whether there is
-    one; end: See :func:`_kernel`."""
+    """The properties of a call that decide its launch. eps: None without a norm. residual: True if
+    one is added. end: See :func:`_kernel`."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype

@@ -139,8 +139,8 @@ def add_shared_fused(residual, experts, gate, up, down, *, score=None) -> mx.arr
 
 
 class Shared(NamedTuple):
-    """What a launch depends on: residual's shape, F, dtype, whether there are experts, whether
-    there is a score, and how the matrix is stored."""
+    """The properties of a call that decide its launch. shape: Of the residual. routed, scored: True
+    if there are routed experts, and a score. matrix: The storage of the down projection."""
 
     shape: tuple[int, ...]
     F: int
