@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Sequence
 from typing import Protocol
 
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.policies.evictions import EVICTIONS
+from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
 from mlx_moeflux.experts.policies.named import distinct_ids, label, policy_of
 
 

@@ -28,7 +28,7 @@ from mlx_moeflux.experts.io.cuda_upload import staging_bytes, uploads_for
 from mlx_moeflux.experts.io.native_pool import open_pool
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
-from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,

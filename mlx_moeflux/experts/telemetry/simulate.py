@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
 from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims, make_eviction
-from mlx_moeflux.experts.policies.evictions import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,

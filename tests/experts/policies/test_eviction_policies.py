@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import choose_victims, make_eviction
-from mlx_moeflux.experts.policies.evictions import (
+from mlx_moeflux.experts.policies.eviction_policies import (
     CLOCK,
     EVICTIONS,
     LFU,
@@ -26,7 +26,9 @@ from mlx_moeflux.experts.policies.request import ExpertRequest
 EXPERTS = 9
 
 
-@pytest.mark.parametrize("module", ["policies.eviction", "policies.evictions", "policies.request"])
+@pytest.mark.parametrize(
+    "module", ["policies.eviction", "policies.eviction_policies", "policies.request"]
+)
 def test_importing_policies_loads_no_mlx(module):
     code = f"import sys, mlx_moeflux.experts.{module}; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
