@@ -26,11 +26,9 @@ from mlx_moeflux.experts.policies.request import ExpertRequest
 EXPERTS = 9
 
 
-@pytest.mark.parametrize(
-    "module", ["policies.eviction", "policies.eviction_policies", "policies.request"]
-)
+@pytest.mark.parametrize("module", ["eviction", "eviction_policies", "request"])
 def test_importing_policies_loads_no_mlx(module):
-    code = f"import sys, mlx_moeflux.experts.{module}; sys.exit('mlx' in sys.modules)"
+    code = f"import sys, mlx_moeflux.experts.policies.{module}; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
