@@ -238,7 +238,6 @@ CASES = {
 
 PACKS = "columns are multiples of a pack"
 STAGED = "a tile is staged that nobody reads"
-LARGER = "memory that nobody uses"
 ZEROS = "both are 0"
 EQUIVALENT = {
     "attention.metal": {
@@ -262,7 +261,6 @@ EQUIVALENT = {
         "taken for one that is not",
         "attend_rows: swapped arguments 1 and 2 of metal::fma: s[r][n][j], to_base2": "commutes",
         "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
-        "attend_rows: off by one threadgroup T queries[R > 1 ? 16 * R * W * (D1 + D -> >=": LARGER,
         "attend_rows: swapped arguments 5 and 6 of stage_rows: M, THREADS": "both are 128",
         "attend_rows: swapped arguments 2 and 3 of stage_rows: DV, 0": "the values are both "
         "inputs, and the other has no columns",
