@@ -47,6 +47,19 @@ def stage_of_pause(profiler: Profiler, kind: str = "building") -> tuple[str, flo
     return stage, getattr(decode.stages[stage], kind) / decode.calls
 
 
+def run_paused(stage: str, layers: int, memory="100%", **options) -> Profiler:
+    """Run until most of the time of building is the pause of `stage`: other work on the machine may
+    delay another stage for longer than so short a pause, but not in each of four runs."""
+    for _ in range(4):
+        profiler = run(memory, **options)
+        found, seconds = stage_of_pause(profiler)
+        if found == stage:
+            break
+    assert found == stage
+    assert seconds >= layers * PAUSE
+    return profiler
+
+
 @pytest.mark.parametrize(
     ("kernels", "stage", "layers"),
     [
@@ -55,10 +68,7 @@ def stage_of_pause(profiler: Profiler, kind: str = "building") -> tuple[str, flo
     ],
 )
 def test_pauses_of_the_mixers(kernels, stage, layers):
-    profiler = run(kernels=kernels)
-    found, seconds = stage_of_pause(profiler)
-    assert found == stage
-    assert seconds >= layers * PAUSE
+    profiler = run_paused(stage, layers, kernels=kernels)
     times = profiler.phases["decode"].stages[stage]
     assert times.seconds >= times.building
 
@@ -70,22 +80,16 @@ class SlowRouter(SoftmaxRouter):
 
 
 def test_pause_of_the_router():
-    found, seconds = stage_of_pause(run(router=SlowRouter(4)))
-    assert found == "router"
-    assert seconds >= 6 * PAUSE
+    run_paused("router", 6, router=SlowRouter(4))
 
 
 def test_pause_of_the_shared_expert():
-    found, seconds = stage_of_pause(run(kernels={"add_shared": slow(add_shared)}))
-    assert found == "shared"
-    assert seconds >= 6 * PAUSE
+    run_paused("shared", 6, kernels={"add_shared": slow(add_shared)})
 
 
 @pytest.mark.parametrize("memory", ["100%", "25%"])
 def test_pause_of_the_store(memory):
-    found, seconds = stage_of_pause(run(memory, kernels={"expert_mix": slow(expert_mix)}))
-    assert found == "experts"
-    assert seconds >= 6 * PAUSE
+    run_paused("experts", 6, memory, kernels={"expert_mix": slow(expert_mix)})
 
 
 def test_pause_of_a_read_is_a_stall(monkeypatch):
