@@ -20,33 +20,27 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.source import open_checkpoint
-from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.io.file_readers import PreadReader
+from mlx_moeflux.experts.io.native_pool import NativePool
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import map_checkpoint
 
 WARM = 8
 
 
-class NullReader:
-    """Reads nothing: `read` returns the size of a block and leaves the buffers as they are."""
+def without_reads(path: str, budget: str):
+    """Load a model whose native threads read nothing and leave the buffers as they are."""
+    reader = PreadReader(map_checkpoint(open_checkpoint(path)).experts)
+    if not NativePool.serves(reader):
+        raise SystemExit("this benchmark needs a C compiler.")
+    places = reader.places
 
-    name = "null"
-    staging_bytes = 0
+    def nowhere(layer):
+        fds, offsets, order = places(layer)
+        return np.full_like(fds, -1), offsets, order
 
-    def __init__(self, path: str):
-        real = make_reader("pread", map_checkpoint(open_checkpoint(path)).experts)
-        self.layers, self.num_experts = real.layers, real.num_experts
-        self._layouts = {layer: real.layout(layer) for layer in real.layers}
-        real.close()
-
-    def layout(self, layer):
-        return self._layouts[layer]
-
-    def read(self, layer, expert, into):
-        return self._layouts[layer].nbytes
-
-    def close(self):
-        pass
+    reader.places = nowhere
+    return load_model(path, expert_memory=budget, reader=reader)
 
 
 def main() -> None:
@@ -57,12 +51,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     resident = load_model(args.model, expert_memory="100%")
-    experts, reader = resident.config.num_experts, NullReader(args.model)
+    experts = resident.config.num_experts
     most = f"{100 * (experts - 1) / experts + 0.01:.3f}%"
     models = {
         "resident": (resident, False),
-        "no miss": (load_model(args.model, expert_memory=most, reader=reader), False),
-        args.budget: (load_model(args.model, expert_memory=args.budget, reader=reader), True),
+        "no miss": (without_reads(args.model, most), False),
+        args.budget: (without_reads(args.model, args.budget), True),
     }
     runs = {name: [] for name in models}
     for model, _ in models.values():

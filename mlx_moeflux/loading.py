@@ -349,7 +349,7 @@ def _make_store(
             kv_bytes=model.state_bytes(min(KV_POSITIONS, config.max_position_embeddings)),
             memory=memory,
             reader=reader.name,
-            staging_bytes=threads * staging_bytes(reader),
+            staging_bytes=staging_bytes(reader, threads),
         )
         if plan.resident and not custom_reader:
             reader.close()

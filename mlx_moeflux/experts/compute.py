@@ -53,7 +53,12 @@ def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> Non
 
 def check_ids(layer: int, ids: np.ndarray, num_experts: int) -> None:
     """Raise :class:`ShapeError` unless ids ``[N, K]``, read from the device, are in range."""
-    if ids.max() > num_experts or (ids[:, 1:] < ids[:, :-1]).any():
+    if len(ids) == 1:
+        row = ids[0].tolist()
+        right = row == sorted(row) and row[-1] <= num_experts
+    else:
+        right = ids.max() <= num_experts and not (ids[:, 1:] < ids[:, :-1]).any()
+    if not right:
         raise ShapeError(
             f"layer {layer}: ids must ascend in each row and be at most {num_experts}, got "
             f"{ids[0].tolist()} in the first row."

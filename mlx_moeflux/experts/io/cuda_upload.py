@@ -169,8 +169,8 @@ def address_of(view: memoryview) -> int:
 
 
 class Uploads:
-    """Page-locked memory of all reading threads. Each has two blocks: it reads into one while the
-    driver copies the other. One allocation serves all threads: locking pages takes long.
+    """Page-locked memory of all reading threads and the caller. Each has two blocks: it reads into
+    one while the driver copies the other. One allocation serves all: locking pages takes long.
     """
 
     def __init__(self, driver: Driver, nbytes: int, threads: int):
@@ -178,13 +178,14 @@ class Uploads:
         self._reached: set[int] = set()
         self._turn = 0
         size = _buffer_bytes(nbytes)
-        self._memory = memory = driver.locked(threads * BUFFERS * size)
-        buffers = [memory[i * size : (i + 1) * size] for i in range(threads * BUFFERS)]
+        count = (threads + 1) * BUFFERS
+        self._memory = memory = driver.locked(count * size)
+        buffers = [memory[i * size : (i + 1) * size] for i in range(count)]
         self._free = [buffers[i : i + BUFFERS] for i in range(0, len(buffers), BUFFERS)]
         self.nbytes = BUFFERS * size
 
     def staging(self) -> Staging:
-        """Return the staging of the calling thread, one of `threads`."""
+        """Return the staging of the calling thread, one of `threads` or the caller."""
         if not hasattr(self._local, "staging"):
             self._local.staging = Staging(self._driver, self._free.pop())
         return self._local.staging
@@ -257,10 +258,10 @@ def _buffer_bytes(nbytes: int) -> int:
     return (-(-nbytes // _GRANULE) + 2) * _GRANULE
 
 
-def staging_bytes(reader: Any) -> int:
-    """Return the bytes of private buffers for each thread that reads with `reader`."""
-    own = getattr(reader, "staging_bytes", 0)
-    if driver() is None:
-        return own
-    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
-    return own + BUFFERS * _buffer_bytes(largest)
+def staging_bytes(reader: Any, threads: int) -> int:
+    """Return the bytes of private buffers of `threads` and the caller, who read with `reader`."""
+    each = getattr(reader, "staging_bytes", 0)
+    if driver() is not None:
+        largest = max(reader.layout(layer).nbytes for layer in reader.layers)
+        each += BUFFERS * _buffer_bytes(largest)
+    return (threads + 1) * each

@@ -16,12 +16,13 @@ import mmap
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TypeGuard
 
@@ -75,11 +76,12 @@ def library() -> ctypes.CDLL | None:
     found.pool_open.restype = c_void_p
     found.pool_open.argtypes = c_int, c_int64, c_int64, c_int64, c_void_p, POINTER(Device)
     found.pool_close.argtypes = (c_void_p,)
-    found.batch_bytes.restype, found.batch_bytes.argtypes = c_int64, (c_int64,)
+    found.batch_bytes.restype = c_int64
+    found.batch_bytes.argtypes = c_void_p, POINTER(_Layer), c_int64
     found.batch_begin.restype, found.batch_begin.argtypes = (
         None,
         (
-            *(c_void_p, c_void_p, POINTER(_Layer), c_int64, POINTER(c_int64), POINTER(c_int64)),
+            *(c_void_p, c_void_p, POINTER(_Layer), c_int64, c_char_p),
             *(POINTER(_Outcome), c_int),
         ),
     )
@@ -135,14 +137,14 @@ class NativePool:
             device, nbytes = Device(*functions), uploads.nbytes
         elif alignment > 1:
             nbytes = reader.staging_bytes
-            self._memory = memoryview(mmap.mmap(-1, count * nbytes))
+            self._memory = memoryview(mmap.mmap(-1, (count + 1) * nbytes))
         start = ctypes.addressof(c_int.from_buffer(self._memory)) if nbytes else None
         least = file_readers.LEAST_PIECE
         self.handle = found.pool_open(count, alignment, least, nbytes, start, device)
         if not self.handle:
             raise OSError("no threads")
         self._buffered = bool(nbytes)
-        self._layers: dict[int, tuple[list[tuple[int, int]], _Layer, list[np.ndarray]]] = {}
+        self._places: dict[int, Place] = {}
         self._end = weakref.finalize(self, found.pool_close, self.handle)
 
     @staticmethod
@@ -170,18 +172,37 @@ class NativePool:
         """Return True if the caller reads blocks of `nbytes` sooner than it wakes a thread."""
         return nbytes <= read_pool.SMALL_BYTES and not self._buffered
 
-    def place(self, layer: int, slots: SlotMemory) -> _Layer:
+    def place(self, layer: int, slots: SlotMemory) -> Place:
         """Return where the blocks and slots of a layer lie; kept until its bank changes."""
-        known = self._layers.get(layer)
-        if known is None or known[0] is not slots.addresses:
-            fds, offsets, order = self.reader.places(layer)
-            sizes = np.array([nbytes for _, nbytes in slots.addresses], np.int64)
-            addresses = np.array([address for address, _ in slots.addresses], np.uint64)
-            order = np.array(order or (-1,), np.int32)
-            arrays = [fds, offsets, sizes, addresses, order]
-            placed = _Layer(*(array.ctypes.data for array in arrays), len(sizes))
-            known = self._layers[layer] = slots.addresses, placed, arrays
-        return known[1]
+        known = self._places.get(layer)
+        if known is None or known.addresses is not slots.addresses:
+            known = self._places[layer] = Place(self.reader, layer, slots.addresses)
+        return known
+
+
+class Place:
+    """Where the blocks of a layer lie in files, and the slots of one bank in memory.
+
+    nbytes: Of a block.
+    """
+
+    def __init__(self, reader: FileReader, layer: int, addresses: list[tuple[int, int]]):
+        fds, offsets, order = reader.places(layer)
+        sizes = np.array([nbytes for _, nbytes in addresses], np.int64)
+        starts = np.array([address for address, _ in addresses], np.uint64)
+        order = np.array(order or (-1,), np.int32)
+        self.addresses, self.nbytes = addresses, int(sizes.sum())
+        self._arrays = fds, offsets, sizes, starts, order
+        self.layer = _Layer(*(array.ctypes.data for array in self._arrays), len(sizes))
+        self._batches: dict[int, type[ctypes.Array[c_char]]] = {}
+
+    def batch(self, pool: NativePool, count: int) -> ctypes.Array[c_char]:
+        """Allocate memory for a batch of `count` blocks."""
+        kind = self._batches.get(count)
+        if kind is None:
+            nbytes = pool.library.batch_bytes(pool.handle, self.layer, count)
+            kind = self._batches[count] = c_char * nbytes
+        return kind()
 
 
 class NativeFetch:
@@ -194,25 +215,24 @@ class NativeFetch:
     def __init__(self, pool: NativePool, layer: int, slots: SlotMemory, targets: Sequence[Target]):
         self.targets = targets
         self._pool, self._place = pool, pool.place(layer, slots)
-        self._expected = sum(nbytes for _, nbytes in slots.addresses)
         self.in_caller = False
         self._slots = slots  # the memory that the threads write
         self._outcomes = (_Outcome * len(targets))()
-        parts = len(targets) * max(self._place.components, pool.count)
-        self._batch = ctypes.create_string_buffer(pool.library.batch_bytes(parts))
         self._over = True
 
     def start(self, *, urgent: bool = False) -> None:
         """Begin all reads: on the threads, or in the caller if blocks are small and `urgent`."""
-        if not self.targets:
+        count, pool, place = len(self.targets), self._pool, self._place
+        if not count:
             return
-        numbers = c_int64 * len(self.targets)
-        experts = numbers(*(target.expert for target in self.targets))
-        slots = numbers(*(target.slot for target in self.targets))
-        pool, self._over = self._pool, False
-        self.in_caller = urgent and pool.reads_in_caller(self._expected)
-        where = self._place, len(self.targets), experts, slots, self._outcomes
-        pool.library.batch_begin(pool.handle, self._batch, *where, not self.in_caller)
+        self.in_caller = urgent and pool.reads_in_caller(place.nbytes)
+        self._batch, self._over = place.batch(pool, count), False
+        numbers = [number for t in self.targets for number in (t.expert, t.slot)]
+        blocks = struct.pack(f"{2 * count}q", *numbers)
+        pool.library.batch_begin(
+            *(pool.handle, self._batch, place.layer, count, blocks),
+            *(self._outcomes, not self.in_caller),
+        )
         if self.in_caller:
             self._wait()
 
@@ -249,10 +269,11 @@ class NativeFetch:
     def arrivals(self) -> list[Arrival]:
         """Return the blocks that were read completely, in the order of the targets. Seconds of
         pieces add up."""
+        nbytes = self._place.nbytes
         return [
             Arrival(target.expert, target.slot, outcome.nbytes, 1e-9 * outcome.nanoseconds)
             for target, outcome in zip(self.targets, self._outcomes, strict=True)
-            if outcome.nbytes == self._expected and not outcome.error
+            if outcome.nbytes == nbytes and not outcome.error
         ]
 
     def _wait(self) -> None:

@@ -8,10 +8,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 
-enum { MOST_COMPONENTS = 16, ENDS_EARLY = -1, REFUSED = -2, SECOND = 1000000000 };
+enum { MOST_COMPONENTS = 16, ENDS_EARLY = -1, REFUSED = -2, SECOND = 1000000000, PAGE = 4096 };
 
 /* Blocks of a layer. fds, offsets: a row of components for each expert. A slot has its components at
    addresses + slot * sizes. order: of components without gaps; -1 if there are gaps. */
@@ -37,36 +37,44 @@ typedef struct {
   void *context, *stream;
 } Device;
 
-/* Consecutive bytes of a file and the pieces of memory that they go to. */
-typedef struct {
-  int64_t block, offset, nbytes;
-  struct iovec into[MOST_COMPONENTS];
-  int fd, pieces;
-} Part;
-
-typedef struct Batch {
-  struct Batch *following;
-  Outcome *outcomes;
-  int64_t count, next, ended; /* parts: in all, of the next one to begin, that have ended */
-  Part parts[];
-} Batch;
-
-/* What reads: a thread of the pool, or the caller. memory: its buffer, or NULL. */
+/* What reads: a thread of the pool, or the caller. memory: its buffer, or NULL. used: bytes of it.
+   waiting: parts in it that the device does not copy yet. */
 typedef struct {
   struct Pool *pool;
   uint8_t *memory;
-  int64_t used;
+  int64_t used, waiting;
   pthread_t thread;
 } Hand;
 
+/* Blocks that are read together. count, ended: parts in all, and those that have ended. */
+typedef struct Batch Batch;
+
+/* Consecutive bytes of a file and the pieces of memory that they go to. from: where they are in the
+   buffer of `hand`. */
+typedef struct Part {
+  Batch *batch;
+  struct Part *following;
+  Hand *hand;
+  uint8_t *from, *into[MOST_COMPONENTS];
+  int64_t sizes[MOST_COMPONENTS], block, offset, nbytes;
+  int fd, pieces;
+} Part;
+
+struct Batch {
+  Outcome *outcomes;
+  int64_t count, ended;
+  Part parts[];
+};
+
 typedef struct Pool {
   pthread_mutex_t lock;
-  pthread_cond_t work, ended;
-  Batch *first;
+  pthread_cond_t work, ended, copied;
+  Part *first, **end; /* to read */
+  Part *read;         /* for the device to copy */
   Device device;
   int64_t alignment, least_piece, buffer_bytes;
-  int count, closing;
-  Hand hands[]; /* the threads', and that of a caller without a buffer */
+  int count, closing, copying;
+  Hand hands[]; /* the threads', and the caller's */
 } Pool;
 
 static int64_t now(clockid_t clock) {
@@ -76,98 +84,129 @@ static int64_t now(clockid_t clock) {
 }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-/* Read at least one byte, or return an error. */
-static int read_some(int fd, const struct iovec *into, int pieces, int64_t offset, int64_t *got) {
-  do *got = preadv(fd, into, pieces, offset);
-  while (*got < 0 && errno == EINTR);
-  return *got > 0 ? 0 : *got ? errno : ENDS_EARLY;
+/* Read at `offset`, at least `needed` of up to `room` bytes; `got` counts them, also before an error.
+   A short read goes on at the last aligned offset. */
+static int fill(int fd, uint8_t *into, int64_t offset, int64_t room, int64_t needed, int64_t align,
+                int64_t *got) {
+  for (*got = 0; *got < needed;) {
+    int64_t again = *got - *got % align, n;
+    do n = pread(fd, into + again, room - again, offset + again);
+    while (n < 0 && errno == EINTR);
+    if (n < 0) return errno;
+    if (again + n <= *got) return ENDS_EARLY;
+    *got = again + n;
+  }
+  return 0;
 }
 
 /* Read a part straight into its memory. */
 static int read_straight(Part *part, int64_t *done) {
-  struct iovec left[MOST_COMPONENTS];
-  memcpy(left, part->into, sizeof left);
-  for (int first = 0; *done < part->nbytes;) {
-    int64_t got;
-    int error = read_some(part->fd, left + first, part->pieces - first, part->offset + *done, &got);
-    if (error) return error;
-    for (*done += got; first < part->pieces && got >= (int64_t)left[first].iov_len; first++)
-      got -= left[first].iov_len;
-    if (first < part->pieces) {
-      left[first].iov_base = (uint8_t *)left[first].iov_base + got;
-      left[first].iov_len -= got;
-    }
-  }
-  return 0;
-}
-
-/* Copy bytes [begin, end) of a part from `from` to where they belong. */
-static int scatter(const Device *device, Part *part, int64_t begin, int64_t end, uint8_t *from) {
-  int64_t position = 0;
   for (int i = 0; i < part->pieces; i++) {
-    int64_t a = larger(begin, position), b = smaller(end, position + part->into[i].iov_len);
-    uint8_t *to = (uint8_t *)part->into[i].iov_base + (a - position), *source = from + (a - begin);
-    if (a < b && !device->copy) memcpy(to, source, b - a);
-    else if (a < b && device->copy((uint64_t)to, source, b - a, device->stream)) return REFUSED;
-    position += part->into[i].iov_len;
+    int64_t size = part->sizes[i], got;
+    int error = fill(part->fd, part->into[i], part->offset + *done, size, size, 1, &got);
+    *done += got;
+    if (error) return error;
   }
   return 0;
 }
 
-/* Read a part through the hand's buffer, in steps of aligned offsets and lengths. */
+/* Copy a part from a buffer to where it belongs. */
+static int scatter(const Device *device, Part *part) {
+  uint8_t *from = part->from;
+  for (int i = 0; i < part->pieces; from += part->sizes[i++]) {
+    uint8_t *to = part->into[i];
+    if (!device->copy) memcpy(to, from, part->sizes[i]);
+    else if (device->copy((uint64_t)to, from, part->sizes[i], device->stream)) return REFUSED;
+  }
+  return 0;
+}
+
+/* Make room for `nbytes` in the buffer, once the device has copied what is there. */
+static int make_room(Hand *hand, int64_t nbytes) {
+  Pool *pool = hand->pool;
+  if (!hand->used || hand->used + nbytes <= pool->buffer_bytes) return 0;
+  pthread_mutex_lock(&pool->lock);
+  while (hand->waiting) pthread_cond_wait(&pool->copied, &pool->lock);
+  pthread_mutex_unlock(&pool->lock);
+  hand->used = 0;
+  return pool->device.enter(pool->device.context) || pool->device.finish(pool->device.stream);
+}
+
+/* Read a part through the hand's buffer, at an aligned offset and in an aligned length. What a
+   device is to copy stays there. */
 static int read_through(Hand *hand, Part *part, int64_t *done) {
   const Pool *pool = hand->pool;
-  const Device *device = &pool->device;
-  int64_t align = pool->alignment, stop = part->offset + part->nbytes, got;
-  if (device->copy && device->enter(device->context)) return REFUSED;
-  while (*done < part->nbytes) {
-    int64_t position = part->offset + *done, start = position - position % align;
-    int64_t wanted = (stop - start + align - 1) / align * align;
-    if (hand->used && hand->used + wanted > pool->buffer_bytes) {
-      /* The driver still copies what was read into the buffer before. */
-      if (device->finish(device->stream)) return REFUSED;
-      hand->used = 0;
-    }
-    uint8_t *at = hand->memory + hand->used;
-    struct iovec into = {at, smaller(wanted, pool->buffer_bytes)};
-    int error = read_some(part->fd, &into, 1, start, &got);
-    if (error) return error;
-    int64_t end = smaller(start + got, stop);
-    if (end <= position) return ENDS_EARLY;
-    error = scatter(device, part, *done, end - part->offset, at + (position - start));
-    if (error) return error;
-    if (device->copy) hand->used += (into.iov_len + 4095) / 4096 * 4096; /* stays aligned */
-    *done = end - part->offset;
-  }
-  return 0;
+  int64_t before = part->offset % pool->alignment, needed = before + part->nbytes, got;
+  int64_t room = up(needed, pool->alignment);
+  if (make_room(hand, room)) return REFUSED;
+  uint8_t *at = hand->memory + hand->used;
+  int error = fill(part->fd, at, part->offset - before, room, needed, pool->alignment, &got);
+  *done = larger(0, smaller(got, needed) - before);
+  part->from = at + before;
+  if (pool->device.copy) hand->used += up(room, PAGE);
+  else if (!error) scatter(&pool->device, part);
+  return error;
 }
 
-/* Read a part; the lock is not held. */
-static void read_part(Hand *hand, Batch *batch, Part *part) {
-  Pool *pool = hand->pool;
-  int64_t start = now(CLOCK_MONOTONIC), done = 0;
-  int error = hand->memory ? read_through(hand, part, &done) : read_straight(part, &done);
-  int64_t nanoseconds = now(CLOCK_MONOTONIC) - start;
-  pthread_mutex_lock(&pool->lock);
+/* Note that a part has ended; the lock is held. */
+static void end_part(Pool *pool, Part *part, int64_t done, int error) {
+  Batch *batch = part->batch;
   Outcome *outcome = &batch->outcomes[part->block];
   outcome->nbytes += done;
-  outcome->nanoseconds += nanoseconds;
   if (error && !outcome->error)
     *outcome = (Outcome){0, 0, part->offset, part->nbytes, done, part->fd, error};
   if (++batch->ended == batch->count) pthread_cond_broadcast(&pool->ended);
+}
+
+/* Let the device copy what was read; the lock is held. One hand at a time does so, while the others
+   read on: in a driver that several threads call they wait for one another. */
+static void copy_parts(Pool *pool) {
+  const Device *device = &pool->device;
+  if (pool->copying) return;
+  pool->copying = 1;
+  for (Part *parts; (parts = pool->read);) {
+    pool->read = NULL;
+    pthread_mutex_unlock(&pool->lock);
+    int error = device->enter(device->context) ? REFUSED : 0;
+    for (Part *part = parts; part && !error; part = part->following) error = scatter(device, part);
+    pthread_mutex_lock(&pool->lock);
+    for (Part *part = parts, *following; part; part = following) {
+      following = part->following; /* the batch may end, and with it its memory */
+      if (!--part->hand->waiting) pthread_cond_broadcast(&pool->copied);
+      end_part(pool, part, error ? 0 : part->nbytes, error);
+    }
+  }
+  pool->copying = 0;
+}
+
+/* Read a part; the lock is not held. */
+static void read_part(Hand *hand, Part *part) {
+  Pool *pool = hand->pool;
+  int64_t start = now(CLOCK_MONOTONIC), done = 0;
+  int error = 0, no_file = part->fd < 0; /* to measure what remains */
+  if (no_file) done = part->nbytes;
+  else error = hand->memory ? read_through(hand, part, &done) : read_straight(part, &done);
+  int64_t nanoseconds = now(CLOCK_MONOTONIC) - start;
+  pthread_mutex_lock(&pool->lock);
+  part->batch->outcomes[part->block].nanoseconds += nanoseconds;
+  if (error || no_file || !pool->device.copy) {
+    end_part(pool, part, done, error);
+  } else {
+    hand->waiting++;
+    part->hand = hand;
+    part->following = pool->read;
+    pool->read = part;
+    copy_parts(pool);
+  }
   pthread_mutex_unlock(&pool->lock);
 }
 
-/* Take the next part of a batch; the lock is held. A batch without another leaves the queue. */
-static Part *take(Pool *pool, Batch *batch) {
-  if (batch->next == batch->count) return NULL;
-  Part *part = &batch->parts[batch->next++];
-  if (batch->next == batch->count) {
-    Batch **link = &pool->first;
-    while (*link && *link != batch) link = &(*link)->following;
-    if (*link) *link = batch->following;
-  }
+/* Take the next part; the lock is held. */
+static Part *take(Pool *pool) {
+  Part *part = pool->first;
+  if (part && !(pool->first = part->following)) pool->end = &pool->first;
   return part;
 }
 
@@ -177,12 +216,11 @@ static void *work(void *argument) {
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     while (!pool->first && !pool->closing) pthread_cond_wait(&pool->work, &pool->lock);
-    Batch *batch = pool->first;
-    if (!batch) break;
-    Part *part = take(pool, batch);
+    Part *part = take(pool);
+    if (!part) break;
     if (pool->first) pthread_cond_signal(&pool->work); /* each thread wakes the next */
     pthread_mutex_unlock(&pool->lock);
-    read_part(hand, batch, part);
+    read_part(hand, part);
     pthread_mutex_lock(&pool->lock);
   }
   pthread_mutex_unlock(&pool->lock);
@@ -199,8 +237,8 @@ void pool_close(Pool *pool) {
   free(pool);
 }
 
-/* Begin `count` threads. memory: buffers of buffer_bytes for them, or NULL to read straight into
-   slots. least_piece: bytes that are worth a read. Return NULL without threads or memory. */
+/* Begin `count` threads. memory: buffers of buffer_bytes for them and the caller, or NULL to read
+   straight into slots. least_piece: bytes that are worth a read. Return NULL without threads. */
 Pool *pool_open(int count, int64_t alignment, int64_t least_piece, int64_t buffer_bytes,
                 uint8_t *memory, const Device *device) {
   Pool *pool = calloc(1, sizeof *pool + (count + 1) * sizeof *pool->hands);
@@ -209,12 +247,13 @@ Pool *pool_open(int count, int64_t alignment, int64_t least_piece, int64_t buffe
   pthread_mutex_init(&pool->lock, NULL);
   pthread_cond_init(&pool->work, NULL);
   pthread_cond_init(&pool->ended, NULL);
+  pthread_cond_init(&pool->copied, NULL);
   if (device) pool->device = *device;
+  pool->end = &pool->first;
   for (int i = 0; i <= count; i++) {
     Hand *hand = &pool->hands[i];
-    hand->pool = pool;
+    *hand = (Hand){.pool = pool, .memory = memory ? memory + i * buffer_bytes : NULL};
     if (i == count) return pool;
-    hand->memory = memory ? memory + i * buffer_bytes : NULL;
     if (pthread_create(&hand->thread, NULL, work, hand)) break;
     pool->count++;
   }
@@ -222,74 +261,87 @@ Pool *pool_open(int count, int64_t alignment, int64_t least_piece, int64_t buffe
   return NULL;
 }
 
-/* Make the parts of a block: `cuts` of its bytes if they are contiguous, else its components. */
-static int cut(const Pool *pool, const Layer *layer, int64_t block, int64_t expert, int64_t slot,
-               int64_t cuts, Part *parts) {
-  const int32_t *fds = layer->fds + expert * layer->components;
-  const int64_t *offsets = layer->offsets + expert * layer->components;
-  int contiguous = layer->order[0] >= 0, count = 0;
-  int64_t total = 0, position = 0;
+/* The bytes of a part, so that all threads have one of `count` blocks and it fits in a buffer. */
+static int64_t step_of(const Pool *pool, const Layer *layer, int64_t count) {
+  int64_t total = 0, cuts = (pool->count + count - 1) / count;
   for (int64_t i = 0; i < layer->components; i++) total += layer->sizes[i];
-  cuts = larger(1, smaller(cuts, total / pool->least_piece));
-  int64_t step = (total + cuts - 1) / cuts;
-  if (step >= 8 * 4096) step = (step + 4095) / 4096 * 4096;
-  for (int64_t i = 0; i < layer->components; i++) {
-    int64_t c = contiguous ? layer->order[i] : i, size = layer->sizes[c];
-    uint8_t *to = (uint8_t *)layer->addresses[c] + slot * size;
-    for (int64_t done = 0; done < size;) {
-      int64_t room = contiguous ? step - position % step : size;
-      int64_t nbytes = smaller(room, size - done);
-      if (!contiguous || position % step == 0)
-        parts[count++] = (Part){.block = block, .offset = offsets[c] + done, .fd = fds[c]};
-      Part *part = &parts[count - 1];
-      part->into[part->pieces++] = (struct iovec){to + done, nbytes};
-      part->nbytes += nbytes;
-      done += nbytes;
-      position += nbytes;
-    }
-  }
-  return count;
+  int64_t step = up(total, cuts) / cuts;
+  if (step < pool->least_piece) step = smaller(total, pool->least_piece);
+  if (step >= 8 * PAGE) step = up(step, PAGE);
+  return pool->buffer_bytes ? smaller(step, pool->buffer_bytes - 2 * PAGE) : step;
 }
 
-/* The bytes that a batch of so many parts takes. */
-int64_t batch_bytes(int64_t parts) { return sizeof(Batch) + parts * sizeof(Part); }
+/* Add the parts of a block: of all its bytes if they are contiguous, else of each component. */
+static void cut(Batch *batch, const Layer *layer, int64_t block, int64_t expert, int64_t slot,
+                int64_t step) {
+  int contiguous = layer->order[0] >= 0;
+  int64_t position = 0, row = expert * layer->components;
+  for (int64_t i = 0; i < layer->components; i++) {
+    int64_t c = contiguous ? layer->order[i] : i, size = layer->sizes[c], nbytes;
+    uint8_t *to = (uint8_t *)layer->addresses[c] + slot * size;
+    if (!contiguous) position = 0;
+    for (int64_t done = 0; done < size; done += nbytes, position += nbytes) {
+      if (position % step == 0)
+        batch->parts[batch->count++] = (Part){.batch = batch, .block = block,
+            .offset = layer->offsets[row + c] + done, .fd = layer->fds[row + c]};
+      Part *part = &batch->parts[batch->count - 1];
+      nbytes = smaller(step - position % step, size - done);
+      part->into[part->pieces] = to + done;
+      part->sizes[part->pieces++] = nbytes;
+      part->nbytes += nbytes;
+    }
+  }
+}
 
-/* Begin to read `count` experts into slots. batch: zeroed memory for as many parts of each as there
-   are components or threads; it and `outcomes` live until all has ended. wake: let threads read;
-   otherwise batch_wait does. */
+/* The bytes that a batch of `count` blocks takes. */
+int64_t batch_bytes(const Pool *pool, const Layer *layer, int64_t count) {
+  int64_t parts = 0, step = step_of(pool, layer, count);
+  for (int64_t i = 0; i < layer->components; i++) parts += layer->sizes[i] / step + 1;
+  return sizeof(Batch) + count * parts * sizeof(Part);
+}
+
+/* Begin to read `count` blocks, at least one: an expert and its slot each. batch: memory of
+   batch_bytes; it and `outcomes` live until all has ended. wake: let threads read; otherwise
+   batch_wait does. */
 void batch_begin(Pool *pool, Batch *batch, const Layer *layer, int64_t count,
-                 const int64_t *experts, const int64_t *slots, Outcome *outcomes, int wake) {
-  int64_t cuts = wake ? (pool->count + count - 1) / count : 1, parts = 0;
-  for (int64_t i = 0; i < count; i++)
-    parts += cut(pool, layer, i, experts[i], slots[i], cuts, batch->parts + parts);
-  batch->outcomes = outcomes;
-  batch->count = parts;
-  if (!wake) return;
+                 const int64_t (*blocks)[2], Outcome *outcomes, int wake) {
+  *batch = (Batch){.outcomes = outcomes};
+  for (int64_t i = 0, step = step_of(pool, layer, count); i < count; i++)
+    cut(batch, layer, i, blocks[i][0], blocks[i][1], step);
   pthread_mutex_lock(&pool->lock);
-  Batch **link = &pool->first;
-  while (*link) link = &(*link)->following;
-  *link = batch;
-  pthread_cond_signal(&pool->work);
+  for (int64_t i = 0; i < batch->count; i++) {
+    *pool->end = &batch->parts[i];
+    pool->end = &batch->parts[i].following;
+  }
+  if (wake) pthread_cond_signal(&pool->work);
   pthread_mutex_unlock(&pool->lock);
 }
 
 /* Let no further part begin. */
 void batch_abandon(Pool *pool, Batch *batch) {
   pthread_mutex_lock(&pool->lock);
-  while (take(pool, batch)) batch->ended++;
+  pool->end = &pool->first;
+  for (Part *part; (part = *pool->end);) {
+    if (part->batch != batch) {
+      pool->end = &part->following;
+    } else {
+      *pool->end = part->following;
+      batch->ended++;
+    }
+  }
   pthread_mutex_unlock(&pool->lock);
 }
 
-/* Read one part if one is left and needs no buffer, else wait, at most `nanoseconds`. Return 1 once
-   all have ended. */
+/* Read one part if one is left, of any batch, else wait, at most `nanoseconds`. Return 1 once all
+   of `batch` have ended. */
 int batch_wait(Pool *pool, Batch *batch, int64_t nanoseconds) {
   nanoseconds += now(CLOCK_REALTIME);
   struct timespec until = {nanoseconds / SECOND, nanoseconds % SECOND};
   pthread_mutex_lock(&pool->lock);
-  Part *part = pool->buffer_bytes ? NULL : take(pool, batch);
+  Part *part = batch->ended < batch->count ? take(pool) : NULL;
   if (part) {
     pthread_mutex_unlock(&pool->lock);
-    read_part(&pool->hands[pool->count], batch, part);
+    read_part(&pool->hands[pool->count], part);
     pthread_mutex_lock(&pool->lock);
   } else if (batch->ended < batch->count) {
     pthread_cond_timedwait(&pool->ended, &pool->lock, &until);

@@ -37,7 +37,8 @@ def policy_of(
         raise InputError(f"the {kind} {policy.__name__} is a class; pass an instance of it.")
     methods = [name for name in vars(protocol) if not name.startswith("_")]
     for name in (*methods, *protocol.__annotations__):
-        if name != "name" and not hasattr(policy, name):
+        absent = name in methods and not callable(getattr(policy, name, None))
+        if absent or (name != "name" and not hasattr(policy, name)):
             raise InputError(
                 f"the {kind} {type(policy).__name__} has no '{name}'; see the {protocol.__name__} "
                 "protocol."

@@ -276,13 +276,10 @@ class StreamedLayer:
             raise error
         self._fetches.popleft()
 
-    def slots_soon(self) -> np.ndarray:
-        """Return expert -> slot, ``[E]``, as after the reads that are under way."""
-        known = self.table.slots_by_expert
-        known = known.copy() if self._fetches else known
-        for target in (target for fetch in self._fetches for target in fetch.targets):
-            known[target.expert] = target.slot
-        return known
+    def slots_soon(self) -> dict[int, int]:
+        """Return expert -> slot, as after the reads that are under way."""
+        coming = {target.expert: target.slot for fetch in self._fetches for target in fetch.targets}
+        return self.table.slot_of | coming
 
     def _enter(self, arrival: Arrival) -> None:
         self.table.put(arrival.expert, arrival.slot)

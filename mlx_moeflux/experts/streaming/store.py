@@ -22,7 +22,6 @@ from mlx_moeflux.experts.compute import (
     check_ids,
     few_pairs,
     from_whole_bank,
-    indices,
 )
 from mlx_moeflux.experts.io.cuda_upload import staging_bytes, uploads_for
 from mlx_moeflux.experts.io.native_pool import open_pool
@@ -150,7 +149,7 @@ class StreamedStore(ExpertStore):
     @property
     def nbytes(self) -> int:
         """Bytes of all slots and of the buffers of reading threads."""
-        return self.bank_bytes + self.threads * staging_bytes(self.reader)
+        return self.bank_bytes + staging_bytes(self.reader, self.threads)
 
     @property
     def bank_bytes(self) -> int:
@@ -257,7 +256,8 @@ class StreamedStore(ExpertStore):
         callers that compute themselves. The call needs at most as many experts as there are slots,
         and has no padding."""
         assert call.host is not None, "the layer holds every expert: the host does not know the ids"
-        slots = indices(call.state.slots_soon()[call.host])
+        slot_of = call.state.slots_soon()
+        slots = mx.array([[slot_of[e] for e in row] for row in call.host.tolist()], mx.uint32)
         if self._uploads is not None:
             self._uploads.advise_gpu(slots)
         return slots

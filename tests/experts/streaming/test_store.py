@@ -323,7 +323,7 @@ def test_wrong_options_are_refused(open_store):
 def test_slots_differ_by_layer_and_are_counted(experts, open_store):
     store = open_store({3: K, 5: E}, reader="direct", threads=2)
     sizes = [experts.layouts[layer].nbytes for layer in LAYERS]
-    assert store.nbytes == K * sizes[0] + E * sizes[1] + 2 * store.reader.staging_bytes
+    assert store.nbytes == K * sizes[0] + E * sizes[1] + 3 * store.reader.staging_bytes
 
 
 def test_rewarm_reads_what_is_missing_in_the_place_of_others(experts, open_store):
