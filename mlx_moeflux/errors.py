@@ -42,7 +42,7 @@ class UnsupportedError(MoefluxError, RuntimeError):
 
 
 class ExactnessError(MoefluxError, ArithmeticError):
-    """Results differ from a reference; measurements made with them are invalid."""
+    """Numbers are wrong: they differ from a reference, or are not finite."""
 
 
 class KernelError(MoefluxError, RuntimeError):

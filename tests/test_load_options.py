@@ -7,8 +7,8 @@ import inspect
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux import load, load_model
-from mlx_moeflux.errors import InputError, MoefluxError
+from mlx_moeflux import BatchGenerator, generate, load, load_model
+from mlx_moeflux.errors import ExactnessError, InputError, MoefluxError
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.add_shared import add_shared
@@ -83,6 +83,46 @@ class Router:
 def test_a_wrong_router_is_one_line(router, message):
     with pytest.raises(MoefluxError, match=message):
         load_model(BUNDLED_MODEL, router=router)
+
+
+class LateRouter(Router):
+    """Right until the tenth call."""
+
+    calls = 0
+
+    def __call__(self, logits):
+        self.calls += 1
+        right = Router(lambda *answer: answer)
+        return right(logits) if self.calls < 10 else super().__call__(logits)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda ids, weights: None, "LateRouter returned NoneType in layer 2; expected ids and"),
+        (lambda ids, weights: (ids[:1, :1], weights), r"layer 2: x .* expected \[N, C\]"),
+        (lambda ids, weights: (ids, weights * float("nan")), "after 8 tokens are not finite: a w"),
+    ],
+)
+def test_a_router_that_fails_later_ends_the_reply_with_an_error(answer, message):
+    router = LateRouter(answer)
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", router=router)
+    with model:
+        router.calls = 1  # six calls are the prompt's
+        with pytest.raises(MoefluxError, match=message):
+            generate(model, tokenizer, [5, 6, 7, 8, 9, 10, 11])
+        router.calls = -10_000
+        assert generate(model, tokenizer, [5, 6, 7], max_tokens=2)
+
+
+def test_logits_that_are_not_finite_end_a_batch_with_an_error():
+    router = LateRouter(lambda ids, weights: (ids, weights * float("nan")))
+    with load_model(BUNDLED_MODEL, router=router) as model:
+        router.calls = 1
+        with BatchGenerator(model, max_tokens=4) as batch:
+            batch.insert([[5, 6, 7], [8, 9]])
+            with pytest.raises(ExactnessError, match="not finite"):
+                list(iter(batch.next, []))
 
 
 class Store(ExpertStore):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -15,7 +15,7 @@ from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
-from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL
+from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL, check_finite, normalised
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
@@ -314,10 +314,19 @@ class PaddedPrefill(Prefill):
                 self._cache.store(self._model, sequence.prompt, state, self._ends[i])
 
 
+class Sampled(NamedTuple):
+    """Tokens ``[B]`` of a step, their logprobs ``[B, V]`` float32, and whether these are finite,
+    ``[B, 1]`` bool."""
+
+    tokens: mx.array
+    logprobs: mx.array
+    finite: mx.array
+
+
 def sampled(
     logits: mx.array, sequences: list[Request], *, pending: Sequence[mx.array] = ()
-) -> tuple[mx.array, mx.array]:
-    """Sample tokens ``[B]`` and logprobs ``[B, V]`` float32 from logits ``[B, V]``.
+) -> Sampled:
+    """Sample tokens from logits ``[B, V]``.
 
     Each row takes its own sequence's processors and sampler. pending: Arrays ``[B]`` of tokens that
     are not in the replies yet.
@@ -334,13 +343,12 @@ def sampled(
                     row = processor(seen, row)
             rows.append(row)
         logits = mx.concatenate(rows)
-    logits = logits.astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs, finite = normalised(logits)
     samplers = [sequence.sampler for sequence in sequences]
     if all(sampler is samplers[0] for sampler in samplers):
-        return samplers[0](logprobs), logprobs
+        return Sampled(samplers[0](logprobs), logprobs, finite)
     drawn = [sampler(logprobs[i : i + 1]) for i, sampler in enumerate(samplers)]
-    return mx.concatenate(drawn), logprobs
+    return Sampled(mx.concatenate(drawn), logprobs, finite)
 
 
 @dataclass
@@ -407,8 +415,7 @@ class BatchGenerator:
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
-        self._tokens: Any = None
-        self._logprobs: Any = None
+        self._newest: Any = None  # Sampled, not reported yet
         self._uids = self._steps = 0
         self._unreported = False
         self._closed = False
@@ -478,7 +485,7 @@ class BatchGenerator:
         """Free all states. A second call does nothing."""
         self._closed = True
         self._waiting.clear()
-        self._prefill = self._tokens = self._logprobs = None
+        self._prefill = self._newest = None
         self._batch.leave(list(self._batch.names))
 
     def warm_up(self, prompt_tokens: int = 32) -> None:
@@ -546,21 +553,24 @@ class BatchGenerator:
 
     def _next(self) -> list[BatchReply]:
         if not self._ahead and len(self._batch) and not self._unreported:
-            self._tokens, self._logprobs, _ = self._advance()
+            self._newest = self._advance()
             self._unreported = True
         self._read_prompts()
         while not len(self._batch):
             if self._prefill is None:
                 return []
             self._read_prompts()
-        logprobs, sequences = self._logprobs, list(self._batch.names)
+        newest, sequences = self._newest, list(self._batch.names)
         if self._ahead:
-            self._tokens, self._logprobs, tokens = self._advance()
+            self._newest = self._advance()
         else:
-            tokens, self._unreported = self._tokens.tolist(), False
+            self._unreported = False
+        check_finite(newest.finite, max(len(s.prompt) + len(s.reply) for s in sequences))
         replies = [
-            self._reply(sequence, token, logprobs[i])
-            for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            self._reply(sequence, token, newest.logprobs[i])
+            for i, (sequence, token) in enumerate(
+                zip(sequences, newest.tokens.tolist(), strict=True)
+            )
         ]
         self._drop([s for s, r in zip(sequences, replies, strict=True) if r.finish_reason])
         self._steps += 1
@@ -581,27 +591,26 @@ class BatchGenerator:
         keep = [i for i, sequence in enumerate(self._batch.names) if sequence not in gone]
         self._batch.leave(gone)
         if not keep:
-            self._tokens = self._logprobs = None
+            self._newest = None
         else:
             rows = mx.array(keep)
-            self._tokens, self._logprobs = self._tokens[rows], self._logprobs[rows]
+            self._newest = Sampled(*(array[rows] for array in self._newest))
 
-    def _advance(self) -> tuple[mx.array, mx.array, list[int]]:
-        """Run the model on every sequence's newest token.
-
-        Return the next tokens and logprobs, and the tokens that went in.
-        """
-        pending = [self._tokens] if self._ahead else []
+    def _advance(self) -> Sampled:
+        """Run the model on every sequence's newest token and sample the next ones."""
+        tokens = self._newest.tokens
+        pending = [tokens] if self._ahead else []
         with self._batch.transaction():
-            logits = self._batch.step(self._tokens)
-            tokens, logprobs = sampled(logits, self._batch.names, pending=pending)
+            logits = self._batch.step(tokens)
+            following = sampled(logits, self._batch.names, pending=pending)
             if self._ahead:
-                mx.async_eval(tokens, logprobs)
+                mx.async_eval(following)
                 self.model.start_eval()
             else:
-                self._batch.evaluate(tokens, logprobs)
-            # tolist() waits inside the transaction, which an interrupt rolls back.
-            return tokens, logprobs, self._tokens.tolist()
+                self._batch.evaluate(*following)
+            # Wait inside the transaction, which an interrupt rolls back.
+            mx.eval(self._newest)
+            return following
 
     def _read_prompts(self) -> None:
         """Admit waiting prompts if there is room, and read one step of them."""
@@ -616,13 +625,13 @@ class BatchGenerator:
             return
         sequences = self._prefill.sequences
         self._prefill.keep()
-        tokens, logprobs = sampled(logits, sequences)
-        mx.eval(tokens, logprobs)
+        following = sampled(logits, sequences)
+        mx.eval(following)
         self._batch.join(sequences, self._prefill.entries)
-        both = ((self._tokens, tokens), (self._logprobs, logprobs))
-        self._tokens, self._logprobs = (
-            new if old is None else mx.concatenate([old, new]) for old, new in both
-        )
+        if self._newest is not None:
+            pairs = zip(self._newest, following, strict=True)
+            following = Sampled(*map(mx.concatenate, pairs))
+        self._newest = following
         for sequence in sequences:
             sequence.state = sequence.logits = None
         self._prefill, self._unreported = None, True

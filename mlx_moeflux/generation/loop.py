@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
+from mlx_moeflux.errors import ExactnessError
 from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, make_sampler
 
@@ -71,7 +72,7 @@ def generate_step(
     try:
         while count != max_tokens:
             count += 1
-            token, logprobs = following
+            token, logprobs, finite = following
             if not ahead:
                 mx.eval(token)
             # An interrupt may come at item(), when the cache has advanced already.
@@ -81,6 +82,7 @@ def generate_step(
                 elif keep_last:
                     loop.read(token)
                 value: Any = token.item()
+                check_finite(finite, prompt.shape[0] + len(reply))
                 reply.append(value)
             yield value, logprobs
             if count % CLEAR_EVERY == 0:
@@ -104,10 +106,10 @@ class _Loop:
     progress: Progress | None
     tokens: mx.array | None = None
 
-    def prefill(self, size: int, *, stop: bool) -> tuple[mx.array, mx.array] | None:
+    def prefill(self, size: int, *, stop: bool) -> tuple[mx.array, mx.array, mx.array] | None:
         """Read the prompt, `size` tokens a call.
 
-        Return the first step's token and logprobs, or None with `stop`.
+        Return what :meth:`step` returns, or None with `stop`.
         """
         resumed, total, first = self.resumed, self.prompt.shape[0], None
         start, stops = (resumed.position, resumed.stops) if resumed else (0, [])
@@ -189,15 +191,16 @@ class _Loop:
         self.model.start_eval()
         return logits
 
-    def step(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """Schedule a step on inputs ``[T]`` and return token ``[1]`` and logprobs ``[V]``."""
+    def step(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Schedule a step on inputs ``[T]`` and return token ``[1]``, logprobs ``[V]`` and, as
+        ``[1, 1]`` bool, whether they are finite."""
         return self._sampled(self._logits(inputs), inputs)
 
     def _logits(self, inputs: mx.array) -> mx.array:
         return self.model(inputs[None], cache=self.cache, last_only=True)[:, -1]
 
-    def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        """Schedule token ``[1]`` and logprobs ``[V]`` from the logits ``[1, V]`` after `inputs`."""
+    def _sampled(self, raw: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Schedule what :meth:`step` returns from the logits ``[1, V]`` after `inputs`."""
         try:
             logits = raw
             if self.processors:
@@ -206,15 +209,31 @@ class _Loop:
                 self.tokens = new if seen is None else mx.concatenate([seen, new])
                 for processor in self.processors:
                     logits = processor(self.tokens, logits)
-            logits = logits.astype(mx.float32)
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logprobs, finite = normalised(logits)
             token = self.sampler(logprobs)
-            mx.async_eval(token, logprobs)
+            mx.async_eval(token, logprobs, finite)
             self.model.start_eval()
         except BaseException:
             mx.eval(raw)  # for the reason that read() gives
             raise
-        return token, logprobs.squeeze(0)  # indexing is a gather
+        return token, logprobs.squeeze(0), finite  # indexing is a gather
+
+
+def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Return logprobs ``[B, V]`` float32 of logits ``[B, V]``, and for each row whether its sum is
+    finite, ``[B, 1]`` bool."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - total, mx.isfinite(total)
+
+
+def check_finite(finite: mx.array, position: int) -> None:
+    """Raise :class:`ExactnessError` unless `finite` of :func:`normalised`, evaluated, holds."""
+    if not finite.all().item():
+        raise ExactnessError(
+            f"the logits after {position} tokens are not finite: a weight, a kernel or a replaced "
+            "part gives wrong numbers; 'mlx_moeflux check' tries the kernels, --safe uses none."
+        )
 
 
 def _ends(start: int, total: int, size: int, stops: Sequence[int]) -> Iterator[int]:

@@ -315,13 +315,18 @@ def small_cases(operation: str) -> Iterator[tuple[str, Arguments]]:
     Of attention also what traced steps on GPUs and other callers pass: a tail, a length on the
     device, a mask as an array.
     """
-    yield "several tokens", example(operation)
-    yield "one token", example(operation, tokens=1)
+    for what, tokens in (("several tokens", None), ("one token", 1)):
+        arrays, options = example(operation, tokens=tokens)
+        yield what, (arrays, dict(options))
+        if operation == "sdpa":
+            options.pop("start")
+            yield f"{what}, without start", (arrays, dict(options))
+            options.pop("gate")
+            yield f"{what}, without start and gate", (arrays, options)
     if operation != "sdpa":
         return
     (q, k, v), options = example(operation)
     plain = {name: options[name] for name in ("scale", "mask", "length")}
-    yield "without start and gate", ((q, k, v), plain)
     visible = mx.random.uniform(shape=(1, 1, q.shape[2], plain["length"])) < 0.5
     visible[..., 0] = True
     yield "a mask as an array", ((q, k, v), plain | {"mask": visible})

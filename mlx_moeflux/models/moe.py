@@ -289,7 +289,13 @@ class SparseMoeBlock(nn.Module):
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Return ids and weights of logits ``[N, E]``, see :class:`Router`."""
-        return self._router(logits)
+        answer = self._router(logits)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise ShapeError(
+                f"{type(self._router).__name__} returned {describe(answer)} in layer {self.layer}; "
+                "expected ids and weights."
+            )
+        return answer
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """Add residual x ``[B, T, C]``, routed experts' sum ``[N, C]`` and shared expert."""

@@ -269,6 +269,19 @@ def test_an_attention_that_ignores_an_argument_is_refused(ignored, case):
         choose_kernels({"sdpa": mine})
 
 
+@pytest.mark.parametrize("ignored", [{"gate": None}, {"length": None}, {"mask": None}])
+def test_an_attention_that_leaves_starts_to_the_reference_is_compared_without_them(ignored):
+    reference = IMPLEMENTATIONS["sdpa"]["reference"]
+
+    def mine(q, k, v, *, start=None, tail=None, **options):
+        if start is not None or tail is not None:
+            return reference(q, k, v, start=start, tail=tail, **options)
+        return reference(q, k, v, **options | ignored)
+
+    with pytest.raises(InputError, match=r"differs from .* small case .*without start"):
+        choose_kernels({"sdpa": mine})
+
+
 def test_attention_refuses_what_contradicts_itself():
     q = mx.zeros((1, 2, 1, 8))
     mask, length = mx.ones((1, 1, 1, 1), mx.bool_), mx.array([1])

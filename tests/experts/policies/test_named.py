@@ -41,6 +41,9 @@ def test_a_method_with_other_arguments_is_refused_before_it_is_called():
         make_eviction(Renamed())
     policy = Open()
     assert make_eviction(policy) is policy
+    policy.reset = None
+    with pytest.raises(InputError, match="the eviction Open has no 'reset'"):
+        make_eviction(policy)
 
 
 class Answering:
