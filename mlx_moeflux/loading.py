@@ -19,8 +19,8 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
-from mlx_moeflux.experts.io.cuda_upload import staging_bytes
 from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
 from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
 from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION

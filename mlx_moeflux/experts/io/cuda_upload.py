@@ -258,10 +258,10 @@ def _buffer_bytes(nbytes: int) -> int:
     return (-(-nbytes // _GRANULE) + 2) * _GRANULE
 
 
-def staging_bytes(reader: Any, threads: int) -> int:
-    """Return the bytes of private buffers of `threads` and the caller, who read with `reader`."""
-    each = getattr(reader, "staging_bytes", 0)
-    if driver() is not None:
-        largest = max(reader.layout(layer).nbytes for layer in reader.layers)
-        each += BUFFERS * _buffer_bytes(largest)
-    return (threads + 1) * each
+def staging_bytes(reader: Any) -> int:
+    """Return the bytes of private buffers for each thread that reads with `reader`."""
+    own = getattr(reader, "staging_bytes", 0)
+    if driver() is None:
+        return own
+    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
+    return own + BUFFERS * _buffer_bytes(largest)

@@ -29,7 +29,7 @@ from typing import TypeGuard
 import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io import file_readers, read_pool
+from mlx_moeflux.experts.io import cuda_upload, file_readers, read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
@@ -291,6 +291,12 @@ class NativeFetch:
             return self._pool.reader.ends_early(run, outcome.offset + outcome.done)
         cause = OSError(outcome.error, os.strerror(outcome.error))
         return self._pool.reader.failed(run, outcome.offset + outcome.done, cause)
+
+
+def staging_bytes(reader: Reader, threads: int) -> int:
+    """Return the bytes of all private buffers of a pool: of its threads and, if they are native, of
+    the caller."""
+    return (threads + NativePool.serves(reader)) * cuda_upload.staging_bytes(reader)
 
 
 def open_pool(reader: Reader, threads: int, uploads: Uploads | None) -> ReadPool | NativePool:

@@ -23,8 +23,8 @@ from mlx_moeflux.experts.compute import (
     few_pairs,
     from_whole_bank,
 )
-from mlx_moeflux.experts.io.cuda_upload import staging_bytes, uploads_for
-from mlx_moeflux.experts.io.native_pool import open_pool
+from mlx_moeflux.experts.io.cuda_upload import uploads_for
+from mlx_moeflux.experts.io.native_pool import open_pool, staging_bytes
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
 from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
