@@ -144,7 +144,7 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_whole_directory_gives_the_logits_of_safetensors(sources, tmp_path, bits, places):
     packed = pack(sources[bits], tmp_path, bits=bits, places=places)
     expected, text = measure(sources[bits], "100%")

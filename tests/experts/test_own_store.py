@@ -71,11 +71,11 @@ def run(model, tokens, *, traced):
     ("kind", "memory"),
     [
         (OwnStreamed, "40%"),
-        (OwnStreamed, "all slots"),
-        (MixedIn, "40%"),
+        pytest.param(OwnStreamed, "all slots", marks=pytest.mark.slow),
+        pytest.param(MixedIn, "40%", marks=pytest.mark.slow),
         (OwnResident, "auto"),
         (Bare, "auto"),
-        (Bare, "40%"),
+        pytest.param(Bare, "40%", marks=pytest.mark.slow),
     ],
 )
 def test_every_token_goes_through_experts(kind, memory, traced):

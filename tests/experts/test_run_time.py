@@ -121,7 +121,7 @@ def test_what_a_budget_cannot_be():
         assert set(model.store.slots.values()) == {32}
 
 
-@pytest.mark.parametrize("prefetch", ["none", "ahead"])
+@pytest.mark.parametrize("prefetch", [pytest.param("none", marks=pytest.mark.slow), "ahead"])
 def test_one_read_in_a_hundred_fails_and_no_token_is_wrong(right, monkeypatch, prefetch):
     """An I/O error ends a call and leaves its cache as it was: the call is made again."""
     random, read, failed = np.random.default_rng(0), PreadReader.read, [0]

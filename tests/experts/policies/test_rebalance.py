@@ -87,7 +87,7 @@ def test_slots_move_the_same_whether_or_not_somebody_listens(listener):
         assert (model.store.slots[0], model.store.slots[5]) == (26, 26)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "ahead"])
+@pytest.mark.parametrize("prefetch", [pytest.param("none", marks=pytest.mark.slow), "ahead"])
 @pytest.mark.parametrize("eviction", ["lfu", "s3fifo"])
 def test_live_is_simulated_and_exact_while_slots_move(tmp_path, eviction, prefetch):
     random = np.random.default_rng(3)

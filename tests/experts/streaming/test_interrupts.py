@@ -117,10 +117,7 @@ def test_interrupted_at_any_event(experts, open_store, kind):
 
 @pytest.mark.parametrize(
     "eviction",
-    [
-        pytest.param(name, marks=() if name in ("lru", "lfu") else pytest.mark.slow)
-        for name in EVICTIONS
-    ],
+    [pytest.param(name, marks=() if name == "lfu" else pytest.mark.slow) for name in EVICTIONS],
 )
 def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""

@@ -29,7 +29,7 @@ def spy(module, monkeypatch) -> list[np.ndarray]:
     return seen
 
 
-@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("program", ["ours", "mlx-lm"])
 def test_every_program_is_fed_the_stream(checkpoint, monkeypatch, program, batch, size):
