@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.files import read_json_object, read_whole
 from mlx_moeflux.checkpoint.formats.gguf import find_gguf, gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
@@ -66,11 +66,9 @@ class BytePairs:
         from tokenizers import Tokenizer as Backend
         from tokenizers.decoders import ByteLevel
 
+        text = json.dumps(content).encode() if content else read_whole(file)
         try:
-            if content is None:
-                self.backend = Backend.from_file(str(file))
-            else:
-                self.backend = Backend.from_str(json.dumps(content))
+            self.backend = Backend.from_buffer(text)
         # The library raises no narrower type.
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
@@ -104,8 +102,9 @@ class SentencePieces:
     def __init__(self, file: Path):
         from sentencepiece import SentencePieceProcessor
 
+        content = read_whole(file)
         try:
-            self.backend = SentencePieceProcessor(model_file=str(file))
+            self.backend = SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
 
@@ -389,7 +388,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
     file = directory / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8"), None
+            return read_whole(file, error=ConfigError).decode(), None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 ({error}); fetch it again.") from None
     template, source = config.get("chat_template"), "tokenizer_config.json"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -16,6 +18,8 @@ from mlx_moeflux.errors import CheckpointError, MoefluxError
 _MAX_PIECE = 1 << 30
 
 TEMPORARY_SUFFIX = ".tmp"
+# Of a file that is read whole: the largest tokenizers and indexes have some 30 MB.
+MOST_BYTES = 100_000_000
 HASH_BYTES = 32
 _HASH_CHUNK = 1 << 22
 
@@ -117,11 +121,34 @@ def parse_json_object(
 
 def read_json_object(file: Path, *, error: type[MoefluxError] = CheckpointError) -> dict:
     """The JSON object in a file; ``error`` if it cannot be read or is not one."""
+    return parse_json_object(read_whole(file, error=error), file, what="content", error=error)
+
+
+def open_regular(file: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor.
+
+    A pipe would be waited for, a device read without end: these raise OSError at once.
+    """
+    fd = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(file))
+
+
+def read_whole(
+    file: Path, *, most: int = MOST_BYTES, error: type[MoefluxError] = CheckpointError
+) -> bytes:
+    """Return the bytes of a regular file; ``error`` if it has more than `most` or cannot be
+    read."""
     try:
-        text = file.read_bytes()
+        with os.fdopen(open_regular(file), "rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            if size > most:
+                raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", str(file))
+            return handle.read(most)
     except OSError as cause:
         raise unreadable(file, cause, error=error) from cause
-    return parse_json_object(text, file, what="content", error=error)
 
 
 def inside_path(
@@ -195,7 +222,7 @@ def unreadable(
 def opened(file: Path, *, error: type[MoefluxError] = CheckpointError) -> Iterator[int]:
     """Open a file for reading and yield its descriptor; raise ``error`` if that fails."""
     try:
-        fd = os.open(file, os.O_RDONLY)
+        fd = open_regular(file)
     except OSError as cause:
         raise unreadable(file, cause, error=error) from cause
     try:

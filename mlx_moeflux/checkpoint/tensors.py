@@ -312,8 +312,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
     Raises CheckpointError if the file cannot be opened or its header is wrong in any way.
     """
     try:
-        with open(file, "rb", buffering=0) as handle:
-            fd = handle.fileno()
+        with opened(file) as fd:
             size = os.fstat(fd).st_size
             data_start = 8 + _header_size(fd, file, size=size)
             text = _read(fd, file, count=data_start - 8, offset=8)

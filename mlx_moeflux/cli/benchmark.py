@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.plot, args.markdown)):
         if not file.parent.is_dir():
             raise InputError(f"{file.parent} is not a directory; create it or choose another.")
+        if file.exists() and not file.is_file():
+            raise InputError(f"{file} is no regular file; choose another.")
     load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
     options = Options(
         expert_memory=args.expert_memory,

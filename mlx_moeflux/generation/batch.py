@@ -630,7 +630,7 @@ class BatchGenerator:
         self._batch.join(sequences, self._prefill.entries)
         if self._newest is not None:
             pairs = zip(self._newest, following, strict=True)
-            following = Sampled(*map(mx.concatenate, pairs))
+            following = Sampled(*(mx.concatenate(list(pair)) for pair in pairs))
         self._newest = following
         for sequence in sequences:
             sequence.state = sequence.logits = None

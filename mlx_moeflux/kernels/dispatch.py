@@ -12,13 +12,13 @@ others take those of "sdpa". "measured" says where and when the rows of a back e
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.errors import InputError
 
 TABLE = Path(__file__).with_name("dispatch.json")
@@ -69,9 +69,9 @@ def read() -> dict[str, Any]:
     """
     file = Path(os.environ.get(ENVIRONMENT) or TABLE)
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: {ENVIRONMENT} wants a table of kernels: {error}.") from error
+        return read_json_object(file, error=InputError)
+    except InputError as error:
+        raise InputError(f"{ENVIRONMENT} wants a table of kernels: {error}") from error
 
 
 def rows(operation: str, backend: str) -> tuple[Row, ...]:

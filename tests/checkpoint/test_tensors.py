@@ -195,7 +195,7 @@ def test_directories_without_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory"):
         TensorIndex.open(tmp_path / "missing")
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+    with pytest.raises(CheckpointError, match="cannot be read: it is no regular file"):
         TensorIndex.open(tmp_path)
 
 

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.state.spec import DTYPE_CODES, ArraySpec
-from mlx_moeflux.checkpoint.files import HASH_BYTES, TEMPORARY_SUFFIX, sync_directory
+from mlx_moeflux.checkpoint.files import HASH_BYTES, TEMPORARY_SUFFIX, opened, sync_directory
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype, read_header
 from mlx_moeflux.errors import CacheError, CheckpointError
 
@@ -129,8 +129,8 @@ def open_file(path: str | os.PathLike[str], format: Format) -> StateFile:
     path = Path(path)
     try:
         refs, size = read_header(path)
-        with open(path, "rb") as handle:
-            facts = json.loads(handle.read(size)[8:]).get("__metadata__") or {}
+        with opened(path) as fd:
+            facts = json.loads(os.pread(fd, size, 0)[8:]).get("__metadata__") or {}
     except (CheckpointError, OSError) as error:
         why = str(error).rstrip(".")
         raise CacheError(f"No readable {format.name} file: {why}.") from error

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import opened
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
 from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
@@ -330,6 +331,8 @@ def _reader(file: Path):
         raise UnsupportedError(
             f"{file} needs the gguf package; pip install 'mlx_moeflux[gguf]'."
         ) from error
+    with opened(file):
+        pass  # a regular file
     try:
         return GGUFReader(file)
     except (OSError, ValueError, LookupError, OverflowError, MemoryError, TypeError) as error:

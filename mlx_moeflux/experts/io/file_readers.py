@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import unreadable, window
+from mlx_moeflux.checkpoint.files import open_regular, unreadable, window
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into
@@ -57,7 +57,7 @@ class FileReader:
     alignment = 1
     """Reads begin and end at multiples of this, in files and in memory."""
 
-    _flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+    _flags = os.O_RDONLY
 
     def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
         self.ranges = ByteRanges(experts)
@@ -68,7 +68,7 @@ class FileReader:
         make_room(len(self.ranges.files))
         try:
             for file in self.ranges.files:
-                self._fds.append(os.open(file, self._flags))
+                self._fds.append(open_regular(file, self._flags))
         except OSError as cause:
             self.close()
             raise self._cannot_open(file, cause) from cause

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.simulate import Simulation
 from mlx_moeflux.experts.telemetry.trace import Trace
@@ -127,11 +128,10 @@ def _fields(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any
     Raises:
         InputError: It cannot be read, is no such object or lacks one.
     """
+    text = read_whole(Path(path), error=InputError)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
-    except ValueError:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
         data = None
     data = data if isinstance(data, dict) else {}
     missing = next((name for name in names if name not in data), None)

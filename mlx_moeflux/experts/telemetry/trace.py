@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.request import ExpertRequest
 from mlx_moeflux.experts.telemetry.events import (
@@ -33,6 +34,7 @@ from mlx_moeflux.experts.telemetry.events import (
 
 FORMAT, VERSION = "mlx_moeflux.trace", 1
 MAX_HEADER_BYTES = 1 << 20
+MOST_TRACE_BYTES = 1 << 32
 
 CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
 RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
@@ -150,10 +152,7 @@ class Trace:
         Raises:
             InputError: It is not a trace, of another version, or damaged.
         """
-        try:
-            data = Path(path).read_bytes()
-        except OSError as cause:
-            raise InputError(f"{path} cannot be read ({cause.strerror or cause}).") from cause
+        data = read_whole(Path(path), most=MOST_TRACE_BYTES, error=InputError)
         end = data.find(b"\n", 0, MAX_HEADER_BYTES)
         trace = cls(_header(path, data[: max(end, 0)]), complete=False)
         reader = _Records(os.fspath(path), data, end + 1, trace)
