@@ -17,7 +17,7 @@ from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
-from mlx_moeflux.errors import CheckpointError, InputError, ShapeError
+from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, ShapeError
 from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
@@ -34,7 +34,7 @@ from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.models import model_class
+from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
 from mlx_moeflux.models.weights import check_layers, default_dtype, fill_trunk, load_experts
@@ -210,9 +210,7 @@ def load_model(
     expert_reader = tuned["expert_reader"] if expert_reader == "auto" else expert_reader
     prefetch = make_prefetch(tuned["prefetch"] if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
-    config = kind.Config.from_dict(
-        checkpoint.config, file=checkpoint.config_file, strict=strict_config
-    )
+    config = read_config(checkpoint, strict=strict_config)
     if not isinstance(kernels, Kernels):
         kernels = choose_kernels(kernels, check_values=check_values)
     own_k = config.num_experts_per_tok
@@ -229,7 +227,13 @@ def load_model(
     assert router is not None
     rules = config.name_rules()
     mapped = checkpoint.mapped(rules)
-    model = kind(config, router=router, kernels=kernels)
+    try:
+        model = kind(config, router=router, kernels=kernels)
+    except OverflowError as error:
+        raise ConfigError(
+            f"{checkpoint.config_file}: its sizes multiply to more than an array can have; "
+            "config.json and the weights are of different models."
+        ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
     dtype = dtype or default_dtype()

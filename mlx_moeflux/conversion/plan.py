@@ -19,7 +19,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.models import model_class
+from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.weights import FLOATS, infer_spec
 
 # Elements of a row chunk: 16 Mi of float32 are 64 MiB.
@@ -134,9 +134,7 @@ class Conversion:
         strict: bool,
     ):
         kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
-        self.config = kind.Config.from_dict(
-            checkpoint.config, file=checkpoint.config_file, strict=strict
-        )
+        self.config = read_config(checkpoint, strict=strict)
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
         self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from mlx_moeflux.checkpoint.names import MappedTensors
@@ -55,6 +55,24 @@ def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
     Raises:
         MoefluxError: The config or the tensor names belong to no supported model.
     """
-    kind = config_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
-    config = kind.from_dict(checkpoint.config, file=checkpoint.config_file)
-    return checkpoint.mapped(config.name_rules())
+    return checkpoint.mapped(read_config(checkpoint).name_rules())
+
+
+def read_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:
+    """Return a checkpoint's config. strict: An unknown key is an error.
+
+    Raises:
+        ConfigError: A key is missing, wrong or unknown, or there are more layers than tensors.
+        UnsupportedError: The architecture is not supported.
+    """
+    file = checkpoint.config_file
+    kind = config_class(checkpoint.config.get("model_type"), file=file)
+    config = kind.from_dict(checkpoint.config, file=file, strict=strict)
+    tensors = len(checkpoint.tensors)
+    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+        if (layers := getattr(config, name, 0)) > tensors:
+            raise ConfigError(
+                f"{file}: '{name}' is {layers}, but the files have {tensors} tensors; config.json "
+                "and the weights are of different models."
+            )
+    return config
