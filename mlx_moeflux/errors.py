@@ -4,9 +4,18 @@ A message names the thing, the place (file, key, offset or limit) and the mend. 
 prints it on one line and exits with 1. ``assert`` checks only what the package itself guarantees.
 """
 
+MOST_CHARACTERS = 300
+
 
 class MoefluxError(Exception):
-    """Base of all errors that this package raises."""
+    """Base of all errors that this package raises. A long message, which repeats a long value of a
+    file, is cut in its middle."""
+
+    def __init__(self, message: object = ""):
+        text = str(message)
+        if len(text) > MOST_CHARACTERS:
+            text = f"{text[: MOST_CHARACTERS - 105]} ... {text[-100:]}"
+        super().__init__(text)
 
 
 class ConfigError(MoefluxError, ValueError):

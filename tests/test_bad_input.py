@@ -75,7 +75,7 @@ CONFIGS = {
     "other activation": ({"hidden_act": "gelu"}, UnsupportedError, ["hidden_act", "gelu"]),
     "other architecture": ({"model_type": "llama"}, UnsupportedError, ["llama", "config.json"]),
     "no architecture": ({"model_type": ...}, UnsupportedError, ["model_type"]),
-    "more layers": ({"num_hidden_layers": 99, "layer_types": ...}, CheckpointError, ["99"]),
+    "more layers": ({"num_hidden_layers": 99, "layer_types": ...}, ConfigError, ["99", "tensors"]),
     "contradictory layers": ({"num_hidden_layers": 99}, ConfigError, ["layer_types"]),
     "other hidden size": ({"hidden_size": 512}, CheckpointError, ["512"]),
     "other expert count": ({"num_experts": 99}, CheckpointError, ["99", "experts"]),
@@ -271,3 +271,11 @@ def test_kill_9_before_the_marker_is_whole_loses_nothing(tmp_path):
 def test_kill_9_at_many_moments_loses_nothing(tmp_path):
     for step in range(25):
         kill_and_resume(tmp_path, 0.03 * step + 0.001)
+
+
+@pytest.mark.parametrize("value", ["x" * 20_000, 10**4000, {"a": ["b"] * 4000}, "\n" * 5000])
+def test_a_long_value_of_a_file_is_shortened(value):
+    error = ConfigError(f"config.json: 'hidden_act' is {value!r}; only 'silu' is computed.")
+    assert len(str(error)) <= 300
+    assert str(error).startswith("config.json: 'hidden_act' is ")
+    assert str(error).endswith("; only 'silu' is computed.")
