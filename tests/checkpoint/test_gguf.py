@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf import KINDS, BlocksRef
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.conversion.convert import convert
-from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
+from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import load, load_model, open_checkpoint
 
@@ -212,3 +213,26 @@ def test_other_types_are_refused_by_name(tmp_path, kind):
         tmp_path / "model.gguf", lambda name: kind if "exps" in name else mixed(name)
     )
     refused(path, UnsupportedError, rf"ffn_gate_exps\.weight' is {kind}; only Q8_0, Q4_K")
+
+
+WRONG = ["text", [1], 2_000_000_000]
+MORE = [[], {"a": 1}, None, True, -1, 0, 1.5, float("nan")]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "m.gguf", lambda name: "Q8_0")
+
+
+@pytest.mark.parametrize(
+    "value", [*WRONG, *(pytest.param(value, marks=pytest.mark.slow) for value in MORE)], ids=str
+)
+def test_metadata_that_is_no_model_is_one_line(small, monkeypatch, value):
+    """Each key in turn; a value that a model may have loads."""
+    right = ours.gguf_metadata(small)
+    for key in right:
+        monkeypatch.setattr(ours, "_metadata", lambda *_, key=key: right | {key: value})
+        try:
+            load(small, expert_memory="100%", expert_threads=1)[0].close()
+        except MoefluxError as error:
+            assert "\n" not in str(error), key  # noqa: PT017

@@ -405,7 +405,15 @@ def _config(found: GgufFile, path: Path) -> dict[str, Any]:
             value = found.metadata.get(f"{ARCHITECTURE}.expert_feed_forward_length")
         if value is None:
             raise ConfigError(f"{path}: the metadata lacks '{ARCHITECTURE}.{theirs}'.")
+        if type(value) not in (int, float):
+            raise ConfigError(f"{path}: '{ARCHITECTURE}.{theirs}' is {value!r}; expected a number.")
         config[key] = value
+    layers, tensors = config["num_hidden_layers"], len(found.tensors)
+    if type(layers) is not int or layers > tensors:
+        raise ConfigError(
+            f"{path}: '{ARCHITECTURE}.block_count' is {layers}, but the file has {tensors} tensors "
+            "besides experts; download it again."
+        )
     scaling = found.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
     if scaling != "none":
         config["rope_scaling"] = {"rope_type": scaling}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 
@@ -30,17 +30,22 @@ def tokenizer_json(metadata: dict[str, Any], path: Path) -> tuple[dict[str, Any]
         if key.startswith("tokenizer.ggml.")
     }
     tokens, merges = found.get("tokens"), found.get("merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
+    if not _are(tokens, str) or not _are(merges, str):
         raise CheckpointError(
             f"{path} carries no tokenizer; put a tokenizer.json beside it, or use load_model()."
         )
     kind, cut = found.get("model"), found.get("pre")
-    if kind != "gpt2" or cut not in _CUTS:
+    if kind != "gpt2" or not isinstance(cut, str) or cut not in _CUTS:
         raise UnsupportedError(
             f"{path}: the tokenizer is {kind!r} with the cut {cut!r}; of GGUF only 'gpt2' with "
             f"{', '.join(map(repr, _CUTS))} is read, so put a tokenizer.json beside the file."
         )
     types = found.get("token_type") or [1] * len(tokens)
+    if not _are(types, int) or len(types) != len(tokens):
+        raise CheckpointError(
+            f"{path}: 'tokenizer.ggml.token_type' is no list of a number for each of {len(tokens)} "
+            "tokens; download the file again."
+        )
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
         {"id": i, "content": token, **plain, "special": type_ == CONTROL}
@@ -78,3 +83,8 @@ def tokenizer_json(metadata: dict[str, Any], path: Path) -> tuple[dict[str, Any]
     if isinstance(template, str):
         config["chat_template"] = template
     return content, config
+
+
+def _are(values: Any, kind: type) -> TypeGuard[list[Any]]:
+    """Return True for a list of one kind of values."""
+    return isinstance(values, list) and all(type(value) is kind for value in values)
