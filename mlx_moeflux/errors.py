@@ -4,18 +4,30 @@ A message names the thing, the place (file, key, offset or limit) and the mend. 
 prints it on one line and exits with 1. ``assert`` checks only what the package itself guarantees.
 """
 
-MOST_CHARACTERS = 300
+import re
+
+MOST_CHARACTERS = 300  # of a message, besides the paths in it
+_VALUE = re.compile(r"""(?<!\w)'[^']{81,}'|"[^"]{81,}"|[\[{(][^\]})]{81,}|\S{81,}""")
+_PATH = re.compile(r"(?<![^\s'\"(])/[^\s'\"]{1,255}(?![^\s'\"])")
 
 
 class MoefluxError(Exception):
-    """Base of all errors that this package raises. A long message, which repeats a long value of a
-    file, is cut in its middle."""
+    """Base of all errors that this package raises. A long message is shortened: the values that
+    it repeats from a file first, then its middle. Paths stay whole."""
 
     def __init__(self, message: object = ""):
         text = str(message)
-        if len(text) > MOST_CHARACTERS:
-            text = f"{text[: MOST_CHARACTERS - 105]} ... {text[-100:]}"
-        super().__init__(text)
+        super().__init__(text if len(text) <= MOST_CHARACTERS else _shortened(text))
+
+
+def _shortened(text: str) -> str:
+    def value(match: re.Match) -> str:
+        found = match[0]
+        return found if _PATH.fullmatch(found.strip("'\"")) else f"{found[:50]} ... {found[-10:]}"
+
+    text = _VALUE.sub(value, text)
+    most = MOST_CHARACTERS + sum(len(path) for path in _PATH.findall(text)[:2])
+    return text if len(text) <= most else f"{text[: most - 105]} ... {text[-100:]}"
 
 
 class ConfigError(MoefluxError, ValueError):

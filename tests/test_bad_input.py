@@ -279,3 +279,11 @@ def test_a_long_value_of_a_file_is_shortened(value):
     assert len(str(error)) <= 300
     assert str(error).startswith("config.json: 'hidden_act' is ")
     assert str(error).endswith("; only 'silu' is computed.")
+
+
+def test_a_shortened_message_keeps_its_paths():
+    paths = [f"/home/{'someone/' * 15}model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    error = ConfigError(f"{paths[0]} has tensor {'x' * 400!r}, and so has {paths[1]}; delete one.")
+    for part in (*paths, "; delete one."):
+        assert part in str(error)
+    assert len(str(error)) < 500

@@ -107,7 +107,7 @@ def test_what_is_neither_a_directory_nor_an_id_is_refused_without_a_request(name
     hub.info_error = AssertionError("no request may be made")
     with pytest.raises(CheckpointError) as caught:
         resolve(name)
-    one_sentence(str(caught.value), repr(name)[:150], "neither a directory nor a hub id")
+    one_sentence(str(caught.value), repr(name)[:50], "neither a directory nor a hub id")
 
 
 def test_a_file_is_refused(hub, tmp_path):

@@ -184,12 +184,13 @@ def test_a_truncated_or_missing_weight_file_is_named(tensors, tmp_path):
     weights.write_bytes(content[:-1])
     with pytest.raises(CheckpointError) as caught:
         MoefluxTrunk.open(tmp_path)
-    one_sentence(str(caught.value), weights, f"has {len(content) - 1} bytes")
+    manifest = tmp_path / "model_weights.json"
+    one_sentence(str(caught.value), manifest, f"{weights.name} has {len(content) - 1} bytes")
     weights.unlink()
     with pytest.raises(CheckpointError) as caught:
         MoefluxTrunk.open(tmp_path)
     one_sentence(str(caught.value), weights, "cannot be read")
-    (tmp_path / "model_weights.json").write_text("{")
+    manifest.write_text("{")
     with pytest.raises(CheckpointError, match="is not valid JSON"):
         MoefluxTrunk.open(tmp_path)
 

@@ -220,8 +220,8 @@ def _tensor(name: str, entry: object, *, manifest: Path, weights: Path, size: in
         raise _bad(manifest, name, f"has {nbytes} bytes, but {dtype} {shape} takes {ref.nbytes}")
     if offset + nbytes > size:
         raise CheckpointError(
-            f"Tensor {name!r} of {manifest} ends at byte {offset + nbytes}, but {weights} has"
-            f" {size} bytes; it is truncated or another model's, copy it again."
+            f"Tensor {name!r} of {manifest} ends at byte {offset + nbytes}, but {weights.name}"
+            f" has {size} bytes; it is truncated or another model's, copy it again."
         )
     return ref
 
