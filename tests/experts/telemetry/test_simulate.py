@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 
 import mlx.core as mx
 import numpy as np
@@ -300,16 +301,32 @@ def test_a_profile_or_forecast_that_cannot_be(tmp_path):
         forecast(prompt, simulate(prompt, "50%"), Profile(1, 0, (1,)))
 
 
+def plain_lru(keys, capacity):
+    """CPU seconds of the shortest Python that keeps an LRU: what a look-up costs at least here."""
+    start, kept = time.process_time(), OrderedDict()
+    for key in keys:
+        if key in kept:
+            kept.move_to_end(key)
+        else:
+            if len(kept) == capacity:
+                kept.popitem(last=False)
+            kept[key] = None
+    return time.process_time() - start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["25%", "12.5%"])
 @pytest.mark.parametrize("eviction", [*EVICTIONS, "belady"])
-def test_a_million_lookups_a_second(eviction, budget):
+def test_a_lookup_costs_few_plain_ones(eviction, budget):
+    """A million look-ups a second on the machine where a plain LRU makes ten: a ratio, because
+    the speed of the machine is not the test's subject."""
     trace = zipf_trace(num_experts=256, experts_per_token=8, layers=8, tokens=3000)
-    speeds = []
-    for _ in range(5):
+    keys = (np.random.default_rng(0).zipf(1.2, 192_000) % 2048).tolist()
+    ours, plain = [], []
+    for _ in range(7):
+        plain.append(plain_lru(keys, 512))
         start = time.process_time()
         total = simulate(trace, budget, eviction=eviction).total
-        speeds.append(total.lookups / (time.process_time() - start))
-    print(f"{eviction}, {budget}: {max(speeds) / 1e6:.2f} million look-ups a second")  # noqa: T201
-    assert total.lookups == 192_000
-    assert max(speeds) >= 1e6
+        ours.append(time.process_time() - start)
+    assert total.lookups == len(keys)
+    assert min(ours) <= 20 * min(plain), min(ours) / min(plain)
