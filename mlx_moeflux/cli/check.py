@@ -13,7 +13,7 @@ def run(args: argparse.Namespace) -> int:
     """Print two tables; return 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels import selfcheck, stock
+    from mlx_moeflux.kernels import stock, trials
     from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
     from mlx_moeflux.kernels.runtime import metal
 
@@ -32,14 +32,12 @@ def run(args: argparse.Namespace) -> int:
             # A reference on the GPU is compared with the same reference on the CPU.
             if not (hasattr(form, "kernels") or name == REFERENCE):
                 continue
-            for dtype in selfcheck.LIMITS:
+            for dtype in stock.DTYPES:
                 words = str(dtype).removeprefix("mlx.core.")
                 if isinstance(active, metal.NoBackend):
                     verdict, detail = "not run", "no GPU"
                 else:
-                    result = selfcheck.compare(operation, name, forms, dtype)
-                    if name != REFERENCE:
-                        selfcheck.keep({f"{operation}={name} {words}": result}, form)
+                    result = trials.on_example(operation, name, forms, dtype)
                     failed += not result.ok
                     verdict = "right" if result.ok else "wrong"
                     detail = result.reason or f"{result.error:.1e}"

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, selfcheck
+from mlx_moeflux.kernels import dispatch, trials, verdicts
 from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
 from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
@@ -41,6 +41,8 @@ from mlx_moeflux.kernels.runtime import failures, metal
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
 AUTO, REFERENCE = "auto", "reference"
+# Of a given callable in float32, by the largest value: the reference rounds too.
+LARGEST_ERROR = 1e-4
 
 Implementation = Callable[..., Any]
 
@@ -159,6 +161,8 @@ class Operation:
                 return self._reference(*args, **kwargs)
             return self._fixed(*args, **kwargs)
         best = self._best(args)
+        if self._needs_trials():
+            return self._try(best, args, kwargs)
         if best is None:
             return self._reference(*args, **kwargs)
         try:
@@ -167,6 +171,25 @@ class Operation:
             reason = str(error)
         # The kernel does not take these shapes; if they are wrong, the reference says so.
         result = self._reference(*args, **kwargs)
+        self._fell_back(best[0], reason)
+        return result
+
+    def _needs_trials(self) -> bool:
+        """Return True on the GPU of a back end where nothing runs before its trial."""
+        backend = self._backend
+        if backend is None or not backend.checks_first_use or self._mode.references_only:
+            return False
+        return not backend.follows_device or mx.default_device().type == mx.gpu
+
+    def _try(self, best: tuple[str, Implementation] | None, args: tuple, kwargs: dict) -> Any:
+        """Compute where an implementation runs only after its trial."""
+        try:
+            return trials.call(self.name, best, self._implementations, args, kwargs)
+        except (ShapeError, UnsupportedError) as error:
+            if best is None:
+                raise
+            reason = str(error)
+        result = trials.call(self.name, None, self._implementations, args, kwargs)
         self._fell_back(best[0], reason)
         return result
 
@@ -187,6 +210,8 @@ class Operation:
         if takes is not None and not takes(*args, **kwargs):
             self._fell_back(name, "it does not take these arguments")
             return self._reference
+        if self._needs_trials():
+            return lambda *args, **kwargs: self._try(best, args, kwargs)
         return form
 
     def _best(self, args) -> tuple[str, Implementation] | None:
@@ -212,10 +237,7 @@ class Operation:
             if size < start:
                 break
             best = found
-        if best is None or not (backend.checks_first_use and hasattr(best[1], "kernels")):
-            return best
-        trusted = selfcheck.trusted(self.name, best[0], self._implementations, args)
-        return best if trusted else None
+        return best
 
     def _read_table(self) -> metal.Backend:
         """Choose for the back end in use, which is returned, without the kernels that failed."""
@@ -279,6 +301,11 @@ class Kernels:
     def names(self) -> dict[str, str]:
         """Operation -> the name of the active form, for ``--stats``."""
         return {name: op.active() for name, op in self._operations.items()}
+
+    def identity(self) -> list[Any]:
+        """Return what decides which implementation computes a call: the choices, and what has
+        failed its trial on this GPU."""
+        return [self.names(), verdicts.refused() if metal.backend().checks_first_use else []]
 
     def fallbacks(self) -> list[str]:
         """Return a line for each implementation that "auto" chose and that refused, for
@@ -391,12 +418,12 @@ def _check_implementation(operation: str, form: Implementation, values: bool) ->
                 f"the given '{operation}' fails on a small case ({what}): {type(error).__name__}: "
                 f"{error}. Its arguments are those of the reference: {names}."
             ) from error
-        described, wanted = selfcheck.describe(actual), selfcheck.describe(expected)
+        described, wanted = trials.describe(actual), trials.describe(expected)
         if described != wanted:
             raise ShapeError(
                 f"the given '{operation}' returns {described} ({what}), expected {wanted}."
             )
-        error, limit = selfcheck.largest_error(actual, expected), selfcheck.LIMITS[mx.float32]
+        error, limit = trials.largest_error(actual, expected), LARGEST_ERROR
         if values and not error <= limit:
             raise InputError(
                 f"the given '{operation}' differs from the reference by {error:.2g} of the largest "

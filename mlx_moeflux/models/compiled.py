@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx_moeflux.cache import AttentionCache, KVCache, LatentCache, RecurrentCache, transaction
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
+from mlx_moeflux.kernels import trials
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
@@ -151,8 +152,8 @@ def _has_stand_in(kind: type) -> bool:
 class CompiledStep:
     """One trace of ``forward(tokens [B, 1], entries) -> logits [B, 1, V]``.
 
-    forward: Has no side effects except on `entries`. traces: Number of traces so far; the first
-    step makes one, and each change of shapes.
+    forward: Has no side effects except on `entries`. traces: How often it was called; the first
+    step makes a trace, and each change of shapes.
     """
 
     def __init__(self, forward: Callable[[mx.array, Sequence[Any]], mx.array]):
@@ -180,7 +181,7 @@ class CompiledStep:
         kinds = tuple(type(entry) for entry in cache)
         run = self._compiled.get(kinds)
         if run is None:
-            run = self._compiled[kinds] = mx.compile(self._traced(kinds))
+            run = self._compiled[kinds] = trials.compiled(self._traced(kinds))
         counts, padding = _counts(cache)
         states = [entry.begin_step() for entry in cache]
         logits, states = run(tokens, *counts, padding, states)
@@ -216,8 +217,8 @@ class _Segment:
 
 
 class SegmentedStep:
-    """Traced segments of a step ``tokens [B, 1] -> logits [B, 1, V]``. traces: Number of traces of
-    the first segment."""
+    """Traced segments of a step ``tokens [B, 1] -> logits [B, 1, V]``. traces: How often the first
+    segment was built."""
 
     def __init__(self, model: Decoder):
         # A closure, since nn.Module would take an attribute for a child module.
@@ -247,8 +248,10 @@ class SegmentedStep:
             for segment in plan:
                 entries, built = cache[segment.start : segment.stop], self._graphs_built
                 carry, ends = segment.run(
-                    carry, slots, bank, *counts, padding, [entry.begin_step() for entry in entries]
-                )
+                    carry, slots, bank, *counts, padding,
+                    [entry.begin_step() for entry in entries],
+                    ready=lambda call=call: call and store.wait(call),
+                )  # fmt: skip
                 # While a graph is traced, its layers call the store, which counts.
                 for layer in segment.complete if self._graphs_built == built else ():
                     store.count(tokens.shape[0], layer)
@@ -286,7 +289,7 @@ class SegmentedStep:
         start = 0 if last is None else last + 1
         stop = len(model.layers) if following is None else following + 1
 
-        def run(carry, slots, bank, columns, length, padding, states):
+        def segment(carry, slots, bank, columns, length, padding, states):
             entries = _entries(kinds[start:stop], states, columns, length, padding)
             if last is None:
                 self.traces += 1
@@ -314,12 +317,14 @@ class SegmentedStep:
         def traced(*inputs):
             self._graphs_built += 1
             with metal.gathered():
-                return run(*inputs)
+                return segment(*inputs)
 
         looks_ahead = following is not None and model.layers[following].mlp._lookahead is not None
         layers = (i for i in model.store.layers if start <= i < stop and i != following)
         ends = following is None
-        return _Segment(last, start, stop, tuple(layers), ends, looks_ahead, mx.compile(traced))
+        return _Segment(
+            last, start, stop, tuple(layers), ends, looks_ahead, trials.compiled(traced)
+        )
 
 
 def _counts(cache: Sequence[Any]) -> tuple[list[mx.array], mx.array | None]:

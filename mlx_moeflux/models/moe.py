@@ -21,7 +21,7 @@ from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.moe_step import moe_step
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.selfcheck import describe
+from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.layers import SwiGLU, weight_of, weights_of
 from mlx_moeflux.models.record import Recorder
 

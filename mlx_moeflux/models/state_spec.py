@@ -30,10 +30,9 @@ def state_spec(model: Decoder) -> StateSpec:
 
 def state_identity(model: Decoder, parameters: Parameters) -> str:
     """Hash the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
-    router's settings and all lossy choices.
+    router's settings, all lossy choices and the choice of kernels.
 
-    Placement of experts, memory budget and kernels are left out: they change a state by rounding
-    at most.
+    Placement of experts and memory budget are left out: they change no bit.
     """
     router = model.router
     settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
@@ -44,6 +43,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
         settings,
         list(model.store.stats().lossy),
         [model.kv_bits, model.kv_group_size] if model.kv_bits else [],
+        model.kernels.identity(),
     ]
     hasher = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
     hasher.update(_trunk_samples(parameters))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import plistlib
-import warnings
-
 import mlx.core as mx
 import pytest
 
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, selfcheck, stock
-from mlx_moeflux.kernels.examples import EXAMPLES, SMALL, WORKLOADS, example, workload
+from mlx_moeflux.kernels import dispatch, stock, trials
+from mlx_moeflux.kernels.examples import EXAMPLES, example
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import failures, metal
@@ -313,132 +309,12 @@ def test_training_takes_references(calls, table):
     ids=str,
 )
 @pytest.mark.parametrize(("operation", "name"), FUSED)
-def test_every_kernel_passes_the_check_of_the_first_use(operation, name, dtype):
-    verdict = selfcheck.compare(operation, name, IMPLEMENTATIONS[operation], dtype)
+def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
+    verdict = trials.on_example(operation, name, IMPLEMENTATIONS[operation], dtype)
     assert verdict.ok, verdict
 
 
-# ---- The first use on Metal
-
-
-class Checked:
-    """An emulator that is checked like Metal."""
-
-    def __init__(self, inner):
-        self.inner, self.name, self.pads_inputs = inner, inner.name, inner.pads_inputs
-        self.follows_device, self.checks_first_use, self.built = False, True, 0
-
-    def build(self, kernel):
-        self.built += 1
-        return self.inner.build(kernel)
-
-
-@pytest.fixture
-def on_metal(monkeypatch, tmp_path, table):
-    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(selfcheck, "_verdicts", {})
-    table([("fused", 1)])
-    with emulated():
-        backend = Checked(metal.backend())
-        before = metal.set_backend(backend)
-        yield backend
-        metal.set_backend(before)
-
-
-def test_the_first_use_compares_and_keeps_the_verdict(on_metal, calls, monkeypatch):
-    for _ in range(2):
-        Kernels().softmax_top_k(LOGITS, k=2)
-    # Once for the check with its reference, twice for the calls.
-    assert sorted(calls) == ["fused", "fused", "fused", "reference"]
-    kept = json.loads(selfcheck.file().read_text())
-    ((place, verdicts),) = kept.items()
-    assert mx.__version__ in place
-    assert verdicts["softmax_top_k=fused float32"]["ok"] is True
-    # Another process reads it.
-    monkeypatch.setattr(selfcheck, "_verdicts", {})
-    calls.clear()
-    Kernels().softmax_top_k(LOGITS, k=2)
-    assert calls == ["fused"]
-
-
-@pytest.mark.parametrize("fault", ["wrong", "broken"])
-def test_a_kernel_that_fails_its_check_is_not_used(on_metal, calls, monkeypatch, fault):
-    def broken(logits, *, k, normalise=True):
-        if fault == "broken":
-            raise RuntimeError("[metal::Device] Unable to build metal library from source\nline 2")
-        ids, weights = router.softmax_top_k(logits, k=k)
-        return ids, weights * 1.001
-
-    broken.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
-    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", broken)
-    kernels = Kernels()
-    with pytest.warns(RuntimeWarning, match="softmax_top_k=fused is not used on .* its check"):
-        kernels.softmax_top_k(LOGITS, k=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernels.softmax_top_k(LOGITS, k=2)
-    assert calls == ["reference"] * 3
-
-
-def test_want_of_memory_is_no_verdict(on_metal, calls, monkeypatch):
-    def large(logits, *, k, normalise=True):
-        raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes")
-
-    large.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
-    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", large)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="Attempting to allocate"):
-            Kernels().softmax_top_k(LOGITS, k=2)
-    assert not selfcheck._verdicts
-    assert not selfcheck.file().exists()
-
-
-def test_a_first_argument_may_be_several_arrays(on_metal, monkeypatch):
-    """append_row's are the newest keys and values."""
-    asked = []
-    monkeypatch.setattr(
-        selfcheck, "compare", lambda *args: asked.append(args) or selfcheck.Verdict(True, 0.0)
-    )
-    args, _ = example("append_row", mx.bfloat16)
-    forms = IMPLEMENTATIONS["append_row"]
-    assert isinstance(args[0], tuple)
-    assert selfcheck.trusted("append_row", "fused", forms, args)
-    assert asked == [("append_row", "fused", forms, mx.bfloat16)]
-
-
-def test_another_macos_compares_again(on_metal, calls, monkeypatch, tmp_path):
-    file = tmp_path / "SystemVersion.plist"
-    monkeypatch.setattr(selfcheck, "SYSTEM_VERSION", file)
-    for build in ("24G90", "25A354"):
-        file.write_bytes(plistlib.dumps({"ProductBuildVersion": build}))
-        selfcheck._macos_build.cache_clear()
-        monkeypatch.setattr(selfcheck, "_verdicts", {})
-        calls.clear()
-        Kernels().softmax_top_k(LOGITS, k=2)
-        assert sorted(calls) == ["fused", "fused", "reference"]
-    assert [place[-5:] for place in json.loads(selfcheck.file().read_text())] == ["24G90", "5A354"]
-    selfcheck._macos_build.cache_clear()
-
-
-def test_checks_leave_the_random_numbers_of_users_alone(on_metal):
-    mx.random.seed(5)
-    expected = mx.random.uniform(shape=(3,))
-    mx.random.seed(5)
-    Kernels().softmax_top_k(LOGITS, k=2)
-    for name in EXAMPLES:
-        example(name)
-    for name in WORKLOADS:
-        workload(name, SMALL, 2, mx.float32)
-    assert mx.array_equal(mx.random.uniform(shape=(3,)), expected)
-
-
-def test_a_changed_kernel_is_compared_again(on_metal, calls, monkeypatch):
-    Kernels().softmax_top_k(LOGITS, k=2)
-    monkeypatch.setattr(selfcheck, "_verdicts", {})
-    monkeypatch.setattr(selfcheck, "_text_hash", lambda form: "another text")
-    calls.clear()
-    Kernels().softmax_top_k(LOGITS, k=2)
-    assert sorted(calls) == ["fused", "fused", "reference"]
+# ---- mlx_moeflux check
 
 
 def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
@@ -446,8 +322,8 @@ def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
     with emulated():
         assert main(["check", "--operation", "softmax_top_k"]) == 0
     lines = capsys.readouterr().out.splitlines()[3:]
-    assert len(lines) == 2 * len(selfcheck.LIMITS)
-    assert sum("reference" in line for line in lines) == len(selfcheck.LIMITS)
+    assert len(lines) == 2 * len(stock.DTYPES)
+    assert sum("reference" in line for line in lines) == len(stock.DTYPES)
     assert all("right" in line for line in lines)
 
 
@@ -459,7 +335,7 @@ def test_check_without_a_gpu_says_so(capsys, monkeypatch):
     first, second = capsys.readouterr().out.split("\n\n")[1:]
     assert first.count("right") == len(stock.DTYPES)
     lines = second.splitlines()[1:]
-    assert len(lines) == (len(FUSED) + len(IMPLEMENTATIONS)) * len(selfcheck.LIMITS)
+    assert len(lines) == (len(FUSED) + len(IMPLEMENTATIONS)) * len(stock.DTYPES)
     assert all(line.endswith("no GPU") for line in lines)
 
 

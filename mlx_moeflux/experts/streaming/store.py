@@ -263,14 +263,15 @@ class StreamedStore(ExpertStore):
         return slots
 
     def wait(self, call: Call) -> None:
-        """Wait for the reads of :meth:`begin_load`; only then may a kernel read the slots. Calls in
-        waves wait in :meth:`compute`."""
+        """Wait for the reads of :meth:`begin_load`, once; only then may a kernel read the slots.
+        Calls in waves wait in :meth:`compute`."""
         if not call.missing:
             return
         state = call.state
         start, stalled = perf_counter(), state.stats.stall_seconds
         assert state.reading, "the reads of this call were dropped"
         state.finish(self.events)
+        call.missing = None
         _account(state, start, stalled)
 
     def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:

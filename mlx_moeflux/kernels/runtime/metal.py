@@ -12,8 +12,9 @@ import functools
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ class Backend(Protocol):
     pads_inputs: bool
     # Kernels run only while MLX's default device is a GPU.
     follows_device: bool
-    # "auto" compares a kernel with its reference before it uses it.
+    # "auto" uses nothing before its trial (kernels/trials.py).
     checks_first_use: bool
 
     def build(self, kernel: MetalKernel) -> Launcher:
@@ -115,6 +116,23 @@ class Active:
     """The back end in use; tests put another one here."""
 
     backend: Backend | None = None
+
+
+class _Recorded(threading.local):
+    launches: list[Any] | None = None
+
+
+_recorded = _Recorded()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """Collect what this thread launches: kernel, digest of its text, template and dtypes."""
+    before, _recorded.launches = _recorded.launches, []
+    try:
+        yield _recorded.launches
+    finally:
+        _recorded.launches = before
 
 
 def backend() -> Backend:
@@ -232,6 +250,7 @@ class MetalKernel:
         self._bound: object = MetalKernel  # no back end yet, not even None
         self._launch: Launcher
         self._pads, self._most = False, 0
+        self._text_digest = ""
 
     def __repr__(self) -> str:
         return f"MetalKernel({self.name!r}, file={self.file!r})"
@@ -239,6 +258,12 @@ class MetalKernel:
     def metal_text(self) -> tuple[str, str]:
         """header, body as Metal's compiler gets them."""
         return source.metal_text(self.file, self.body)
+
+    def _digest(self) -> str:
+        if not self._text_digest:
+            text = "".join(self.metal_text())
+            self._text_digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._text_digest
 
     def cuda_text(self) -> tuple[str, str]:
         """header, body as CUDA's compiler gets them."""
@@ -275,6 +300,10 @@ class MetalKernel:
         """Launch the kernel with inputs as they are, see :meth:`__call__`."""
         if Active.backend is not self._bound:
             self._bind()
+        if _recorded.launches is not None:
+            dtypes = [str(array.dtype) for array in inputs]
+            launch = self.name, self._digest(), str(template), str((dtypes, output_dtypes))
+            _recorded.launches.append(launch)
         x, y, z = threadgroup
         if grid[0] % x or grid[1] % y or grid[2] % z:
             raise ShapeError(
@@ -310,7 +339,7 @@ class MetalKernel:
         kernel.body = packing.opening(self.inputs, bindings) + self.body
         kernel._shaped = {n: whole for n, whole in self._shaped.items() if n in kernel.inputs}
         kernel._arranger = packing.Arranger(kernel.inputs, kernel._shaped)
-        kernel._bound, kernel._arranged = MetalKernel, {}
+        kernel._bound, kernel._arranged, kernel._text_digest = MetalKernel, {}, ""
         return kernel
 
     def _bind(self) -> None:

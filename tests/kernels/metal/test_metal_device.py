@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.conversion import synthesize
-from mlx_moeflux.kernels import dispatch, selfcheck
+from mlx_moeflux.kernels import dispatch, verdicts
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime.metal import MetalBackend
 from mlx_moeflux.loading import load_model
@@ -81,13 +81,14 @@ def steps_of(model, cache) -> list[mx.array]:
 
 
 def asked() -> set[tuple[str, str]]:
-    """(operation, form) of the verdicts that were asked for; each must be good."""
-    assert all(verdict.ok for verdict in selfcheck._verdicts.values()), selfcheck._verdicts
-    return {tuple(key.split(" ")[0].split("=")) for key in selfcheck._verdicts}
+    """(operation, form) of the trials; each must have been passed."""
+    assert not verdicts.refused(), verdicts._known.verdicts
+    return {tuple(key.split(" ")[0].split("=")) for key in verdicts._known.verdicts}
 
 
 def kernels_of(forms: set[tuple[str, str]]) -> set[str]:
-    return {kernel.name for op, name in forms for kernel in IMPLEMENTATIONS[op][name].kernels}
+    found = (getattr(IMPLEMENTATIONS[op][name], "kernels", ()) for op, name in forms)
+    return {kernel.name for kernels in found for kernel in kernels}
 
 
 def form_of_a_step(operation: str) -> tuple[str, str]:
@@ -113,8 +114,16 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
         logits = steps_of(model, cache)
         # Evaluating what a trace left behind would raise.
         mx.eval(logits, [entry.state for entry in cache])
-        assert model._step.traces + model._segments.traces == 1
+        # Traced, run for the trials, and traced again with what passed.
+        assert model._step.traces + model._segments.traces == 3
         forms = asked()
+        # A trace for which everything is known.
+        device.traced.clear()
+        model._step.forget()
+        model._segments.forget()
+        mx.eval(model(TOKENS[:, -1:], cache))
+        assert model._step.traces + model._segments.traces == 4
+        assert asked() == forms
     assert all(y.shape == (1, 1, model.config.vocab_size) for y in logits)
     # A kernel has the name of its text, with a digest behind it where inputs lie in one buffer.
     launched = {re.sub(r"_[0-9a-f]{6}$", "", name) for name in device.traced}
@@ -139,6 +148,6 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
         expected = logits(model)
     with load_model(directory, dtype=mx.float32, **options) as model, on_metal(tmp_path / "cache"):
         actual = logits(model)
-        assert model._step.traces + model._segments.traces == STEPS
+        assert model._step.traces + model._segments.traces == STEPS + 2
         assert asked()
     assert error(actual, expected) <= 1e-4 * float(mx.abs(expected).max())

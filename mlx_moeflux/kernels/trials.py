@@ -1,0 +1,565 @@
+"""Trials: is an implementation right on this GPU? Asked before its first use in an unknown place.
+
+A *variant* is what an implementation launches for a call: kernels, templates, dtypes. Before a
+variant first runs on a GPU, with a version of MLX and a build of macOS that are not known, the call
+is computed three times: by the implementation, by stock MLX, and by the reference on the CPU in
+float32, which is the truth. The implementation passes if its result is finite everywhere, close to
+stock everywhere, and off from the truth by at most twice what stock is off. Stock operations have
+trials too, against an absolute limit. Verdicts are kept (:mod:`mlx_moeflux.kernels.verdicts`).
+
+A trial runs on the arrays of the call, because only those have the shapes, the layout and the banks
+that will be used. A graph that ``mx.compile`` traces has no values; :func:`compiled` therefore runs
+a function once without tracing where an operation in it was never tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import BoundArguments, signature
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
+from mlx_moeflux.kernels import verdicts
+from mlx_moeflux.kernels.examples import example
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.runtime import failures, metal
+from mlx_moeflux.kernels.verdicts import Verdict
+
+Implementation = Callable[..., Any]
+
+# What stock MLX may be off, root mean square by root mean square; a wrong operation is off by more
+# than a tenth. Products of float32 on NVIDIA keep 11 bits unless MLX_ENABLE_TF32=0.
+STOCK_LIMITS = {mx.float32: 2e-4, mx.float16: 1e-2, mx.bfloat16: 4e-2}
+LIMIT_OF_TF32 = 4e-3
+# What an implementation may be off where stock is exact: half a unit in the last place of 16 bits,
+# and in float32 what sums of some thousand terms lose.
+FLOORS = {mx.float32: 2e-5, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+
+# Draws of arguments: of the call, then its numbers in other orders. An implementation is right
+# after so many passes, and wrong after so many failures, of draws in which stock is right: of a
+# router's experts two may be as good as equal.
+DRAWS, PASSES, FAILURES = 8, 2, 3
+
+# Arrays up to this size may be replaced by others; larger ones are those of the call.
+MOST_BYTES = 32 * 2**20
+# Tokens of a prompt's trial, at least; rows of which the truth is computed.
+TOKENS, ROWS = 64, 4
+
+# Operation -> its arguments with tokens, and on which axis. Prompts are cut there: to their first
+# tokens, on which nothing later has influence.
+_CUTS: dict[str, dict[str, int]] = {
+    "project": dict.fromkeys(("x", "residual"), -2),
+    "gated_delta": dict.fromkeys(("q", "k", "v", "log_decay", "beta", "mask"), 1),
+    "delta_mixer": dict.fromkeys(("qkv", "z", "a", "b", "mask"), 1),
+    "norm_rope": dict.fromkeys(("q", "k", "v"), 1),
+    "sdpa": {"q": 2, "gate": 1},
+    "latent_attention": {"q_latent": 2, "q_rotary": 2},
+    "latent_prefill": {"q": 1, "q_rotary": 2},
+    "latent_prepare": dict.fromkeys(("q", "kv"), 1),
+    "head_product": {"x": 2},
+    "softmax_top_k": {"logits": 0},
+    "sigmoid_top_k": {"logits": 0},
+    "expert_mix": dict.fromkeys(("x", "slots", "weights", "initial"), 0),
+    "moe_combine": dict.fromkeys(("residual", "experts", "shared", "score"), 0),
+    "add_shared": dict.fromkeys(("residual", "experts", "gate", "up", "score"), -2),
+}
+# Operations whose rows have nothing to do with each other; rows are the second to last axis of
+# every argument with tokens, and of every result.
+_BY_ROWS = {
+    *("project", "head_product", "softmax_top_k", "sigmoid_top_k"),
+    *("expert_mix", "moe_combine", "add_shared"),
+}
+# Arguments that are shrunk: inputs of norms, so that an epsilon shows, and what products are added
+# to.
+_SHRUNK = {
+    "project": ("x", "residual"),
+    "norm_rope": ("q", "k"),
+    "latent_prepare": ("kv",),
+    "latent_step": ("kv",),
+    "add_shared": ("residual", "experts"),
+    "moe_step": ("x",),
+}
+SHRINKAGE = 1 / 16
+
+
+class _State(threading.local):
+    """tracing: A graph without values is being built. pending: In it an operation was called that
+    needs a trial. references: Only stock operations may be used."""
+
+    tracing = pending = references = False
+
+
+_state = _State()
+_warned: set[str] = set()
+
+
+# ---- Calls
+
+
+def call(
+    operation: str,
+    found: tuple[str, Implementation] | None,
+    others: Mapping[str, Implementation],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Compute an operation by `found`, a name and an implementation, by stock MLX where that fails
+    its trial or is None, or by one of `others` where stock fails.
+
+    Raises:
+        ShapeError, UnsupportedError: `found` does not take these arguments.
+        ExactnessError: Nothing is right here.
+    """
+    reference = others["reference"]
+    if _state.references:
+        return reference(*args, **kwargs)
+    if found is not None:
+        result, right = _launched(operation, *found, reference, args, kwargs)
+        if right:
+            return result
+    if kwargs.get("steps") is not None:
+        return reference(*args, **kwargs)  # of operations with trials of their own
+    key = _key(operation, "reference", _shapes(operation, args, kwargs))
+    if _verdict(key, operation, "reference", reference, reference, args, kwargs, "").ok:
+        return reference(*args, **kwargs)
+    for name, other in others.items():
+        if other is reference or failures.failed(other) or (found and name == found[0]):
+            continue
+        try:
+            result, right = _launched(operation, name, other, reference, args, kwargs)
+        except (ShapeError, UnsupportedError):
+            continue
+        if right:
+            return result
+    raise ExactnessError(
+        f"'{operation}' is wrong on {verdicts.gpu()}, by stock MLX and by every kernel that takes "
+        "these arguments; 'mlx_moeflux check' shows by how much."
+    )
+
+
+def _launched(operation, name, form, reference, args, kwargs) -> tuple[Any, bool]:
+    """Return a result of `form` that is not evaluated, and whether it can be trusted."""
+    with metal.recorded() as launches:
+        result = form(*args, **kwargs)
+    key = _key(operation, name, sorted(set(launches)) or _shapes(operation, args, kwargs))
+    texts = ", ".join(sorted({launch[0] for launch in launches}))
+    return result, _verdict(key, operation, name, form, reference, args, kwargs, texts).ok
+
+
+def _key(operation: str, name: str, variant: Any) -> str:
+    digest = hashlib.blake2b(repr(variant).encode(), digest_size=12).hexdigest()
+    return f"{operation}={name} {digest}"
+
+
+def _shapes(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what stock MLX chooses its kernels by, but for lengths that grow."""
+    first = arrays(args)[0].shape
+    tokens = math.prod(first[:-1])
+    size = (tokens > 1) + (tokens > 8) + (tokens > 64)
+    parts = [(str(a.dtype), a.ndim, a.shape[-1:]) for a in arrays((args, list(kwargs.values())))]
+    return [size, *parts]
+
+
+def _verdict(key, operation, name, form, reference, args, kwargs, launched) -> Verdict:
+    """Return what is known, else try. While a graph is traced, what is unknown is not used."""
+    if (known := verdicts.get(key)) is not None:
+        return known
+    if _state.tracing or not _have_values((args, list(kwargs.values()))):
+        _state.pending = _state.tracing
+        return Verdict(name == "reference", reason="not tried yet")
+    with verdicts.running(key):
+        # For want of memory this raises, and the next call tries again.
+        verdict = attempt(operation, form, reference, args, kwargs)
+    verdict = dataclasses.replace(verdict, launched=launched)
+    verdicts.put(key, verdict)
+    if not verdict.ok:
+        _warn(operation, name, verdict)
+    return verdict
+
+
+def _have_values(value: Any) -> bool:
+    """Evaluate; return False for arrays that somebody else traces."""
+    try:
+        mx.eval(arrays(value))
+    except ValueError as error:
+        if "function transformations" in str(error):
+            return False
+        raise
+    return True
+
+
+def _warn(operation: str, name: str, verdict: Verdict) -> None:
+    """Warn once of each implementation; later processes are silent."""
+    if (what := f"{operation}={name}") in _warned:
+        return
+    _warned.add(what)
+    instead = "a kernel computes" if name == "reference" else "stock MLX computes"
+    warnings.warn(
+        f"{what} is not used on {verdicts.gpu()} because its trial failed ({verdict.reason}); "
+        f"{instead} instead, see 'mlx_moeflux check'.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+class compiled:  # called like mx.compile
+    """``mx.compile(function)`` whose operations are tried before they are used.
+
+    function: Has no side effects. It runs a second time, not traced, where a trace has met an
+    operation that needs a trial, and is then traced again.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function, self._run = function, mx.compile(self._traced)
+
+    def _traced(self, *inputs):
+        before, _state.tracing = _state.tracing, True
+        try:
+            return self._function(*inputs)
+        finally:
+            _state.tracing = before
+
+    def __call__(self, *inputs, ready: Callable[[], object] = lambda: None):
+        """Return the function's results. ready: Called before anything that needs the values of
+        `inputs`."""
+        outputs = self._run(*inputs)
+        if _state.pending:
+            ready()
+            self._function(*inputs)
+            self._run, _state.pending = mx.compile(self._traced), False
+            outputs = self._run(*inputs)
+            _state.pending = False
+        return outputs
+
+
+# ---- One trial
+
+
+class Errors(NamedTuple):
+    """Of an array: the largest root mean square of a row by the truth's, the largest error by the
+    largest number, how much longer or shorter a row is in the truth's direction, and the length of
+    rows. All infinite for NaN and for integers that differ."""
+
+    rms: float
+    worst: float
+    slope: float
+    size: int
+
+
+def attempt(
+    operation: str,
+    form: Implementation,
+    reference: Implementation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Verdict:
+    """Try an implementation on the arguments of a call; the reference itself is held against the
+    absolute limit. Evaluates."""
+    call = signature(reference).bind(*args, **kwargs)
+    call.arguments.pop("steps", None)
+    call = _cut(operation, form, call)
+    dtype = _dtype(call)
+    least, passed, failed, without_stock = math.inf, 0, 0, 0
+    reason = "no finite arguments to try it on"
+    for drawn, truth, rows in _draws(operation, reference, call):
+        actual, broken = _run(form, drawn)
+        if broken:
+            return Verdict(False, reason=broken)
+        errors = _errors(actual, truth, rows)
+        least = min(least, max((e.rms for e in errors), default=0.0))
+        reason = f"error {least:.2g}"
+        if form is reference:
+            if _is_near(errors, dtype):
+                return Verdict(True, least)
+            continue
+        with _references():
+            stock, broken = _run(reference, drawn)
+        naive = _errors(stock, truth, rows)
+        if broken or not _is_near(naive, dtype):
+            # Stock is wrong, or a router's last two experts are as good as equal.
+            without_stock += _is_near(errors, dtype)
+            continue
+        if describe(actual) != describe(stock):
+            return Verdict(False, reason=f"returns {describe(actual)}, not {describe(stock)}")
+        within = [_within(e, n, dtype) for e, n in zip(errors, naive, strict=True)]
+        right = all(within) and _is_like(actual, stock, naive, dtype)
+        passed, failed = passed + right, failed + (not right)
+        if passed == PASSES:
+            return Verdict(True, least)
+        if failed == FAILURES:
+            break
+    if without_stock >= PASSES and not failed:
+        return Verdict(True, least)
+    return Verdict(False, None if math.isinf(least) else least, reason)
+
+
+def _is_near(errors: Sequence[Errors], dtype: mx.Dtype) -> bool:
+    """Return True if errors are so small that they can be rounding."""
+    tf32 = dtype == mx.float32 and metal.on_nvidia()
+    limit = LIMIT_OF_TF32 if tf32 else STOCK_LIMITS[dtype]
+    return bool(errors) and all(e.rms <= limit and e.slope <= limit for e in errors)
+
+
+def _within(error: Errors, naive: Errors, dtype: mx.Dtype) -> bool:
+    """Return True if an error is at most twice the naive one. Rounding has no direction, so an
+    epsilon or a factor that is a little wrong shows in the slope before it shows elsewhere."""
+    floor = FLOORS[dtype]
+    return (
+        error.rms <= 2 * naive.rms + floor / 2
+        and error.worst <= 2 * naive.worst + 2 * floor
+        and error.slope <= 2 * naive.slope + floor / 8 + floor / math.sqrt(error.size)
+    )
+
+
+def _is_like(actual: Any, stock: Any, naive: Sequence[Errors], dtype: mx.Dtype) -> bool:
+    """Return True if a result is everywhere as close to stock as errors on sampled rows allow."""
+    floor = FLOORS[dtype]
+    return all(
+        e.rms <= 3 * n.rms + floor and e.worst <= 5 * n.worst + 4 * floor
+        for e, n in zip(_errors(actual, arrays(stock), None), naive, strict=True)
+    )
+
+
+Draw = tuple[BoundArguments, list[mx.array], "np.ndarray | None"]
+
+
+def _draws(operation: str, reference: Implementation, call: BoundArguments) -> Iterator[Draw]:
+    """Yield arguments, the true results, and the rows that these are, None for all: first for the
+    call's numbers, then for the same in other orders."""
+    for draw in range(DRAWS):
+        drawn = _drawn(operation, call, keep=draw == 0)
+        rows = _sampled_rows(operation, drawn)
+        some = drawn if rows is None else _map_tokens(operation, drawn, _take(rows))
+        with _references(), mx.stream(mx.cpu):
+            wide = {name: _wide(value) for name, value in some.arguments.items()}
+            truth = arrays(_called(reference, BoundArguments(call.signature, wide)))
+            mx.eval(truth)
+        if all(_is_finite(array) for array in truth):
+            yield drawn, truth, rows
+
+
+def _run(form: Implementation, call: BoundArguments) -> tuple[Any, str]:
+    """Return what `form` gives, evaluated, or None and why it fails."""
+    try:
+        result = _called(form, call)
+        mx.eval(arrays(result))
+        return result, ""
+    except (ShapeError, UnsupportedError) as error:
+        return None, f"refuses the arguments: {error}"
+    except (RuntimeError, ValueError) as error:
+        if failures.lacks_memory(error):
+            raise  # it says nothing of the kernel
+        # What MLX raises when Metal's compiler or a launch fails.
+        return None, " ".join(str(error).split())[:300]
+
+
+def _called(form: Implementation, call: BoundArguments) -> Any:
+    return form(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _references() -> Iterator[None]:
+    """Operations that are called within, by a function among the arguments, are stock MLX."""
+    before, _state.references = _state.references, True
+    try:
+        yield
+    finally:
+        _state.references = before
+
+
+def _errors(actual: Any, truth: Sequence[mx.array], rows: np.ndarray | None) -> list[Errors]:
+    found = arrays(actual)
+    if len(found) != len(truth):
+        return []
+    return [_errors_of(a, t, rows) for a, t in zip(found, truth, strict=True)]
+
+
+def _errors_of(actual: mx.array, truth: mx.array, rows: np.ndarray | None) -> Errors:
+    a, t = _numbers(actual), _numbers(truth)
+    if not np.isfinite(a).all():
+        return Errors(math.inf, math.inf, math.inf, 1)
+    if rows is not None:
+        a = a[..., rows, :]
+    # Of a large matrix only the first columns may be in the truth.
+    a = a[..., : t.shape[-1]] if t.ndim and a.shape[:-1] == t.shape[:-1] else a
+    if a.shape != t.shape or (a.dtype.kind != "f" and (a != t).any()):
+        return Errors(math.inf, math.inf, math.inf, 1)
+    if a.dtype.kind != "f" or not t.size:
+        return Errors(0.0, 0.0, 0.0, 1)
+    d, size = a - t, t.shape[-1] if t.ndim else 1
+    # A row of small numbers is held against a quarter of the others' size.
+    squares = (t * t).reshape(-1, size).mean(axis=1)
+    squares = np.maximum(squares, max(squares.mean() / 16, 1e-30))
+    rms = np.sqrt((d * d).reshape(-1, size).mean(axis=1) / squares)
+    slope = np.abs((d * t).reshape(-1, size).mean(axis=1)) / squares
+    worst = np.abs(d).max() / max(np.abs(t).max(), 1e-15)
+    return Errors(float(rms.max()), float(worst), float(slope.max()), size)
+
+
+def _numbers(array: mx.array) -> np.ndarray:
+    """float64, or integers as they are."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return np.array(array)
+    return np.array(array.astype(mx.float32, stream=mx.cpu)).astype(np.float64)
+
+
+def _is_finite(array: mx.array) -> bool:
+    return bool(np.isfinite(_numbers(array)).all())
+
+
+# ---- Arguments of a trial
+
+
+def _dtype(call: BoundArguments) -> mx.Dtype:
+    """The shortest floats among the arguments."""
+    found = {array.dtype for array in arrays(list(call.arguments.values()))}
+    return next((d for d in (mx.bfloat16, mx.float16) if d in found), mx.float32)
+
+
+def _cut(operation: str, form: Implementation, call: BoundArguments) -> BoundArguments:
+    """Return the call with the first tokens alone, as few as `form` still launches the same for."""
+    axes = _CUTS.get(operation, {})
+    name = next(iter(axes), None)
+    if name is None or call.arguments.get("lengths") is not None:
+        return call
+    total = call.arguments[name].shape[axes[name]]
+    causal = call.arguments.get("mask", "causal")
+    if causal is not None and causal != "causal" and "length" in call.arguments:
+        return call
+    whole = None
+    for tokens in itertools.takewhile(lambda n: n < total, (TOKENS << i for i in range(32))):
+        whole = _variant(form, call) if whole is None else whole
+        some = _map_tokens(operation, call, lambda a, axis, n=tokens: mx.take(a, _first(n), axis))
+        if isinstance(length := some.arguments.get("length"), int):
+            some.arguments["length"] = length - (total - tokens)
+        elif "length" in some.arguments:
+            return call
+        if _variant(form, some) == whole:
+            return some
+    return call
+
+
+def _first(n: int) -> mx.array:
+    return mx.arange(n)
+
+
+def _variant(form: Implementation, call: BoundArguments) -> list[Any]:
+    """Return what `form` launches; nothing is evaluated."""
+    with metal.recorded() as launches:
+        _called(form, call)
+    return sorted(set(launches))
+
+
+def _map_tokens(operation: str, call: BoundArguments, change: Callable) -> BoundArguments:
+    """Return the call with ``change(array, axis)`` for each argument that has tokens."""
+    changed = dict(call.arguments)
+    for name, axis in _CUTS[operation].items():
+        if isinstance(array := changed.get(name), mx.array):
+            changed[name] = change(array, axis)
+    return BoundArguments(call.signature, changed)  # pyright: ignore[reportArgumentType]
+
+
+def _take(rows: np.ndarray) -> Callable[[mx.array, int], mx.array]:
+    return lambda array, axis: mx.take(array, mx.array(rows), axis)
+
+
+def _sampled_rows(operation: str, call: BoundArguments) -> np.ndarray | None:
+    """Return ROWS rows for which the truth is computed, None for all."""
+    if operation not in _BY_ROWS:
+        return None
+    given = [call.arguments.get(name) for name in _CUTS[operation]]
+    with_rows = [array for array in given if isinstance(array, mx.array)]
+    total = with_rows[0].shape[-2] if with_rows[0].ndim > 1 else 1
+    alike = all(math.prod(a.shape[:-2]) == 1 and a.shape[-2] == total for a in with_rows)
+    if total <= ROWS or not (alike or operation == "head_product"):
+        return None
+    return np.unique(np.linspace(0, total - 1, ROWS).astype(np.int64))
+
+
+def _drawn(operation: str, call: BoundArguments, *, keep: bool) -> BoundArguments:
+    """Return the call with floats that say something. keep: Those of the call, but for arrays of
+    one number, such as a state before the first token; otherwise they change places. Some are
+    shrunk."""
+    drawn = {name: _redrawn(value, keep) for name, value in call.arguments.items()}
+    for name in _SHRUNK.get(operation, ()):
+        if drawn.get(name) is not None:
+            drawn[name] = drawn[name] * SHRINKAGE
+    return BoundArguments(call.signature, drawn)  # pyright: ignore[reportArgumentType]
+
+
+def _redrawn(value: Any, keep: bool) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_redrawn(entry, keep) for entry in value)
+    if not isinstance(value, mx.array) or not mx.issubdtype(value.dtype, mx.floating):
+        return value
+    if value.size < 2 or value.nbytes > MOST_BYTES:
+        return value
+    numbers = np.array(value.reshape(-1).astype(mx.float32, stream=mx.cpu))
+    random = np.random.default_rng()
+    if numbers.min() == numbers.max():
+        # Not above zero, because some arguments are logarithms of decays.
+        numbers = -np.abs(random.standard_normal(numbers.shape, np.float32))
+        keep = True
+    elif keep:
+        return value
+    numbers = numbers if keep else random.permutation(numbers)
+    return mx.array(numbers).astype(value.dtype, stream=mx.cpu).reshape(value.shape)
+
+
+def _wide(value: Any) -> Any:
+    """The same in float32, except large arrays and matrices, whose products are float32 anyway. Of
+    a large matrix the first rows."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_wide(entry) for entry in value)
+    if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+        return value.astype(mx.float32) if value.nbytes <= MOST_BYTES else value
+    if isinstance(value, Weight) and value.weight.nbytes > MOST_BYTES and len(value.results) == 1:
+        rows = max(1, MOST_BYTES // (value.weight.nbytes // value.weight.shape[0]))
+        return value.rows(0, rows)
+    return value
+
+
+# ---- Comparisons
+
+
+def arrays(value: Any) -> list[mx.array]:
+    """Return the arrays of a value, of its entries and of its fields."""
+    if isinstance(value, mx.array):
+        return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [array for entry in value for array in arrays(entry)]
+
+
+def describe(value: Any) -> str:
+    """Dtypes and shapes, nested as `value` is."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(describe(v) for v in value)})"
+    if isinstance(value, mx.array):
+        return f"{str(value.dtype).removeprefix('mlx.core.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def largest_error(actual: Any, expected: Any) -> float:
+    """Return the largest error of arrays, nested alike, each by the largest expected value;
+    infinite for NaN, and where integers differ."""
+    return max((e.worst for e in _errors(actual, arrays(expected), None)), default=0.0)
+
+
+def on_example(operation: str, name: str, forms: Mapping[str, Implementation], dtype: mx.Dtype):
+    """Return the verdict on a small call with every option of the operation, for ``check``."""
+    args, kwargs = example(operation, dtype, form=name)
+    mx.eval(arrays((args, list(kwargs.values()))))
+    return attempt(operation, forms[name], forms["reference"], args, kwargs)

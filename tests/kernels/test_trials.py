@@ -1,0 +1,434 @@
+"""Trials of kernels before their first use. Oracle: faults that are planted, each of which must be
+found, and references, which must pass."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import plistlib
+import subprocess
+import sys
+import warnings
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_moeflux.errors import ExactnessError, UnsupportedError
+from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
+from mlx_moeflux.kernels.examples import TINY, example, workload
+from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.moe import router
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels
+from mlx_moeflux.kernels.runtime import metal
+from tests.kernels.harness import emulated
+from tests.kernels.metal import metal_device
+
+LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
+
+
+def reference(operation):
+    return IMPLEMENTATIONS[operation]["reference"]
+
+
+# ---- Planted faults
+
+
+def with_option(operation, name, change):
+    def wrong(*args, **kwargs):
+        return reference(operation)(*args, **(kwargs | {name: change(kwargs.get(name))}))
+
+    return wrong
+
+
+def of_result(operation, change):
+    """Change the first array that an operation returns."""
+
+    def wrong(*args, **kwargs):
+        result = reference(operation)(*args, **kwargs)
+        first, *rest = trials.arrays(result)
+        flat = change(first.reshape(-1)).astype(first.dtype).reshape(first.shape)
+        return flat if isinstance(result, mx.array) else [flat, *rest]
+
+    return wrong
+
+
+def one_nan(flat):
+    return mx.where(mx.arange(flat.size) == flat.size // 2, math.nan, flat)
+
+
+def stale(flat):
+    """As if the last 16 numbers had been computed from what another threadgroup left."""
+    return mx.concatenate([flat[:-16], flat[-32:-16]])
+
+
+def without_a_column(residual, experts, gate, up, down, **options):
+    kept = (mx.arange(gate.shape[-1]) != 7).astype(gate.dtype)
+    return reference("add_shared")(residual, experts, gate * kept, up, down, **options)
+
+
+def transposed(x, weights, **options):
+    return reference("project")(x, [Weight(weights[0].weight.T)], **options)
+
+
+def square(dtype):
+    def x(*shape):
+        return mx.array(np.random.default_rng().standard_normal(shape)).astype(dtype)
+
+    return (x(3, 64), [Weight(0.2 * x(64, 64))]), {}
+
+
+EPSILON = 1e-2  # instead of 1e-6
+FAULTS = {
+    **{
+        f"epsilon of {op}": (op, with_option(op, "eps", lambda eps: EPSILON))
+        for op in ("project", "norm_rope", "delta_mixer", "latent_prepare", "latent_step")
+    },
+    "epsilon of moe_step": ("moe_step", with_option("moe_step", "eps", lambda eps: EPSILON)),
+    "decay 2 % off": (
+        "gated_delta", with_option("gated_delta", "log_decay", lambda g: g + math.log(0.98))),
+    "logarithm of a decay 2 % off": (
+        "delta_mixer", with_option("delta_mixer", "a_log", lambda a: a + math.log(1.02))),
+    "one of 32 columns dropped": ("add_shared", without_a_column),
+    "a transposed square matrix": ("project", transposed),
+    **{
+        f"{name} in {op}": (op, of_result(op, change))
+        for op in ("project", "sdpa", "gated_delta", "expert_mix", "moe_combine", "latent_step")
+        for name, change in (("one NaN", one_nan), ("stale memory", stale))
+    },
+}  # fmt: skip
+
+
+def verdict_on(fault, dtype):
+    operation, form = FAULTS[fault]
+    forms = IMPLEMENTATIONS[operation] | {"wrong": form}
+    if form is not transposed:
+        return trials.on_example(operation, "wrong", forms, dtype)
+    return trials.attempt(operation, form, forms["reference"], *square(dtype))
+
+
+@pytest.mark.parametrize("dtype", stock.DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, dtype):
+    assert not verdict_on(fault, dtype).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", stock.DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_a_hundred_times(fault, dtype):
+    assert not sum(verdict_on(fault, dtype).ok for _ in range(100))
+
+
+@pytest.mark.slow
+def test_a_thousand_trials_of_right_kernels_find_nothing():
+    with emulated():
+        alarms = [
+            (operation, name, str(dtype), verdict)
+            for operation, forms in IMPLEMENTATIONS.items()
+            for name, form in forms.items()
+            if hasattr(form, "kernels")
+            for dtype in stock.DTYPES
+            for _ in range(15)
+            if not (verdict := trials.on_example(operation, name, forms, dtype)).ok
+        ]
+    assert not alarms
+
+
+@pytest.mark.parametrize("operation", IMPLEMENTATIONS)
+def test_stock_operations_pass(operation):
+    forms = IMPLEMENTATIONS[operation]
+    assert trials.on_example(operation, "reference", forms, mx.bfloat16).ok
+
+
+# ---- A GPU where nothing runs before its trial
+
+
+@pytest.fixture
+def on_metal(monkeypatch, tmp_path):
+    monkeypatch.setattr(trials, "_warned", set())
+    rows = {"softmax_top_k": {"metal": (dispatch.Row("fused", 1),)}}
+    monkeypatch.setattr(dispatch, "table", lambda: rows)
+    with metal_device.on_metal(tmp_path):
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the implementations of softmax_top_k in the order in which they ran."""
+    ran = []
+    for name, form in dict(IMPLEMENTATIONS["softmax_top_k"]).items():
+        stand_in(monkeypatch, name, lambda *a, f=form, n=name, **k: (ran.append(n), f(*a, **k))[1])
+    return ran
+
+
+def stand_in(monkeypatch, name, function):
+    forms = IMPLEMENTATIONS["softmax_top_k"]
+    if hasattr(forms[name], "kernels"):
+        function.kernels = forms[name].kernels
+    function.__signature__ = inspect.signature(forms["reference"])
+    monkeypatch.setitem(forms, name, function)
+
+
+def another_process(monkeypatch):
+    monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+    monkeypatch.setattr(trials, "_warned", set())
+
+
+def scaled(factor):
+    def function(logits, *, k, normalise=True):
+        ids, weights = router.softmax_top_k(logits, k=k, normalise=normalise)
+        return ids, weights * factor
+
+    return function
+
+
+def fails_when_evaluated(logits, *, k, normalise=True):
+    """As a kernel that does not compile: MLX says so when it evaluates, not when it is called."""
+    ids, weights = router.softmax_top_k(logits, k=k, normalise=normalise)
+    return ids, weights + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_the_first_use_is_tried_and_the_verdict_kept(calls, monkeypatch):
+    Kernels().softmax_top_k(LOGITS, k=2)
+    first, calls[:] = len(calls), []
+    assert first > 3
+    Kernels().softmax_top_k(LOGITS, k=2)
+    assert calls == ["fused"]
+    ((place, kept),) = json.loads(verdicts.file().read_text()).items()
+    assert mx.__version__ in place
+    ((key, entry),) = kept.items()
+    assert key.startswith("softmax_top_k=fused ")
+    assert entry["ok"] is True
+    assert entry["launched"] == "softmax_top_k"
+    another_process(monkeypatch)
+    calls.clear()
+    Kernels().softmax_top_k(LOGITS, k=2)
+    assert calls == ["fused"]
+    # Other dtypes are another variant.
+    Kernels().softmax_top_k(LOGITS.astype(mx.bfloat16), k=2)
+    assert len(calls) > 3
+
+
+@pytest.mark.usefixtures("on_metal")
+@pytest.mark.parametrize("wrong", [scaled(1.01), fails_when_evaluated, scaled(math.nan)])
+def test_what_fails_its_trial_is_not_used_and_said_once(monkeypatch, wrong):
+    stand_in(monkeypatch, "fused", wrong)
+    expected = router.softmax_top_k(LOGITS, k=2)
+    kernels, said = Kernels(), r"softmax_top_k=fused is not used on .* its trial failed \("
+    with pytest.warns(RuntimeWarning, match=said) as warned:
+        found = [kernels.softmax_top_k(LOGITS.astype(t), k=2) for t in (mx.float32, mx.bfloat16)]
+    assert all(mx.array_equal(ids, expected[0]) for ids, _ in found)
+    assert len(warned) == 1
+    assert len(verdicts.refused()) == 2
+    another_process(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Kernels().softmax_top_k(LOGITS, k=2)
+    assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.usefixtures("on_metal")
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_stock_operation_that_fails_gives_way_to_a_kernel(monkeypatch, listed):
+    """Wrong in 16 bits alone: the truth is computed in float32."""
+    right, logits = router.softmax_top_k, LOGITS.astype(mx.bfloat16)
+
+    def wrong(logits, *, k, normalise=True):
+        ids, weights = right(logits, k=k, normalise=normalise)
+        return ids, weights if logits.dtype == mx.float32 else 3 * weights
+
+    stand_in(monkeypatch, "reference", wrong)
+    if not listed:
+        monkeypatch.setattr(dispatch, "table", dict)
+    expected = right(logits, k=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = Kernels().softmax_top_k(logits, k=2)
+        assert mx.allclose(found[1], expected[1], atol=1e-6)
+        # And if the kernel is wrong as well, nothing computes.
+        another_process(monkeypatch)
+        verdicts.file().unlink()
+        stand_in(monkeypatch, "fused", scaled(2.0))
+        with pytest.raises(ExactnessError, match=r"'softmax_top_k' is wrong on .* every kernel"):
+            Kernels().softmax_top_k(logits, k=2)
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_kernel_that_refuses_the_arguments_is_no_failure(monkeypatch):
+    def refuses(logits, *, k, normalise=True):
+        raise UnsupportedError("takes no logits.")
+
+    stand_in(monkeypatch, "fused", refuses)
+    kernels = Kernels()
+    kernels.softmax_top_k(LOGITS, k=2)
+    assert kernels.fallbacks() == [
+        "softmax_top_k=fused fell back to the reference 1 times: takes no logits."
+    ]
+    assert not verdicts.refused()
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_want_of_memory_is_no_verdict(monkeypatch):
+    def large(logits, *, k, normalise=True):
+        if trials._state.references:
+            return router.softmax_top_k(logits, k=k)
+        raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes")
+
+    stand_in(monkeypatch, "fused", large)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Attempting to allocate"):
+            Kernels().softmax_top_k(LOGITS, k=2)
+    assert not verdicts._known.verdicts
+    assert not verdicts.file().exists()
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_another_macos_tries_again(calls, monkeypatch, tmp_path):
+    file = tmp_path / "SystemVersion.plist"
+    monkeypatch.setattr(verdicts, "SYSTEM_VERSION", file)
+    for build in ("24G90", "25A354"):
+        file.write_bytes(plistlib.dumps({"ProductBuildVersion": build}))
+        verdicts._macos_build.cache_clear()
+        another_process(monkeypatch)
+        calls.clear()
+        Kernels().softmax_top_k(LOGITS, k=2)
+        assert len(calls) > 3
+    assert [place[-5:] for place in json.loads(verdicts.file().read_text())] == ["24G90", "5A354"]
+    verdicts._macos_build.cache_clear()
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_a_changed_kernel_is_tried_again(calls, monkeypatch):
+    Kernels().softmax_top_k(LOGITS, k=2)
+    another_process(monkeypatch)
+    monkeypatch.setattr(metal.MetalKernel, "_digest", lambda self: "another text")
+    calls.clear()
+    Kernels().softmax_top_k(LOGITS, k=2)
+    assert len(calls) > 3
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_trials_leave_the_random_numbers_of_users_alone():
+    mx.random.seed(5)
+    expected = mx.random.uniform(shape=(3,))
+    mx.random.seed(5)
+    Kernels().softmax_top_k(LOGITS, k=2)
+    for operation in IMPLEMENTATIONS:
+        trials.on_example(operation, "reference", IMPLEMENTATIONS[operation], mx.float32)
+    assert mx.array_equal(mx.random.uniform(shape=(3,)), expected)
+
+
+# ---- Traces
+
+
+@pytest.mark.usefixtures("on_metal")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_traced_function_is_tried_outside_of_its_trace(calls, monkeypatch, wrong):
+    if wrong:
+        stand_in(monkeypatch, "fused", scaled(1.5))
+    kernels, ready = Kernels(), []
+    step = trials.compiled(lambda x: kernels.softmax_top_k(x, k=2))
+    expected = router.softmax_top_k(LOGITS, k=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = step(LOGITS, ready=lambda: ready.append(True))
+    if wrong:
+        assert all(mx.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert verdicts.refused()
+    assert ready == [True]
+    calls.clear()
+    step(LOGITS, ready=lambda: ready.append(True))
+    assert ready == [True]
+    assert not calls
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_in_a_trace_of_somebody_else_stock_computes(calls):
+    step = mx.compile(lambda x: Kernels().softmax_top_k(x, k=2))
+    expected = router.softmax_top_k(LOGITS, k=2)
+    assert all(mx.array_equal(a, b) for a, b in zip(step(LOGITS), expected, strict=True))
+    assert not verdicts._known.verdicts
+    assert not trials._state.pending
+
+
+# ---- What a trial runs on
+
+
+def test_prompts_are_cut_and_the_truth_has_few_rows():
+    args, kwargs = workload("expert_mix", TINY, 300, mx.bfloat16)
+    seen = []
+
+    def right(x, slots, weights, bank, *, initial=None):
+        seen.append(x.shape)
+        return reference("expert_mix")(x, slots, weights, bank, initial=initial)
+
+    assert trials.attempt("expert_mix", right, reference("expert_mix"), args, kwargs).ok
+    assert set(seen) == {(300, TINY.C), (trials.TOKENS, TINY.C)}
+
+
+@pytest.mark.parametrize("operation", sorted(trials._CUTS))
+def test_prompts_of_every_operation_can_be_cut(operation):
+    args, kwargs = example(operation, mx.float32, tokens=trials.TOKENS + 40)
+    call = inspect.signature(reference(operation)).bind(*args, **kwargs)
+    cut = trials._cut(operation, reference(operation), call)
+    name, axis = next(iter(trials._CUTS[operation].items()))
+    if operation == "project":
+        args = (mx.concatenate([args[0]] * trials.TOKENS), *args[1:])
+        call = inspect.signature(reference(operation)).bind(*args, **kwargs)
+        cut = trials._cut(operation, reference(operation), call)
+    assert cut.arguments[name].shape[axis] == trials.TOKENS
+    # Of a cut call every result is that of the first tokens.
+    some = trials.arrays(reference(operation)(*cut.args, **cut.kwargs))
+    whole = trials.arrays(reference(operation)(*args, **kwargs))
+    for a, b in zip(some, whole, strict=True):
+        where = tuple(slice(n) for n in a.shape)
+        same = mx.allclose(a, b[where], atol=1e-5).item()
+        assert same or a.shape == b.shape  # states, which are of other tokens
+
+
+def test_a_state_before_the_first_token_is_no_example():
+    """Zeros would hide a wrong decay."""
+    args, kwargs = example("gated_delta", mx.bfloat16)
+    kwargs["state"] = mx.zeros_like(kwargs["state"])
+    form = FAULTS["decay 2 % off"][1]
+    assert not trials.attempt("gated_delta", form, reference("gated_delta"), args, kwargs).ok
+
+
+# ---- Processes that die in a trial
+
+DIES = """
+import os, mlx.core as mx
+from mlx_moeflux.kernels import verdicts
+with verdicts.running("sdpa=fused 1"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_trial_that_ends_the_process_twice_is_bad(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+    for deaths in (1, 2):
+        subprocess.run([sys.executable, "-c", DIES], check=False, timeout=60)
+        assert list(tmp_path.glob("trial-*.json"))
+        monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+        verdict = verdicts.get("sdpa=fused 1")
+        assert (verdict is None) == (deaths == 1)
+        assert not list(tmp_path.glob("trial-*.json"))
+    assert verdict.reason == "its trial ended the process twice"
+
+
+def test_an_interrupt_and_another_process_are_no_death(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+    with pytest.raises(KeyboardInterrupt), verdicts.running("a"):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with verdicts.running("a"):  # of this process, which lives
+        assert verdicts.get("a") is None
+        assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / f"trial-{os.getpid()}.json").write_text("{")
+    monkeypatch.setattr(verdicts, "_known", verdicts._Known())
+    assert verdicts.get("a") is None
