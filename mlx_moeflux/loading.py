@@ -32,6 +32,7 @@ from mlx_moeflux.experts.store import ExpertStore, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
+from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models import model_class, read_config
@@ -265,6 +266,8 @@ def load_model(
             print(model.plan, file=sys.stderr)  # noqa: T201
             if checkpoint.approximated:
                 print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
+            if unmeasured := dispatch.hint(metal.backend().name):
+                print(unmeasured, file=sys.stderr)  # noqa: T201
     else:
         _check_store(store, model, layouts, dtype)
     model.set_store(store)

@@ -16,6 +16,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # On CUDA stock products of float32 are TF32 unless this is 0: 11 bits in what tests compare with.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+# The package's own choice of kernels, not what somebody measured on this machine.
+TABLE = Path(__file__).parents[1] / "mlx_moeflux" / "kernels" / "dispatch.json"
+os.environ.setdefault("MOEFLUX_DISPATCH", str(TABLE))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,11 @@ from mlx_moeflux.errors import InputError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or Hugging Face id (default: the bundled model)")
-    add("--out", help="file to write, for --tuning, default tuning.json; kernels: dispatch.json")
+    add(
+        "--out",
+        help="file to write, for --tuning, default tuning.json; with --kernels for "
+        "$MOEFLUX_DISPATCH, default: kept for this machine and used from then on",
+    )
     add("--budgets", nargs="+", metavar="SIZE", help="expert memory to try, such as 2GB 4GB 8GB")
     add("--tokens", type=int, default=32, help="of each decode, default %(default)s")
     add("--repeats", type=int, default=3, help="of each measurement, default %(default)s")
@@ -20,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         nargs="*",
         metavar="OPERATION",
-        help="measure implementations of these operations (all) instead, for $MOEFLUX_DISPATCH",
+        help="measure implementations of these operations (all) instead, on the calls of --model, "
+        "or without it in published sizes",
     )
 
 
@@ -57,15 +62,28 @@ def run(args: argparse.Namespace) -> int:
 def _run_kernels(args: argparse.Namespace) -> int:
     from mlx_moeflux.kernels import dispatch
     from mlx_moeflux.kernels.runtime import metal
-    from mlx_moeflux.kernels.tune import tune, write
+    from mlx_moeflux.kernels.tune import keep, tune, write
+    from mlx_moeflux.loading import load
+    from mlx_moeflux.measure.model_calls import calls_of
 
-    out = args.out or "dispatch.json"
-    table = tune(args.kernels, report=lambda line: print(line, file=sys.stderr, flush=True))
-    write(table, out)
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    calls = None
+    if args.model is not None:
+        memory = args.budgets[0] if args.budgets else "auto"
+        model, _ = load(args.model, expert_memory=memory, verbose=True)
+        calls = calls_of(model)
+    table = tune(args.kernels, calls=calls, report=report)
+    if args.out:
+        write(table, args.out)
+        used = f"{args.out}: use it with {dispatch.ENVIRONMENT}={args.out}"
+    else:
+        used = f"{keep(table)}: used from now on; delete it to undo"
     backend = metal.backend().name
     for operation, backends in table.items():
         if operation != dispatch.MEASURED and backend in backends:
             forms = [f"{row['form']} from {row['from']}" for row in backends[backend]]
             print(f"{operation:<18} {', '.join(forms)}")
-    print(f"{out}: use it with {dispatch.ENVIRONMENT}={out}")
+    print(used)
     return 0

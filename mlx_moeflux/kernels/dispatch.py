@@ -6,20 +6,27 @@ sizes from which on they are used.
 "us" holds microseconds measured at that size for the forms that were compared. An operation or a
 back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
 others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
-``mlx_moeflux tune --kernels`` writes such a file; ``$MOEFLUX_DISPATCH`` names one to use.
+Those of "metal" were not: one token takes kernels, and prompts take stock MLX where its result
+depends on no slots. ``mlx_moeflux tune --kernels`` measures; what it keeps for this GPU, version of
+MLX and of this package is used instead. ``$MOEFLUX_DISPATCH`` names another file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_moeflux._version import __version__
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels import verdicts
+from mlx_moeflux.kernels.runtime import user_cache
 
 TABLE = Path(__file__).with_name("dispatch.json")
 ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
@@ -62,16 +69,44 @@ def table() -> dict[str, dict[str, tuple[Row, ...]]]:
 
 
 def read() -> dict[str, Any]:
-    """The file in use.
+    """Return the file in use: that of the environment, the one kept for this place, or the
+    package's.
 
     Raises:
         InputError: ``$MOEFLUX_DISPATCH`` names a file that cannot be read.
     """
-    file = Path(os.environ.get(ENVIRONMENT) or TABLE)
-    try:
-        return read_json_object(file, error=InputError)
-    except InputError as error:
-        raise InputError(f"{ENVIRONMENT} wants a table of kernels: {error}") from error
+    if named := os.environ.get(ENVIRONMENT):
+        try:
+            return read_json_object(Path(named), error=InputError)
+        except InputError as error:
+            raise InputError(f"{ENVIRONMENT} wants a table of kernels: {error}") from error
+    if (kept := kept_file()).exists():
+        with contextlib.suppress(InputError):
+            return read_json_object(kept, error=InputError)
+    return read_json_object(TABLE, error=InputError)
+
+
+def kept_file() -> Path:
+    """Return the file of what was measured on this GPU with these versions; it may not exist."""
+    place = f"{verdicts.place()}, {__version__}"
+    digest = hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
+    return user_cache.root() / f"dispatch-{digest}.json"
+
+
+def hint(backend: str) -> str:
+    """Return a line that says, once on each machine, that nobody measured kernels there."""
+    operations = [of for name, of in read().items() if name != MEASURED]
+    if any("us" in row for of in operations for row in of.get(backend, ())):
+        return ""
+    if (marker := kept_file().with_suffix(".hinted")).exists():
+        return ""
+    with contextlib.suppress(OSError):
+        marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker.touch()
+    return (
+        f"kernels were not measured on {verdicts.gpu()}: 'mlx_moeflux tune --kernels --model "
+        "MODEL' does it once, in a few minutes"
+    )
 
 
 def rows(operation: str, backend: str) -> tuple[Row, ...]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -214,6 +216,10 @@ class Operation:
             return lambda *args, **kwargs: self._try(best, args, kwargs)
         return form
 
+    def size(self, args: Sequence[Any]) -> int:
+        """Return what a row's "from" counts: tokens of a sequence, or rows."""
+        return 1 if self._axes is None else math.prod(args[0].shape[self._axes])
+
     def _best(self, args) -> tuple[str, Implementation] | None:
         """Return the implementation that "auto" chooses for a call, with its name; None: the
         reference."""
@@ -231,7 +237,7 @@ class Operation:
         starts = self._starts
         if self._special:
             starts = self._special.get(str(args[0].shape[self._kind_axis]), starts)
-        size = 1 if self._axes is None else math.prod(args[0].shape[self._axes])
+        size = self.size(args)
         best = None
         for start, found in starts:
             if size < start:
@@ -315,6 +321,27 @@ class Kernels:
             for name, operation in self._operations.items()
             for form, (calls, reason) in operation.fallbacks.items()
         ]
+
+    @contextmanager
+    def observed(self, note: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
+        """Call ``note(operation, args, kwargs)`` before each call of an operation on "auto"."""
+
+        def spy(operation: Operation, *args, **kwargs):
+            note(operation.name, args, kwargs)
+            before, operation._fixed = operation._fixed, None
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                operation._fixed = before
+
+        watched = [op for op in self._operations.values() if op.choice == AUTO]
+        for operation in watched:
+            operation._fixed = partial(spy, operation)
+        try:
+            yield
+        finally:
+            for operation in watched:
+                operation._fixed = None
 
     def are_auto(self, *names: str) -> bool:
         """Return True if all of these operations are on "auto"."""

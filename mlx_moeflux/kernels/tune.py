@@ -1,17 +1,19 @@
-"""Measures which form of every operation is the fastest here, and from which size on.
+"""Measures which implementation of each operation is the fastest here, and from which size on.
 
-Every form that the back end runs is timed at :data:`TOKENS`; one takes over where it is faster than
-the form before it, at first the reference, by :data:`MARGIN`. One that is :data:`HOPELESS` times
-slower than the best is not asked at larger sizes. The machine should do nothing else meanwhile.
+Calls are those of a model, or have published sizes. Each implementation that the back end runs is
+timed at each size; one takes over where it is faster than the one before it, at first the
+reference, by :data:`MARGIN`. One that is :data:`HOPELESS` times slower than the best is not timed
+at larger sizes. The machine should do nothing else meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import metal, user_cache
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
@@ -33,21 +35,32 @@ ROUNDS = 3
 Report = Callable[[str], None]
 
 
-def tune(operations: Iterable[str] | None = None, *, report: Report = lambda line: None) -> dict:
-    """The table in use with the rows of this back end measured anew.
+# Operation, or operation and kind -> tokens -> calls to take turns with.
+Calls = Mapping[str, Mapping[int, Sequence[Arguments]]]
 
-    operations: Only these; names of :data:`~mlx_moeflux.kernels.examples.WORKLOADS`.
+
+def tune(
+    operations: Iterable[str] | None = None,
+    *,
+    calls: Calls | None = None,
+    report: Report = lambda line: None,
+) -> dict:
+    """Return the table in use with the rows of this back end measured anew.
+
+    operations: Only these. calls: Those of a model; None: of
+    :data:`~mlx_moeflux.kernels.examples.WORKLOADS`.
 
     Raises:
         InputError: There is no such operation.
     """
-    wanted = tuple(operations or WORKLOADS)
+    there = tuple(WORKLOADS if calls is None else calls)
+    wanted = tuple(operations or there)
     for name in wanted:
-        if name not in WORKLOADS:
-            raise InputError(f"'{name}' cannot be measured; there are {', '.join(WORKLOADS)}.")
+        if name not in there:
+            raise InputError(f"'{name}' cannot be measured; there are {', '.join(there)}.")
     table, backend = dispatch.read(), metal.backend().name
     for name in wanted:
-        times = measure(name, report)
+        times = measure(name, _published(name) if calls is None else calls[name].items(), report)
         if times:
             table.setdefault(name, {})[backend] = rows(times)
     place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
@@ -72,17 +85,19 @@ def rows(times: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
     return found
 
 
-def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
-    """Tokens -> form -> seconds; nothing if there is but one form."""
+def measure(
+    name: str, calls: Iterable[tuple[int, Sequence[Arguments]]], report: Report
+) -> dict[int, dict[str, float]]:
+    """Return tokens -> implementation -> seconds; nothing if there is but one implementation.
+
+    calls: Tokens, and calls to take turns with, by ascending tokens.
+    """
     operation = name.partition(" ")[0]
     forms = {form: call for form, call in IMPLEMENTATIONS[operation].items() if _runs(call)}
+    found: dict[int, dict[str, float]] = {}
     if len(forms) < 2:
         return {}
-    device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
-    dtype = mx.bfloat16 if device == "gpu" else mx.float32
-    found: dict[int, dict[str, float]] = {}
-    for tokens in TOKENS[device][: 1 if operation in OF_ONE_SIZE else None]:
-        rotated = [workload(name, sizes, tokens, dtype) for _ in range(8 if tokens <= 64 else 2)]
+    for tokens, rotated in calls:
         by_form = seconds(
             forms, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")
         )
@@ -92,6 +107,15 @@ def measure(name: str, report: Report) -> dict[int, dict[str, float]]:
         best = min(by_form.values())
         forms = {f: c for f, c in forms.items() if by_form.get(f, 0.0) <= HOPELESS * best}
     return found
+
+
+def _published(name: str) -> Iterator[tuple[int, list[Arguments]]]:
+    """Yield calls of an operation in the sizes of published models."""
+    device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
+    dtype = mx.bfloat16 if device == "gpu" else mx.float32
+    for tokens in TOKENS[device][: 1 if name in OF_ONE_SIZE else None]:
+        number = 8 if tokens <= 64 else 2
+        yield tokens, [workload(name, sizes, tokens, dtype) for _ in range(number)]
 
 
 def seconds(
@@ -133,7 +157,7 @@ def seconds(
 
 
 def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
-    """Write a table that ``$MOEFLUX_DISPATCH`` may name, a row a line.
+    """Write a table, a row a line, atomically.
 
     Raises:
         InputError: It cannot be written.
@@ -149,9 +173,22 @@ def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
             lists.append(f'    "{backend}": [\n{lines}\n    ]')
         entries.append(f'  "{operation}": {{\n' + ",\n".join(lists) + "\n  }")
     try:
-        Path(file).write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+        user_cache.write(Path(file), ("{\n" + ",\n".join(entries) + "\n}\n").encode())
     except OSError as cause:
         raise InputError(f"{file} cannot be written ({cause.strerror or cause}).") from cause
+
+
+def keep(table: Mapping[str, Any]) -> Path:
+    """Write a table for later processes on this machine and return its file.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+    file = dispatch.kept_file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write(table, file)
+    return file
 
 
 def _gpu() -> bool:

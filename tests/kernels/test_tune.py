@@ -13,6 +13,8 @@ from mlx_moeflux.kernels import dispatch, tune
 from mlx_moeflux.kernels.examples import WORKLOADS, Sizes, workload
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.trials import arrays, largest_error
+from mlx_moeflux.loading import BUNDLED_MODEL, load
+from mlx_moeflux.measure import model_calls
 from tests.kernels.harness import emulated
 
 TINY = Sizes(
@@ -89,6 +91,53 @@ def test_the_command_writes_a_table_that_is_used(own_table, capsys, tmp_path, mo
     dispatch.table.cache_clear()
     with pytest.raises(InputError, match="wants a table of kernels"):
         Kernels().names()
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine where nothing was measured yet."""
+    monkeypatch.delenv(dispatch.ENVIRONMENT)
+    monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
+    dispatch.table.cache_clear()
+    yield
+    monkeypatch.undo()
+    dispatch.table.cache_clear()
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_models_own_calls_are_measured_and_the_table_kept(monkeypatch, capsys):
+    monkeypatch.setattr(model_calls.calls_of, "__defaults__", ((1, 3),))
+    monkeypatch.setattr(tune, "SECONDS", 0.001)
+    assert main(["tune", "--kernels", "--model", str(BUNDLED_MODEL), "--budgets", "50%"]) == 0
+    assert str(dispatch.kept_file()) in capsys.readouterr().out
+    dispatch.table.cache_clear()
+    new, shipped = dispatch.read(), json.loads(dispatch.TABLE.read_text())
+    for name in ("project", "norm_rope", "sdpa 64", "expert_mix", "delta_mixer", "add_shared"):
+        assert new[name]["cpu"][0]["us"].keys() > {"reference"}, name
+        assert new[name].get("cuda") == shipped[name].get("cuda")
+    assert new["gated_delta"] == shipped["gated_delta"]  # which the model does not call
+    # Damaged, it is as if there were none.
+    dispatch.kept_file().write_text("{")
+    assert dispatch.read() == shipped
+
+
+def test_the_calls_of_a_model_are_its_own(monkeypatch):
+    model, _ = load(BUNDLED_MODEL)
+    calls = model_calls.calls_of(model, (1, 5))
+    before = model(mx.array([[1, 2, 3]]))
+    assert set(calls["sdpa 64"]) == {1, 5}
+    (q, *_), _ = calls["sdpa 64"][5][0]
+    assert q.shape[2] == 5
+    assert {x.shape[-1] for (x, *_), _ in calls["moe_step"][1]} == {model.config.hidden_size}
+    assert model.compile_steps is None
+    assert mx.array_equal(model(mx.array([[1, 2, 3]])), before)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_machine_without_times_is_told_once():
+    assert dispatch.hint("cuda") == dispatch.hint("cpu") == ""
+    assert "tune --kernels --model" in dispatch.hint("metal")
+    assert dispatch.hint("metal") == ""
 
 
 def test_a_table_that_names_a_form_that_is_gone_is_one_line(own_table):
