@@ -28,6 +28,7 @@ RANK = {
     "checkpoint": 9,
     "backend": 10,
     "errors": 11,
+    "user_cache": 11,
     "_version": 11,
 }
 # models ask the cache and the kernels, stores compute with kernels: the same rank is one's own.

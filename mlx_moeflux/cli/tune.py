@@ -64,17 +64,19 @@ def _run_kernels(args: argparse.Namespace) -> int:
     from mlx_moeflux.kernels.runtime import metal
     from mlx_moeflux.kernels.tune import keep, tune, write
     from mlx_moeflux.loading import load
+    from mlx_moeflux.measure.command_buffers import tune_limits
     from mlx_moeflux.measure.model_calls import calls_of
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    calls = None
+    calls, memory = None, args.budgets[0] if args.budgets else "auto"
     if args.model is not None:
-        memory = args.budgets[0] if args.budgets else "auto"
         model, _ = load(args.model, expert_memory=memory, verbose=True)
         calls = calls_of(model)
+        del model
     table = tune(args.kernels, calls=calls, report=report)
+    del calls  # the model's memory, which the processes of tune_limits need
     if args.out:
         write(table, args.out)
         used = f"{args.out}: use it with {dispatch.ENVIRONMENT}={args.out}"
@@ -86,4 +88,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
             forms = [f"{row['form']} from {row['from']}" for row in backends[backend]]
             print(f"{operation:<18} {', '.join(forms)}")
     print(used)
+    if args.model is not None and not args.out and backend != "cpu":
+        limits = tune_limits(args.model, memory, report=report)
+        for name, value in limits.items():
+            print(f"{name}={value}: used from now on")
     return 0

@@ -22,11 +22,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_moeflux import user_cache
 from mlx_moeflux._version import __version__
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import verdicts
-from mlx_moeflux.kernels.runtime import user_cache
 
 TABLE = Path(__file__).with_name("dispatch.json")
 ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"

@@ -19,11 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux import user_cache
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
-from mlx_moeflux.kernels.runtime import metal, user_cache
+from mlx_moeflux.kernels.runtime import metal
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0

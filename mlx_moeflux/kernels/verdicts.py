@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.runtime import user_cache
+from mlx_moeflux import user_cache
 
 # Of macOS.
 SYSTEM_VERSION = Path("/System/Library/CoreServices/SystemVersion.plist")

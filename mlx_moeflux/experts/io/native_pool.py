@@ -28,6 +28,7 @@ from typing import TypeGuard
 
 import numpy as np
 
+from mlx_moeflux import user_cache
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io import cuda_upload, file_readers, read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
@@ -35,7 +36,6 @@ from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
 from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory, Target
 from mlx_moeflux.experts.io.readers import Reader
-from mlx_moeflux.kernels.runtime import user_cache
 
 SOURCE = Path(__file__).with_name("native_reads.c")
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")

@@ -14,7 +14,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.kernels.runtime import metal, user_cache
+from mlx_moeflux import user_cache
+from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc

@@ -28,7 +28,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.runtime import source, user_cache
+from mlx_moeflux import user_cache
+from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
 from mlx_moeflux.kernels.runtime.cuda.module import Kernel

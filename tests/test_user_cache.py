@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux.kernels.runtime import user_cache
+from mlx_moeflux import user_cache
 
 
 @pytest.fixture
