@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": "run tasks of lm-evaluation-harness",
     "policies": "list eviction, prefetch and balance policies",
     "benchmark": "measure speed and memory, and their limits",
+    "report": "check and measure this machine, for whoever maintains the package",
 }
 
 
@@ -97,13 +98,13 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
     return module.run(args) or 0
 
 
-def report(kind: str, message: object) -> None:
+def say(kind: str, message: object) -> None:
     """Write one line to stderr in a single call, so that lines of threads do not mix."""
     sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    report("warning", message)
+    say("warning", message)
 
 
 def _guarded(action) -> int:
@@ -115,7 +116,7 @@ def _guarded(action) -> int:
         sys.stdout.flush()
         return status
     except MoefluxError as error:
-        report("error", error)
+        say("error", error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from mlx_moeflux.cli import report
+from mlx_moeflux.cli import say
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_expert_arguments,
@@ -113,7 +113,7 @@ class Conversation:
             self._answer()
         except MoefluxError as error:
             del self.messages[-1]
-            report("error", error)
+            say("error", error)
 
     def _answer(self) -> None:
         reply, last = "", None

@@ -86,6 +86,7 @@ OPTIONS = {
         --tuning
     """,
     "policies": "",
+    "report": "--model --out --seconds",
     "tune": "--budgets --kernels --model --out --repeats --tokens",
     "compare-quality": """
         --bits --expert-memory --experts-per-token --json --max-tokens --model --other

@@ -1,0 +1,46 @@
+"""``mlx_moeflux report``: everything that a maintainer asks about a machine, in one file."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="also measure this checkpoint, instead of a synthetic one")
+    add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
+    add("--seconds", type=float, default=600, help="for everything, default %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the steps and write both files; return 130 after Ctrl-C, 1 if a step failed."""
+    from tqdm import tqdm
+
+    from mlx_moeflux.checkpoint.hub import resolve
+    from mlx_moeflux.errors import InputError
+    from mlx_moeflux.measure.machine_report import Step, check_outputs, run_steps, steps, write
+
+    if not args.seconds > 0:
+        raise InputError("--seconds must be positive.")
+    files = check_outputs(Path(args.out).absolute())
+    model = None if args.model is None else str(resolve(args.model))
+    with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
+        folder = Path(name)
+        chosen = steps(folder, model)
+        with tqdm(total=len(chosen), unit="step", desc="report") as bar:
+
+            def begin(step: Step) -> None:
+                bar.update(chosen.index(step) - bar.n)
+                bar.set_description(step.title)
+
+            report = run_steps(chosen, folder, seconds=args.seconds, report=begin)
+            bar.update(len(chosen) - bar.n)
+    write(report, files)
+    for outcome in report.outcomes:
+        print(f"{outcome.title:<36} {outcome.status:<12} {outcome.seconds:5.0f} s")
+    print(f"wrote {files[0]} and {files[1]}")
+    if not report.complete:
+        return 130
+    return 0 if all(outcome.status == "ok" for outcome in report.outcomes) else 1
