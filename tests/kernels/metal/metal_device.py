@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,30 @@ class MetalDevice(MetalBackend):
     values, and MLX has no operation that calls Python when it is evaluated. Floats are zero then.
     Integers count along the last axis, because a router must choose different experts.
 
-    emulator: What runs the other launches. traced: Names of the kernels launched in a trace.
+    emulator: What runs the other launches. traced, launched: Names of the kernels launched in a
+    trace, and otherwise. broken: Names of kernels that Metal's compiler refuses, which MLX says
+    when it evaluates their results. most: Threads that a threadgroup may have; more fail alike.
     """
 
     emulator: Emulator
     traced: list[str]
+    launched: set[str]
+    broken: frozenset[str]
+    most: int
 
     def build(self, kernel: MetalKernel) -> Launcher:
         run = self.emulator.build(kernel)
-        return functools.partial(_launch, kernel.name, self.traced, run)
+        return functools.partial(_launch, self, plain_name(kernel.name), run)
+
+
+def plain_name(name: str) -> str:
+    """Without the digest of a text for inputs that lie in one buffer."""
+    return re.sub(r"_[0-9a-f]{6}$", "", name)
 
 
 def _launch(
+    device: MetalDevice,
     name: str,
-    traced: list[str],
     run: Launcher,
     *,
     inputs: Sequence[mx.array],
@@ -48,12 +60,27 @@ def _launch(
     output_dtypes: Sequence[mx.Dtype],
     **options: Any,
 ) -> list[mx.array]:
-    if not are_traced(inputs):
-        shapes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
-        return run(inputs=inputs, **shapes, **options)
-    traced.append(name)
-    blank = [_blank(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-    return mx.depends(blank, list(inputs))
+    def each(make: Callable[[Sequence[int], mx.Dtype], mx.array]) -> list[mx.array]:
+        return [make(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+
+    try:
+        traced = are_traced(inputs)
+    except RuntimeError:
+        return each(_failing)  # another launch before has failed
+    if traced:
+        device.traced.append(name)
+        return mx.depends(each(_blank), list(inputs))
+    device.launched.add(name)
+    if name in device.broken or math.prod(options["threadgroup"]) > device.most:
+        return each(_failing)
+    shapes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
+    return run(inputs=inputs, **shapes, **options)
+
+
+def _failing(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """An array whose evaluation raises a RuntimeError."""
+    never = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
+    return mx.broadcast_to(never, shape).astype(dtype)
 
 
 def _blank(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -78,7 +105,7 @@ def on_metal(cache: Path) -> Iterator[MetalDevice]:
     require_emulator()
     device = MetalDevice()
     device.emulator = Emulator(schedules=Emulator.FIRST, partly_written=BETWEEN)
-    device.traced = []
+    device.traced, device.launched, device.broken, device.most = [], set(), frozenset(), 1024
     before = set_backend(device)
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -4,19 +4,19 @@ kernel checked before. Oracle: the same model with references on the CPU."""
 from __future__ import annotations
 
 import dataclasses
-import re
+import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.conversion import synthesize
-from mlx_moeflux.kernels import dispatch, verdicts
+from mlx_moeflux.kernels import dispatch, trials, verdicts
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime.metal import MetalBackend
 from mlx_moeflux.loading import load_model
 from tests.kernels.harness import error, on_the_cpu
-from tests.kernels.metal.metal_device import MetalDevice, on_metal
+from tests.kernels.metal.metal_device import MetalDevice, on_metal, plain_name
 
 PROMPT, STEPS = 9, 2
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 1000, (1, PROMPT + STEPS)))
@@ -125,8 +125,7 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
         assert model._step.traces + model._segments.traces == 4
         assert asked() == forms
     assert all(y.shape == (1, 1, model.config.vocab_size) for y in logits)
-    # A kernel has the name of its text, with a digest behind it where inputs lie in one buffer.
-    launched = {re.sub(r"_[0-9a-f]{6}$", "", name) for name in device.traced}
+    launched = set(device.traced)
     assert ("append_row", "fused") in forms - before
     for form in map(form_of_a_step, operations):
         assert form in forms
@@ -134,20 +133,93 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     assert launched <= kernels_of(forms)
 
 
+LIMIT = 1e-4  # of the largest logit, in float32
+
+
+def logits_of(model):
+    cache, first = prompt_of(model)
+    y = mx.concatenate([first, *steps_of(model, cache)], axis=1)
+    mx.eval(y)
+    return y
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_checked_kernels_say_what_references_say(run, tmp_path):
     directory, options, _ = run
 
-    def logits(model):
-        cache, first = prompt_of(model)
-        y = mx.concatenate([first, *steps_of(model, cache)], axis=1)
-        mx.eval(y)
-        return y
-
     with load_model(directory, dtype=mx.float32, kernels="reference", **options) as model:
-        expected = logits(model)
+        expected = logits_of(model)
     with load_model(directory, dtype=mx.float32, **options) as model, on_metal(tmp_path / "cache"):
-        actual = logits(model)
+        actual = logits_of(model)
         assert model._step.traces + model._segments.traces == STEPS + 2
         assert asked()
-    assert error(actual, expected) <= 1e-4 * float(mx.abs(expected).max())
+    assert error(actual, expected) <= LIMIT * float(mx.abs(expected).max())
+
+
+# ---- Kernels that fail
+
+
+def each_kernel_broken(run, tmp_path, only=None):
+    """A model says the same with each of its kernels broken; the user is told once, and a second
+    process is silent."""
+    directory, options, _ = run
+    with load_model(directory, dtype=mx.float32, kernels="reference", **options) as model:
+        expected = logits_of(model)
+    limit = LIMIT * float(mx.abs(expected).max())
+    with load_model(directory, dtype=mx.float32, **options) as model:
+        with on_metal(tmp_path / "whole") as device:
+            logits_of(model)
+            tried = verdicts._known.verdicts.values()
+            names = sorted({plain_name(n) for v in tried for n in v.launched.split(", ") if n})
+        assert set(names) <= device.launched
+        for name in names if only is None else names[:: -(-len(names) // only)]:
+            for process in (1, 2):
+                actual, refused, said = with_broken(model, name, tmp_path / name)
+                where = f"{name}, process {process}"
+                assert error(actual, expected) <= limit, where
+                assert mx.array_equal(actual.argmax(axis=-1), expected.argmax(axis=-1)), where
+                # One for each implementation that launches the kernel.
+                assert said == (refused if process == 1 else []), where
+                assert refused, where
+
+
+def with_broken(model, name, cache):
+    """Logits of a new process in which a kernel does not compile, the implementations that failed
+    their trials, and those that the user was warned of."""
+    model.forget_steps()
+    trials._warned.clear()
+    with on_metal(cache) as device, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        device.broken = frozenset([name])
+        logits = logits_of(model)
+        refused = {key.split(" ")[0] for key in verdicts.refused()}
+    return logits, sorted(refused), sorted(str(w.message).split(" ")[0] for w in warned)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_kernel_that_does_not_compile_changes_no_text(directories, tmp_path):
+    memory, operations = RUNS["qwen3.5-tiny streamed"]
+    run = directories / "qwen3.5-tiny", {"expert_memory": memory, "fuse": True}, operations
+    each_kernel_broken(run, tmp_path, only=3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
+def test_each_kernel_of_each_family_may_fail(run, tmp_path):
+    each_kernel_broken(run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("most", [640, 896, 1024])
+def test_no_launch_is_too_large_for_an_apple_gpu(run, tmp_path, most):
+    """Threads that an M1, an M2 Ultra and an M4 allow where registers are short."""
+    directory, options, _ = run
+    with (
+        load_model(directory, dtype=mx.bfloat16, **options) as model,
+        on_metal(tmp_path / "cache") as device,
+    ):
+        device.most = most
+        logits_of(model)
+        assert device.launched
+        assert not verdicts.refused()
