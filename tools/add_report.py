@@ -56,7 +56,8 @@ def row(report: dict[str, Any]) -> str:
 
 
 def _median(run: dict[str, Any], name: str) -> str:
-    return f"{run['ours'][name]['median']:.3g}"
+    median = run["ours"][name]["median"]
+    return f"{median:,.0f}" if median >= 1000 else f"{median:.3g}"
 
 
 def added(page: str, new: str) -> str:

@@ -3,64 +3,116 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+
+DTYPES = ("float32", "float16", "bfloat16")
+# Values of --operation for all stock operations, and for all of the package.
+STOCK, KERNELS = "stock", "kernels"
+COMMAND = (sys.executable, "-m", "mlx_moeflux", "check")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--operation", help="only this one, such as gated_delta")
+    parser.add_argument(
+        "--operation", help=f"only this one, such as gated_delta; {STOCK} or {KERNELS}: only these"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="only this one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables; return 1 if a stock operation or a kernel failed."""
+    """Print two tables for each dtype; return 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels import stock, trials
+    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+
+    known = (STOCK, KERNELS, *IMPLEMENTATIONS)
+    if args.operation not in (None, *known):
+        raise InputError(f"no operation is called '{args.operation}'; there are {list(known)}.")
+    parts = (STOCK, KERNELS) if args.operation is None else (args.operation,)
+    dtypes = DTYPES if args.dtype is None else (args.dtype,)
+    if len(parts) == len(dtypes) == 1:
+        return 1 if _check(dtypes[0], parts[0]) else 0
+    print(f"{describe_backend()}\n", flush=True)
+    pairs = itertools.product(dtypes, parts)
+    return _in_processes([("--dtype", dtype, "--operation", part) for dtype, part in pairs])
+
+
+def _in_processes(commands: Sequence[Sequence[str]]) -> int:
+    """Run commands of `check` side by side, because most of their time goes to compiling, and print
+    what they print in order; return 1 if one failed."""
+    children = [
+        subprocess.Popen((*COMMAND, *command), stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for command, child in zip(commands, children, strict=True):
+            print(child.communicate()[0], flush=True)
+            if child.returncode < 0:
+                print(f"check {' '.join(command)} was ended by signal {-child.returncode}\n")
+        return next((1 for child in children if child.returncode), 0)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def _check(dtype: str, part: str) -> int:
+    """Check stock operations, all others or one of them; return the failures."""
+    import mlx.core as mx
+
+    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+    from mlx_moeflux.kernels.runtime import metal
+
+    if part == STOCK:
+        return _check_stock(getattr(mx, dtype))
+    failed = _check_kernels(getattr(mx, dtype), IMPLEMENTATIONS if part == KERNELS else (part,))
+    if (files := metal.cuda_files()) is not None:
+        print(f"\n{files.count}; {files.where}")
+    return failed
+
+
+def _check_stock(dtype) -> int:
+    """Print the worst error of every stock operation against float64; return the failures."""
+    from mlx_moeflux.kernels import stock
+
+    print(f"{'stock operation':<33} {'dtype':<9} {'verdict':<8} error")
+    failed = 0
+    for entry in stock.worst(dtype):
+        right = entry.error <= stock.limit(dtype)
+        failed += not right
+        detail = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
+        cells = f"{entry.operation:<33} {_name(dtype):<9} {'right' if right else 'wrong':<8}"
+        print(f"{cells} {entry.reason or detail}")
+    return failed
+
+
+def _check_kernels(dtype, operations: Iterable[str]) -> int:
+    """Print the error of every implementation of operations on a small example; return the
+    failures."""
+    from mlx_moeflux.kernels import trials
     from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
     from mlx_moeflux.kernels.runtime import metal
 
-    if args.operation is not None and args.operation not in IMPLEMENTATIONS:
-        raise InputError(
-            f"no operation is called '{args.operation}'; there are {list(IMPLEMENTATIONS)}."
-        )
-    print(f"{describe_backend()}\n")
-    failed = 0 if args.operation else _check_stock(stock)
-    print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'back end':<8} {'verdict':<8} error")
-    active = metal.backend()
-    for operation, forms in IMPLEMENTATIONS.items():
-        if args.operation not in (None, operation):
-            continue
+    print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'verdict':<8} error")
+    failed = 0
+    for operation in operations:
+        forms = IMPLEMENTATIONS[operation]
         for name, form in forms.items():
             # A reference on the GPU is compared with the same reference on the CPU.
             if not (hasattr(form, "kernels") or name == REFERENCE):
                 continue
-            for dtype in stock.DTYPES:
-                words = str(dtype).removeprefix("mlx.core.")
-                if isinstance(active, metal.NoBackend):
-                    verdict, detail = "not run", "no GPU"
-                else:
-                    result = trials.on_example(operation, name, forms, dtype)
-                    failed += not result.ok
-                    verdict = "right" if result.ok else "wrong"
-                    detail = result.reason or f"{result.error:.1e}"
-                cells = f"{operation:<18} {name:<14} {words:<9} {active.name:<8} {verdict:<8}"
-                print(f"{cells} {detail}")
-    if (files := metal.cuda_files()) is not None:
-        print(f"\n{files.count}; {files.where}")
-    return 1 if failed else 0
-
-
-def _check_stock(stock) -> int:
-    """Print the worst error of every stock operation against float64; return the failures."""
-    print(f"{'stock operation':<30} {'dtype':<9} {'verdict':<8} error")
-    failed = 0
-    for dtype in stock.DTYPES:
-        words = str(dtype).removeprefix("mlx.core.")
-        for entry in stock.worst(dtype):
-            right = entry.error <= stock.limit(dtype)
-            failed += not right
-            detail = f"{entry.error:.1e}" if right else f"{entry.error:.1e} ({entry.what})"
-            print(
-                f"{entry.operation:<30} {words:<9} {'right' if right else 'wrong':<8} "
-                f"{entry.reason or detail}"
-            )
-    print()
+            if isinstance(metal.backend(), metal.NoBackend):
+                verdict, detail = "not run", "no GPU"
+            else:
+                result = trials.on_example(operation, name, forms, dtype)
+                failed += not result.ok
+                verdict = "right" if result.ok else "wrong"
+                detail = result.reason or f"{result.error:.1e}"
+            print(f"{operation:<18} {name:<14} {_name(dtype):<9} {verdict:<8} {detail}")
     return failed
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

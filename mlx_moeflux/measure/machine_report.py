@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -168,7 +169,7 @@ def _run(step: Step, outcome: Outcome, folder: Path, seconds: float) -> None:
         out, err = child.communicate(timeout=seconds)
         outcome.status = "ok" if child.returncode == 0 else "failed"
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
         out, err = child.communicate()
         slow = isinstance(stop, subprocess.TimeoutExpired)
         outcome.status = "too slow" if slow else "interrupted"

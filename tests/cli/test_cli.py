@@ -67,7 +67,7 @@ OPTIONS = {
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
     """,
-    "check": "--operation",
+    "check": "--operation --dtype",
     "plan": """
         --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
     """,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.cli import main
+from mlx_moeflux.cli import check, main
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, stock, trials
 from mlx_moeflux.kernels.examples import EXAMPLES, example
@@ -320,22 +322,22 @@ def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
 def test_check_prints_a_line_for_every_kernel(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path))
     with emulated():
-        assert main(["check", "--operation", "softmax_top_k"]) == 0
-    lines = capsys.readouterr().out.splitlines()[3:]
-    assert len(lines) == 2 * len(stock.DTYPES)
-    assert sum("reference" in line for line in lines) == len(stock.DTYPES)
-    assert all("right" in line for line in lines)
+        assert main(["check", "--operation", "softmax_top_k", "--dtype", "float16"]) == 0
+    kernel, reference = sorted(capsys.readouterr().out.splitlines()[1:])
+    assert "fused" in kernel
+    assert "reference" in reference
+    assert all("float16" in line and "right" in line for line in (kernel, reference))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_check_without_a_gpu_says_so(capsys, monkeypatch):
     found = stock.Worst("gather_mm", 1e-7, "3 of [7, 2, 2]")
     monkeypatch.setattr(stock, "worst", lambda dtype: [found])
-    assert main(["check"]) == 0
-    first, second = capsys.readouterr().out.split("\n\n")[1:]
-    assert first.count("right") == len(stock.DTYPES)
-    lines = second.splitlines()[1:]
-    assert len(lines) == (len(FUSED) + len(IMPLEMENTATIONS)) * len(stock.DTYPES)
+    assert main(["check", "--dtype", "float32", "--operation", "stock"]) == 0
+    assert capsys.readouterr().out.count("right") == 1
+    assert main(["check", "--dtype", "float32", "--operation", "kernels"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(FUSED) + len(IMPLEMENTATIONS)
     assert all(line.endswith("no GPU") for line in lines)
 
 
@@ -344,7 +346,7 @@ def test_check_without_a_gpu_says_so(capsys, monkeypatch):
 def test_check_fails_when_a_stock_operation_is_wrong(capsys, monkeypatch, error):
     found = stock.Worst("gather_mm", error, "124 of [5, 24, 40] sorted")
     monkeypatch.setattr(stock, "worst", lambda dtype: [found])
-    assert main(["check"]) == 1
+    assert main(["check", "--dtype", "bfloat16", "--operation", "stock"]) == 1
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("gather_mm"))
     assert "wrong" in line
     assert "124 of [5, 24, 40] sorted" in line
@@ -359,10 +361,29 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     wrong.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
     monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", wrong)
     with emulated():
-        assert main(["check", "--operation", "softmax_top_k"]) == 1
+        assert main(["check", "--operation", "softmax_top_k", "--dtype", "float32"]) == 1
     assert "wrong" in capsys.readouterr().out
     assert main(["check", "--operation", "softmax"]) == 1
     assert "no operation is called 'softmax'" in capsys.readouterr().err
+
+
+def test_check_runs_its_parts_in_processes(capsys):
+    assert main(["check"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for operation, dtypes in ("matmul", 1), ("softmax_top_k", 2):
+        found = [
+            d for d in check.DTYPES for words in lines if words[:1] == [operation] and d in words
+        ]
+        assert found == [d for d in check.DTYPES for _ in range(dtypes)]
+
+
+def test_check_says_which_process_ended_and_how(capsys, monkeypatch):
+    assert check._in_processes([("--dtype", "float64"), ("--help",)]) == 1
+    assert "usage" in capsys.readouterr().out
+    code = "import os; print('begun', flush=True); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(check, "COMMAND", (sys.executable, "-c", code))
+    assert check._in_processes([("--dtype", "float16")]) == 1
+    assert "begun\n\ncheck --dtype float16 was ended by signal 9" in capsys.readouterr().out
 
 
 def test_examples_have_the_asked_dtype():
