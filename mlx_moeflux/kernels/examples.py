@@ -313,30 +313,52 @@ def small_cases(operation: str) -> Iterator[tuple[str, Arguments]]:
     """Yield the cases on which a given callable is compared with the reference, with their names.
 
     Of attention also what traced steps on GPUs and other callers pass: a tail, a length on the
-    device, a mask as an array.
+    device, a mask as an array, queries that are padding.
     """
     for what, tokens in (("several tokens", None), ("one token", 1)):
-        arrays, options = example(operation, tokens=tokens)
-        yield what, (arrays, dict(options))
         if operation == "sdpa":
-            options.pop("start")
-            yield f"{what}, without start", (arrays, dict(options))
-            options.pop("gate")
-            yield f"{what}, without start and gate", (arrays, options)
-    if operation != "sdpa":
-        return
-    (q, k, v), options = example(operation)
-    plain = {name: options[name] for name in ("scale", "mask", "length")}
-    visible = mx.random.uniform(shape=(1, 1, q.shape[2], plain["length"])) < 0.5
-    visible[..., 0] = True
-    yield "a mask as an array", ((q, k, v), plain | {"mask": visible})
-    (q, k, v), options = example(operation, tokens=1)
-    rows = next(n for n in (8, 4, 2, 1) if k.shape[2] % n == 0)
-    tail = tuple(_normal(q.dtype)(*x.shape[:2], rows, x.shape[3]) for x in (k, v))
-    length = mx.array([options["length"]], dtype=mx.int32)
-    yield "one token, a tail, a length on the device", (
-        (q, k, v), options | {"tail": tail, "length": length}
-    )  # fmt: skip
+            yield from _cases_of_attention(what, tokens)
+        else:
+            yield what, example(operation, tokens=tokens)
+
+
+def _cases_of_attention(what: str, tokens: int | None) -> Iterator[tuple[str, Arguments]]:
+    (q, k, v), every = example("sdpa", tokens=tokens)
+    T, length = q.shape[2], every["length"]
+    plain = {name: every[name] for name in ("scale", "mask", "length")}
+    cases = [every, plain | {"gate": every["gate"]}, plain]
+    if T > 1:
+        visible = mx.random.uniform(shape=(1, 1, T, length)) < 0.5
+        visible[..., 0] = True
+        # The first query of the second sequence is padding.
+        cases += [plain | {"mask": visible}, plain | {"start": mx.array([0, length - T + 1])}]
+    else:
+        rows = next(n for n in (8, 4, 2, 1) if k.shape[2] % n == 0)
+        tail = tuple(_normal(q.dtype)(*x.shape[:2], rows, x.shape[3]) for x in (k, v))
+        cases += [every | {"tail": tail, "length": mx.array([length], dtype=mx.int32)}]
+    for options in cases:
+        yield f"{what}, {_given(options)}", ((q, k, v), options)
+
+
+def without_padding(operation: str, arguments: Arguments, value: Any) -> Any:
+    """Return the result of a small case with 0 for queries of padding if they have finite numbers:
+    nobody reads them, but later layers compute with them."""
+    (q, *_), options = arguments
+    if operation != "sdpa" or "start" not in options or not isinstance(value, mx.array):
+        return value
+    T = q.shape[2]
+    query = options["length"] - T + mx.arange(T)
+    padding = (query < options["start"].reshape(-1, 1))[:, None, :, None]
+    return mx.where(padding & mx.isfinite(value), mx.zeros_like(value), value)
+
+
+def _given(options: dict[str, Any]) -> str:
+    """The arguments of a call of attention that change what is computed."""
+    names = [name for name in ("start", "tail", "gate") if name in options]
+    mask, length = options["mask"], options["length"]
+    shown = "an array" if isinstance(mask, mx.array) else mask
+    on_device = ["length on the device"] if isinstance(length, mx.array) else []
+    return ", ".join([f"mask {shown}", *names, *on_device])
 
 
 def example(

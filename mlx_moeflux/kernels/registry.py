@@ -28,7 +28,7 @@ from mlx_moeflux.kernels import dispatch, trials, verdicts
 from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
 from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
-from mlx_moeflux.kernels.examples import small_cases
+from mlx_moeflux.kernels.examples import small_cases, without_padding
 from mlx_moeflux.kernels.linear import project, small_batch
 from mlx_moeflux.kernels.mla import latent, latent_prepare, latent_step, per_head_matmul
 from mlx_moeflux.kernels.moe import (
@@ -431,7 +431,8 @@ def _check_implementation(operation: str, form: Implementation, values: bool) ->
     """Run `form` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
     agree."""
     reference = IMPLEMENTATIONS[operation][REFERENCE]
-    for what, (args, kwargs) in small_cases(operation):
+    for what, case in small_cases(operation):
+        args, kwargs = case
         expected = reference(*args, **kwargs)
         mx.eval(expected)
         try:
@@ -450,10 +451,12 @@ def _check_implementation(operation: str, form: Implementation, values: bool) ->
             raise ShapeError(
                 f"the given '{operation}' returns {described} ({what}), expected {wanted}."
             )
-        error, limit = trials.largest_error(actual, expected), LARGEST_ERROR
+        compared = (without_padding(operation, case, value) for value in (actual, expected))
+        error, limit = trials.largest_error(*compared), LARGEST_ERROR
         if values and not error <= limit:
+            by = f"{error:.2g} of the largest value, more than {limit:g},"
+            by = by if error < math.inf else "NaN, an infinite number or another integer"
             raise InputError(
-                f"the given '{operation}' differs from the reference by {error:.2g} of the largest "
-                f"value on a small case ({what}), more than {limit:g}; mend it, or pass "
-                "check_values=False if it is meant to differ."
+                f"the given '{operation}' differs from the reference by {by} on a small case "
+                f"({what}); mend it, or pass check_values=False if it is meant to differ."
             )

@@ -199,7 +199,7 @@ def test_a_callable_is_checked_and_used():
     assert kernels.names()["softmax_top_k"] == "mine"
     assert kernels.softmax_top_k(LOGITS, k=2)[1].sum().item() == pytest.approx(6)
     with pytest.raises(
-        InputError, match=r"'softmax_top_k' differs .* by 1 of .*check_values=False"
+        InputError, match=r"'softmax_top_k' differs .* by 1 of .*, more than .*check_values=False"
     ):
         choose_kernels({"softmax_top_k": mine})
     with pytest.raises(ShapeError, match="returns"):
@@ -247,10 +247,10 @@ def test_an_error_of_a_callable_is_named():
 @pytest.mark.parametrize(
     ("ignored", "case"),
     [
-        ({"start": None}, "several tokens"),
-        ({"gate": None}, "several tokens"),
-        ({"tail": None}, "a tail"),
-        ({"mask": "causal"}, "a mask as an array"),
+        ({"start": None}, "several tokens, mask causal, start, gate"),
+        ({"gate": None}, "several tokens, mask causal, start, gate"),
+        ({"tail": None}, "one token, mask None, start, tail, gate, length on the device"),
+        ({"mask": "causal"}, "several tokens, mask an array"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -276,8 +276,26 @@ def test_an_attention_that_leaves_starts_to_the_reference_is_compared_without_th
             return reference(q, k, v, start=start, tail=tail, **options)
         return reference(q, k, v, **options | ignored)
 
-    with pytest.raises(InputError, match=r"differs from .* small case .*without start"):
+    with pytest.raises(InputError, match=r"differs .* small case \(several tokens, mask causal"):
         choose_kernels({"sdpa": mine})
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_an_attention_may_return_any_number_for_padding_but_no_nan(value):
+    reference = IMPLEMENTATIONS["sdpa"]["reference"]
+
+    def mine(q, k, v, *, start=None, length=None, **options):
+        y = reference(q, k, v, start=start, length=length, **options)
+        if start is None:
+            return y
+        query = mx.array(length) - q.shape[2] + mx.arange(q.shape[2])
+        return mx.where((query < start.reshape(-1, 1))[:, None, :, None], value, y)
+
+    if value == 0.0:
+        choose_kernels({"sdpa": mine})
+    else:
+        with pytest.raises(InputError, match=r"by NaN, .* \(several tokens, mask causal, start\)"):
+            choose_kernels({"sdpa": mine})
 
 
 def test_attention_refuses_what_contradicts_itself():
