@@ -15,6 +15,7 @@ from mlx_moeflux.kernels import dispatch, trials, verdicts
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime.metal import MetalBackend
 from mlx_moeflux.loading import load_model
+from tests.kernels.cases import all_cases
 from tests.kernels.harness import error, on_the_cpu
 from tests.kernels.metal.metal_device import MetalDevice, on_metal, plain_name
 
@@ -154,6 +155,17 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
         assert model._step.traces + model._segments.traces == STEPS + 2
         assert asked()
     assert error(actual, expected) <= LIMIT * float(mx.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_every_kernel_of_every_implementation_is_launched(tmp_path):
+    forms = [form for forms in IMPLEMENTATIONS.values() for form in forms.values()]
+    names = {kernel.name for form in forms for kernel in getattr(form, "kernels", ())}
+    with on_metal(tmp_path) as device:
+        for cases in all_cases().values():
+            cases[0].check()
+    assert names
+    assert names <= device.launched
 
 
 # ---- Kernels that fail
