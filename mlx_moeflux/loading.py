@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 import mlx.core as mx
-from tqdm import tqdm
 
 from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
-from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, ShapeError
-from mlx_moeflux.experts.budget import Memory, Plan, make_plan, measure_memory
+from mlx_moeflux.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    MemoryBudgetError,
+    ShapeError,
+)
+from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan, measure_memory
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
@@ -35,10 +40,11 @@ from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime.packing import largest_buffer
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
-from mlx_moeflux.models.weights import check_layers, default_dtype, fill_trunk, load_experts
+from mlx_moeflux.models.weights import ExpertsOnDisk, check_layers, default_dtype, fill_trunk
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
@@ -358,6 +364,7 @@ def _make_store(
             reader=reader.name,
             staging_bytes=staging_bytes(reader, threads),
         )
+        _check_buffers(plan, layouts)
         if plan.resident and not custom_reader:
             reader.close()
             return _resident(model, mapped, layouts, events, dtype, verbose), plan
@@ -374,6 +381,24 @@ def _make_store(
         raise
 
 
+def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:
+    """Compare the arrays of experts with the largest buffer of the GPU.
+
+    Raises:
+        MemoryBudgetError: One is larger.
+    """
+    most = largest_buffer()
+    for layer, slots in plan.slots.items():
+        component = max(layouts[layer].components, key=lambda c: c.nbytes)
+        if most is not None and slots * component.nbytes > most:
+            fitting = plan.budget_bytes * (most // component.nbytes) // slots
+            raise MemoryBudgetError(
+                f"'{component.name}' of {slots} experts of layer {layer} takes "
+                f"{format_bytes(slots * component.nbytes)}, and a buffer of this GPU at most "
+                f"{format_bytes(most)}; give an expert_memory of at most {format_bytes(fitting)}."
+            )
+
+
 def _resident(
     model: StreamingModel,
     mapped: MappedTensors,
@@ -382,20 +407,17 @@ def _resident(
     dtype: mx.Dtype,
     verbose: bool,
 ) -> ResidentStore:
-    blocks: dict[int, Any] = model.moe_blocks()
-    experts = load_experts(((mapped.experts[i], layouts[i].specs) for i in blocks), dtype)
-    shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
-    hidden = not (verbose and sys.stderr.isatty())
-    bar = tqdm(experts, total=len(blocks), disable=hidden, **shown)
-    for block, switch in zip(blocks.values(), bar, strict=True):
-        block.switch_mlp = switch
+    layers = {i: (mapped.experts[i], layouts[i].specs) for i in model.moe_blocks()}
+    disk = ExpertsOnDisk(model.moe_blocks(), layers, dtype)
+    disk.read(verbose=verbose and sys.stderr.isatty())
     return ResidentStore(
-        lambda layer: blocks[layer].switch_mlp.bank(),
-        layers=blocks,
+        disk.bank,
+        layers=layers,
         num_experts=model.config.num_experts,
         events=events,
         mix=model.kernels.expert_mix,
         block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
+        disk=disk,
     )
 
 

@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--xtc-threshold", type=float, default=0.1)
     add("--seed", type=int, default=0)
     add("--hide-thinking", action="store_true", help="show what follows </think> only")
+    add(
+        "--idle-release",
+        type=float,
+        metavar="SECONDS",
+        help="free the experts' memory after so long at the prompt; a reply reads them again",
+    )
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
     add_expert_arguments(parser)
@@ -57,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         mx.random.seed(args.seed % 2**64)
         talk = Conversation(args, model, tokenizer, cache, options)
         print(HELP, file=sys.stderr)
-        for line in _lines():
+        for line in _lines(model, args.idle_release):
             command = line.strip()
             if command == "q":
                 break
@@ -77,10 +83,12 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         InputError: An option is out of range.
     """
+    from mlx_moeflux.generation.idle import check_idle_release
     from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.generation.text import check_numbers
 
     check_numbers(args.max_tokens, args.prefill_step_size, args.seed)
+    check_idle_release(args.idle_release)
     make_sampler(
         args.temp,
         args.top_p,
@@ -210,12 +218,16 @@ def _cache(args: argparse.Namespace) -> Iterator[Any]:
         yield PromptCache(replies=True) if on_disk is None else on_disk
 
 
-def _lines() -> Iterator[str]:
+def _lines(model: Any, idle_release: float | None) -> Iterator[str]:
+    from mlx_moeflux.generation.idle import released_when_idle
+
     while True:
         try:
-            yield input(">> " if sys.stdin.isatty() else "")
+            with released_when_idle(model, idle_release):
+                line = input(">> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        yield line
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +23,24 @@ from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 
 
+class Disk(Protocol):
+    """Where the experts of a resident model come from."""
+
+    def free(self) -> None:
+        """Free their arrays."""
+        ...
+
+    def read(self) -> None:
+        """Read all of them."""
+        ...
+
+
 class ResidentStore(ExpertStore):
     """The store of a model that fits. See :class:`~mlx_moeflux.experts.store.ExpertStore`.
 
     banks: MoE layer id -> that layer's experts, expert e in slot e; asked on every call, because
         training replaces parameter arrays.
+    disk: Frees and reads the arrays of the banks, for :meth:`release`; None: they stay.
     events: Listener of the routers' choices, or None; may be replaced between steps.
     mix: The operation that computes experts. scratch_bytes: What one step of a long call may
         allocate besides its result; None is what suits the device. block_bytes: MoE layer id ->
@@ -49,7 +63,9 @@ class ResidentStore(ExpertStore):
         mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
         block_bytes: Mapping[int, int] | None = None,
+        disk: Disk | None = None,
     ):
+        self._disk, self._released, self.generation = disk, False, 0
         self.layers, self.num_experts = tuple(sorted(layers)), num_experts
         self._banks: Callable[[int], ExpertBank] | None = banks
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
@@ -67,6 +83,7 @@ class ResidentStore(ExpertStore):
     def _open(self) -> Callable[[int], ExpertBank]:
         if self._banks is None:
             raise InputError("this expert store is closed; load the model again.")
+        self.restore()
         return self._banks
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
@@ -87,7 +104,7 @@ class ResidentStore(ExpertStore):
         """See :meth:`ExpertStore.whole`."""
         if self._banks is None or self.events is not None:
             return None
-        bank = self._banks(layer)
+        bank = self._open()(layer)
         return (bank, None) if bank.slots == self.num_experts else None
 
     def count(self, tokens: int, layer: int | None = None) -> None:
@@ -98,6 +115,21 @@ class ResidentStore(ExpertStore):
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`; only tokens are counted."""
         return self._stats
+
+    def release(self) -> None:
+        """See :meth:`ExpertStore.release`. What is read again is what the checkpoint has: changes
+        of the parameters are lost."""
+        if self._disk is not None and self._banks is not None:
+            self.generation += 1
+            self._released = True
+            self._disk.free()
+            mx.clear_cache()
+
+    def restore(self) -> None:
+        """See :meth:`ExpertStore.restore`."""
+        if self._released and self._disk is not None:
+            self._disk.read()
+            self._released = False
 
     def close(self) -> None:
         """See :meth:`ExpertStore.close`."""

@@ -151,5 +151,12 @@ class ExpertStore:
         """
         raise InputError("these experts are not streamed; load with a smaller expert_memory.")
 
+    def release(self) -> None:
+        """Free the memory of experts until :meth:`restore` or the next call, which reads them
+        again. Nothing happens in a store that cannot."""
+
+    def restore(self) -> None:
+        """Read again what :meth:`release` freed, if anything."""
+
     def close(self) -> None:
         """Free memory, files and threads; the store cannot be used afterwards."""

@@ -117,6 +117,7 @@ def with_memory_limits(
         context, tokens = model.config.max_position_embeddings, prompt.shape[0]
         new = options.get("max_tokens", -1)
         positions = context if new < 0 or options.get("prompt_cache") else tokens + new
+        model.store.restore()
         needs = Needs.of(model, prompt_tokens=tokens, positions=min(context, positions))
         with LIMITS.held(needs):
             yield from generate(prompt, model, **options)

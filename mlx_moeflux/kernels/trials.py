@@ -220,14 +220,7 @@ class compiled:  # called like mx.compile
     """
 
     def __init__(self, function: Callable[..., Any]):
-        self._function, self._run = function, mx.compile(self._traced)
-
-    def _traced(self, *inputs):
-        before, _state.tracing = _state.tracing, True
-        try:
-            return self._function(*inputs)
-        finally:
-            _state.tracing = before
+        self._function, self._run = function, mx.compile(_traced(function))
 
     def __call__(self, *inputs, ready: Callable[[], object] = lambda: None):
         """Return the function's results. ready: Called before anything that needs the values of
@@ -236,10 +229,22 @@ class compiled:  # called like mx.compile
         if _state.pending:
             ready()
             self._function(*inputs)
-            self._run, _state.pending = mx.compile(self._traced), False
+            self._run, _state.pending = mx.compile(_traced(self._function)), False
             outputs = self._run(*inputs)
             _state.pending = False
         return outputs
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    # No method: the arrays of a trace would wait for the garbage collector.
+    def traced(*inputs):
+        before, _state.tracing = _state.tracing, True
+        try:
+            return function(*inputs)
+        finally:
+            _state.tracing = before
+
+    return traced
 
 
 # ---- One trial

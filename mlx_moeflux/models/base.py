@@ -352,6 +352,15 @@ class StreamingModel(nn.Module):
         cache = self.make_cache()[layer] if cache is None else cache
         return self.layers[layer](hidden, cache, chunk=self.prefill_chunk)
 
+    def release(self) -> None:
+        """Free the memory of the experts until the next call, which reads them again: all of a
+        resident model, those in slots of a streamed one. Results stay the same bit for bit.
+
+        Parameters of resident experts that were assigned since loading are lost.
+        """
+        self.forget_steps()
+        self._store.release()
+
     def close(self) -> None:
         """Free the expert bank, its files and threads. A closed model cannot run."""
         if self._store is not None:

@@ -52,6 +52,11 @@ def pack(*modules: nn.Module) -> None:
     modules[0]._packing = packed
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Return True after :func:`pack` with this module as the first."""
+    return getattr(module, "_packing", None) is not None
+
+
 def release(model: nn.Module) -> None:
     """Free buffers and stacks whose parameters were all replaced."""
     for module in model.modules():

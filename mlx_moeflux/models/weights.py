@@ -6,21 +6,25 @@ An unused tensor and a parameter without a tensor are errors that list the names
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from tqdm import tqdm
 
 from mlx_moeflux.checkpoint.load import Stack, load_all, load_groups
 from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 from mlx_moeflux.models.decoder import DecoderModel
-from mlx_moeflux.models.moe import ExpertProjection, SwitchGLU
+from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
+from mlx_moeflux.models.packed_parameters import is_packed, pack
 
 FLOATS = ("F32", "BF16", "F16")
 M = TypeVar("M", bound=nn.Module)
@@ -182,6 +186,45 @@ def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
 
 def _describe(spec: QuantSpec) -> str:
     return f"{spec.bits} bits, groups of {spec.group_size}"
+
+
+class ExpertsOnDisk:
+    """The experts of a resident model, parameters of its MoE blocks, and where they are read from.
+
+    blocks: MoE layer id -> block. layers: The same ids -> components, and the quantisation of each
+    projection. dtype: As :func:`load_experts` takes it.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, SparseMoeBlock],
+        layers: Mapping[int, tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
+        dtype: mx.Dtype,
+    ):
+        self._blocks, self._layers, self._dtype = blocks, layers, dtype
+        self._packed = False
+
+    def bank(self, layer: int) -> ExpertBank:
+        """Return the experts of a layer."""
+        switch: Any = self._blocks[layer].switch_mlp
+        return switch.bank()
+
+    def read(self, *, verbose: bool = False) -> None:
+        """Read all experts. verbose: Show a bar on stderr."""
+        experts = load_experts((self._layers[i] for i in self._blocks), self._dtype)
+        shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
+        bar = tqdm(experts, total=len(self._blocks), disable=not verbose, **shown)
+        for block, switch in zip(self._blocks.values(), bar, strict=True):
+            block.switch_mlp = switch
+            if self._packed:
+                pack(switch)
+
+    def free(self) -> None:
+        """Free all experts; blocks have none until they are read."""
+        for block in self._blocks.values():
+            if block.switch_mlp:
+                self._packed = is_packed(block.switch_mlp)
+                block.switch_mlp = _empty(SwitchGLU)
 
 
 def load_experts(

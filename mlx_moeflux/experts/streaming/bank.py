@@ -81,6 +81,10 @@ class LayerBank:
         # One assignment: an interrupt leaves all of the old or all of the new.
         self.current = new
 
+    def open(self, slots: int) -> None:
+        """Allocate slots after :meth:`close`; all are empty."""
+        self.current = self._allocate(slots)
+
     def close(self) -> None:
         """Release arrays and views; lazy work that still reads them keeps them alive."""
         self.current = _CLOSED

@@ -284,6 +284,9 @@ class StreamedLayer:
     def _enter(self, arrival: Arrival) -> None:
         self.table.put(arrival.expert, arrival.slot)
         self._policy.admit(self.layer, arrival.expert)
+        self._count(arrival)
+
+    def _count(self, arrival: Arrival) -> None:
         self.stats.reads += 1
         self.stats.bytes_read += arrival.nbytes
         self.stats.read_seconds += arrival.seconds
@@ -386,6 +389,41 @@ class StreamedLayer:
         # Pending outputs keep the old arrays, which no one writes again.
         self._readers_of_bank.clear()
         self.unsettled = False
+
+    def release(self, events: EventHook | None) -> None:
+        """Free the bank; the table keeps what :meth:`restore` reads again."""
+        self.commit_prefetch((), wait=True, events=events)
+        # Pending outputs keep the arrays, which no one writes again.
+        self._readers_of_bank.clear()
+        self.bank.close()
+
+    def restore(self) -> None:
+        """Read into a new bank what the slots held at :meth:`release`. Listeners and the policy do
+        not hear of it, unless an expert is lost.
+
+        Raises:
+            ExpertFileError: A read failed; the other experts are entered nevertheless.
+        """
+        if self.bank.slots == self.table.slots:
+            return
+        held = dict(self.table.slot_of)
+        table = SlotTable(self.table.slots, self.table.num_experts)
+        self.bank.open(table.slots)
+        self.unsettled, self.table, self._device_table = True, table, None
+        try:
+            fetch = self._pool.fetch(self.layer, self.bank.current, list(held.items()))
+            self._fetches.append(fetch)
+            fetch.start(urgent=True)
+            error = fetch.wait()
+            for arrival in fetch.arrivals():
+                table.put(arrival.expert, arrival.slot)
+                self._count(arrival)
+        finally:
+            self.settle()
+            for expert in held.keys() - table.slot_of.keys():
+                self._policy.evict(self.layer, expert)
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for reads and release the bank."""

@@ -127,7 +127,7 @@ class StreamedStore(ExpertStore):
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
         self.generation = 0
-        self._closed = False
+        self._closed = self._released = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
         largest = max(layout.nbytes for layout in layouts.values())
@@ -211,6 +211,7 @@ class StreamedStore(ExpertStore):
         """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
         or interrupt no read is under way."""
         with self._lock:
+            self.restore()
             try:
                 yield
             except BaseException:
@@ -413,6 +414,27 @@ class StreamedStore(ExpertStore):
                     # Memory that MLX keeps of the old bank would count twice.
                     mx.clear_cache()
 
+    def release(self) -> None:
+        """See :meth:`ExpertStore.release`. The same experts are read into the same slots; they
+        count as reads, not as misses."""
+        with self._lock:
+            if self._closed:
+                return
+            self.generation += 1
+            self._released = True
+            for layer in self.layers:
+                self._settled(layer).release(self.events)
+            mx.clear_cache()
+
+    def restore(self) -> None:
+        """See :meth:`ExpertStore.restore`."""
+        if not self._released:
+            return
+        with self._lock:
+            for layer in self.layers:
+                self._settled(layer).restore()
+            self._released = False
+
     def close(self) -> None:
         """Wait for reads; free banks, files and threads. A second call does nothing."""
         with self._lock:
@@ -440,7 +462,11 @@ class StreamedStore(ExpertStore):
         return count
 
     def _state(self, layer: int) -> StreamedLayer:
-        """Return a layer that has no reads under way but prefetches."""
+        """Return a layer that has a bank, and no reads under way but prefetches."""
+        self.restore()
+        return self._settled(layer)
+
+    def _settled(self, layer: int) -> StreamedLayer:
         state = self._layers.get(layer)
         if state is None:
             if self._closed:

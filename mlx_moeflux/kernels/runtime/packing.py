@@ -104,7 +104,13 @@ class Packing:
 def fits(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> bool:
     """Return True for several arrays whose shapes and dtypes fit in one buffer."""
     known = all(dtype in TYPES for _, dtype in like)
-    return len(like) > 1 and known and packed_bytes(like) <= MOST_BYTES
+    most = min(MOST_BYTES, largest_buffer() or MOST_BYTES)
+    return len(like) > 1 and known and packed_bytes(like) <= most
+
+
+def largest_buffer() -> int | None:
+    """Bytes that an array may have on Metal; None on other back ends."""
+    return int(mx.device_info(mx.gpu)["max_buffer_length"]) if mx.metal.is_available() else None
 
 
 def packed_bytes(like: Sequence[tuple[Sequence[int], mx.Dtype]]) -> int:

@@ -34,8 +34,9 @@ class Mac:
 
 
 @contextlib.contextmanager
-def on_a_mac(home: Path, *, memory: int = 8 << 30) -> Iterator[Mac]:
-    """Run on an M1 with `memory` bytes. home: An empty folder for caches."""
+def on_a_mac(home: Path, *, memory: int = 8 << 30, buffer: int | None = None) -> Iterator[Mac]:
+    """Run on an M1 with `memory` bytes. home: An empty folder for caches. buffer: Bytes of the
+    largest buffer; None: half of the memory. MLX itself is not told."""
     with on_metal(home) as device, pytest.MonkeyPatch.context() as patch:
         mac = Mac(device)
         info = {
@@ -43,7 +44,7 @@ def on_a_mac(home: Path, *, memory: int = 8 << 30) -> Iterator[Mac]:
             "architecture": "applegpu_g13g",
             "memory_size": memory,
             "max_recommended_working_set_size": memory * 2 // 3,
-            "max_buffer_length": memory // 2,
+            "max_buffer_length": buffer or memory // 2,
             "resource_limit": 499000,
         }
         patch.setattr(mx, "device_info", lambda device=None: info)

@@ -13,8 +13,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.loading import BUNDLED_MODEL
-from tests.kernels.harness import require_emulator
+from mlx_moeflux.errors import MemoryBudgetError
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from mlx_moeflux.models.packed_parameters import is_packed
+from tests.kernels.harness import on_the_cpu, require_emulator
+from tests.kernels.metal.mac import on_a_mac
 
 ROOT = Path(__file__).parents[3]
 MAC = ("-m", "tests.kernels.metal.mac")
@@ -78,6 +81,23 @@ def test_a_second_process_tries_nothing(home):
     second = on_mac(home, *GENERATE)
     assert (home / "trials.json").stat().st_mtime_ns == written
     assert first.stdout == second.stdout == of_cpu(*GENERATE)
+
+
+def test_buffers_stay_below_the_largest(tmp_path):
+    """The experts of a layer, 885 kB in nine arrays, of which the largest have 262 kB."""
+    limits = {"all in one": 1 << 20, "one each": 300_000, "none": 200_000}
+    text = {}
+    for what, limit in limits.items():
+        with on_the_cpu(), on_a_mac(tmp_path / what.replace(" ", "-"), buffer=limit):
+            if what == "none":
+                with pytest.raises(MemoryBudgetError, match="give an expert_memory of at most"):
+                    load_model(BUNDLED_MODEL, expert_memory="100%")
+                continue
+            with load_model(BUNDLED_MODEL, expert_memory="100%", fuse=True) as model:
+                packed = is_packed(model.layers[0].mlp.switch_mlp)
+                assert packed == (what == "all in one")
+                text[what] = model(mx.array([[1, 2, 3]])).tolist()
+    assert text["all in one"] == text["one each"]
 
 
 # ---- The other commands

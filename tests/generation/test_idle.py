@@ -1,0 +1,162 @@
+"""Oracle: the text of a model whose experts were never released."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import pytest
+
+from mlx_moeflux import generate, load, stream_generate
+from mlx_moeflux.cli import main
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.generation.idle import check_idle_release, released_when_idle
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.models.base import StreamingModel
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.mark.parametrize("memory", ["100%", "25%"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_text_and_memory_after_a_release(memory, fuse):
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory=memory, fuse=fuse)
+    with model:
+        expected = generate(model, tokenizer, PROMPT, max_tokens=12)
+        before = mx.get_active_memory()
+        model.release()
+        freed = before - mx.get_active_memory()
+        assert freed >= 0.99 * model.plan.budget_bytes
+        assert generate(model, tokenizer, PROMPT, max_tokens=12) == expected
+        mx.clear_cache()
+        assert abs(mx.get_active_memory() - before) <= 0.01 * freed
+
+
+def test_a_trace_does_not_keep_what_was_released():
+    model, tokenizer = load(BUNDLED_MODEL)
+    model.compile_steps = True
+    with model:
+        expected = generate(model, tokenizer, PROMPT, max_tokens=4)
+        before = mx.get_active_memory()
+        model.release()
+        assert before - mx.get_active_memory() >= 0.99 * model.plan.budget_bytes
+        assert generate(model, tokenizer, PROMPT, max_tokens=4) == expected
+
+
+def test_a_release_within_a_reply():
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    with model:
+        expected = generate(model, tokenizer, PROMPT, max_tokens=12)
+
+        def release(*_):
+            model.release()
+
+        told = generate(model, tokenizer, PROMPT, max_tokens=12, prompt_progress_callback=release)
+        assert told == expected
+
+
+def wait_for(released: list[float]) -> None:
+    until = time.monotonic() + 60
+    while not released:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """Times at which a model was released."""
+    times, release = [], StreamingModel.release
+
+    def noted(model):
+        release(model)
+        times.append(time.monotonic())
+
+    monkeypatch.setattr(StreamingModel, "release", noted)
+    return times
+
+
+def test_only_a_long_wait_releases(released):
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
+    with model:
+        for seconds in None, 60:
+            with released_when_idle(model, seconds):
+                assert not released
+        assert not released
+        start = time.monotonic()
+        with released_when_idle(model, 0.05):
+            wait_for(released)
+        assert released[0] - start >= 0.05
+        assert generate(model, tokenizer, PROMPT, max_tokens=4)
+
+
+def test_chat_releases_while_it_waits(released, monkeypatch, capsys):
+    lines = iter(("import os", "import sys"))
+
+    def typed(prompt=""):
+        if released_before := len(released):
+            del released[:]
+        wait_for(released)
+        assert released_before in (0, 1)
+        for line in lines:
+            return line
+        raise EOFError
+
+    arguments = ["chat", "--max-tokens", "3"]
+    monkeypatch.setattr(builtins, "input", typed)
+    assert main([*arguments, "--idle-release", "0.01"]) == 0
+    text = capsys.readouterr().out
+    lines = iter(("import os", "import sys"))
+    monkeypatch.setattr(builtins, "input", lambda prompt="": next(lines, "q"))
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == text
+
+
+# ---- A laptop that sleeps, or needs its memory for something else
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_and_wakes_says_the_same():
+    arguments = ("generate", "--prompt", PROMPT, "--max-tokens", "150", "--temp", "0")
+    command = [sys.executable, "-m", "mlx_moeflux", *arguments, "--expert-memory", "25%"]
+    expected = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    asleep, rng = 0, random.Random(0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            time.sleep(rng.uniform(0.05, 0.2))
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0.05, 1))
+            process.send_signal(signal.SIGCONT)
+            asleep += 1
+        assert process.stdout.read() == expected
+    assert process.returncode == 0
+    assert asleep >= 5
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
+@pytest.mark.parametrize("reader", ["pread", "mmap"])
+def test_a_page_cache_that_is_taken_away_changes_no_text(reader):
+    def replies(between):
+        model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%", expert_reader=reader)
+        with model:
+            for step in stream_generate(model, tokenizer, PROMPT, max_tokens=12):
+                between()
+                yield step.text
+
+    def take_away():
+        mx.clear_cache()
+        with open(BUNDLED_MODEL / "model.safetensors", "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    assert list(replies(take_away)) == list(replies(lambda: None))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_seconds_that_no_timer_takes(seconds):
+    with pytest.raises(InputError, match="--idle-release is"):
+        check_idle_release(seconds)
