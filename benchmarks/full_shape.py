@@ -93,7 +93,7 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
     )
     model.eval()
     model.prepare()
-    return model, {kind.MLX_LM_PREFIX + name: array for name, array in arrays.items()}
+    return model, {kind.mlx_lm_name(name): array for name, array in arrays.items()}
 
 
 def quantise(model: nn.Module, bits: dict[str, int]) -> None:

@@ -64,19 +64,34 @@ EXPERT_NAMES = (
 """mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
 
 
+def prediction_layers(first: int, count: int) -> tuple[Drop, ...]:
+    """Return the drops of `count` layers of multi-token prediction, numbered from `first`."""
+    because = "multi-token prediction is not used at inference"
+    return tuple(Drop(rf"model\.layers\.{first + i}\..*", because) for i in range(count))
+
+
 @dataclass(frozen=True)
 class NameRules:
-    """The whole table of one architecture. First match wins in every list."""
+    """The whole table of one architecture. First match wins in every list, except `renames`, which
+    all apply in order.
+
+    prefixes: (prefix, replacement). renames: (regular expression, replacement as ``re.sub`` takes
+    it) of inner parts that the model names otherwise; they apply after the prefix.
+    """
 
     prefixes: tuple[tuple[str, str], ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
     drops: tuple[Drop, ...] = ()
     experts: tuple[Experts, ...] = ()
 
     def canonical(self, name: str) -> str:
-        """The name with its checkpoint's prefix rewritten to the model's."""
+        """Return the model's name of a checkpoint's tensor."""
         for prefix, replacement in self.prefixes:
             if name.startswith(prefix):
-                return replacement + name[len(prefix) :]
+                name = replacement + name[len(prefix) :]
+                break
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
         return name
 
     def reason_to_drop(self, name: str) -> str | None:

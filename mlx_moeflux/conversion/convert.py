@@ -196,7 +196,7 @@ def _pieces(conversion: Conversion) -> Iterator[_Piece]:
     """The trunk and, unless they are packed, the experts: one tensor ``[E, ...]`` per component of
     a layer, one piece per expert."""
     for name, recipe in conversion.trunk.items():
-        base, outputs = f"{conversion.prefix}{name}".removesuffix(".weight"), recipe.outputs()
+        base, outputs = conversion.output_name(name).removesuffix(".weight"), recipe.outputs()
         names = {part: f"{base}.{part}" for part in outputs}
         if not name.endswith(".weight"):
             names = {"weight": base}
@@ -207,7 +207,8 @@ def _pieces(conversion: Conversion) -> Iterator[_Piece]:
     E = conversion.config.num_experts
     for layer, recipes in conversion.experts.items():
         for projection, first in recipes.items():
-            base = f"{conversion.prefix}model.layers.{layer}.mlp.switch_mlp.{projection}"
+            path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+            base = conversion.output_name(path)
             outputs = first.outputs()
             names = {part: f"{base}.{part}" for part in outputs}
             tensors = {names[part]: Tensor(t.dtype, (E, *t.shape)) for part, t in outputs.items()}

@@ -115,8 +115,7 @@ class Conversion:
     """All recipes of a conversion, under the names of the model.
 
     trunk: Parameter's name -> recipe. experts: MoE layer id -> projection -> recipe of expert 0,
-    which says what all of them become. prefix: Before every name of the output. total_bytes: Of
-    all tensors of the output.
+    which says what all of them become. total_bytes: Of all tensors of the output.
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError: The checkpoint is not one we know.
@@ -138,7 +137,6 @@ class Conversion:
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
         self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())
-        self.prefix = "" if layout == "packed" else kind.MLX_LM_PREFIX
         self.trunk = self._trunk_recipes()
         self.experts = {
             layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
@@ -147,6 +145,10 @@ class Conversion:
         every_expert = [recipe for recipes in self.experts.values() for recipe in recipes.values()]
         self.total_bytes = _nbytes(self.trunk.values())
         self.total_bytes += _nbytes(every_expert) * self.config.num_experts
+
+    def output_name(self, name: str) -> str:
+        """Return the name in the output of parameter or module `name`."""
+        return name if self.layout == "packed" else self.kind.mlx_lm_name(name)
 
     def identity(self) -> str:
         """Hash of the source's files and the options; a resumed run must have the same."""
@@ -186,11 +188,11 @@ class Conversion:
         specs: dict[str, QuantSpec | None] = {}
         for name, recipe in self.trunk.items():
             if len(recipe.outputs()) > 1:
-                specs[f"{self.prefix}{name.removesuffix('.weight')}"] = recipe.target
+                specs[self.output_name(name.removesuffix(".weight"))] = recipe.target
         for layer, recipes in self.experts.items():
             for projection, recipe in recipes.items():
-                path = f"{self.prefix}model.layers.{layer}.mlp.switch_mlp.{projection}"
-                specs[path] = recipe.target
+                path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+                specs[self.output_name(path)] = recipe.target
         kinds = [spec for spec in specs.values() if spec is not None]
         if kinds:
             default = max(set(kinds), key=kinds.count)

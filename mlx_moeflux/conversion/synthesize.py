@@ -95,19 +95,19 @@ def synthesize(
         raise InputError(f"{out} is not an empty directory; give another.")
     out.mkdir(parents=True, exist_ok=True)
     kind = model_class(config.published()["model_type"])
-    weights, prefix = list(random_weights(kind(config), spec)), kind.MLX_LM_PREFIX
-    tensors = {f"{prefix}{w.name}": w.tensor for w in weights}
+    weights, named = list(random_weights(kind(config), spec)), kind.mlx_lm_name
+    tensors = {named(w.name): w.tensor for w in weights}
     random = np.random.default_rng(seed)
     with SafetensorsWriter(out, tensors, metadata={"format": "mlx"}) as writer:
         report = counted(progress, writer.total_bytes)
         for weight in weights:
             position = 0
             for data in weight.chunks(random, skew):
-                writer.write(f"{prefix}{weight.name}", position, data)
+                writer.write(named(weight.name), position, data)
                 position += len(data)
                 report(len(data))
     overrides = {
-        f"{prefix}{w.name.removesuffix('.weight')}": QuantSpec(ROUTER_BITS, group_size).to_config()
+        named(w.name.removesuffix(".weight")): QuantSpec(ROUTER_BITS, group_size).to_config()
         for w in weights
         if w.bits == ROUTER_BITS != bits and w.part == "weight"
     }

@@ -41,6 +41,14 @@ def config_class(model_type: Any, *, file: Any = "config.json") -> type:
     return _module(model_type, file, "_config").Config
 
 
+def published_shapes() -> dict[str, Any]:
+    """Return the configs of published models by name, of every architecture."""
+    shapes: dict[str, Any] = {}
+    for name in dict.fromkeys(MODEL_TYPES.values()):
+        shapes |= importlib.import_module(f"{__name__}.{name}_config").SHAPES
+    return shapes
+
+
 def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
     if model_type not in MODEL_TYPES:
         raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""Grouped-query attention of the Qwen families."""
+"""Grouped-query attention; what differs between families is a choice."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,32 +14,44 @@ from mlx_moeflux.models.layers import weights_of
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with per-head norms of queries and keys and a rotary embedding.
+    """Grouped-query attention with norms of queries and keys and a rotary embedding.
 
     config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
     ``rms_norm_eps``, ``rope_theta``, ``rotary_dims``, ``attention_bias`` and, if present, ``yarn``
     (a :class:`~mlx_moeflux.models.rope.Rope`). gated: ``q_proj`` holds for each head its query
     rows, then the rows of a sigmoid gate of its output. window: Width of the sliding window in
-    tokens, the current one included; None for full attention.
+    tokens, the current one included; None for full attention. qk_norm: RMS norm of queries and
+    keys: each head by itself (weights ``[Dh]``), all heads of a token together (weights ``[H Dh]``)
+    or none. output_bias: ``o_proj`` has a bias; None for ``attention_bias``.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)).
     """
 
     def __init__(
-        self, config: Any, kernels: Kernels, *, gated: bool = False, window: int | None = None
+        self,
+        config: Any,
+        kernels: Kernels,
+        *,
+        gated: bool = False,
+        window: int | None = None,
+        qk_norm: Literal["head", "all heads"] | None = "head",
+        output_bias: bool | None = None,
     ):
         super().__init__()
         C, Dh = config.hidden_size, config.head_dim
         Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
         self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
+        self.qk_norm = qk_norm
         bias = config.attention_bias
         self.q_proj = nn.Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
         self.k_proj = nn.Linear(C, Hkv * Dh, bias=bias)
         self.v_proj = nn.Linear(C, Hkv * Dh, bias=bias)
-        self.o_proj = nn.Linear(Hq * Dh, C, bias=bias)
-        self.q_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(Dh, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(Hq * Dh, C, bias=bias if output_bias is None else output_bias)
+        if qk_norm is not None:
+            heads = (1, 1) if qk_norm == "head" else (Hq, Hkv)
+            self.q_norm = nn.RMSNorm(heads[0] * Dh, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(heads[1] * Dh, eps=config.rms_norm_eps)
         self._rotary_dims = config.rotary_dims
         yarn, self._rope_options = getattr(config, "yarn", None), {}
         self._factors = None
@@ -55,13 +67,20 @@ class Attention(nn.Module):
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         weights = weights_of(*self.stacks()[0])
         q, k, v = kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
+        if self.qk_norm == "all heads":
+            q, k = self.q_norm(q), self.k_norm(k)
         q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
         k, v = reshaped(k, B, T, Hkv, Dh), reshaped(v, B, T, Hkv, Dh)
         gate = q if self.gated else None
-        q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        q_weight = k_weight = None
+        if self.qk_norm == "head":
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
         if self._factors is not None:
             # YaRN scales the rotated dimensions; a rotation keeps the factor.
-            q_weight, k_weight = q_weight * self._factors, k_weight * self._factors
+            if q_weight is None or k_weight is None:
+                q, k = q * self._factors.astype(q.dtype), k * self._factors.astype(k.dtype)
+            else:
+                q_weight, k_weight = q_weight * self._factors, k_weight * self._factors
         q, k, v = kernels.norm_rope(  # [B, H, T, Dh]
             q,
             k,

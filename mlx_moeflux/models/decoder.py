@@ -185,6 +185,11 @@ class DecoderModel(StreamingModel):
         return SoftmaxRouter(k, config.norm_topk_prob, kernels)
 
     @classmethod
+    def mlx_lm_name(cls, name: str) -> str:
+        """Return the name of parameter or module `name` in the layout that mlx-lm loads."""
+        return cls.MLX_LM_PREFIX + name
+
+    @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
         """Return keys of config.json that mlx-lm needs and newer spellings may lack."""
         return {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
+from mlx_moeflux.checkpoint.config import check_groups, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, prediction_layers
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.models.state_sizes import latent_bytes
@@ -90,29 +90,19 @@ class Config:
         maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers")
         sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
         positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
-        parsed._check_groups(file)
+        check_groups(parsed, file)
+        if parsed.qk_rope_head_dim % 2:
+            raise ConfigError(f"{file}: 'qk_rope_head_dim' {parsed.qk_rope_head_dim} is odd.")
         return parsed
-
-    def _check_groups(self, file: Path | str) -> None:
-        divides(self, file, "n_group", "n_routed_experts")
-        if self.topk_group > self.n_group:
-            raise ConfigError(
-                f"{file}: 'topk_group' {self.topk_group} is more than 'n_group' {self.n_group}."
-            )
-        group = self.n_routed_experts // self.n_group
-        if self.num_experts_per_tok > self.topk_group * group:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than the "
-                f"{self.topk_group} groups of {group} experts that take part have."
-            )
-        if group < 2 and self.topk_group < self.n_group:
-            raise ConfigError(f"{file}: 'n_group' {self.n_group} leaves groups of one expert.")
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(f"{file}: 'qk_rope_head_dim' {self.qk_rope_head_dim} is odd.")
 
     @property
     def num_experts(self) -> int:
         return self.n_routed_experts
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Inner width of the shared experts together."""
+        return self.moe_intermediate_size * (self.n_shared_experts or 0)
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if `layer` has a MoE block, False if it has a dense MLP."""
@@ -127,16 +117,62 @@ class Config:
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; the layers of multi-token prediction are
         dropped."""
-        first = self.num_hidden_layers
-        further = range(first, first + self.num_nextn_predict_layers)
-        drops = [Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")]
-        drops += [
-            Drop(rf"model\.layers\.{i}\..*", "multi-token prediction is not used at inference")
-            for i in further
-        ]
-        return NameRules(drops=tuple(drops), experts=EXPERT_NAMES)
+        drops = prediction_layers(self.num_hidden_layers, self.num_nextn_predict_layers)
+        rotary = Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")
+        return NameRules(drops=(rotary, *drops), experts=EXPERT_NAMES)
 
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of a sequence's latents after so many tokens, in bfloat16."""
         widths = self.kv_lora_rank, self.qk_rope_head_dim
         return self.num_hidden_layers * latent_bytes(positions, *widths)
+
+
+_PUBLISHED = Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=163840,
+    rope=Rope(theta=1e4, factor=40.0, original=4096.0, mscale=1.0, mscale_all_dim=1.0),
+)
+
+SHAPES = {
+    "deepseek-v3": _PUBLISHED,
+    "kimi-k2": replace(
+        _PUBLISHED,
+        vocab_size=163840,
+        num_attention_heads=64,
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        num_nextn_predict_layers=0,
+        max_position_embeddings=131072,
+        rope=replace(_PUBLISHED.rope, theta=5e4, factor=32.0, beta_fast=1.0),
+    ),
+    "deepseek-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        n_routed_experts=32,
+        num_experts_per_tok=4,
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        max_position_embeddings=8192,
+    ),
+}
+"""Published shapes by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -102,3 +102,50 @@ class Config:
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16."""
         return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+
+
+_PUBLISHED = Config(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    partial_rotary_factor=1.0,
+    max_position_embeddings=40960,
+    norm_topk_prob=True,
+)
+
+SHAPES = {
+    "qwen3-30b-a3b": _PUBLISHED,
+    "qwen3-235b-a22b": replace(
+        _PUBLISHED,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+    ),
+    "qwen3-coder-30b-a3b": replace(_PUBLISHED, rope_theta=1e7, max_position_embeddings=262144),
+    "qwen3-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
+}
+"""Published shapes by name."""

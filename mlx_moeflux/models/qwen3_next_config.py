@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +38,35 @@ class Config(qwen3_5_moe_config.Config):
         kinds = [LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)]
         more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1}
         return kind | stretched(self, asdict(self)) | more
+
+
+_PUBLISHED = replace(
+    Config(**asdict(qwen3_5_moe_config.SHAPES["qwen3.5-35b-a3b"]), intermediate_size=5120),
+    vocab_size=151936,
+    num_hidden_layers=48,
+    num_experts=512,
+    num_experts_per_tok=10,
+)
+
+SHAPES = {
+    "qwen3-next-80b-a3b": _PUBLISHED,
+    "qwen3-next-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
+}
+"""Published shapes by name."""

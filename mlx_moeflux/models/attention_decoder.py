@@ -1,0 +1,72 @@
+"""Decoder of grouped-query attention in every layer, then a MoE block or a dense MLP."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mlx_moeflux.cache import KVCache, SequenceState
+from mlx_moeflux.experts.compute import compute_scratch_bytes
+from mlx_moeflux.models.attention import Attention
+from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.layers import DenseMlp
+from mlx_moeflux.models.moe import SparseMoeBlock
+from mlx_moeflux.models.rope import stretched
+
+
+class AttentionDecoder(DecoderModel):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``.
+
+    A subclass is one architecture: it names its ``Config`` and defines what differs of
+    :meth:`make_attention`, :meth:`make_moe` and :meth:`DecoderModel.make_router`. The config
+    has the keys that :class:`~mlx_moeflux.models.attention.Attention` uses, ``num_experts`` and
+    ``is_sparse(layer)``, and ``intermediate_size`` if a layer is dense.
+    """
+
+    @classmethod
+    def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
+        """See :meth:`DecoderModel.mlx_lm_keys`."""
+        return stretched(config, asdict(config))
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """See :meth:`DecoderModel.make_layer`."""
+        config = self.config
+        if config.is_sparse(layer):
+            mlp = self.make_moe(layer)
+        else:
+            mlp = DenseMlp(config.hidden_size, config.intermediate_size, self._kernels)
+        return DecoderLayer(config, mixer=("self_attn", self.make_attention(layer)), mlp=mlp)
+
+    def make_attention(self, layer: int) -> Attention:
+        """Build the attention of layer number `layer`."""
+        return Attention(self.config, self._kernels)
+
+    def make_moe(self, layer: int) -> SparseMoeBlock:
+        """Build the MoE block of layer number `layer`."""
+        return SparseMoeBlock(
+            layer=layer,
+            hidden_size=self.config.hidden_size,
+            num_experts=self.config.num_experts,
+            router=self._router,
+            kernels=self._kernels,
+        )
+
+    def make_cache(self) -> SequenceState:
+        """Return an empty state: one entry per layer."""
+        return self.new_state(KVCache() for _ in self.layers)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state
+        allocates.
+
+        It adds residual stream and shared experts of all tokens, attention or dense MLP for one
+        chunk (with attention scores, which stock MLX materialises on the CPU), and the experts'
+        scratch.
+        """
+        config, chunk = self.config, min(tokens, self.prefill_chunk)
+        shared = 3 * tokens * getattr(config, "shared_intermediate_size", 0)
+        residual = 10 * tokens * config.hidden_size + shared
+        heads = config.num_attention_heads
+        attention = chunk * heads * (8 * config.head_dim + 3 * tokens)
+        dense = 3 * chunk * getattr(config, "intermediate_size", 0)
+        return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
