@@ -92,6 +92,13 @@ def positive(config: Any, file: Path | str, *names: str) -> None:
             raise ConfigError(f"{file}: '{name}' is {getattr(config, name)}, must be positive.")
 
 
+def not_negative(config: Any, file: Path | str, *names: str) -> None:
+    """Raise :class:`ConfigError` if a named field is less than zero; None is not."""
+    for name in names:
+        if (getattr(config, name) or 0) < 0:
+            raise ConfigError(f"{file}: '{name}' is {getattr(config, name)}, must not be negative.")
+
+
 def divides(config: Any, file: Path | str, small: str, large: str) -> None:
     """Raise :class:`ConfigError` unless field `small` divides field `large`."""
     if getattr(config, large) % getattr(config, small):

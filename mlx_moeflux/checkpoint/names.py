@@ -64,6 +64,10 @@ EXPERT_NAMES = (
 """mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
 
 
+ROTARY_BUFFERS = Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")
+"""Frequencies that older exporters write."""
+
+
 def prediction_layers(first: int, count: int) -> tuple[Drop, ...]:
     """Return the drops of `count` layers of multi-token prediction, numbered from `first`."""
     because = "multi-token prediction is not used at inference"

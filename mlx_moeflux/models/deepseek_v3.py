@@ -21,7 +21,7 @@ from mlx_moeflux.models.deepseek_v3_config import Config
 from mlx_moeflux.models.layers import DenseMlp
 from mlx_moeflux.models.mla import LatentAttention
 from mlx_moeflux.models.moe import Router
-from mlx_moeflux.models.sigmoid_moe import SigmoidMoeBlock, grouped_router
+from mlx_moeflux.models.sigmoid_moe import SigmoidMoeBlock, grouped_router, routes_in_float32
 
 
 class Model(DecoderModel):
@@ -29,6 +29,7 @@ class Model(DecoderModel):
 
     Config = Config
     MODEL_TYPE = "deepseek_v3"
+    keeps_float32 = staticmethod(routes_in_float32)
 
     @classmethod
     def make_router(
@@ -88,8 +89,3 @@ class Model(DecoderModel):
         attention = heads + max(8 * SCORES_AT_ONCE, min(expanded, VALUES_AT_ONCE))
         dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()
-
-    @staticmethod
-    def keeps_float32(name: str) -> bool:
-        """See :meth:`DecoderModel.keeps_float32`; the router computes in float32."""
-        return ".mlp.gate." in name

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import check_groups, only, parse_config, positive
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules, prediction_layers
+from mlx_moeflux.checkpoint.config import check_groups, not_negative, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.models.state_sizes import latent_bytes
@@ -87,9 +87,10 @@ class Config:
         only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
         only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")
-        maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers")
+        maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
         sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
         positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
+        not_negative(parsed, file, *maybe_zero)
         check_groups(parsed, file)
         if parsed.qk_rope_head_dim % 2:
             raise ConfigError(f"{file}: 'qk_rope_head_dim' {parsed.qk_rope_head_dim} is odd.")
@@ -118,8 +119,7 @@ class Config:
         """Return the rename rules of tensor names; the layers of multi-token prediction are
         dropped."""
         drops = prediction_layers(self.num_hidden_layers, self.num_nextn_predict_layers)
-        rotary = Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")
-        return NameRules(drops=(rotary, *drops), experts=EXPERT_NAMES)
+        return NameRules(drops=(ROTARY_BUFFERS, *drops), experts=EXPERT_NAMES)
 
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of a sequence's latents after so many tokens, in bfloat16."""

@@ -135,3 +135,8 @@ def grouped_router(config: Any, kernels: Kernels, experts_per_token: int | None)
         scale=config.routed_scaling_factor,
         kernels=kernels,
     )
+
+
+def routes_in_float32(name: str) -> bool:
+    """Return True for parameters of a :class:`Gate`; see :meth:`DecoderModel.keeps_float32`."""
+    return ".mlp.gate." in name

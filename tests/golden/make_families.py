@@ -25,9 +25,9 @@ REPORT = HERE / "families.json"
 
 
 def classes(family: str):
-    names = {"qwen3_moe": "Qwen3Moe", "qwen3_next": "Qwen3Next", "deepseek_v3": "DeepseekV3"}
-    name = names[family]
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    """The config and model class of a model_type."""
+    config = transformers.CONFIG_MAPPING[family]
+    return config, transformers.AutoModelForCausalLM._model_mapping[config]
 
 
 def randomise(model: torch.nn.Module, case: Case, generator: torch.Generator) -> None:
@@ -207,12 +207,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     known = json.loads(REPORT.read_text())["cases"] if REPORT.exists() else {}
     for name in args.cases or CASES:
-        known[name] = make(name, CASES[name].seed)
+        known[name] = make(name, CASES[name].seed) | {"made_with": versions}
         print(name, json.dumps(known[name]))
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    content = {"made_with": versions, "cases": {k: known[k] for k in CASES if k in known}}
+    content = {"cases": {k: known[k] for k in CASES if k in known}}
     REPORT.write_text(json.dumps(content, indent=2) + "\n")
 
 
