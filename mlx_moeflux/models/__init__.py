@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "qwen3_next": "qwen3_next",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
 }
 
 

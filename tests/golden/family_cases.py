@@ -221,4 +221,34 @@ CASES = {
         bias=(-0.5, 0.4),
         leniency=0.3,
     ),
+    # GLM-4.6's shape of things: norms per head, biases of queries, keys and values alone.
+    "glm4_moe_norms": Case(
+        "glm4_moe",
+        {"vocab_size": 87, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        | {"n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True}
+        | {"attention_bias": True, "max_position_embeddings": 512, "num_mtp_layers": 1},
+        length=33,
+        bias=(0.4, 0.3),
+        extra=prediction_layer,
+        written={"rope_scaling": None, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        dropped=("rope_parameters",),
+        leniency=0.5,
+    ),
+    # GLM-4.5-Air's: no norms; groups and a tied head, which no release has.
+    "glm4_moe_plain": Case(
+        "glm4_moe",
+        {"vocab_size": 75, "hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 40}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 20}
+        | {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 0, "tie_word_embeddings": True, "num_mtp_layers": 0}
+        | {"max_position_embeddings": 512},
+        length=31,
+        fused=True,
+        dtype=torch.float32,
+        bias=(-0.4, 0.3),
+        leniency=0.3,
+    ),
 }

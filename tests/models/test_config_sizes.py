@@ -22,6 +22,10 @@ WITHOUT_EFFECT = {
     *("max_position_embeddings", "max_window_layers", "pretraining_tp", "bos_token_id"),
     *("eos_token_id", "pad_token_id"),
 }
+CASES = (
+    *("qwen3_moe_top2", "text_top3", "deepseek_v3_groups", "qwen3_next_top3"),
+    *("glm4_moe_norms",),
+)
 OF_CASE = {
     "qwen3_moe_top2": {"intermediate_size"},
     "deepseek_v3_groups": {"head_dim", "qk_head_dim", "num_key_value_heads"},
@@ -51,11 +55,7 @@ def _at_once():
 @pytest.mark.parametrize("value", [HUGE, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "place"),
-    [
-        (case, place)
-        for case in ("qwen3_moe_top2", "text_top3", "deepseek_v3_groups", "qwen3_next_top3")
-        for place in whole_numbers(config_of(case))
-    ],
+    [(case, place) for case in CASES for place in whole_numbers(config_of(case))],
     ids=lambda value: value if isinstance(value, str) else ".".join(value),
 )
 def test_a_number_that_no_model_has(tmp_path: Path, case, place, value):

@@ -38,6 +38,8 @@ EXPERT_BYTES = {
     "kimi-k2-4bit": 60 * 384 * 24_772_608,
     "qwen3-next-80b-a3b": 48 * 512 * 3 * 512 * 2048 * 2,
     "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
+    "glm-4.6": 89 * 160 * 3 * 1536 * 5120 * 2,
+    "glm-4.5-air-4bit": 45 * 128 * 3 * 1408 * 4096 * 9 // 16,
     "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
 }
 
@@ -85,9 +87,9 @@ def test_both_sides_come_out_empty(name):
         assert not mapped.experts
         assert taken == len(tensors)
         return
-    dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.")
+    dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.", "model.layers.92.")
     assert all(d.startswith(dropped) for d in mapped.dropped)
-    drops = name.startswith("qwen3.5") or name in ("deepseek-v3", "qwen3-next-80b-a3b")
+    drops = name.startswith("qwen3.5") or name in ("deepseek-v3", "qwen3-next-80b-a3b", "glm-4.6")
     assert bool(mapped.dropped) == drops
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
     assert set(layouts) == set(model.moe_blocks())
@@ -97,7 +99,14 @@ def test_both_sides_come_out_empty(name):
 
 
 # With each expert's tensors apart, which only makes them more.
-LONG = ("deepseek-v3", "cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "qwen3-next-80b-a3b")
+LONG = (
+    "glm-4.6",
+    "deepseek-v3",
+    "cogito-v2-671b",
+    "kimi-k2",
+    "kimi-k2-thinking",
+    "qwen3-next-80b-a3b",
+)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +120,8 @@ def test_one_tensor_more_or_less_is_noticed(name):
     with pytest.raises(CheckpointError, match=r"does not know: model\.layers\.0\.extra\.weight"):
         match_trunk(model, mapped, quantization, directory=Path(name))
     model, tensors, quantization = opened(name)
-    norms = ("layers.3.self_attn.k_norm.weight", "layers.3.self_attn.kv_a_layernorm.weight")
-    gone = next(n for n in tensors if n.endswith(norms))
+    parts = ("k_norm", "kv_a_layernorm", "o_proj")
+    gone = next(n for p in parts for n in tensors if n.endswith(f"layers.3.self_attn.{p}.weight"))
     del tensors[gone]
     mapped = map_tensors(tensors, model.config.name_rules())
     with pytest.raises(CheckpointError, match=r"lacks the tensors: model\.layers\.3\.self_attn"):
