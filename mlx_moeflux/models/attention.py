@@ -17,12 +17,13 @@ class Attention(nn.Module):
     """Grouped-query attention with norms of queries and keys and a rotary embedding.
 
     config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
-    ``rms_norm_eps``, ``rope_theta``, ``rotary_dims``, ``attention_bias`` and, if present, ``yarn``
-    (a :class:`~mlx_moeflux.models.rope.Rope`). gated: ``q_proj`` holds for each head its query
-    rows, then the rows of a sigmoid gate of its output. window: Width of the sliding window in
-    tokens, the current one included; None for full attention. qk_norm: RMS norm of queries and
-    keys: each head by itself (weights ``[Dh]``), all heads of a token together (weights ``[H Dh]``)
-    or none. output_bias: ``o_proj`` has a bias; None for ``attention_bias``.
+    ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and, if present, ``yarn`` (a
+    :class:`~mlx_moeflux.models.rope.Rope`). gated: ``q_proj`` holds for each head its query rows,
+    then the rows of a sigmoid gate of its output. window: Width of the sliding window in tokens,
+    the current one included; None for full attention. qk_norm: RMS norm of queries and keys: each
+    head by itself (weights ``[Dh]``), all heads of a token together (weights ``[H Dh]``) or none.
+    bias: The projections of queries, keys and values have biases. output_bias: ``o_proj`` has one;
+    None for the same as `bias`.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)).
@@ -36,6 +37,7 @@ class Attention(nn.Module):
         gated: bool = False,
         window: int | None = None,
         qk_norm: Literal["head", "all heads"] | None = "head",
+        bias: bool = False,
         output_bias: bool | None = None,
     ):
         super().__init__()
@@ -43,7 +45,6 @@ class Attention(nn.Module):
         Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
         self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
         self.qk_norm = qk_norm
-        bias = config.attention_bias
         self.q_proj = nn.Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
         self.k_proj = nn.Linear(C, Hkv * Dh, bias=bias)
         self.v_proj = nn.Linear(C, Hkv * Dh, bias=bias)

@@ -32,7 +32,8 @@ class Model(AttentionDecoder):
     def make_attention(self, layer: int) -> Attention:
         """See :meth:`AttentionDecoder.make_attention`."""
         norm = "head" if self.config.use_qk_norm else None
-        return Attention(self.config, self._kernels, qk_norm=norm, output_bias=False)
+        bias = self.config.attention_bias
+        return Attention(self.config, self._kernels, qk_norm=norm, bias=bias, output_bias=False)
 
     def make_moe(self, layer: int) -> SigmoidMoeBlock:
         """See :meth:`AttentionDecoder.make_moe`."""

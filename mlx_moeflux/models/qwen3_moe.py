@@ -20,4 +20,9 @@ class Model(AttentionDecoder):
 
     def make_attention(self, layer: int) -> Attention:
         """See :meth:`AttentionDecoder.make_attention`."""
-        return Attention(self.config, self._kernels, window=self.config.window)
+        return Attention(
+            self.config,
+            self._kernels,
+            window=self.config.window,
+            bias=self.config.attention_bias,
+        )

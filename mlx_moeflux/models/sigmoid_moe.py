@@ -58,11 +58,14 @@ class Gate(PreciseLinear):
 
 
 class SigmoidMoeBlock(SparseMoeBlock):
-    """MoE block with a :class:`Gate`, and shared experts, if any, as one SwiGLU added unscaled.
+    """MoE block with a bias per expert, and shared experts, if any, as one SwiGLU added unscaled.
 
-    shared_intermediate_size: Inner width of the shared experts together; 0 for none.
+    shared_intermediate_size: Inner width of the shared experts together; 0 for none. precise_gate:
+    The router is a :class:`Gate`; otherwise a linear layer of the compute dtype, which may be
+    quantised.
 
-    Additional parameters: ``gate.e_score_correction_bias [E]``; ``shared_experts.*``.
+    Additional parameters: ``e_score_correction_bias [E]``, of ``gate`` if it is precise;
+    ``shared_experts.*``.
 
     Source: transformers `DeepseekV3MoE`.
     """
@@ -76,6 +79,7 @@ class SigmoidMoeBlock(SparseMoeBlock):
         router: Router,
         kernels: Kernels,
         shared_intermediate_size: int = 0,
+        precise_gate: bool = True,
     ):
         super().__init__(
             layer=layer,
@@ -84,7 +88,10 @@ class SigmoidMoeBlock(SparseMoeBlock):
             router=router,
             kernels=kernels,
         )
-        self.gate = Gate(hidden_size, num_experts)
+        if precise_gate:
+            self.gate = Gate(hidden_size, num_experts)
+        else:
+            self.e_score_correction_bias = mx.zeros((num_experts,))
         if shared_intermediate_size:
             self.shared_experts = SwiGLU(hidden_size, shared_intermediate_size)
 
@@ -110,7 +117,8 @@ class SigmoidMoeBlock(SparseMoeBlock):
         """See :meth:`SparseMoeBlock.route`."""
         if getattr(self._router, "wants_bias", False):
             choose: Any = self._router
-            return choose(logits, self.gate.e_score_correction_bias)
+            owner = self if "e_score_correction_bias" in self else self.gate
+            return choose(logits, owner["e_score_correction_bias"])
         return self._router(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:

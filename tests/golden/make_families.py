@@ -106,9 +106,12 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
             ordered = scores.sort(-1, descending=True).values
             gaps.append(float((ordered[:, kept - 1] - ordered[:, kept]).min()))
 
-    def look(module, _inputs, outputs):
+    def look(module, inputs, outputs):
         if not hasattr(module, "num_group"):
-            return gap(outputs[0].softmax(-1), module.top_k)
+            # MiniMax-M2 passes its bias to the router.
+            biased = len(inputs) > 1
+            scores = outputs[0].sigmoid() + inputs[1] if biased else outputs[0].softmax(-1)
+            return gap(scores, module.top_k)
         scores = outputs[0].sigmoid() + module.e_score_correction_bias
         groups = scores.view(len(scores), module.num_group, -1)
         best = groups.topk(2, dim=-1).values.sum(-1)

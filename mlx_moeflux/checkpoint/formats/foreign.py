@@ -18,6 +18,8 @@ from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 DEFAULT_BLOCK = (128, 128)
+# DeepSeek's and MiniMax's name of the same format.
+E4M3 = ("e4m3", "float8_e4m3fn")
 SCALE_DTYPES = ("F32", "BF16")
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
@@ -114,7 +116,7 @@ def check_fp8(block: Mapping[str, Any]) -> tuple[int, int]:
         UnsupportedError: Another number format, or no blocks.
         ConfigError: The block is no pair of sizes.
     """
-    if block.get("fmt", "e4m3") != "e4m3":
+    if block.get("fmt", "e4m3") not in E4M3:
         raise UnsupportedError(
             f"quantization_config of config.json has fmt {block['fmt']!r}; only 'e4m3' is decoded."
         )
