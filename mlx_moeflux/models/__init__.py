@@ -21,6 +21,7 @@ MODEL_TYPES = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "glm4_moe": "glm4_moe",
+    "minimax_m2": "minimax_m2",
 }
 
 

@@ -251,4 +251,27 @@ CASES = {
         bias=(-0.4, 0.3),
         leniency=0.3,
     ),
+    # Norms over all heads; more values in the heads than in the residual stream.
+    "minimax_m2_norms": Case(
+        "minimax_m2",
+        {"vocab_size": 91, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 64}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        | {"num_local_experts": 7, "num_experts_per_tok": 3, "max_position_embeddings": 512}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "bos_token_id": 1}
+        | {"eos_token_id": 2, "rotary_dim": 16},
+        length=35,
+        bias=(-0.3, 0.3),
+        written={
+            "rope_theta": 5e6,
+            "rotary_dim": 16,
+            "attn_type_list": [1, 1, 1],
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "num_mtp_modules": 3,
+            "use_qk_norm": True,
+        },
+        dropped=("rope_parameters", "partial_rotary_factor"),
+        leniency=0.5,
+    ),
 }

@@ -1,0 +1,192 @@
+"""config.json of MiniMax-M2: keys, defaults and checks. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models.rope import Rope, rope_keys, stretched
+from mlx_moeflux.models.state_sizes import kv_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The keys of config.json that this architecture uses; ``intermediate_size`` is an expert's.
+
+    Source of the defaults: transformers' `MiniMaxM2Config`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    rms_norm_eps: float
+    rope_theta: float
+    partial_rotary_factor: float
+    max_position_embeddings: int
+    yarn: Rope | None = None
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+
+    # Multi-token prediction, training, and choices that have one value (checked below).
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        [
+            "auto_map",
+            "attn_type_list",
+            "mtp_transformer_layers",
+            "num_mtp_modules",
+            "use_mtp",
+            "qk_norm_type",
+            "use_qk_norm",
+            "use_routing_bias",
+            "scoring_func",
+            "router_jitter_noise",
+            "rotary_dim",
+            "rope_scaling",
+            "rope_parameters",
+        ]
+    )
+    EXPERTS_KEY: ClassVar[str] = "num_local_experts"
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
+        """Read config.json.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        keys = {k: v for k, v in config.items() if v is not None}
+        keys |= rope_keys({"rope_theta": 5e6} | keys, file, partial=1.0)
+        parsed = parse_config(
+            cls, _with_rotary_dim(keys, config, file), file=file, inert=cls.INERT, strict=strict
+        )
+        only(file, "hidden_act", parsed.hidden_act, "silu")
+        only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
+        only(file, "qk_norm_type", config.get("qk_norm_type", "per_layer"), "per_layer")
+        for name in ("use_qk_norm", "use_routing_bias"):
+            only(file, name, config.get(name, True), True)
+        parsed._check_layers(config.get("attn_type_list"), file)
+        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
+        positive(parsed, file, *sizes)
+        divides(parsed, file, "num_key_value_heads", "num_attention_heads")
+        if parsed.num_experts_per_tok > parsed.num_local_experts:
+            raise ConfigError(
+                f"{file}: 'num_experts_per_tok' {parsed.num_experts_per_tok} is more than "
+                f"'num_local_experts' {parsed.num_local_experts}."
+            )
+        return parsed
+
+    def _check_layers(self, kinds: Any, file: Path | str) -> None:
+        if kinds is None:
+            return
+        if not isinstance(kinds, list) or len(kinds) != self.num_hidden_layers:
+            raise ConfigError(
+                f"{file}: 'attn_type_list' must list {self.num_hidden_layers} layers, one number "
+                "each."
+            )
+        for kind in kinds:
+            only(file, "attn_type_list", kind, 1)
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def rotary_dims(self) -> int:
+        return round(self.head_dim * self.partial_rotary_factor)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return True: every layer has a MoE block."""
+        return True
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        keys = stretched(self, asdict(self))
+        del keys["partial_rotary_factor"]
+        # mlx-lm requires the two keys in the middle.
+        keys |= {"rotary_dim": self.rotary_dims, "shared_intermediate_size": 0}
+        kind = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+
+    def name_rules(self) -> NameRules:
+        """Return the rename rules of tensor names."""
+        renames = (
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
+            (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
+            (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
+        )
+        return NameRules(renames=renames, experts=EXPERT_NAMES)
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16."""
+        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+
+
+def _with_rotary_dim(
+    keys: dict[str, Any], config: dict[str, Any], file: Path | str
+) -> dict[str, Any]:
+    """Return `keys` with ``rotary_dim``, the published spelling, as ``partial_rotary_factor``."""
+    rotary, width = config.get("rotary_dim"), config.get("head_dim")
+    if rotary is None or not isinstance(width, int) or width < 1:
+        return keys
+    if type(rotary) is not int or not 0 < rotary <= width:
+        raise ConfigError(f"{file}: 'rotary_dim' is {rotary!r}, expected 1 to {width}.")
+    elsewhere = "partial_rotary_factor" in config or "partial_rotary_factor" in (
+        config.get("rope_parameters") or {}
+    )
+    if elsewhere and round(keys["partial_rotary_factor"] * width) != rotary:
+        raise ConfigError(
+            f"{file}: 'rotary_dim' is {rotary} and 'partial_rotary_factor' "
+            f"{keys['partial_rotary_factor']} of {width}; keep one."
+        )
+    return keys | {"partial_rotary_factor": rotary / width}
+
+
+_PUBLISHED = Config(
+    vocab_size=200064,
+    hidden_size=3072,
+    intermediate_size=1536,
+    num_hidden_layers=62,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    num_local_experts=256,
+    num_experts_per_tok=8,
+    rms_norm_eps=1e-6,
+    rope_theta=5e6,
+    partial_rotary_factor=0.5,
+    max_position_embeddings=196608,
+)
+
+SHAPES = {
+    "minimax-m2": _PUBLISHED,
+    "minimax-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=8192,
+    ),
+}
+"""Published shapes by name."""
