@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import check_groups, not_negative, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
@@ -70,7 +70,7 @@ class Config:
     EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
         """Read config.json.
 
         Raises:

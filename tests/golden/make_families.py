@@ -149,6 +149,21 @@ def weakest_parameter(model: torch.nn.Module, tokens, truth: torch.Tensor) -> tu
     return min(moved.items(), key=lambda item: item[1])
 
 
+def disguise(path, case: Case) -> None:
+    """Write the model_type of a class that transformers does not load, and its wrapper."""
+    file = path / "config.json"
+    content = json.loads(file.read_text())
+    if case.prefix:
+        tensors = load_file(path / "model.safetensors")
+        tensors = {case.prefix + name: tensor for name, tensor in tensors.items()}
+        tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(4, 3, 2, 2)
+        tensors["mm_projector.pre_norm.weight"] = torch.ones(4)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        content = {"text_config": content, "tie_word_embeddings": False} | case.wrapper
+    content["model_type"] = case.model_type
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
 def make(name: str, seed: int) -> dict:
     case, path = CASES[name], HERE / name
     if path.exists():
@@ -188,9 +203,7 @@ def make(name: str, seed: int) -> dict:
     }
     save_file(golden, path / "golden.safetensors")
     if case.model_type is not None:
-        file = path / "config.json"
-        content = json.loads(file.read_text()) | {"model_type": case.model_type}
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        disguise(path, case)
     for file in path.iterdir():
         file.chmod(0o644)
     return {
