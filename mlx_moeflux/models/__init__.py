@@ -22,6 +22,7 @@ MODEL_TYPES = {
     "kimi_k2": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
+    "kimi_k25": "kimi_k25",
 }
 
 

@@ -22,6 +22,8 @@ class Case:
     extra: Callable[[dict, torch.Generator], dict] | None = None  # tensors -> more of them
     bias: tuple[float, float] = (0.0, 0.3)  # mean and deviation of a router's bias
     model_type: str | None = None  # written in the end, where transformers knows no such class
+    prefix: str = ""  # of all tensors of a wrapper, which gets `wrapper` beside text_config
+    wrapper: dict = field(default_factory=dict)
 
 
 def prediction_layer(tensors: dict, generator: torch.Generator) -> dict:
@@ -272,6 +274,53 @@ CASES = {
             "use_qk_norm": True,
         },
         dropped=("rope_parameters", "partial_rotary_factor"),
+        leniency=0.5,
+    ),
+    # Kimi-K2.5: DeepSeek-V3's text model in a wrapper.
+    "kimi_k25_wrapped": Case(
+        "deepseek_v3",
+        {"vocab_size": 69, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 40}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24}
+        | {"kv_lora_rank": 20, "v_head_dim": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 24}
+        | {"n_routed_experts": 9, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.827, "max_position_embeddings": 2048, "num_mtp_layers": 0}
+        | {
+            "rope_parameters": yarn(rope_type="yarn", factor=64.0, mscale=1.0, mscale_all_dim=1.0)
+            | {"rope_theta": 5e4}
+        },
+        length=29,
+        bias=(-0.4, 0.3),
+        written={"num_nextn_predict_layers": 0},
+        model_type="kimi_k25",
+        prefix="language_model.",
+        wrapper={
+            "media_placeholder_token_id": 3,
+            "vision_config": {"patch_size": 2},
+            "use_unified_vision_chunk": True,
+        },
+        leniency=0.5,
+    ),
+    # GLM-4.7-Flash's shape of things: values wider than keys, no YaRN.
+    "glm4_moe_lite_flash": Case(
+        "glm4_moe_lite",
+        {"vocab_size": 77, "hidden_size": 40, "num_hidden_layers": 3, "intermediate_size": 56}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24}
+        | {"kv_lora_rank": 28, "v_head_dim": 24, "qk_nope_head_dim": 18, "qk_rope_head_dim": 8}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"max_position_embeddings": 512, "routed_scaling_factor": 1.8},
+        length=31,
+        bias=(0.4, 0.3),
+        extra=prediction_layer,
+        written={
+            "rope_scaling": None,
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+            "topk_method": "noaux_tc",
+        },
+        dropped=("rope_parameters", "mlp_layer_types"),
         leniency=0.5,
     ),
 }

@@ -1,0 +1,88 @@
+"""config.json of Kimi-K2.5 and K2.6: DeepSeek-V3's text model in a wrapper. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mlx_moeflux.checkpoint.config import only
+from mlx_moeflux.checkpoint.names import Drop, NameRules
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models import deepseek_v3_config
+
+TEXT_TYPES = ("deepseek_v3", "kimi_k2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(deepseek_v3_config.Config):
+    """The keys of ``text_config`` that this architecture uses.
+
+    Source: transformers' `Kimi_K25Config`, whose text model is DeepSeek-V3's.
+    """
+
+    # Of the wrapper: images and videos.
+    INERT: ClassVar[frozenset[str]] = deepseek_v3_config.Config.INERT | {
+        "vision_config",
+        "media_placeholder_token_id",
+        "use_unified_vision_chunk",
+        "video_placeholder",
+        "ignore_index",
+        "projection_hidden_size",
+        "projection_layer_norm_eps",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    }
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
+        """Read config.json, the text model's keys of ``text_config``.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        inner = config.get("text_config")
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{file}: 'text_config' is {inner!r}, expected an object.")
+        kind = inner.get("model_type", TEXT_TYPES[0])
+        if kind not in TEXT_TYPES:
+            only(file, "text_config.model_type", kind, TEXT_TYPES[0])
+        text = {k: v for k, v in config.items() if k not in ("text_config", "model_type")} | inner
+        if "tie_word_embeddings" in config:
+            text["tie_word_embeddings"] = config["tie_word_embeddings"]
+        return super().from_dict(text, file=file, strict=strict)
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json in the wrapper's form."""
+        return {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "model_type": "kimi_k25",
+            "eos_token_id": self.vocab_size - 1,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": super().published(),
+        }
+
+    def name_rules(self) -> NameRules:
+        """Return the rename rules of tensor names; those of images are dropped."""
+        rules = super().name_rules()
+        images = Drop(r"(model\.)?(vision_tower|mm_projector)\..*", "images are not read")
+        prefixes = (
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        )
+        return NameRules(prefixes=prefixes, drops=(images, *rules.drops), experts=rules.experts)
+
+
+_TINY, _K2 = (deepseek_v3_config.SHAPES[name] for name in ("deepseek-tiny", "kimi-k2"))
+_ROPE = replace(_K2.rope, factor=64.0, beta_fast=32.0)
+_LONGER = {"rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope": _ROPE}
+
+SHAPES = {
+    "kimi-k2.5": Config(**vars(_K2) | _LONGER),
+    "kimi-k2.5-tiny": Config(**vars(_TINY)),
+}
+"""Published shapes by name."""
