@@ -23,6 +23,7 @@ MODEL_TYPES = {
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
     "kimi_k25": "kimi_k25",
+    "glm4_moe_lite": "glm4_moe_lite",
 }
 
 

@@ -24,9 +24,10 @@ WITHOUT_EFFECT = {
 }
 CASES = (
     *("qwen3_moe_top2", "text_top3", "deepseek_v3_groups", "qwen3_next_top3"),
-    *("glm4_moe_norms", "minimax_m2_norms"),
+    *("glm4_moe_norms", "minimax_m2_norms", "glm4_moe_lite_flash"),
 )
 OF_CASE = {
+    "glm4_moe_lite_flash": {"qk_head_dim", "num_key_value_heads"},
     "minimax_m2_norms": {"num_mtp_modules"},
     "qwen3_moe_top2": {"intermediate_size"},
     "deepseek_v3_groups": {"head_dim", "qk_head_dim", "num_key_value_heads"},

@@ -40,6 +40,8 @@ EXPERT_BYTES = {
     "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
     "glm-4.6": 89 * 160 * 3 * 1536 * 5120 * 2,
     "glm-4.5-air-4bit": 45 * 128 * 3 * 1408 * 4096 * 9 // 16,
+    "glm-4.7-flash": 46 * 64 * 3 * 1536 * 2048 * 2,
+    "kimi-k2.5": 60 * 384 * 3 * 2048 * 7168 * 5 // 8,  # groups of 32
     "minimax-m2": 62 * 256 * 3 * 1536 * 3072 * 2,  # decoded to bf16
     "minimax-m2-4bit": 62 * 256 * 3 * 1536 * 3072 * 9 // 16,
     "qwen3-235b-a22b-4bit": 94 * 128 * 3 * 1536 * 4096 * 9 // 16,
@@ -72,8 +74,10 @@ def opened(name: str):
     return model, in_our_form({ref.name: ref for ref in refs}), quantization
 
 
+# Beside Qwen3.5: layers of multi-token prediction, or images.
+DROPPING = ("deepseek-v3", "qwen3-next-80b-a3b", "glm-4.6", "glm-4.7-flash", "kimi-k2.5")
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
-ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking")
+ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 
 
 @pytest.mark.parametrize(
@@ -89,10 +93,10 @@ def test_both_sides_come_out_empty(name):
         assert not mapped.experts
         assert taken == len(tensors)
         return
-    dropped = ("mtp.", "model.visual.", "vision_tower.", "model.layers.61.", "model.layers.92.")
+    prediction = tuple(f"model.layers.{n}." for n in (47, 61, 92))
+    dropped = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.", *prediction)
     assert all(d.startswith(dropped) for d in mapped.dropped)
-    drops = name.startswith("qwen3.5") or name in ("deepseek-v3", "qwen3-next-80b-a3b", "glm-4.6")
-    assert bool(mapped.dropped) == drops
+    assert bool(mapped.dropped) == (name.startswith("qwen3.5") or name in DROPPING)
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}
     assert set(layouts) == set(model.moe_blocks())
     total = sum(layout.nbytes for layout in layouts.values()) * model.config.num_experts

@@ -1,0 +1,105 @@
+"""config.json of GLM-4.7-Flash: DeepSeek-V3's keys with other defaults. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mlx_moeflux.checkpoint.config import only
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models import deepseek_v3_config
+from mlx_moeflux.models.rope import Rope, rope_parameters
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(deepseek_v3_config.Config):
+    """The keys of config.json that this architecture uses.
+
+    Source of the defaults: transformers' `Glm4MoeLiteConfig`.
+    """
+
+    routed_scaling_factor: float = 1.8
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+
+    INERT: ClassVar[frozenset[str]] = deepseek_v3_config.Config.INERT | {
+        "mlp_layer_types",
+        "partial_rotary_factor",
+    }
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
+        """Read config.json; ``mlp_layer_types`` and ``first_k_dense_replace`` say the same.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        kinds = config.get("mlp_layer_types")
+        if kinds is not None:
+            config = config | {"first_k_dense_replace": _dense_layers(kinds, config, file)}
+        found = rope_parameters(config, file, ("partial_rotary_factor",))
+        only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
+        return super().from_dict(config, file=file, strict=strict)
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        kind = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+        return super().published() | kind
+
+
+def _dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:
+    """Return the number of dense layers, which come first in the list `kinds`."""
+    if not isinstance(kinds, list) or len(kinds) != config.get("num_hidden_layers"):
+        raise ConfigError(f"{file}: 'mlp_layer_types' must list 'num_hidden_layers' layers.")
+    dense = kinds.count(DENSE)
+    if kinds != [DENSE] * dense + [SPARSE] * (len(kinds) - dense):
+        only(file, "mlp_layer_types", kinds, "dense layers, then sparse ones")
+    if config.get("first_k_dense_replace", dense) != dense:
+        raise ConfigError(
+            f"{file}: 'first_k_dense_replace' is {config['first_k_dense_replace']}, "
+            f"'mlp_layer_types' has {dense} dense layers; keep one."
+        )
+    return dense
+
+
+_PUBLISHED = Config(
+    vocab_size=154880,
+    hidden_size=2048,
+    intermediate_size=10240,
+    moe_intermediate_size=1536,
+    num_hidden_layers=47,
+    num_attention_heads=20,
+    n_routed_experts=64,
+    num_experts_per_tok=4,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=202752,
+    rope=Rope(theta=1e6),
+)
+
+SHAPES = {
+    "glm-4.7-flash": _PUBLISHED,
+    "glm-flash-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        n_routed_experts=32,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        max_position_embeddings=8192,
+    ),
+}
+"""Published shapes by name."""
