@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mlx_moeflux.generation.sampling import (
     Sampler,
     check_ids,
     check_integer,
+    check_number,
     make_sampler,
 )
 from mlx_moeflux.kernels.runtime import failures
@@ -149,8 +151,9 @@ class Request:
 
     limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
     tokens: Most tokens of the state at the end. fresh: True if the prompt begins the sequence.
-    read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``. stops:
-    Positions in the prompt at which a prompt cache stores the state.
+    read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``. cached:
+    Tokens that a prompt cache supplied. breakpoints: Positions in the prompt that a prompt cache
+    stores besides its own; stops: All that it stores.
     """
 
     uid: int
@@ -161,7 +164,9 @@ class Request:
     processors: list[LogitsProcessor]
     tokens: int
     fresh: bool = True
+    breakpoints: Iterable[int] = ()
     read: int = 0
+    cached: int = 0
     logits: Any = None
     stops: Sequence[int] = ()
     reply: list[int] = field(default_factory=list)
@@ -169,8 +174,9 @@ class Request:
     def resume(self, model: Any, cache: PromptCache | None) -> None:
         """Begin with the longest prefix in `cache`."""
         if cache is not None and self.fresh:
-            known = cache.resume(model, self.prompt)
+            known = cache.resume(model, self.prompt, breakpoints=self.breakpoints)
             self.state, self.read, self.logits = known.state, known.position, known.logits
+            self.cached = known.position
             self.stops = known.stops[-STOPS_PER_CALL:]
             self.state.watch(self.stops)
 
@@ -189,6 +195,30 @@ def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None
     return (PaddedPrefill if padded else Prefill)(model, sequences, cache)
 
 
+class PausedCall:
+    """One call of the model on tokens ``[B, T]`` of several states, which can pause between layers.
+
+    Experts are read once however often it pauses. A call that is dropped before its end leaves
+    all states as they were.
+    """
+
+    def __init__(self, model: Any, tokens: Sequence[mx.array], states: Sequence[Any]):
+        self._layers = model.read_in_pauses(tokens, states)
+
+    def advance(self, until: float) -> mx.array | None:
+        """Run layers, at least one, until ``time.monotonic()`` is `until`.
+
+        Return the last logits ``[B, V]`` after the last layer, else None.
+        """
+        while True:
+            try:
+                next(self._layers)
+            except StopIteration as end:
+                return end.value
+            if time.monotonic() >= until:
+                return None
+
+
 class Prefill:
     """Prefill of several prompts without padding, with the bits that each prompt gets alone.
 
@@ -197,6 +227,8 @@ class Prefill:
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
         self._model, self.sequences, self._cache = model, sequences, cache
+        self._paused: PausedCall | None = None
+        self._unread: list[Request] = []
 
     @property
     def entries(self) -> list[Any]:
@@ -207,16 +239,20 @@ class Prefill:
         """Remove these sequences."""
         self.sequences = [s for s in self.sequences if s.uid not in uids]
 
-    def advance(self, size: int) -> mx.array | None:
-        """Read at most `size` tokens of each prompt.
+    def advance(self, size: int | None, until: float | None = None) -> mx.array | None:
+        """Read at most `size` tokens of each prompt, None for all.
 
+        With `until`, pause between layers at that ``time.monotonic()``; the next call goes on.
         Return the logits after all prompts ``[B, V]``, or None while tokens are unread.
         """
-        unread = [s for s in self.sequences if s.read < len(s.prompt)]
-        if unread:
-            parts = [s.prompt[s.read :][:size] for s in unread]
-            logits = self._read(parts, [s.state for s in unread])
-            for i, sequence in enumerate(unread):
+        if self._paused is None:
+            self._unread = [s for s in self.sequences if s.read < len(s.prompt)]
+        if self._unread:
+            parts = [s.prompt[s.read :][:size] for s in self._unread]
+            logits = self._read(parts, [s.state for s in self._unread], until)
+            if logits is None:
+                return None
+            for i, sequence in enumerate(self._unread):
                 sequence.read += len(parts[i])
                 sequence.logits = logits[i]
         if any(s.read < len(s.prompt) for s in self.sequences):
@@ -234,11 +270,16 @@ class Prefill:
                     self._cache.store(self._model, prompt[:stop], state)
                 self._cache.store(self._model, prompt, state, sequence.logits)
 
-    def _read(self, parts: list[list[int]], states: list[Any]) -> mx.array:
-        """Append a part of a prompt to each state; return the last logits ``[B, V]``."""
+    def _read(
+        self, parts: list[list[int]], states: list[Any], until: float | None
+    ) -> mx.array | None:
+        """Append a part of a prompt to each state; return the last logits ``[B, V]``, or None after
+        a pause."""
         if len(parts) == 1:
-            return self._call(mx.array(parts, mx.int32), states[0])
+            return self._call(mx.array(parts, mx.int32), states[0], until)
         tokens = [mx.array(part, mx.int32) for part in parts]
+        if until is not None:
+            return self._until([one[None] for one in tokens], states, until)
         entries = [entry for state in states for entry in state]
         with transaction(entries):
             logits = self._model.read_together(tokens, states)
@@ -246,12 +287,26 @@ class Prefill:
         self._model.start_eval()
         return logits
 
-    def _call(self, tokens: mx.array, state: Any) -> mx.array:
-        """Append tokens ``[B, T]`` to a state; return the last logits ``[B, V]``."""
+    def _call(self, tokens: mx.array, state: Any, until: float | None) -> mx.array | None:
+        """Append tokens ``[B, T]`` to a state; return the last logits ``[B, V]``, or None after a
+        pause."""
+        if until is not None and tokens.shape[1] > 1:
+            return self._until([tokens], [state], until)
         with transaction(state):
             logits = self._model(tokens, cache=state, last_only=True)[:, -1]
             mx.eval(logits, [entry.state for entry in state])
         self._model.start_eval()
+        return logits
+
+    def _until(
+        self, tokens: Sequence[mx.array], states: Sequence[Any], until: float
+    ) -> mx.array | None:
+        """Begin or go on with a call that pauses at `until`, see :meth:`advance`."""
+        call = self._paused or PausedCall(self._model, tokens, states)
+        self._paused = None  # a call that raises rolled back, and begins again
+        logits = call.advance(until)
+        if logits is None:
+            self._paused = call
         return logits
 
 
@@ -286,14 +341,17 @@ class PaddedPrefill(Prefill):
         before = len(self.sequences)
         super().drop(uids)
         if self.sequences and len(self.sequences) < before:
+            self._paused = None
             self._begin()
 
-    def advance(self, size: int) -> mx.array | None:
+    def advance(self, size: int | None, until: float | None = None) -> mx.array | None:
         """Read at most `size` columns, see :meth:`Prefill.advance`."""
         width = self._rows.shape[1]
         if self._read_columns < width:
-            part = self._rows[:, self._read_columns : self._read_columns + size]
-            self._call(part, self._merged)
+            end = width if size is None else self._read_columns + size
+            part = self._rows[:, self._read_columns : end]
+            if self._call(part, self._merged, until) is None:
+                return None
             self._read_columns += part.shape[1]
             if self._read_columns < width:
                 return None
@@ -301,7 +359,7 @@ class PaddedPrefill(Prefill):
             entry.finalize()
         if self._ends is None:
             last = mx.array([s.prompt[-1:] for s in self.sequences], mx.int32)
-            self._ends = self._call(last, self._merged)
+            self._ends = self._call(last, self._merged, None)
         return self._ends
 
     def keep(self) -> None:
@@ -357,6 +415,7 @@ class BatchReply:
 
     logprobs: ``[V]``. finish_reason: "stop" (this token ended the reply), "length", or None before
     the last. prompt_cache: The state after this token, on the last if states are kept.
+    cached_tokens: Tokens of the prompt that a prompt cache supplied.
     """
 
     uid: int
@@ -364,6 +423,7 @@ class BatchReply:
     logprobs: mx.array
     finish_reason: str | None
     prompt_cache: SequenceState | None = None
+    cached_tokens: int = 0
 
 
 class BatchGenerator:
@@ -373,9 +433,13 @@ class BatchGenerator:
     logits_processors: mlx-lm's callables, for sequences without their own. completion_batch_size:
     Most sequences in a step. prefill_batch_size: Most prompts read together; each expert is then
     read once for all of them. prefill_step_size: Tokens of a prompt between two steps of the
-    others. keep_states: Return the state of each reply. kv_pool_bytes: See
+    others; None reads a prompt in one call. max_pause: Seconds after which such a call pauses
+    between two layers for a step of the others; it still reads each expert once. keep_states:
+    Return the state of each reply. kv_pool_bytes: See
     :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for their
-    whole reply. prompt_cache: Supplies known beginnings of prompts and stores these.
+    whole reply. state_bytes: Prompts wait until the states of all sequences after their whole
+    replies fit in so many bytes. prompt_cache: Supplies known beginnings of prompts and stores
+    these.
 
     A reply equals that of its prompt alone, but for the rounding of larger matrix products. One
     thread at a time may call its methods; sequences are inserted and removed between calls of
@@ -392,20 +456,27 @@ class BatchGenerator:
         logits_processors: Sequence[LogitsProcessor] = (),
         completion_batch_size: int = 32,
         prefill_batch_size: int = 8,
-        prefill_step_size: int = 2048,
+        prefill_step_size: int | None = 2048,
+        max_pause: float | None = None,
         keep_states: bool = False,
         kv_pool_bytes: int | None = None,
+        state_bytes: int | None = None,
         prompt_cache: PromptCache | None = None,
     ):
         for name, number in {
             "max_tokens": max_tokens, "completion_batch_size": completion_batch_size,
             "prefill_batch_size": prefill_batch_size, "prefill_step_size": prefill_step_size,
+            "state_bytes": state_bytes,
         }.items():  # fmt: skip
-            check_integer(name, number, 1)
+            if number is not None:
+                check_integer(name, number, 1)
+        if max_pause is not None:
+            check_number("max_pause", max_pause, 0.0)
         self.model, self.max_tokens = model, max_tokens
         self.completion_batch_size = completion_batch_size
         self.prefill_batch_size = min(prefill_batch_size, completion_batch_size)
         self.prefill_step_size, self.keep_states = prefill_step_size, keep_states
+        self.max_pause, self.state_bytes = max_pause, state_bytes
         self.prompt_cache = prompt_cache
         self._stops = set(check_ids("stop_ids", stop_ids))
         self._sampler, self._processors = sampler or make_sampler(), list(logits_processors)
@@ -427,20 +498,23 @@ class BatchGenerator:
         caches: Sequence[Any] | None = None,
         samplers: Sequence[Sampler | None] | None = None,
         logits_processors: Sequence[Sequence[LogitsProcessor] | None] | None = None,
+        breakpoints: Sequence[Iterable[int] | None] | None = None,
     ) -> list[int]:
         """Queue prompts of ids and return their uids.
 
         caches: States to continue from, which do not change, or None for an empty one.
+        breakpoints: Positions in each prompt that the prompt cache stores besides its own.
 
         Raises:
             InputError: A prompt is empty, an id is out of range, or lists differ in length.
-            CacheError: A prompt does not fit in the context.
+            CacheError: A prompt does not fit in the context, or with its reply in the pool or
+                `state_bytes`.
         """
         self._check_open()
         count = len(prompts)
         columns = {
             "max_tokens": max_tokens, "caches": caches, "samplers": samplers,
-            "logits_processors": logits_processors,
+            "logits_processors": logits_processors, "breakpoints": breakpoints,
         }  # fmt: skip
         for name, column in columns.items():
             if column is not None and len(column) != count:
@@ -457,6 +531,15 @@ class BatchGenerator:
 
         The call first reads one step of the waiting prompts, or more if no sequence is running.
         After an error or interrupt the next call repeats this one.
+        """
+        while not (replies := self.step()) and len(self):
+            pass
+        return replies
+
+    def step(self) -> list[BatchReply]:
+        """Do what :meth:`next` does, but read at most one step of the prompts.
+
+        The list is empty while no sequence is running, though prompts may wait or be half read.
         """
         self._check_open()
         with self.model.lock, failures.reported():
@@ -525,7 +608,14 @@ class BatchGenerator:
             raise InputError("this batch generator is closed; make another.")
 
     def _sequence(
-        self, i: int, prompt: Sequence[int], limit: int | None, state: Any, sampler: Any, processors
+        self,
+        i: int,
+        prompt: Sequence[int],
+        limit: int | None,
+        state: Any,
+        sampler: Any,
+        processors: Sequence[LogitsProcessor] | None,
+        breakpoints: Iterable[int] | None,
     ) -> Request:
         ids = check_ids("prompts", prompt, self.model.config.vocab_size)
         if not ids:
@@ -547,19 +637,31 @@ class BatchGenerator:
                 f"Prompt {i} and its reply take {pool.blocks_for(total)} blocks of {pool.block} "
                 f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
             )
-        processors = self._processors if processors is None else list(processors)
-        sampler = sampler or self._sampler
-        return Request(self._uids + i, ids, limit, state, sampler, processors, total, fresh=fresh)
+        if self.state_bytes is not None and self.model.state_bytes(total) > self.state_bytes:
+            raise CacheError(
+                f"Prompt {i} and its reply of up to {limit} tokens have a state of "
+                f"{self.model.state_bytes(total)} bytes, more than the {self.state_bytes} for all "
+                "sequences; ask for less or allow more."
+            )
+        return Request(
+            self._uids + i,
+            ids,
+            limit,
+            state,
+            sampler or self._sampler,
+            self._processors if processors is None else list(processors),
+            total,
+            fresh=fresh,
+            breakpoints=breakpoints or (),
+        )
 
     def _next(self) -> list[BatchReply]:
         if not self._ahead and len(self._batch) and not self._unreported:
             self._newest = self._advance()
             self._unreported = True
         self._read_prompts()
-        while not len(self._batch):
-            if self._prefill is None:
-                return []
-            self._read_prompts()
+        if not len(self._batch):
+            return []
         newest, sequences = self._newest, list(self._batch.names)
         if self._ahead:
             self._newest = self._advance()
@@ -583,7 +685,7 @@ class BatchGenerator:
         stopped, full = token in self._stops, len(sequence.reply) >= sequence.limit
         finish = "stop" if stopped else "length" if full else None
         state = self._batch.state(sequence) if finish and self.keep_states else None
-        return BatchReply(sequence.uid, token, logprobs, finish, state)
+        return BatchReply(sequence.uid, token, logprobs, finish, state, sequence.cached)
 
     def _drop(self, gone: list[Request]) -> None:
         if not gone:
@@ -620,7 +722,8 @@ class BatchGenerator:
             if not first:
                 return
             self._prefill = make_prefill(self.model, first, self.prompt_cache)
-        logits = self._prefill.advance(self.prefill_step_size)
+        until = None if self.max_pause is None else time.monotonic() + self.max_pause
+        logits = self._prefill.advance(self.prefill_step_size, until)
         if logits is None:
             return
         sequences = self._prefill.sequences
@@ -637,12 +740,10 @@ class BatchGenerator:
         self._prefill, self._unreported = None, True
 
     def _admitted(self, room: int) -> list[Request]:
-        """Return at most `room` next prompts whose whole replies the pool has blocks for."""
-        pool, first = self._batch.pool, []
-        promised = sum(self._blocks(s) for s in self._batch.names)
-        for request in islice(self._waiting, room):
-            promised += self._blocks(request)
-            if pool is not None and promised > pool.blocks:
+        """Return at most `room` next prompts whose whole replies there is memory for."""
+        first: list[Request] = []
+        for request in islice(self._waiting, max(room, 0)):
+            if not self._fit([*self._batch.names, *first, request]):
                 break
             request.resume(self.model, self.prompt_cache)
             first.append(request)
@@ -651,6 +752,12 @@ class BatchGenerator:
             self._waiting.popleft()
         return first
 
-    def _blocks(self, sequence: Request) -> int:
+    def _fit(self, sequences: list[Request]) -> bool:
+        """Return True if the states of these sequences fit in memory after their whole replies."""
         pool = self._batch.pool
-        return 0 if pool is None else pool.blocks_for(sequence.tokens)
+        if pool is not None:
+            return sum(pool.blocks_for(s.tokens) for s in sequences) <= pool.blocks
+        if self.state_bytes is None:
+            return True
+        longest = max(s.tokens for s in sequences)  # the others are padded to it
+        return len(sequences) * self.model.state_bytes(longest) <= self.state_bytes

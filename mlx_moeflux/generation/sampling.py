@@ -55,10 +55,13 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
+    *,
+    seed: int | None = None,
 ) -> Sampler:
     """Return a greedy sampler at temperature 0, else one that filters and draws.
 
-    The filters run in the order top-p, min-p, XTC, top-k.
+    The filters run in the order top-p, min-p, XTC, top-k. seed: Draw from a random state of the
+    sampler's own, so that nothing else changes what it draws; None draws from the thread's.
 
     Raises:
         InputError: A value is of another type or outside its range.
@@ -72,24 +75,31 @@ def make_sampler(
     check_integer("min_tokens_to_keep", min_tokens_to_keep, 1)
     special = () if xtc_special_tokens is None else xtc_special_tokens
     special = check_ids("xtc_special_tokens", special)
+    if seed is not None:
+        check_integer("seed", seed, 0)
     if temp == 0.0:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
-    filters: list[Sampler] = []
+    filters: list[Callable[[mx.array, mx.array | None], mx.array]] = []
     if 0.0 < top_p < 1.0:
-        filters.append(lambda logprobs: keep_top_p(logprobs, top_p))
+        filters.append(lambda logprobs, key: keep_top_p(logprobs, top_p))
     if min_p > 0.0:
-        filters.append(lambda logprobs: keep_min_p(logprobs, min_p, min_tokens_to_keep))
+        filters.append(lambda logprobs, key: keep_min_p(logprobs, min_p, min_tokens_to_keep))
     if xtc_probability > 0.0:
         xtc = {"probability": xtc_probability, "threshold": xtc_threshold, "special": special}
-        filters.append(lambda logprobs: exclude_top_choices(logprobs, **xtc))
+        filters.append(lambda logprobs, key: exclude_top_choices(logprobs, **xtc, key=key))
     if top_k > 0:
-        filters.append(lambda logprobs: keep_top_k(logprobs, top_k))
+        filters.append(lambda logprobs, key: keep_top_k(logprobs, top_k))
     sharpness = min(1.0 / temp, MAX_SHARPNESS)
+    state = None if seed is None else mx.random.key(seed % 2**64)
 
     def sample(logprobs: mx.array) -> mx.array:
+        nonlocal state
+        filtering = drawing = None
+        if state is not None:
+            state, filtering, drawing = mx.random.split(state, 3)
         for one in filters:
-            logprobs = one(logprobs)
-        return mx.random.categorical(logprobs * sharpness)
+            logprobs = one(logprobs, filtering)
+        return mx.random.categorical(logprobs * sharpness, key=drawing)
 
     return sample
 
@@ -123,12 +133,17 @@ def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 
 
 def exclude_top_choices(
-    logprobs: mx.array, *, probability: float, threshold: float, special: Sequence[int] = ()
+    logprobs: mx.array,
+    *,
+    probability: float,
+    threshold: float,
+    special: Sequence[int] = (),
+    key: mx.array | None = None,
 ) -> mx.array:
     """Apply XTC: with `probability`, drop all tokens above `threshold` but the least probable one.
 
     Probabilities are taken over the tokens that earlier filters kept. `special` tokens are never
-    dropped.
+    dropped. key: Random state; None for the thread's.
     """
     p = mx.softmax(logprobs.astype(mx.float32), axis=-1)
     weakest = mx.where(p > threshold, p, mx.inf).min(axis=-1, keepdims=True)
@@ -136,7 +151,7 @@ def exclude_top_choices(
     if special:
         check_ids("xtc_special_tokens", special, logprobs.shape[-1])
         drop[..., mx.array(list(special))] = False
-    happens = mx.random.uniform(shape=(*logprobs.shape[:-1], 1)) < probability
+    happens = mx.random.uniform(shape=(*logprobs.shape[:-1], 1), key=key) < probability
     return mx.where(happens & drop, -mx.inf, logprobs)
 
 

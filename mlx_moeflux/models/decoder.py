@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -264,6 +264,49 @@ class DecoderModel(StreamingModel):
                 for layer, *entries in zip(self.model.layers, *states, strict=True):
                     hidden = layer.together(hidden, entries, chunk=self.prefill_chunk)
                 return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
+
+    def read_in_pauses(
+        self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
+    ) -> Generator[None, None, mx.array]:
+        """Read tokens like :meth:`read_together`, and yield between layers, where other calls of
+        the model may run. Each of `tokens` is ``[B, T]``, several have B = 1. Return the last
+        logits ``[B, V]``.
+
+        A generator that raises or is closed before its end leaves all states as they were.
+
+        Evaluates: what came before the last pause. At the end: everything.
+        """
+        with ExitStack() as transactions:
+            for state in states:
+                transactions.enter_context(transaction(state))
+            for rows in tokens:
+                self._check_ids(rows)
+            hidden = [self.model.embed_tokens(rows.astype(mx.uint32)) for rows in tokens]
+            many = sum(h.size for h in hidden) >= MANY_NUMBERS
+            group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
+            before, unsent = [], []
+            for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
+                with metal.gathered():
+                    if len(hidden) == 1:
+                        hidden = [layer(hidden[0], entries[0], chunk=self.prefill_chunk)]
+                    else:
+                        hidden = layer.together(hidden, entries, chunk=self.prefill_chunk)
+                unsent += entries
+                if i % group == 0:
+                    # A GPU works on this group while the host builds the next.
+                    mx.async_eval(hidden, [entry.state for entry in unsent])
+                    self.start_eval()
+                    mx.eval(before)
+                    before, unsent = hidden, []
+                    yield
+            with metal.gathered():
+                if len(hidden) == 1:
+                    logits = self.logits(hidden[0][:, -1:])[:, 0]
+                else:
+                    logits = self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
+            mx.eval(logits, [entry.state for state in states for entry in state])
+            self.start_eval()
+            return logits
 
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False

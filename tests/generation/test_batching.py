@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
 from mlx_moeflux.generation import batch
 from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill, Request
@@ -62,6 +63,7 @@ def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
         prefill_step_size=CHUNK,
         keep_states=draw.random() < 0.3,
         kv_pool_bytes=draw.choice([None, 200_000, 1_000_000]),
+        max_pause=draw.choice([None, 0.0]),
     )
     names, heard, removed = {}, {}, set()
     left = draw.randint(2, 7)
@@ -418,3 +420,111 @@ def test_nothing_is_left_after_joins_and_leaves(hybrid):
 def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
     before = joins_and_leaves(hybrid, 20)
     assert joins_and_leaves(hybrid, 10_000) <= before + SLACK
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(model, together):
+    """Prompts pause after every layer, while another sequence takes a step after each pause."""
+    prompts = [prompt_of(seed, 40 + seed) for seed in range(together)]
+    heard, lookups = {}, {}
+    for pause in (None, 0.0):
+        with BatchGenerator(
+            model, prefill_batch_size=3, prefill_step_size=None, max_pause=pause
+        ) as generator:
+            (running,) = generator.insert([prompt_of(9, 5)], [60])
+            generator.next()
+            uids = generator.insert(prompts, [3] * together)
+            said, steps, begun = {uid: [] for uid in uids}, 0, False
+            while len(generator) > 1:
+                before = model.store.stats().total.lookups
+                replies = generator.step()
+                steps += not begun
+                if not begun:
+                    lookups[pause] = lookups.get(pause, 0) + (
+                        model.store.stats().total.lookups - before
+                    )
+                for reply in replies:
+                    if reply.uid != running:
+                        begun = True
+                        said[reply.uid].append((reply.token, np.array(reply.logprobs)))
+            heard[pause] = said.values()
+            # One step for the whole prompt, or one for each layer and the head.
+            assert steps == (1 if pause is None else len(model.layers) + 1)
+    for one, other in zip(*heard.values(), strict=True):
+        for (token, logprobs), (right, exact) in zip(one, other, strict=True):
+            assert token == right
+            assert same_bits(logprobs, exact)
+    # A step of the running sequence looks up K experts a layer; the prompt does so once.
+    step = model.router.num_experts_per_tok * sum(1 for _ in model.moe_blocks())
+    assert lookups[0.0] - lookups[None] == step * len(model.layers)
+
+
+def test_what_leaves_during_a_pause_frees_its_place(hybrid, alone):
+    prompts = [prompt_of(seed, 30) for seed in range(3)]
+    with BatchGenerator(hybrid, prefill_step_size=None, max_pause=0.0) as generator:
+        uids = generator.insert(prompts, [4] * 3)
+        assert generator.step() == []
+        generator.remove(uids[:1])
+        assert len(generator) == 2
+        said = {uid: [] for uid in uids}
+        while replies := generator.next():
+            for reply in replies:
+                said[reply.uid].append(reply.token)
+        assert said[uids[0]] == []
+        for uid, prompt in list(zip(uids, prompts, strict=True))[1:]:
+            steps = generate_step(mx.array(prompt), hybrid, max_tokens=4)
+            assert said[uid] == [token for token, _ in steps]
+        (uid,) = generator.insert(prompts[:1], [4])
+        generator.step()
+        generator.remove([uid])
+        assert len(generator) == 0
+        assert generator.step() == []
+
+
+def test_a_paused_prompt_that_fails_begins_again(hybrid, monkeypatch):
+    steps = generate_step(mx.array(prompt_of(1, 30)), hybrid, max_tokens=3)
+    expected = [token for token, _ in steps]
+    original, calls = type(hybrid.store).experts, []
+
+    def failing(self, *arguments, **options):
+        calls.append(0)
+        if len(calls) == 2:
+            raise ExpertFileError("pulled out")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(type(hybrid.store), "experts", failing)
+    with BatchGenerator(hybrid, prefill_step_size=None, max_pause=0.0) as generator:
+        generator.insert([prompt_of(1, 30)], [3])
+        generator.step()
+        with pytest.raises(ExpertFileError):
+            generator.step()
+        said = []
+        while replies := generator.next():
+            said += [reply.token for reply in replies]
+    assert said == expected
+
+
+def test_prompts_wait_until_their_states_fit(hybrid):
+    each = hybrid.state_bytes(9 + 8)
+    with BatchGenerator(hybrid, max_tokens=8, state_bytes=int(2.5 * each)) as generator:
+        with pytest.raises(CacheError, match=r"more than the \d+ for all sequences"):
+            generator.insert([prompt_of(0, 9)], [100_000])
+        uids = generator.insert([prompt_of(seed, 9) for seed in range(5)])
+        said, most = dict.fromkeys(uids, 0), 0
+        while replies := generator.next():
+            most = max(most, len(replies))
+            for reply in replies:
+                said[reply.uid] += 1
+    assert most == 2
+    assert set(said.values()) == {8}
+
+
+def test_breakpoints_are_stored(hybrid):
+    """The state of recurrent layers is there only where it was stored."""
+    beginning = prompt_of(1, 20)
+    with PromptCache() as cache, BatchGenerator(hybrid, prompt_cache=cache) as generator:
+        cached = []
+        for ending in ([1, 2, 3], [4, 5, 6]):
+            generator.insert([beginning + ending], [1], breakpoints=[[20]])
+            cached += [reply.cached_tokens for reply in generator.next()]
+    assert cached == [0, 20]

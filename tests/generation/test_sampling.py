@@ -104,6 +104,7 @@ def test_top_p_counts_in_float32(top_p):
 
 def test_defaults_are_mlx_lms():
     ours = {n: p.default for n, p in signature(sampling.make_sampler).parameters.items()}
+    assert ours.pop("seed") is None  # mlx-lm has none
     theirs = {n: p.default for n, p in signature(sample_utils.make_sampler).parameters.items()}
     # 0 and 1 both mean no top-p.
     assert list(ours) == list(theirs)
@@ -224,3 +225,21 @@ def test_ids_beyond_the_vocabulary_are_refused(logprobs):
     sampler = sampling.make_sampler(1.0, xtc_probability=1.0, xtc_special_tokens=[V])
     with pytest.raises(InputError, match=f"{V}, which is out of range"):
         sampler(logprobs)
+
+
+def test_a_seeded_sampler_draws_from_its_own_state():
+    """Whatever else is drawn, and whether or not XTC draws too."""
+    logprobs = mx.zeros((1, 4096))
+    for options in ({"temp": 1.0}, {"temp": 0.7, "xtc_probability": 0.5, "xtc_threshold": 0.0}):
+        drawn = []
+        for seed in (5, 5, 6):
+            sample = sampling.make_sampler(**options, seed=seed)
+            drawn.append([sample(logprobs).item() for _ in range(6)])
+            mx.random.uniform()
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert len(set(drawn[0])) > 1
+    mx.random.seed(3)
+    expected = mx.random.uniform().item()
+    mx.random.seed(3)
+    sampling.make_sampler(temp=1.0, seed=5)(logprobs)
+    assert mx.random.uniform().item() == expected
