@@ -26,7 +26,7 @@ class ByteDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        return self._utf8.decode(_spelled(self._token_of(token) or ""))
+        return self._utf8.decode(spelled(self._token_of(token) or ""))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -76,18 +76,22 @@ class PieceDetokenizer:
 
 
 class StopText:
-    """Filter that holds text back while it may be the beginning of a stop string."""
+    """Filter that holds text back while it may be the beginning of a stop string.
+
+    found: True once a stop string is complete; stop: That string.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.found = tuple(stops), "", False
+        self.stop: str | None = None
 
     def add(self, text: str) -> str:
         """Return the text that cannot belong to a stop string; set `found` once one is complete."""
         self._held += text
-        hits = [i for i in (self._held.find(stop) for stop in self._stops) if i >= 0]
+        hits = [(i, stop) for stop in self._stops if (i := self._held.find(stop)) >= 0]
         if hits:
-            self.found = True
-            shown, self._held = self._held[: min(hits)], ""
+            self.found, (first, self.stop) = True, min(hits)
+            shown, self._held = self._held[:first], ""
             return shown
         held = max((overlap(self._held, stop) for stop in self._stops), default=0)
         end = len(self._held) - held
@@ -120,7 +124,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-def _spelled(token: str) -> bytes:
+def spelled(token: str) -> bytes:
     """Return a token's bytes; an added token, with characters outside the alphabet, is UTF-8."""
     try:
         return bytes(_BYTES[character] for character in token)

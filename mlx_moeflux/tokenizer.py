@@ -167,6 +167,11 @@ class Tokenizer:
         self.all_special_tokens = [backend.token_of(i) for i in self.all_special_ids]
 
     @property
+    def byte_level(self) -> bool:
+        """Return True if tokens are spelled in GPT-2's alphabet of bytes."""
+        return self._backend.byte_level
+
+    @property
     def vocab_size(self) -> int:
         return len(self.get_vocab())
 
@@ -297,7 +302,7 @@ class Tokenizer:
         }
         for name in given.keys() & variables.keys():
             raise InputError(f"'{name}' is set by the tokenizer; rename the template variable.")
-        text = _render(template, **given, **variables)
+        text = render(template, **given, **variables)
         if continue_final_message:
             last = str(conversation[-1]["content"]).strip()
             if last not in text:
@@ -453,7 +458,12 @@ def _environment() -> Any:
     return environment
 
 
-def _render(template: str, **variables: Any) -> str:
+def render(template: str, **variables: Any) -> str:
+    """Return the text of a chat template.
+
+    Raises:
+        InputError: The template refuses the variables.
+    """
     from jinja2 import TemplateError
 
     try:

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mlx_moeflux"
 # Lower numbers may import from higher ones only.
 RANK = {
     "cli": 0,
+    "server": 1,
     "mlx_lm_plugin": 1,
     "measure": 1,
     "conversion": 2,

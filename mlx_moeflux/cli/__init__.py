@@ -18,6 +18,7 @@ from mlx_moeflux.errors import MoefluxError, UnsupportedError
 COMMANDS = {
     "generate": "generate text from a prompt",
     "chat": "chat with a model",
+    "serve": "serve the protocols of OpenAI and Anthropic over HTTP",
     "server": "serve OpenAI's protocol over HTTP",
     "cache_prompt": "process a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",

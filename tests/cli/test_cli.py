@@ -46,6 +46,17 @@ OPTIONS = {
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --balance --eviction --prefetch --safe -v --tuning
     """,
+    "serve": """
+        --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
+        --decode-concurrency --host --kv-memory --log-level --max-pause --max-tokens
+        --max-waiting --min-p --model --port --prefill-step-size --prompt-cache
+        --prompt-cache-bytes --prompt-cache-disk --prompt-concurrency --reasoning-parser
+        --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p
+        --adapter-path --draft-model --num-draft-tokens --quantized-kv-start --pipeline
+        --trust-remote-code --balance --eviction --expert-memory --expert-reader
+        --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
+        --prefetch --safe --tuning
+    """,
     "server": """
         --adapter-path --allowed-origins --chat-template --chat-template-args
         --decode-concurrency --draft-model --expert-memory --expert-reader --expert-threads

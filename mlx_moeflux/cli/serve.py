@@ -1,0 +1,209 @@
+"""``mlx_moeflux serve``: OpenAI's and Anthropic's protocols over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_moeflux.cli.generate import (
+    add_cache_arguments,
+    add_expert_arguments,
+    load_options,
+    prompt_cache,
+    refuse,
+)
+from mlx_moeflux.errors import InputError, UnsupportedError
+
+REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized-kv-start")
+REFUSED += ("--pipeline", "--trust-remote-code")
+KEY_VARIABLE = "MOEFLUX_API_KEY"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--host", default="127.0.0.1", help="default %(default)s: this machine alone")
+    add("--port", type=int, default=8080, help="default %(default)s; 0: any that is free")
+    add("--api-key", help=f"key that requests must have (default: ${KEY_VARIABLE})")
+    add("--allowed-host", action="append", default=[], help="name of this server; repeatable")
+    add("--allowed-origins", nargs="*", default=[], help="web pages that may use this server")
+    add("--strict-model", action="store_true", help="refuse requests that name another model")
+    add("--chat-template", help="template, or file of it, instead of the model's own")
+    add("--chat-template-args", default="{}", help="JSON object of template variables")
+    add("--tool-parser", help="syntax of tool calls (default: by the chat template)")
+    add("--reasoning-parser", help="syntax of reasoning (default: by the vocabulary)")
+    add("--temp", type=float, default=0.0, help="if a request has none, default %(default)s")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0)
+    add("--min-p", type=float, default=0.0)
+    add("--max-tokens", type=int, default=4096, help="if a request has none, default %(default)s")
+    add("--decode-concurrency", type=int, default=32, help="replies at once, default %(default)s")
+    add("--prompt-concurrency", type=int, default=8, help="prompts at once, default %(default)s")
+    add("--prefill-step-size", type=int, help="tokens a call (default: 2048, streamed: all)")
+    add("--max-pause", type=float, default=0.3, metavar="SECONDS", help="default %(default)s")
+    add("--max-waiting", type=int, default=128, help="requests that wait, default %(default)s")
+    add("--kv-memory", default="auto", metavar="SIZE", help="of all states, default half the rest")
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of one request")
+    add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="to finish")
+    add("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help="of states in memory")
+    add_cache_arguments(parser)
+    add_expert_arguments(parser, stats=False)
+    refuse(parser, REFUSED)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import llguidance  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the server needs the extra 'server' ({error}); pip install 'mlx_moeflux[server]'."
+        ) from error
+    from mlx_moeflux import loading
+    from mlx_moeflux.server.app import make_app
+    from mlx_moeflux.server.http import Server, listen
+    from mlx_moeflux.server.service import Service
+
+    limits = _limits(args)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level="WARNING")
+    logging.getLogger("mlx_moeflux.server").setLevel(args.log_level)
+    if args.log_level != "DEBUG":
+        logging.getLogger("uvicorn").setLevel("CRITICAL")  # it logs tracebacks
+    with listen(args.host, args.port) as bound:
+        path = args.model or loading.BUNDLED_MODEL
+        model, tokenizer = loading.load(path, **load_options(args), verbose=True)
+        with model, _prompt_cache(args) as states:
+            _set_template(args, tokenizer)
+            service = Service(
+                model, tokenizer, _service_options(args, path), _engine_options(args, model), states
+            )
+            host, port = bound.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            line = f"serving {path} on http://{shown}:{port}\n"
+            app = make_app(service, limits)
+            Server(app, limits, lambda: sys.stderr.write(line)).run(sockets=[bound])
+    return 0
+
+
+def _limits(args: argparse.Namespace) -> Any:
+    from mlx_moeflux.server.guard import LOCAL_HOSTS, Limits
+
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    if args.host not in LOCAL:
+        if not key:
+            raise InputError(
+                f"other machines reach {args.host}: give --api-key or set {KEY_VARIABLE}."
+            )
+        if not args.allowed_host:
+            raise InputError(
+                f"other machines reach {args.host}: name this server with --allowed-host NAME."
+            )
+    if args.shutdown_timeout < 0 or args.timeout <= 0:
+        raise InputError("--timeout and --shutdown-timeout are seconds; give positive numbers.")
+    return Limits(
+        hosts=frozenset({*LOCAL_HOSTS, *(host.lower() for host in args.allowed_host)}),
+        api_key=key,
+        origins=frozenset(args.allowed_origins),
+        shutdown_seconds=args.shutdown_timeout,
+    )
+
+
+def _prompt_cache(args: argparse.Namespace) -> Any:
+    """Return a context of the prompt cache: on disk if a directory is given, else in memory."""
+    from mlx_moeflux.cache.prompt.cache import PromptCache
+    from mlx_moeflux.experts.budget import parse_budget
+
+    memory = parse_budget(args.prompt_cache_bytes, 0)
+    if memory is None:
+        raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB.")
+    if args.prompt_cache is None:
+        return PromptCache(memory_bytes=memory)
+    return prompt_cache(args, memory_bytes=memory)
+
+
+def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Replace the tokenizer's chat template if one is given, and try it."""
+    from mlx_moeflux.server.template import check_template
+
+    if args.chat_template is not None:
+        file = Path(args.chat_template)
+        inline = "{" in args.chat_template
+        tokenizer.tool_template = None
+        try:
+            tokenizer.chat_template = args.chat_template if inline else file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--chat-template {file} cannot be read ({error}).") from error
+    for template in {tokenizer.chat_template, tokenizer.tool_template} - {None}:
+        check_template(template)
+
+
+def _service_options(args: argparse.Namespace, path: Any) -> Any:
+    from mlx_moeflux.generation.sampling import check_integer, make_sampler
+    from mlx_moeflux.server.reasoning import REASONING
+    from mlx_moeflux.server.request import Defaults
+    from mlx_moeflux.server.service import ServiceOptions
+    from mlx_moeflux.server.tools import SYNTAXES
+
+    make_sampler(args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
+    check_integer("--max-tokens", args.max_tokens, 1)
+    try:
+        variables = json.loads(args.chat_template_args)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise InputError("--chat-template-args is no JSON object.")
+    for flag, name, known in (
+        ("--tool-parser", args.tool_parser, SYNTAXES),
+        ("--reasoning-parser", args.reasoning_parser, REASONING),
+    ):
+        if name is not None and name not in known:
+            raise InputError(f"{flag} is {name!r}; there are {', '.join(known)}.")
+    return ServiceOptions(
+        name=str(path),
+        defaults=Defaults(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p),
+        strict_model=args.strict_model,
+        seconds=args.timeout,
+        template_options=variables,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+
+
+def _engine_options(args: argparse.Namespace, model: Any) -> Any:
+    from mlx_moeflux.experts.budget import measure_memory, parse_budget
+    from mlx_moeflux.generation.sampling import check_integer, check_number
+    from mlx_moeflux.server.engine import EngineOptions
+
+    for flag in ("decode_concurrency", "prompt_concurrency"):
+        check_integer(f"--{flag.replace('_', '-')}", getattr(args, flag), 1)
+    check_integer("--max-waiting", args.max_waiting, 0)
+    check_number("--max-pause", args.max_pause, 0.0)
+    state_bytes = parse_budget(args.kv_memory, 0)
+    if state_bytes is None:
+        state_bytes = max(measure_memory().usable_bytes // 2, model.state_bytes(8192))
+    step = args.prefill_step_size
+    if step is None and not model.store.slots:
+        step = 2048  # a resident model reads no experts: calls may be short
+    return EngineOptions(
+        concurrency=args.decode_concurrency,
+        prompts=args.prompt_concurrency,
+        waiting=args.max_waiting,
+        state_bytes=state_bytes,
+        prefill_step_size=step,
+        max_pause=args.max_pause,
+    )
+
+
+def main() -> int:
+    """Run the script ``mlx_moeflux.serve``."""
+    from mlx_moeflux.cli import run_command
+
+    return run_command("serve")

@@ -1,0 +1,239 @@
+"""The ASGI application: routes, and for each request body, reply or events, and one log line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.fields import Fields, read_json
+from mlx_moeflux.server.guard import Guard, Limits
+from mlx_moeflux.server.protocols import info, openai, openai_chat
+from mlx_moeflux.server.request import GenerationRequest
+from mlx_moeflux.server.service import Generation, Service
+
+LOG = logging.getLogger("mlx_moeflux.server")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How one path is read and answered; the functions of a module of `protocols`."""
+
+    read: Callable[[Fields, Service], GenerationRequest]
+    reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
+    events: Callable[[Generation, Service], AsyncIterator[str]]
+    error: Callable[[RequestError], dict[str, Any]]
+
+
+PROTOCOLS = {
+    "/v1/chat/completions": Protocol(
+        openai_chat.read, openai_chat.reply, openai_chat.events, openai.error
+    ),
+}
+
+
+def error_of(path: str) -> Callable[[RequestError], dict[str, Any]]:
+    """Return the function that makes the error object of a path's protocol."""
+    return PROTOCOLS[path].error if path in PROTOCOLS else openai.error
+
+
+def refusal(path: str, error: RequestError) -> JSONResponse:
+    """Return the response to a request that is not served."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(error_of(path)(error), status_code=error.status, headers=headers)
+
+
+def make_app(service: Service, limits: Limits) -> Guard:
+    """Return the application; whoever serves it starts and ends the engine."""
+    get = {
+        "/health": lambda request: JSONResponse(info.health(service)),
+        "/v1/models": lambda request: JSONResponse(info.models(service)),
+        "/v1/models/{name:path}": lambda request: JSONResponse(
+            info.retrieve(service, request.path_params["name"])
+        ),
+        "/metrics": lambda request: PlainTextResponse(info.metrics(service)),
+    }
+    routes = [Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()]
+    for path, protocol in PROTOCOLS.items():
+        routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = f"{request.method} {request.url.path[:100]}: {error.detail}."
+        return refusal(request.url.path, RequestError(text, status=error.status_code))
+
+    async def on_refusal(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return refusal(request.url.path, error)
+
+    async def on_failure(request: Request, error: Exception) -> Response:
+        # Starlette raises the error again behind this response, and the guard logs it.
+        failed = RequestError("the server failed; its log says why.", status=500)
+        return refusal(request.url.path, failed)
+
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            HTTPException: on_http,
+            RequestError: on_refusal,
+            Exception: on_failure,
+        },
+    )
+    return Guard(app, service, limits, refusal)
+
+
+def _answer(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return answer(request)
+
+    return endpoint
+
+
+def _generate(
+    service: Service, protocol: Protocol, limits: Limits
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint of a protocol."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = Fields(read_json(await request.body()))
+        generation = await service.start(protocol.read(fields, service))
+        if generation.request.stream:
+            return EventStream(generation, protocol, service, limits)
+        try:
+            body = await _unless_gone(request.receive, protocol.reply(generation, service))
+            return JSONResponse(body)
+        finally:
+            generation.close()
+            _log(service, request.url.path, generation)
+
+    return endpoint
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it when the client leaves.
+
+    Raises:
+        RequestError: The client left; nobody reads this.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestError("the client left.", status=499)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A streamed reply, with comments that keep the connection alive while a prompt is read.
+
+    It ends when the reply does, when the client leaves, or when the client takes no data for
+    ``limits.write_seconds``.
+    """
+
+    def __init__(
+        self, generation: Generation, protocol: Protocol, service: Service, limits: Limits
+    ):
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._generation, self._protocol = generation, protocol
+        self._service, self._limits = service, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_gone(receive, self._send(send))
+        except (RequestError, TimeoutError):
+            pass  # the client left, or takes nothing
+        finally:
+            self._generation.close()
+            _log(self._service, scope["path"], self._generation)
+
+    async def _send(self, send: Send) -> None:
+        async def out(text: str, *, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
+            # Unlike this, wait_for() of Python 3.11 may swallow a cancellation.
+            async with asyncio.timeout(self._limits.write_seconds):
+                await send(message)
+
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        events = self._protocol.events(self._generation, self._service)
+        try:
+            async for text in _kept_alive(events, self._limits.keep_alive_seconds):
+                await out(text)
+        except RequestError as error:
+            await out(openai.event(self._protocol.error(error), _error_event(self._protocol)))
+        await out("", more=False)
+
+
+def _error_event(protocol: Protocol) -> str | None:
+    """Return the name of the event of an error, where a protocol names its events."""
+    return None if protocol.error is openai.error else "error"
+
+
+async def _kept_alive(events: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
+    """Yield events, and a comment whenever `seconds` pass without one."""
+    following = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait((following,), timeout=seconds)
+            if not done:
+                yield ": keep-alive\n\n"
+                continue
+            text = following.result()
+            if text is None:
+                return
+            yield text
+            following = asyncio.ensure_future(anext(events, None))
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _log(service: Service, path: str, generation: Generation) -> None:
+    """Count a request whose prompt was read, and write its line."""
+    metrics, now = service.metrics, time.monotonic()
+    metrics.prompt_tokens += generation.prompt_tokens
+    metrics.cached_tokens += generation.cached_tokens
+    metrics.completion_tokens += generation.completion_tokens
+    metrics.duration.add(now - generation.began)
+    first = "-"
+    if generation.first_token is not None:
+        metrics.first_token.add(generation.first_token - generation.began)
+        first = f"{generation.first_token - generation.began:.2f} s"
+    ends = ",".join(end or "dropped" for end in generation.finished)
+    LOG.info(
+        "%s: prompt %d (%d cached), reply %d, %s; first token %s, all %.2f s; hit rate %.1f %%",
+        path,
+        generation.prompt_tokens,
+        generation.cached_tokens,
+        generation.completion_tokens,
+        ends,
+        first,
+        now - generation.began,
+        100 * generation.hit_rate(),
+    )

@@ -1,0 +1,330 @@
+"""The engine: one thread owns MLX and steps the batch, the event loop is on the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.errors import CacheError, InputError, MoefluxError
+from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
+from mlx_moeflux.generation.memory import LIMITS, Needs
+from mlx_moeflux.generation.sampling import (
+    LogitsProcessor,
+    Sampler,
+    make_logits_processors,
+    make_sampler,
+)
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.request import Sampling
+
+LOG = logging.getLogger("mlx_moeflux.server")
+
+# Tokens of a prompt whose activations may stay allocated between two prompts.
+KEPT_PROMPT = 8192
+
+# Penalties count the whole reply, however long.
+WHOLE = 1 << 30
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a token, and the most probable ones at its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a reply, or its failure. finish: "stop" (the token is no text), "length" or
+    None."""
+
+    id: int = -1
+    finish: str | None = None
+    cached: int = 0
+    logprobs: TokenLogprobs | None = None
+    error: RequestError | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt in the engine, which answers it with one reply.
+
+    limit: Most tokens of the reply. heard: Called in the event loop with each token. logprobs:
+    Number of alternatives to report, None reports nothing. processors: Besides those of
+    `sampling`. breakpoints: Positions in the prompt whose states are kept.
+    """
+
+    prompt: list[int]
+    limit: int
+    sampling: Sampling
+    heard: Callable[[Token], None]
+    logprobs: int | None = None
+    processors: Sequence[LogitsProcessor] = ()
+    breakpoints: Sequence[int] = ()
+    uid: int = field(default=-1, init=False)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits of an engine.
+
+    concurrency: Most replies that take a step together. prompts: Most prompts read together.
+    waiting: Most further requests; state_bytes: Most bytes of all states. prefill_step_size,
+    max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
+    """
+
+    concurrency: int = 32
+    prompts: int = 8
+    waiting: int = 128
+    state_bytes: int | None = None
+    prefill_step_size: int | None = None
+    max_pause: float = 0.3
+
+
+class Engine:
+    """Steps a batch in a thread of its own, which alone uses the model from :meth:`start` on.
+
+    The methods are for the event loop's thread. After a failure of a step all replies end with an
+    error, and later ones are answered.
+
+    stop_ids: Ids that end every reply.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stop_ids: Iterable[int],
+        options: EngineOptions,
+        prompt_cache: PromptCache | None = None,
+    ):
+        self.model, self.options = model, options
+        self._stop_ids, self._prompt_cache = set(stop_ids), prompt_cache
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}  # of the thread
+        self._live: set[Job] = set()  # of the event loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = self._warm = False
+        self._samplers = functools.lru_cache(64)(_shared_sampler)
+        self._generator = self._make_generator()
+
+    def start(self) -> None:
+        """Start the thread; compile the kernels of a GPU before the first request."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End all replies with an error, and the thread."""
+        if self._thread is not None:
+            self._commands.put(self._stop)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """Return True while requests are answered without delay by kernels that compile."""
+        return self.alive and self._warm
+
+    @property
+    def live(self) -> int:
+        """Return the number of replies that wait or run."""
+        return len(self._live)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue prompts of one request.
+
+        Raises:
+            RequestError: The queue is full.
+        """
+        options = self.options
+        if self._live and len(self._live) + len(jobs) > options.concurrency + options.waiting:
+            raise RequestError(
+                f"{len(self._live)} replies wait or run, which is the most; try again later.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=1 + len(self._live) // options.concurrency,
+            )
+        self._live.update(jobs)
+        self._commands.put(lambda: self._insert(jobs))
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Remove the unfinished ones of these prompts; they are not heard of again."""
+        gone = [job for job in jobs if job in self._live]
+        if gone:
+            self._live.difference_update(gone)
+            self._commands.put(lambda: self._remove(gone))
+
+    def _make_generator(self) -> BatchGenerator:
+        options = self.options
+        return BatchGenerator(
+            self.model,
+            stop_ids=self._stop_ids,
+            completion_batch_size=options.concurrency,
+            prefill_batch_size=options.prompts,
+            prefill_step_size=options.prefill_step_size,
+            max_pause=options.max_pause,
+            state_bytes=options.state_bytes,
+            prompt_cache=self._prompt_cache,
+        )
+
+    def _run(self) -> None:
+        with LIMITS.held(self._needs()):
+            if mx.default_device() != mx.cpu:
+                self._generator.warm_up()
+            self._warm = True
+            while not self._stopped:
+                self._obey()
+                self._step()
+            self._end_all(RequestError("the server is shutting down.", status=503))
+            self._generator.close()
+
+    def _needs(self) -> Needs:
+        prompt = min(KEPT_PROMPT, self.model.context_left())
+        needs = Needs.of(self.model, prompt_tokens=prompt, positions=0)
+        return replace(needs, wired=needs.wired + (self.options.state_bytes or 0))
+
+    def _obey(self) -> None:
+        """Carry out all commands; wait for one if there is nothing else to do."""
+        if not len(self._generator) and not self._stopped:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _insert(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            try:
+                (job.uid,) = self._generator.insert(
+                    [job.prompt],
+                    [job.limit],
+                    samplers=[self._sampler(job.sampling)],
+                    logits_processors=[_processors(job)],
+                    breakpoints=[job.breakpoints],
+                )
+                self._jobs[job.uid] = job
+            except MoefluxError as error:
+                # What the request's reader did not foresee: it concerns this one alone.
+                wrong = isinstance(error, InputError | CacheError)
+                status = 400 if wrong else 500
+                self._tell([(job, Token(error=RequestError(str(error), status=status)))])
+
+    def _remove(self, jobs: Iterable[Job]) -> None:
+        uids = [job.uid for job in jobs if self._jobs.pop(job.uid, None)]
+        if uids:
+            self._generator.remove(uids)
+
+    def _step(self) -> None:
+        if not len(self._generator):
+            return
+        try:
+            replies = self._generator.step()
+            told = [(job, _token(job, r)) for r in replies for job in (self._jobs[r.uid],)]
+        except Exception as error:  # noqa: BLE001  # whatever failed, later requests are answered
+            LOG.error("a step failed: %s: %s", type(error).__name__, " ".join(str(error).split()))
+            self._end_all(RequestError("the model failed; the server's log says why.", status=500))
+            self._generator.close()
+            self._generator = self._make_generator()
+            return
+        for job, token in told:
+            if token.finish:
+                del self._jobs[job.uid]
+        self._tell(told)
+
+    def _sampler(self, sampling: Sampling) -> Sampler:
+        plain = replace(
+            sampling,
+            presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=0.0, logit_bias=(),
+        )  # fmt: skip
+        # Rows with one sampler are sampled together; a seed is the reply's own.
+        return _shared_sampler(plain) if sampling.seed is not None else self._samplers(plain)
+
+    def _end_all(self, error: RequestError) -> None:
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        self._tell([(job, Token(error=error)) for job in jobs])
+
+    def _tell(self, told: list[tuple[Job, Token]]) -> None:
+        if told:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._hear, told)
+
+    def _hear(self, told: list[tuple[Job, Token]]) -> None:
+        for job, token in told:
+            if job in self._live:
+                if token.finish or token.error:
+                    self._live.discard(job)
+                job.heard(token)
+
+
+def _shared_sampler(sampling: Sampling) -> Sampler:
+    return make_sampler(
+        sampling.temperature,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        top_k=sampling.top_k,
+        xtc_probability=sampling.xtc_probability,
+        xtc_threshold=sampling.xtc_threshold,
+        seed=None if sampling.seed is None else sampling.seed % 2**64,
+    )
+
+
+def _processors(job: Job) -> list[LogitsProcessor]:
+    """Return the processors of a prompt: bias, repetition over prompt and reply, the other
+    penalties over the reply, and its own."""
+    sampling, repetition = job.sampling, job.sampling.repetition_penalty
+    processors = make_logits_processors(
+        dict(sampling.logit_bias) or None,
+        repetition_penalty=None if repetition == 1 else repetition,
+        repetition_context_size=WHOLE,
+    )
+    counted = make_logits_processors(
+        presence_penalty=sampling.presence_penalty,
+        presence_context_size=WHOLE,
+        frequency_penalty=sampling.frequency_penalty,
+        frequency_context_size=WHOLE,
+    )
+    counted = [_of_reply(processor, len(job.prompt)) for processor in counted]
+    return [*processors, *counted, *job.processors]
+
+
+def _of_reply(processor: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        reply = tokens[prompt_tokens:]
+        return processor(reply, logits) if reply.size else logits
+
+    return process
+
+
+def _token(job: Job, reply: BatchReply) -> Token:
+    logprobs = None
+    if job.logprobs is not None:
+        logprobs = _logprobs(reply.logprobs, reply.token, job.logprobs)
+    return Token(reply.token, reply.finish_reason, reply.cached_tokens, logprobs)
+
+
+def _logprobs(row: mx.array, token: int, count: int) -> TokenLogprobs:
+    """Return the logprob of `token` and the `count` largest of a row ``[V]``; evaluates it."""
+    best = mx.argpartition(-row, kth=count)[:count] if count else mx.array([], mx.uint32)
+    ids: Any = best.tolist()
+    values: Any = row[best].tolist()
+    own: Any = row[token].item()
+    top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprobs(token, own, tuple(top))

@@ -1,0 +1,198 @@
+"""What every request passes first: host, origin, key, and the bounds of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.service import Service
+
+LOG = logging.getLogger("mlx_moeflux.server")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of connections, and who may use the server.
+
+    hosts: Names and addresses that requests may call the server by. api_key: Required in every
+    request if set. origins: Web pages that may use the server, such as ``http://localhost:3000``.
+    body_bytes, body_seconds: Size of a body and time until it is there. header_seconds,
+    header_bytes, idle_seconds: Of a request's head, and of a connection between two requests.
+    write_seconds: Time in which a client must take some of a stream. keep_alive_seconds: Time
+    between two comments in a silent stream. connections: Most at once. shutdown_seconds: Time that
+    replies have to finish when the server ends.
+    """
+
+    hosts: frozenset[str] = frozenset(LOCAL_HOSTS)
+    api_key: str | None = None
+    origins: frozenset[str] = frozenset()
+    body_bytes: int = 32 << 20
+    body_seconds: float = 60.0
+    header_seconds: float = 20.0
+    header_bytes: int = 64 << 10
+    idle_seconds: float = 75.0
+    write_seconds: float = 60.0
+    keep_alive_seconds: float = 10.0
+    connections: int = 1024
+    shutdown_seconds: float = 30.0
+
+
+class Guard:
+    """ASGI middleware around the routes.
+
+    refuse: (path, error) -> response.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        limits: Limits,
+        refuse: Callable[[str, RequestError], Response],
+    ):
+        self._app, self.service, self.limits = app, service, limits
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, path = 0, scope["path"]
+        cross = _cross_origin(scope, self.limits)
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *cross]
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check(scope, headers)
+            if scope["method"] == "OPTIONS" and cross:
+                await Response(status_code=204)(scope, receive, noted)
+                return
+            body = await self._body(headers, receive)
+            await self._app(scope, _replayed(body, receive), noted)
+        except ClientDisconnect:
+            pass
+        except RequestError as error:
+            await self._answer(error, scope, receive, noted, begun=bool(status))
+        except Exception as error:  # a fault of ours; the server goes on
+            kind, debug = type(error).__name__, LOG.isEnabledFor(logging.DEBUG)
+            LOG.error("%s failed: %s: %s", path, kind, _line(error), exc_info=debug)
+            failed = RequestError("the server failed; its log says why.", status=500)
+            await self._answer(failed, scope, receive, noted, begun=bool(status))
+        finally:
+            known = path if status not in (404, 405) else "other"
+            self.service.metrics.requests[known, status] += 1
+            if status >= 400:
+                LOG.info("%s %s: refused with %d", scope["method"], path[:100], status)
+
+    async def _answer(
+        self, error: RequestError, scope: Scope, receive: Receive, send: Send, *, begun: bool
+    ) -> None:
+        if not begun:
+            response = self._refuse(scope["path"], error)
+            if error.status in (408, 413):
+                # The rest of the body is not read.
+                response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Refuse a request by its head alone."""
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if host is None or host not in self.limits.hosts:
+            raise RequestError(
+                f"this server is not called '{(host or '')[:80]}'; --allowed-host names it.",
+                status=403,
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not _allowed(origin, headers["host"], self.limits):
+            raise RequestError(
+                f"pages of '{origin[:80]}' may not use this server; --allowed-origins names them.",
+                status=403,
+                code="origin_not_allowed",
+            )
+        key = self.limits.api_key
+        if key is None or scope["path"] == "/health" or scope["method"] == "OPTIONS":
+            return
+        bearer = headers.get("authorization", "")
+        given = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+            raise RequestError(
+                "the API key is missing or wrong.", status=401, code="invalid_api_key"
+            )
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """Return the whole body.
+
+        Raises:
+            RequestError: It is too large or too slow. ClientDisconnect: The client left.
+        """
+        most = self.limits.body_bytes
+        too_large = RequestError(f"the body is larger than {most} bytes.", status=413)
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RequestError("the body came too slowly.", status=408) from None
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a function that gives the body at once, and then what comes."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _allowed(origin: str, host: str, limits: Limits) -> bool:
+    """Return True for the server's own pages and those it was told of."""
+    return urlsplit(origin).netloc == host or origin in limits.origins or "*" in limits.origins
+
+
+def _cross_origin(scope: Scope, limits: Limits) -> list[tuple[bytes, bytes]]:
+    """Return the headers that let a page of another origin read the response, if it may."""
+    origin = Headers(scope=scope).get("origin")
+    if origin is None or not ("*" in limits.origins or origin in limits.origins):
+        return []
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"vary", b"origin"),
+    ]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

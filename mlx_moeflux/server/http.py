@@ -1,0 +1,147 @@
+"""uvicorn with bounded connections, and an end that signals can ask for twice."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.server.guard import Guard, Limits
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address; port 0 is any that is free.
+
+    Raises:
+        InputError: Nothing can listen there.
+    """
+    if not 0 <= port <= 65535:  # getaddrinfo would take the lowest 16 bits
+        raise InputError(f"port is {port}; give 1 to 65535, or 0 for any that is free.")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(
+            f"nothing can listen on {host}, port {port} ({why}); choose another --host or --port."
+        ) from error
+    return bound
+
+
+class Server(uvicorn.Server):
+    """A server that starts the engine, on the first signal finishes the replies under way within a
+    bound, and on the second ends at once.
+
+    on_ready: Called when clients can connect.
+    """
+
+    def __init__(self, app: Guard, limits: Limits, on_ready: Callable[[], object] = lambda: None):
+        self._app, self._limits, self._on_ready = app, limits, on_ready
+        protocol = type("Bounded", (BoundedProtocol,), {"header_seconds": limits.header_seconds})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=int(limits.idle_seconds),
+                limit_concurrency=limits.connections,
+                backlog=2048,
+                h11_max_incomplete_event_size=limits.header_bytes,
+                # The engine ends the replies after shutdown_seconds; this is for what hangs.
+                timeout_graceful_shutdown=int(limits.shutdown_seconds) + 5,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.service.engine.start()
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals; unlike uvicorn's, do not raise them again at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, self.handle_exit) for one in handled}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._app.service.draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what runs, and drop it after the bound or a second signal."""
+        self._app.service.draining = True
+        dropping = asyncio.ensure_future(self._drop_later())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            dropping.cancel()
+            await self._app.service.engine.close()
+
+    async def _drop_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._limits.shutdown_seconds
+        while loop.time() < until and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await self._app.service.engine.close()
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 whose clients must send a request's head within `header_seconds`."""
+
+    header_seconds = 20.0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as H11Protocol's
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is None and not self._answering():
+            self._wait_for_head()
+        super().data_received(data)
+        if self._answering():
+            self._forget_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,315 @@
+"""From a request to its replies: renders the prompt, submits it, and assembles what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.generation.prompt import prompt_ids, turn_end
+from mlx_moeflux.generation.text import end_ids
+from mlx_moeflux.server.assemble import Assembler, Delta
+from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
+from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.metrics import Metrics
+from mlx_moeflux.server.reasoning import ReasoningSplitter, choose_reasoning
+from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
+from mlx_moeflux.server.tools import (
+    ToolSplitter,
+    calls_grammar,
+    choose_syntax,
+    parameters_of,
+)
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """What a server does with requests.
+
+    name: Of the model, in replies. strict_model: Refuse requests for other names. seconds: Longest
+    time of one request. template_options: Variables of the chat template, below the request's own.
+    tool_parser, reasoning_parser: Names of syntaxes; None chooses by template and vocabulary.
+    """
+
+    name: str
+    defaults: Defaults
+    strict_model: bool = False
+    seconds: float = 3600.0
+    template_options: dict[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered prompt. opened: It ends inside the reasoning. breakpoints: See :class:`Job`."""
+
+    ids: list[int]
+    opened: bool = False
+    breakpoints: Sequence[int] = ()
+
+
+class Service:
+    """One model, its engine, and how its replies are read; lives as long as the server."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: ServiceOptions,
+        engine_options: EngineOptions,
+        prompt_cache: PromptCache | None = None,
+    ):
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.vocabulary: int = model.config.vocab_size
+        self.created = int(time.time())
+        self.prompt_cache = prompt_cache
+        self.metrics = Metrics()
+        self.engine = Engine(model, end_ids(tokenizer), engine_options, prompt_cache)
+        templates = (tokenizer.chat_template, tokenizer.tool_template)
+        self.tool_syntax = choose_syntax(templates, options.tool_parser)
+        self.reasoning = choose_reasoning(tokenizer, options.reasoning_parser)
+        visible = (self.tool_syntax.begin, self.tool_syntax.end) if self.tool_syntax else ()
+        self.grammars = Grammars(tokenizer, self.vocabulary, visible)
+        self.draining = False
+        # Rendering and encoding take both cores' time from the engine if many do it at once.
+        self._rendering = asyncio.Semaphore(2)
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.ready and not self.draining
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name if the server is strict."""
+        if self.options.strict_model and name not in (None, self.options.name):
+            raise RequestError(
+                f"the model '{name[:80]}' is not served; there is '{self.options.name}'.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def start(self, request: GenerationRequest) -> Generation:
+        """Render and submit a request.
+
+        Raises:
+            RequestError: It cannot be served, now or ever.
+        """
+        if self.draining or not self.engine.alive:
+            raise RequestError("the server is shutting down.", status=503, retry_after=10)
+        async with self._rendering:
+            prompt = await asyncio.to_thread(self.render, request)
+            grammar = await asyncio.to_thread(self._grammar, request, prompt)
+        return Generation(self, request, prompt, grammar)
+
+    def render(self, request: GenerationRequest) -> Prompt:
+        """Return the prompt of a request.
+
+        Raises:
+            RequestError: The template refuses the messages, or they have no tokens.
+        """
+        if not request.answer:
+            return Prompt(self.encode(request.prompt))
+        given = self._template_arguments(request)
+        try:
+            ids = prompt_ids(self.model, self.tokenizer, request.messages, **given)
+        except InputError as error:
+            raise RequestError(str(error), param="messages") from error
+        ends = {turn_end(self.tokenizer, request.messages, ids, **given)}
+        for count in request.checkpoints:
+            ends.add(turn_end(self.tokenizer, request.messages[:count], ids, **given))
+        opened = self.reasoning is not None and self.tokenizer.decode(ids[-8:]).rstrip().endswith(
+            self.reasoning.open
+        )
+        return Prompt(ids, opened, sorted(end for end in ends if end))
+
+    def encode(self, text: str | list[int] | None) -> list[int]:
+        """Return the ids of a text, or ids as they are, checked against the vocabulary."""
+        try:
+            return prompt_ids(self.model, self.tokenizer, text)  # pyright: ignore[reportArgumentType]  # None is refused
+        except InputError as error:
+            raise RequestError(str(error), param="prompt") from error
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for."""
+        return token_bytes(self.tokenizer, token)
+
+    def _template_arguments(self, request: GenerationRequest) -> dict[str, Any]:
+        if self.tokenizer.chat_template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or start the server with "
+                "--chat-template.",
+                param="messages",
+            )
+        tools = request.tools if request.tool_choice != NONE else []
+        if tools and self.tool_syntax is None:
+            raise RequestError(
+                "this model's chat template has no known syntax of tool calls; leave 'tools' out.",
+                param="tools",
+            )
+        options = {**self.options.template_options, **request.template_options}
+        return {"tools": tools or None, "options": options}
+
+    def _grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+        """Return the compiled grammar that the replies must follow, or None."""
+        if request.tools and request.tool_choice not in (AUTO, NONE):
+            assert self.tool_syntax is not None
+            tools = parameters_of(request.tools)
+            if request.tool_choice != REQUIRED:
+                tools = {request.tool_choice: tools[request.tool_choice]}
+            many = request.parallel_tool_calls and request.tool_choice == REQUIRED
+            grammar = self.grammars.lark(calls_grammar(self.tool_syntax, tools, many=many))
+            self.grammars.check(grammar, "tools")
+            return grammar
+        for schema in request.schema:
+            grammar = self.grammars.json_schema(schema)
+            self.grammars.check(grammar, "response_format")
+            return grammar
+        return None
+
+
+class Generation:
+    """The replies to one request, while they come. Belongs to the event loop.
+
+    prompt_tokens, cached_tokens: Of the prompt; cached ones came from the prompt cache. finished:
+    How each reply ended, None before.
+    """
+
+    def __init__(
+        self, service: Service, request: GenerationRequest, prompt: Prompt, grammar: str | None
+    ):
+        self._service, self.request = service, request
+        self.prompt_tokens, self.cached_tokens = len(prompt.ids), 0
+        self.finished: list[str | None] = [None] * request.n
+        self.began, self.first_token = time.monotonic(), None
+        self._assemblers = [self._assembler(prompt) for _ in range(request.n)]
+        self._ready: deque[tuple[int, Delta] | RequestError] = deque()
+        self._news = asyncio.Event()
+        self._constraints = [self._constraint(prompt, grammar) for _ in range(request.n)]
+        self._before = service.model.store.stats().total
+        self._jobs = [self._job(prompt, i) for i in range(request.n)]
+        service.engine.submit(self._jobs)
+        self._timer = asyncio.get_running_loop().call_later(service.options.seconds, self._expire)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(assembler.tokens for assembler in self._assemblers)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(assembler.reasoning_tokens for assembler in self._assemblers)
+
+    @property
+    def done(self) -> bool:
+        """Return True if there is nothing more to come."""
+        return None not in self.finished and not self._ready
+
+    async def next(self) -> tuple[int, Delta]:
+        """Return the number of a reply and its next part.
+
+        Raises:
+            RequestError: The replies failed.
+        """
+        while not self._ready:
+            self._news.clear()
+            await self._news.wait()
+        found = self._ready.popleft()
+        if isinstance(found, RequestError):
+            raise found
+        return found
+
+    async def whole(self) -> list[Delta]:
+        """Wait for the replies; return each as one part."""
+        replies = [Delta() for _ in range(self.request.n)]
+        while not self.done:
+            i, delta = await self.next()
+            reply = replies[i]
+            reply.text += delta.text
+            reply.reasoning += delta.reasoning
+            reply.calls += delta.calls
+            reply.logprobs += delta.logprobs
+            reply.finish, reply.stop = delta.finish, delta.stop
+        return replies
+
+    def hit_rate(self) -> float:
+        """Return the hit rate of the experts since the request began, of all replies together."""
+        total = self._service.model.store.stats().total
+        lookups = total.lookups - self._before.lookups
+        return (total.hits - self._before.hits) / lookups if lookups else 1.0
+
+    def close(self) -> None:
+        """Cancel what is still running; the places are free at the next step."""
+        self._timer.cancel()
+        self._service.engine.cancel(self._jobs)
+
+    def _assembler(self, prompt: Prompt) -> Assembler:
+        request, service = self.request, self._service
+        reasoning = tools = None
+        if request.answer and service.reasoning is not None:
+            reasoning = ReasoningSplitter(service.reasoning, opened=prompt.opened)
+        if request.tools and request.tool_choice != NONE and service.tool_syntax is not None:
+            most = None if request.parallel_tool_calls else 1
+            tools = ToolSplitter(service.tool_syntax, parameters_of(request.tools), most=most)
+        return Assembler(service.tokenizer, stop=request.stop, reasoning=reasoning, tools=tools)
+
+    def _constraint(self, prompt: Prompt, grammar: str | None) -> Constraint | None:
+        if grammar is None:
+            return None
+        after = None
+        if prompt.opened:
+            assert self._service.reasoning is not None
+            # The grammar holds for the answer, which begins behind this token.
+            close = self._service.reasoning.close
+            after = self._service.tokenizer.convert_tokens_to_ids(close)
+        return self._service.grammars.constraint(grammar, len(prompt.ids), after)
+
+    def _job(self, prompt: Prompt, i: int) -> Job:
+        request, constraint = self.request, self._constraints[i]
+        sampling = request.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + i)
+        limit = request.max_tokens or self._service.options.defaults.max_tokens
+        return Job(
+            prompt.ids,
+            limit,
+            sampling,
+            lambda token: self._hear(i, token),
+            logprobs=request.logprobs,
+            processors=[] if constraint is None else [constraint],
+            breakpoints=prompt.breakpoints,
+        )
+
+    def _hear(self, i: int, token: Token) -> None:
+        """Take a token of reply `i` from the engine."""
+        if token.error is not None:
+            self._fail(token.error)
+            return
+        if self.first_token is None:
+            self.first_token, self.cached_tokens = time.monotonic(), token.cached
+        delta = self._assemblers[i].add(token)
+        constraint = self._constraints[i]
+        if delta.finish and constraint is not None and constraint.error:
+            self._fail(RequestError("the grammar became too complex for this reply.", status=500))
+            return
+        if delta:
+            self._ready.append((i, delta))
+            self._news.set()
+        if delta.finish:
+            self.finished[i] = delta.finish
+            if token.finish is None:
+                self._service.engine.cancel([self._jobs[i]])
+
+    def _expire(self) -> None:
+        seconds = self._service.options.seconds
+        self._fail(RequestError(f"the request took longer than {seconds:g} s.", status=504))
+
+    def _fail(self, error: RequestError) -> None:
+        self._service.engine.cancel(self._jobs)
+        self._ready.append(error)
+        self._news.set()

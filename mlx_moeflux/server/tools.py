@@ -1,0 +1,352 @@
+"""Syntaxes of tool calls: from a reply's text to calls, and grammars that force calls.
+
+A syntax is an entry of :data:`SYNTAXES`; others may add theirs. Text that looks like a call but
+cannot be parsed stays text: nothing of a reply is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_moeflux.detokenizer import overlap
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""Name of a function -> JSON schema of its arguments."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function. arguments: JSON text of an object. id: As the reply names it."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolSyntax:
+    """How a family of models writes calls.
+
+    markers: Texts that all occur in the chat template of such a model. begin, end: Around calls;
+    text outside is the answer. parse: (text between them, tools) -> calls; raises ValueError for
+    what is no call. call: (name, rule of its arguments) -> Lark grammar of one call, without begin
+    and end. arguments: (JSON schema) -> Lark body of that rule; None for JSON. text_arguments: The
+    template wants the arguments of earlier calls as JSON text. grouped: One begin and end stand
+    around all calls, else around each.
+    """
+
+    markers: tuple[str, ...]
+    begin: str
+    end: str
+    parse: Callable[[str, Tools], list[ToolCall]]
+    call: Callable[[str, str], str]
+    arguments: Callable[[Mapping[str, Any]], str] | None = None
+    text_arguments: bool = False
+    grouped: bool = False
+
+
+def _object(text: str) -> str:
+    """Return the JSON text of an object; raise ValueError if `text` is something else."""
+    if not isinstance(json.loads(text), dict):
+        raise ValueError("arguments are no object")
+    return text.strip()
+
+
+def parse_json_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen3 write it."""
+    call = json.loads(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("no name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        return [ToolCall(call["name"], _object(arguments))]
+    return [ToolCall(call["name"], _object(json.dumps(arguments, ensure_ascii=False)))]
+
+
+_XML_CALL = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_XML_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)\s*", re.DOTALL
+)
+
+
+def parse_xml_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse ``<function=name><parameter=key>value</parameter></function>``, as Qwen3.5 and
+    Qwen3-Coder write it. The schema says which values are texts."""
+    call = _XML_CALL.fullmatch(text)
+    if call is None:
+        raise ValueError("no function")
+    name, inner = call[1].strip(), call[2]
+    properties = tools.get(name, {}).get("properties", {})
+    arguments, at = {}, 0
+    while inner[at:].strip():
+        found = _XML_PARAMETER.match(inner, at)
+        if found is None:
+            raise ValueError("no parameter")
+        key, value = found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
+        arguments[key], at = _typed(value, properties.get(key)), found.end()
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Return the value that `text` means under a schema: itself, or JSON."""
+    if _is_text(schema):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _is_text(schema: Any) -> bool:
+    """Return True if a schema allows texts alone."""
+    if not isinstance(schema, dict):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return schema.get("type") == "string" or (
+        bool(values) and all(isinstance(value, str) for value in values)
+    )
+
+
+def xml_arguments(schema: Mapping[str, Any]) -> str:
+    """Return the Lark rule body of the parameters of :func:`parse_xml_call`, in the schema's
+    order; text up to the closing tag, everything else JSON."""
+    required, parts = schema.get("required", []), []
+    for key, value in schema.get("properties", {}).items():
+        begin = json.dumps(f"<parameter={key}>\n")
+        if _is_text(value) and "enum" not in value and "const" not in value:
+            inner = "text_value"
+        elif _is_text(value):
+            choices = [json.dumps(v) for v in value.get("enum", [value.get("const")])]
+            inner = f'({" | ".join(choices)}) "\\n</parameter>"'
+        else:
+            inner = f'%json {json.dumps(value)} "\\n</parameter>"'
+        part = f'{begin} {inner} "\\n"'
+        parts.append(part if key in required else f"({part})?")
+    return " ".join(parts) or '""'
+
+
+_DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)\s*", re.DOTALL
+)
+_FENCED = re.compile(r"([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def parse_deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse the calls of DeepSeek-V3 and R1 (``function<sep>name`` and a fenced block of JSON) and
+    of V3.1 (``name<sep>JSON``)."""
+    calls = []
+    for kind, rest in _all(_DEEPSEEK_CALL, text):
+        fenced = _FENCED.fullmatch(rest) if kind == "function" else None
+        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, rest)
+        calls.append(ToolCall(name.strip(), _object(arguments)))
+    return calls
+
+
+_KIMI_CALL = re.compile(
+    r"\s*<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)"
+    r"(?:<\|tool_call_end\|>|\Z)\s*",
+    re.DOTALL,
+)
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def parse_kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse Kimi-K2's calls, whose ids are ``functions.name:number``."""
+    calls = []
+    for given, arguments in _all(_KIMI_CALL, text):
+        name = _KIMI_ID.fullmatch(given.strip())
+        if name is None:
+            raise ValueError("no name")
+        calls.append(ToolCall(name[1], _object(arguments), given.strip()))
+    return calls
+
+
+def _all(pattern: re.Pattern, text: str) -> list[tuple[str, ...]]:
+    """Return the groups of matches one behind another; raise ValueError if they leave a rest."""
+    found, at = [], 0
+    while at < len(text):
+        match = pattern.match(text, at)
+        if match is None:
+            raise ValueError("no call")
+        found.append(match.groups())
+        at = match.end()
+    if not found:
+        raise ValueError("no call")
+    return found
+
+
+def _quoted(*parts: str) -> str:
+    """Return a Lark text of texts."""
+    return json.dumps("".join(parts), ensure_ascii=False)
+
+
+_DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+# Name -> syntax, the more particular ones first; --tool-parser names one.
+SYNTAXES: dict[str, ToolSyntax] = {
+    "qwen3_xml": ToolSyntax(
+        ("<tool_call>", "<function=", "<parameter="),
+        "<tool_call>",
+        "</tool_call>",
+        parse_xml_call,
+        lambda name, rule: (
+            f"{_quoted(chr(10), '<function=', name, '>', chr(10))} {rule} "
+            f"{_quoted('</function>', chr(10))}"
+        ),
+        arguments=xml_arguments,
+    ),
+    "hermes": ToolSyntax(
+        ("<tool_call>", "</tool_call>"),
+        "<tool_call>",
+        "</tool_call>",
+        parse_json_call,
+        lambda name, rule: (
+            f'"\\n{{\\"name\\": " {_quoted(json.dumps(name))} ", \\"arguments\\": " {rule} "}}\\n"'
+        ),
+    ),
+    "deepseek_v3": ToolSyntax(
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        *_DEEPSEEK,
+        parse_deepseek_calls,
+        lambda name, rule: (
+            f"{_quoted('<｜tool▁call▁begin｜>function<｜tool▁sep｜>', name)} "
+            f'"\\n```json\\n" {rule} {_quoted(chr(10), "```<｜tool▁call▁end｜>")}'
+        ),
+        text_arguments=True,
+        grouped=True,
+    ),
+    "deepseek_v3.1": ToolSyntax(
+        ("<｜tool▁calls▁begin｜>",),
+        *_DEEPSEEK,
+        parse_deepseek_calls,
+        lambda name, rule: (
+            f"{_quoted('<｜tool▁call▁begin｜>', name, '<｜tool▁sep｜>')} {rule} "
+            f"{_quoted('<｜tool▁call▁end｜>')}"
+        ),
+        text_arguments=True,
+        grouped=True,
+    ),
+    "kimi_k2": ToolSyntax(
+        ("<|tool_calls_section_begin|>",),
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        parse_kimi_calls,
+        lambda name, rule: (
+            f"{_quoted('<|tool_call_begin|>functions.', name, ':')} /[0-9]{{1,3}}/ "
+            f'"<|tool_call_argument_begin|>" {rule} "<|tool_call_end|>"'
+        ),
+        text_arguments=True,
+        grouped=True,
+    ),
+}
+
+
+def choose_syntax(templates: Iterable[str | None], name: str | None = None) -> ToolSyntax | None:
+    """Return the named syntax, or the first whose markers are all in one of the templates."""
+    if name is not None:
+        return SYNTAXES[name]
+    known = [template for template in templates if template]
+    for syntax in SYNTAXES.values():
+        if any(all(marker in template for marker in syntax.markers) for template in known):
+            return syntax
+    return None
+
+
+def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
+    """Return the Lark grammar of a reply that calls at least one of `tools`, `many` or one."""
+    rules, names = [], []
+    for i, (name, schema) in enumerate(tools.items()):
+        if syntax.arguments is None:
+            body = f"%json {json.dumps({'type': 'object', **schema})}"
+        else:
+            body = syntax.arguments(schema)
+        rules += [f"arguments_{i}: {body}", f"call_{i}: {syntax.call(name, f'arguments_{i}')}"]
+        names.append(f"call_{i}")
+    begin, end = _quoted(syntax.begin), _quoted(syntax.end)
+    one = f"({' | '.join(names)})"
+    if syntax.grouped:
+        start = f"{begin} {one}{'+' if many else ''} {end}"
+    else:
+        start = f"{begin} {one} {end}"
+        start += f' ("\\n" {start})*' if many else ""
+    text = 'text_value[suffix="\\n</parameter>"]: /(?s:.*)/' if syntax.arguments else ""
+    return "\n".join([f"start: {start}", *rules, text])
+
+
+@dataclass
+class Found:
+    """What a part of a reply holds, in order."""
+
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class ToolSplitter:
+    """Splits the text of one reply into answer and calls. most: Calls after which it ends."""
+
+    def __init__(self, syntax: ToolSyntax, tools: Tools, *, most: int | None = None):
+        self._syntax, self._tools, self._most = syntax, tools, most
+        self._held, self._inside, self.count = "", False, 0
+
+    @property
+    def full(self) -> bool:
+        """Return True after `most` calls."""
+        return self._most is not None and self.count >= self._most
+
+    def add(self, text: str, *, final: bool = False) -> Found:
+        """Return what is certain after `text`; with `final`, everything that was held back."""
+        self._held += text
+        found = Found()
+        while not self.full and (self._leave_call(found, final) or self._enter_call(found)):
+            pass
+        if self.full:
+            self._held = ""
+        if not self._inside:
+            certain = len(self._held)
+            if not final:
+                certain -= overlap(self._held, self._syntax.begin)
+                certain = len(self._held[:certain].rstrip())
+            found.text += self._held[:certain] if self._held[:certain].strip() or final else ""
+            self._held = self._held[certain:]
+            if final and self.count and not found.text.strip():
+                found.text = ""  # white space behind the last call
+        return found
+
+    def _enter_call(self, found: Found) -> bool:
+        at = self._held.find(self._syntax.begin)
+        if self._inside or at < 0:
+            return False
+        # White space before a call belongs to its syntax.
+        found.text += self._held[:at].rstrip()
+        self._held, self._inside = self._held[at + len(self._syntax.begin) :], True
+        return True
+
+    def _leave_call(self, found: Found, final: bool) -> bool:
+        """Parse a call whose end is there, or (`final`) missing."""
+        if not self._inside:
+            return False
+        begin, end = self._syntax.begin, self._syntax.end
+        at = self._held.find(end)
+        if at < 0 and not final:
+            return False
+        inner = self._held if at < 0 else self._held[:at]
+        rest = "" if at < 0 else self._held[at + len(end) :]
+        try:
+            calls = self._syntax.parse(inner, self._tools)
+        except (ValueError, TypeError, RecursionError):
+            found.text += begin + inner + ("" if at < 0 else end)
+        else:
+            room = None if self._most is None else self._most - self.count
+            found.calls += calls[:room]
+            self.count += len(calls[:room])
+        self._held, self._inside = rest, False
+        return True
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the schemas of tools in OpenAI's form."""
+    return {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}

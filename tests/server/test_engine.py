@@ -1,0 +1,132 @@
+"""Oracle: the order of events. Who leaves frees its place, who is too many is told so, and a
+failure ends what runs and nothing else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+
+import pytest
+
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.server.engine import EngineOptions
+from tests.server.conftest import MESSAGES, served, wait_until, with_limits
+
+PATH = "/v1/chat/completions"
+LONG = {"messages": MESSAGES, "max_tokens": 8000, "stream": True}
+
+
+def opened(server, body=LONG):
+    """A connection and its response, whose stream has begun."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", PATH, json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.readline().startswith(b"data: ")
+    return connection, response
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_place(server, stream):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    wait_until(lambda: server.service.engine.live == 1)
+    connection.close()
+    wait_until(lambda: server.service.engine.live == 0)
+    wait_until(lambda: not len(server.service.engine._generator))
+
+
+def test_who_is_too_many_is_told_when_to_come_again(tiny):
+    options = EngineOptions(concurrency=1, waiting=1)
+    with served(*tiny, engine=options) as server:
+        first, response = opened(server)
+        second = threading.Thread(
+            target=server.ask, args=(PATH, {"messages": MESSAGES, "max_tokens": 1})
+        )
+        second.start()
+        wait_until(lambda: server.service.engine.live == 2)
+        status, reply = server.ask(PATH, {"messages": MESSAGES})
+        assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
+        assert int(server.headers["Retry-After"]) >= 1
+        response.close()
+        first.close()
+        second.join()
+        assert server.chat(max_tokens=1)
+
+
+def test_a_failure_of_a_step_is_an_error_and_the_next_is_answered(server, monkeypatch):
+    store = type(server.service.model.store)
+    original, failing = store.experts, threading.Event()
+
+    def experts(self, *arguments, **options):
+        if failing.is_set():
+            failing.clear()
+            raise ExpertFileError("pulled\nout")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(store, "experts", experts)
+    right = server.chat()["choices"]
+    failing.set()
+    status, reply = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 8})
+    assert (status, reply["error"]["type"]) == (500, "server_error")
+    assert server.chat()["choices"] == right
+    connection, response = opened(server)
+    failing.set()
+    said = response.read()
+    connection.close()
+    assert b'"server_error"' in said
+    assert b"[DONE]" not in said
+    assert server.chat()["choices"] == right
+
+
+def test_a_request_has_a_time(tiny):
+    with served(*tiny, seconds=0.3) as server:
+        status, reply = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 8000})
+        assert (status, "took longer than 0.3 s" in reply["error"]["message"]) == (504, True)
+        wait_until(lambda: server.service.engine.live == 0)
+
+
+def test_an_end_finishes_what_runs_and_refuses_the_rest(tiny):
+    said = []
+    body = {"messages": MESSAGES, "max_tokens": 40}
+    with served(*tiny, limits=with_limits(shutdown_seconds=60)) as server:
+        thread = threading.Thread(target=lambda: said.append(server.ask(PATH, body)))
+        thread.start()
+        wait_until(lambda: server.service.engine.live == 1)
+    thread.join()
+    ((status, reply),) = said
+    assert status == 200
+    assert reply["usage"]["completion_tokens"] == 40
+
+
+def test_an_end_drops_what_takes_longer_than_the_bound(tiny):
+    with served(*tiny, limits=with_limits(shutdown_seconds=0.2)) as server:
+        connection, response = opened(server)
+    assert b"shutting down" in response.read()
+    connection.close()
+    assert not server.service.engine.alive
+
+
+def test_a_silent_stream_is_kept_alive(tiny, monkeypatch):
+    """While a prompt is read, comments come."""
+    with served(*tiny, limits=with_limits(keep_alive_seconds=0.05)) as server:
+        generator = server.service.engine._generator
+        original, held = type(generator).step, threading.Event()
+
+        def step(self):
+            held.wait(30)
+            return original(self)
+
+        monkeypatch.setattr(type(generator), "step", step)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", PATH, json.dumps({**LONG, "max_tokens": 2}))
+        response = connection.getresponse()
+        lines = [response.readline() for _ in range(6)]
+        assert lines.count(b": keep-alive\n") == 2
+        held.set()
+        assert b"[DONE]" in response.read()
+        connection.close()
