@@ -40,7 +40,7 @@ OPTIONS = {
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
-        --experts-per-token --hide-thinking --kv-bits --kv-group-size --max-context
+        --experts-per-token --hide-thinking --idle-release --kv-bits --kv-group-size --max-context
         --max-kv-size --max-tokens --model
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
