@@ -1,8 +1,15 @@
-"""The quantisation of a checkpoint's weights: MLX's affine form, a default and exceptions.
+"""The quantisation of a checkpoint's weights: MLX's forms, a default and exceptions.
 
-A quantised weight [out, in] is stored as ``weight`` [out, in * bits / 32] uint32 with ``scales``
-and ``biases`` [out, in / group_size]: element = q * scale + bias. config.json says bits and
-group size as mlx-lm writes them, with one entry for each module that differs.
+A quantised weight [out, in] is stored as ``weight`` [out, in * bits / 32] uint32, the lowest bits
+first, with a scale for each group of a row. config.json says bits, group size and mode as mlx-lm
+writes them, with one entry for each module that differs.
+
+    affine  element = q * scale + bias; ``scales`` and ``biases`` [out, in / group_size], floats
+    mxfp4   element = E2M1(q) * 2^(scale - 127); ``scales`` uint8 (E8M0), groups of 32
+    mxfp8   element = E4M3(q) * 2^(scale - 127); ``scales`` uint8 (E8M0), groups of 32
+    nvfp4   element = E2M1(q) * E4M3(scale); ``scales`` uint8, groups of 16
+
+Source: OCP Microscaling Formats 1.0, sections 5 and 6; MLX 0.32.4's ``quantize``.
 """
 
 from __future__ import annotations
@@ -17,13 +24,16 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
 AFFINE = "affine"
+# Mode -> bits and group size, which it fixes; the scales are bytes, and there are no biases.
+MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+MODES = (AFFINE, *MX_MODES)
 
 _SETTINGS = ("bits", "group_size", "mode")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """Affine quantisation of one weight; UnsupportedError for values that MLX has no kernel for."""
+    """Quantisation of one weight; UnsupportedError for values that MLX has no kernel for."""
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
@@ -33,6 +43,49 @@ class QuantSpec:
         fault = _fault(self.bits, self.group_size, self.mode)
         if fault:
             raise UnsupportedError(f"Quantisation with {fault}.")
+
+    @classmethod
+    def of_mode(
+        cls, mode: str, bits: int | None = None, group_size: int | None = None
+    ) -> QuantSpec:
+        """Return the quantisation of a mode; what is None is the mode's, or 4 bits in groups of
+        64."""
+        known = MX_MODES.get(mode, (4, DEFAULT_GROUP_SIZE))
+        return cls(
+            known[0] if bits is None else bits, known[1] if group_size is None else group_size, mode
+        )
+
+    @classmethod
+    def of_shapes(cls, width: int, words: int, groups: int, *, byte_scales: bool) -> QuantSpec:
+        """Return the quantisation that packs rows of `width` elements into so many uint32 words and
+        groups.
+
+        byte_scales: The scales are uint8, which no affine quantisation has.
+
+        Raises:
+            ShapeError: They do not divide each other.
+            UnsupportedError: MLX has no kernel for it.
+        """
+        if groups < 1 or width % groups or words < 1 or words * 32 % width:
+            raise ShapeError(
+                f"{words} words and {groups} groups are no quantisation of a row of {width} "
+                "elements."
+            )
+        bits, size = words * 32 // width, width // groups
+        if not byte_scales:
+            return cls(bits, size)
+        for mode, known in MX_MODES.items():
+            if known == (bits, size):
+                return cls(bits, size, mode)
+        raise UnsupportedError(
+            f"Quantisation with {bits} bits in groups of {size} and scales of one byte is not "
+            f"supported, only {_words(tuple(MX_MODES))} are."
+        )
+
+    @property
+    def is_affine(self) -> bool:
+        """True for scales and biases in floats, False for scales in bytes alone."""
+        return self.mode == AFFINE
 
     def words(self, width: int) -> int:
         """uint32 words in a packed row of ``width`` elements."""
@@ -117,8 +170,16 @@ class Quantization:
 
 def _fault(bits: object, group_size: object, mode: object) -> str | None:
     """Return the fault of the three values of an entry, or None."""
-    if mode != AFFINE:
-        return f"mode {mode!r} is not supported, only {AFFINE!r} is"
+    if mode not in MODES:
+        return f"mode {mode!r} is not supported, only {_words(MODES)} are"
+    if mode in MX_MODES:
+        fixed = MX_MODES[str(mode)]
+        if (bits, group_size) == fixed:
+            return None
+        return (
+            f"mode {mode!r} has {fixed[0]} bits in groups of {fixed[1]}, not {bits!r} in groups of "
+            f"{group_size!r}"
+        )
     if type(bits) is not int or bits not in BITS:
         return f"bits {bits!r} is not supported, only {_words(BITS)} are"
     if type(group_size) is not int or group_size not in GROUP_SIZES:
@@ -179,11 +240,13 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     mode = entry.get("mode", AFFINE)
     if mode == AFFINE and "bits" not in entry:
         raise ConfigError(f"{place} of config.json has no bits; add them.")
-    group_size = entry.get("group_size", DEFAULT_GROUP_SIZE)
-    fault = _fault(entry.get("bits"), group_size, mode)
+    fixed = MX_MODES.get(mode) if isinstance(mode, str) else None
+    bits, group_size = fixed or (None, DEFAULT_GROUP_SIZE)
+    bits, group_size = entry.get("bits", bits), entry.get("group_size", group_size)
+    fault = _fault(bits, group_size, mode)
     if fault:
         raise UnsupportedError(f"{place} of config.json: {fault}.")
-    return QuantSpec(entry["bits"], group_size, mode)
+    return QuantSpec(bits, group_size, mode)
 
 
 def _difference(first: Quantization, second: Quantization) -> str | None:

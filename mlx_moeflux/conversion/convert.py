@@ -38,8 +38,8 @@ def convert(
     *,
     layout: str = "packed",
     quantize: bool = False,
-    q_bits: int = 4,
-    q_group_size: int = 64,
+    q_bits: int | None = None,
+    q_group_size: int | None = None,
     q_mode: str = "affine",
     dequantize: bool = False,
     dtype: str | None = None,
@@ -54,8 +54,9 @@ def convert(
     Args:
         layout: ``packed`` (one blob of experts per layer, one read each) or ``safetensors``
             (mlx-lm's names and config).
-        quantize: Float weights become q_bits in groups of q_group_size; the router and the shared
-            expert's gate 8 bits, as mlx-lm does. Without it bits stay as they are.
+        quantize: Float weights become q_bits in groups of q_group_size, in mlx-lm's mode; the
+            router and the shared expert's gate affine 8 bits, as mlx-lm does. Bits and group size
+            are 4 and 64, or those of the mode. Without it bits stay as they are.
         dequantize: Quantised weights become floats.
         dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
         verify_written: Read everything back and compare hashes.
@@ -73,7 +74,7 @@ def convert(
         raise InputError(f"dtype is {dtype!r}; there are {', '.join(CODES)}.")
     if quantize and dequantize:
         raise InputError("give either quantize or dequantize, not both.")
-    spec = QuantSpec(q_bits, q_group_size, q_mode) if quantize else None
+    spec = QuantSpec.of_mode(q_mode, q_bits, q_group_size) if quantize else None
     directory = resolve(path_or_hub_id, revision=revision)
     out = Path(out if mlx_path is None else mlx_path)
     checkpoint = open_checkpoint(directory)

@@ -19,6 +19,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.weights import FLOATS, infer_spec
 
@@ -31,8 +32,9 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Recipe:
     """The conversion of one weight.
 
-    source: its weight and, when quantised, scales and biases. spec: how it is quantised on disk
-    now. target: how it shall be. dtype: code of the output's floats. transform: of its rows.
+    source: its weight and, when quantised, scales and, if affine, biases. spec: how it is
+    quantised on disk now. target: how it shall be. dtype: code of the output's floats. transform:
+    of its rows.
     """
 
     source: tuple[TensorRef, ...]
@@ -45,9 +47,12 @@ class Recipe:
         """Part (``weight``, ``scales``, ``biases``) -> what will be written."""
         shape, width = self.source[0].shape, self._width()
         if self.target is not None:
-            groups = Tensor(self.dtype, (shape[0], self.target.groups(width)))
             weight = Tensor("U32", (shape[0], self.target.words(width)))
-            return {"weight": weight, "scales": groups, "biases": groups}
+            groups = shape[0], self.target.groups(width)
+            if not self.target.is_affine:
+                return {"weight": weight, "scales": Tensor("U8", groups)}
+            scales = Tensor(self.dtype, groups)
+            return {"weight": weight, "scales": scales, "biases": scales}
         if self.spec is not None:
             shape = (shape[0], width)
         elif self.transform is not None:
@@ -83,12 +88,13 @@ class Recipe:
         else:
             w = arrays[0]
             if self.spec is not None:
-                w = mx.dequantize(w, arrays[1], arrays[2], self.spec.group_size, self.spec.bits)
+                biases = arrays[2] if self.spec.is_affine else None
+                w = mx.dequantize(w, arrays[1], biases, **settings(self.spec))
             if self.transform is not None:
                 w = self.transform(w)
             parts = [self._cast(w)]
             if self.target is not None:
-                parts = mx.quantize(parts[0], self.target.group_size, self.target.bits)
+                parts = mx.quantize(parts[0], **settings(self.target))
         return {part: _bytes(array) for part, array in zip(PARTS, parts, strict=False)}
 
     def _cast(self, array: mx.array) -> mx.array:
@@ -169,7 +175,7 @@ class Conversion:
             if f"{projection}.{part}" in components
         )
         spec, target = None, self.spec
-        if len(source) == len(PARTS):
+        if len(source) > 1:
             down = projection == "down_proj"
             width = self.config.moe_intermediate_size if down else self.config.hidden_size
             spec = infer_spec(source[0], source[1], width)
@@ -217,7 +223,8 @@ class Conversion:
                 continue
             source, spec = (ref,), None
             if f"{base}.scales" in trunk and leaf == "weight":
-                source = tuple(trunk[f"{base}.{part}"] for part in PARTS)
+                names = (f"{base}.{part}" for part in PARTS)
+                source = tuple(trunk[part] for part in names if part in trunk)
                 spec = infer_spec(source[0], source[1], modules[base].weight.shape[-1])
             target = self._target(base, ref, spec, modules.get(base) if leaf == "weight" else None)
             dtype = "F32" if self.kind.keeps_float32(name) else self._code(source)
@@ -237,7 +244,8 @@ class Conversion:
         if ref.shape[-1] % self.spec.group_size:
             return None
         if base.endswith((".mlp.gate", "shared_expert_gate")):
-            return QuantSpec(max(8, self.spec.bits), self.spec.group_size)
+            router = QuantSpec(8, self.spec.group_size) if self.spec.is_affine else QuantSpec(8)
+            return None if ref.shape[-1] % router.group_size else router
         return self.spec
 
     def _requantised(self, ref: TensorRef, spec: QuantSpec) -> QuantSpec | None:
@@ -249,4 +257,6 @@ class Conversion:
 
     def _code(self, source: tuple[TensorRef, ...]) -> str:
         stored = source[-1].dtype
+        if len(source) > 1 and stored not in FLOATS:
+            stored = "BF16"  # what scales of one byte decode to without rounding
         return self.code if self.code and stored in FLOATS else stored

@@ -165,9 +165,9 @@ def block_bytes(bank: ExpertBank) -> int:
 
 def needs_cast(bank: ExpertBank) -> bool:
     """Return True if the CPU would cast every slot of `bank` on each call: its floats are not
-    float32."""
+    float32. Scales in bytes are never cast."""
     parts = (p.weight if p.scales is None else p.scales for p in (bank.gate, bank.up, bank.down))
-    return on_cpu() and any(part.dtype != mx.float32 for part in parts)
+    return on_cpu() and any(part.dtype not in (mx.float32, mx.uint8) for part in parts)
 
 
 def from_whole_bank(

@@ -36,7 +36,11 @@ class HeadLinear(nn.Module):
         module = HeadLinear.__new__(HeadLinear)
         nn.Module.__init__(module)
         module._spec = QuantSpec(bits, group_size, mode)
-        module.weight, module.scales, module.biases = mx.quantize(self.weight, group_size, bits)
+        module.weight, module.scales, *biases = mx.quantize(
+            self.weight, group_size, bits, mode=mode
+        )
+        if biases:
+            module.biases = biases[0]
         module.freeze()
         return module
 

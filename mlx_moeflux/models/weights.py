@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,26 +167,27 @@ def _quantise_modules(
 
 
 def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
-    """Return bits and group size of a weight with rows of `width` elements, from two shapes.
+    """Return the quantisation of a weight with rows of `width` elements, from two shapes and the
+    dtype of the scales.
 
     Raises:
         CheckpointError: The shapes fit no supported quantisation.
     """
-    groups, words = scales.shape[-1], weight.shape[-1]
-    try:
-        if weight.dtype != "U32" or groups < 1 or width % groups or words * 32 % width:
-            raise MoefluxError("shapes")
-        return QuantSpec(bits=words * 32 // width, group_size=width // groups)
-    except MoefluxError:
-        raise CheckpointError(
-            f"{weight.file}: '{weight.name}' {weight.dtype} {list(weight.shape)} with scales "
-            f"{list(scales.shape)} is no quantisation of rows of {width} elements in groups of "
-            f"{', '.join(map(str, GROUP_SIZES))}."
-        ) from None
+    groups, words, byte_scales = scales.shape[-1], weight.shape[-1], scales.dtype == "U8"
+    with suppress(MoefluxError):
+        spec = QuantSpec.of_shapes(width, words, groups, byte_scales=byte_scales)
+        if weight.dtype == "U32" and (byte_scales or scales.dtype in FLOATS):
+            return spec
+    raise CheckpointError(
+        f"{weight.file}: '{weight.name}' {weight.dtype} {list(weight.shape)} with scales "
+        f"{scales.dtype} {list(scales.shape)} is no quantisation of rows of {width} elements in "
+        f"groups of {', '.join(map(str, GROUP_SIZES))}."
+    )
 
 
 def _describe(spec: QuantSpec) -> str:
-    return f"{spec.bits} bits, groups of {spec.group_size}"
+    mode = "" if spec.is_affine else f" ({spec.mode})"
+    return f"{spec.bits} bits, groups of {spec.group_size}{mode}"
 
 
 class ExpertsOnDisk:

@@ -1,8 +1,8 @@
 """The layout of one routed expert as a block of bytes: components, order, sizes.
 
 A block is the concatenation of an expert's tensors in a fixed order, gate, up, down projection,
-each with ``weight`` and, when quantised, ``scales`` and ``biases``. Sizes and offsets follow from
-the shapes; no file holds them.
+each with ``weight`` and, when quantised, ``scales`` and, if affine, ``biases``. Sizes and offsets
+follow from the shapes; no file holds them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BlockLayout(Layout):
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
     ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
-    ``[out, in / group_size]``.
+    ``[out, in / group_size]``, or with scales of one byte alone.
 
     Raises:
         ShapeError: Components are missing, in another order, or do not fit each other.
@@ -146,19 +146,17 @@ class BlockLayout(Layout):
         if scales is None:
             return None
         words = self._by_name[f"{projection}.weight"].shape[1]
-        if 32 * words % width or width % scales.shape[1]:
-            raise ShapeError(
-                f"'{projection}' packs {width} elements into {words} words and "
-                f"{scales.shape[1]} groups a row, which no affine quantisation does."
-            )
-        return QuantSpec(bits=32 * words // width, group_size=width // scales.shape[1])
+        return QuantSpec.of_shapes(width, words, scales.shape[1], byte_scales=scales.dtype == "U8")
 
     def _check(self, projection: str, rows: int, width: int) -> None:
         weight = self._by_name[f"{projection}.weight"]
         parts = [self._by_name.get(f"{projection}.{part}") for part in ("scales", "biases")]
-        spec = self._spec(projection, width) if None not in parts else None
-        if (parts[0] is None) != (parts[1] is None):
-            raise ShapeError(f"'{projection}' of an expert must have both scales and biases.")
+        spec = self._spec(projection, width)
+        if (parts[1] is None) != (spec is None or not spec.is_affine):
+            raise ShapeError(
+                f"'{projection}' of an expert must have both scales and biases, or scales of one "
+                "byte alone."
+            )
         if spec is None:
             expected, dtypes = (rows, width), _FLOATS
         else:
@@ -170,8 +168,9 @@ class BlockLayout(Layout):
         for part in parts:
             if spec is None or part is None:
                 continue
-            if part.shape != (rows, spec.groups(width)) or part.dtype not in _FLOATS:
+            dtypes = _FLOATS if spec.is_affine else ("U8",)
+            if part.shape != (rows, spec.groups(width)) or part.dtype not in dtypes:
                 raise ShapeError(
-                    f"'{part}' of an expert must be {' or '.join(_FLOATS)} "
+                    f"'{part}' of an expert must be {' or '.join(dtypes)} "
                     f"{[rows, spec.groups(width)]}."
                 )

@@ -100,7 +100,8 @@ def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
-    """weight, scales, biases; floats have none, and any array may stand there."""
+    """weight, scales, biases of what :func:`matrix_of` takes; floats have none, and any array may
+    stand there."""
     if matrix.scales is None or matrix.biases is None:
         return matrix.weight, matrix.weight, matrix.weight
     return matrix.weight, matrix.scales, matrix.biases

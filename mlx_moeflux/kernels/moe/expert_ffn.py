@@ -31,7 +31,8 @@ class ProjectionBank:
     """One projection of all slots.
 
     weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
-    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None.
+    scales, biases: ``[S, out, in / group_size]``; None when `spec` is None. Scales are uint8
+    without biases when `spec` is not affine.
     """
 
     weight: mx.array
@@ -42,9 +43,11 @@ class ProjectionBank:
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
         """The rows of `slots` only; floats cast to `dtype`."""
         weight = self.weight[slots]
-        if self.spec is None:
+        if self.spec is None or self.scales is None:
             return ProjectionBank(weight.astype(dtype), None, None, None)
-        scales, biases = (array[slots].astype(dtype) for array in arrays_of(self)[1:])
+        scales, biases = self.scales[slots], None if self.biases is None else self.biases[slots]
+        if biases is not None:
+            scales, biases = scales.astype(dtype), biases.astype(dtype)
         return ProjectionBank(weight, scales, biases, self.spec)
 
     def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
