@@ -19,7 +19,14 @@ from starlette.types import Receive, Scope, Send
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields, read_json
 from mlx_moeflux.server.guard import Guard, Limits
-from mlx_moeflux.server.protocols import info, openai, openai_chat
+from mlx_moeflux.server.protocols import (
+    anthropic_messages,
+    info,
+    openai,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from mlx_moeflux.server.request import GenerationRequest
 from mlx_moeflux.server.service import Generation, Service
 
@@ -35,18 +42,27 @@ class Protocol:
     reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
     events: Callable[[Generation, Service], AsyncIterator[str]]
     error: Callable[[RequestError], dict[str, Any]]
+    error_event: Callable[[RequestError], str]
+
+    @classmethod
+    def of(cls, module: Any) -> Protocol:
+        """Return the functions of a module."""
+        return cls(module.read, module.reply, module.events, module.error, module.error_event)
 
 
 PROTOCOLS = {
-    "/v1/chat/completions": Protocol(
-        openai_chat.read, openai_chat.reply, openai_chat.events, openai.error
-    ),
+    "/v1/chat/completions": Protocol.of(openai_chat),
+    "/v1/completions": Protocol.of(openai_completions),
+    "/v1/responses": Protocol.of(openai_responses),
+    "/v1/messages": Protocol.of(anthropic_messages),
 }
 
 
 def error_of(path: str) -> Callable[[RequestError], dict[str, Any]]:
     """Return the function that makes the error object of a path's protocol."""
-    return PROTOCOLS[path].error if path in PROTOCOLS else openai.error
+    if path.startswith("/v1/messages"):
+        return anthropic_messages.error
+    return openai.error
 
 
 def refusal(path: str, error: RequestError) -> JSONResponse:
@@ -63,9 +79,17 @@ def make_app(service: Service, limits: Limits) -> Guard:
         "/v1/models/{name:path}": lambda request: JSONResponse(
             info.retrieve(service, request.path_params["name"])
         ),
+        "/props": lambda request: JSONResponse(info.props(service)),
         "/metrics": lambda request: PlainTextResponse(info.metrics(service)),
     }
     routes = [Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()]
+    post = {
+        "/v1/messages/count_tokens": info.count_tokens,
+        "/tokenize": info.tokenize,
+        "/detokenize": info.detokenize,
+    }
+    for path, compute in post.items():
+        routes.append(Route(path, _compute(service, compute), methods=["POST"]))
     for path, protocol in PROTOCOLS.items():
         routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
 
@@ -97,6 +121,19 @@ def make_app(service: Service, limits: Limits) -> Guard:
 def _answer(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return answer(request)
+
+    return endpoint
+
+
+def _compute(
+    service: Service, compute: Callable[[Fields, Service], dict[str, Any]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint of an answer that needs the tokenizer and not the model."""
+
+    async def endpoint(request: Request) -> Response:
+        fields = Fields(read_json(await request.body()))
+        async with service.rendering:
+            return JSONResponse(await asyncio.to_thread(compute, fields, service))
 
     return endpoint
 
@@ -186,13 +223,8 @@ class EventStream(Response):
             async for text in _kept_alive(events, self._limits.keep_alive_seconds):
                 await out(text)
         except RequestError as error:
-            await out(openai.event(self._protocol.error(error), _error_event(self._protocol)))
+            await out(self._protocol.error_event(error))
         await out("", more=False)
-
-
-def _error_event(protocol: Protocol) -> str | None:
-    """Return the name of the event of an error, where a protocol names its events."""
-    return None if protocol.error is openai.error else "error"
 
 
 async def _kept_alive(events: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:

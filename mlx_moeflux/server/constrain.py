@@ -21,6 +21,10 @@ from mlx_moeflux.server.errors import RequestError
 
 MOST_GRAMMARS = 64
 
+# Between the parts of JSON: enough for an indented text, and not so much that a model which has
+# begun to write spaces never ends.
+WHITE_SPACE = r"[ \n]{0,16}"
+
 
 class _Vocabulary:
     """The tokenizer as llguidance reads it: bytes of every token, and an encoder of bytes."""
@@ -71,8 +75,9 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any] | None) -> str:
         """Return the grammar of JSON values that a schema allows, of any object for None."""
+        whole = {"type": "object"} if schema is None else schema
         return llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps({"type": "object"} if schema is None else schema)
+            json.dumps(whole), overrides={"whitespace_pattern": WHITE_SPACE}
         )
 
     def lark(self, text: str) -> str:
@@ -108,7 +113,8 @@ class Constraint:
         self._matcher, self._size = matcher, size
         self._seen, self._after = seen, after
         self._words = allocate_token_bitmask(1, size)
-        self._bits = mx.arange(32, dtype=mx.uint32)
+        # Evaluated: the engine's thread uses it.
+        self._bits = mx.array(np.arange(32, dtype=np.uint32))
 
     @property
     def error(self) -> str:

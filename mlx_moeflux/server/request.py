@@ -55,7 +55,8 @@ class GenerationRequest:
     server's default. logprobs: Number of alternatives to report for each token; None reports
     nothing. schema: JSON schema of the answer, in a tuple; () is any text, (None,) any object.
     tool_choice: "auto", "none", "required" or the name of a function. checkpoints: Numbers of first
-    messages after which the state is kept for later requests. answer: The reply is the answer to
+    messages after which the state is kept for later requests. namespaces: Function -> the group
+    that a protocol calls it by. answer: The reply is the answer to
     messages, with reasoning and calls apart; False continues a text.
     """
 
@@ -72,6 +73,7 @@ class GenerationRequest:
     parallel_tool_calls: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Sequence[int] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
     """The stream ends with counts of tokens."""

@@ -79,7 +79,7 @@ class Service:
         self.grammars = Grammars(tokenizer, self.vocabulary, visible)
         self.draining = False
         # Rendering and encoding take both cores' time from the engine if many do it at once.
-        self._rendering = asyncio.Semaphore(2)
+        self.rendering = asyncio.Semaphore(2)
 
     @property
     def ready(self) -> bool:
@@ -103,7 +103,7 @@ class Service:
         """
         if self.draining or not self.engine.alive:
             raise RequestError("the server is shutting down.", status=503, retry_after=10)
-        async with self._rendering:
+        async with self.rendering:
             prompt = await asyncio.to_thread(self.render, request)
             grammar = await asyncio.to_thread(self._grammar, request, prompt)
         return Generation(self, request, prompt, grammar)

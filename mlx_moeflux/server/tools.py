@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
+from mlx_moeflux.server.constrain import WHITE_SPACE
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a function -> JSON schema of its arguments."""
@@ -111,6 +112,13 @@ def _is_text(schema: Any) -> bool:
     )
 
 
+def _json_rule(schema: Any) -> str:
+    """Return a schema for a ``%json`` rule."""
+    if not isinstance(schema, dict):
+        return json.dumps(schema)
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
+
+
 def xml_arguments(schema: Mapping[str, Any]) -> str:
     """Return the Lark rule body of the parameters of :func:`parse_xml_call`, in the schema's
     order; text up to the closing tag, everything else JSON."""
@@ -123,7 +131,7 @@ def xml_arguments(schema: Mapping[str, Any]) -> str:
             choices = [json.dumps(v) for v in value.get("enum", [value.get("const")])]
             inner = f'({" | ".join(choices)}) "\\n</parameter>"'
         else:
-            inner = f'%json {json.dumps(value)} "\\n</parameter>"'
+            inner = f'%json {_json_rule(value)} "\\n</parameter>"'
         part = f'{begin} {inner} "\\n"'
         parts.append(part if key in required else f"({part})?")
     return " ".join(parts) or '""'
@@ -261,7 +269,7 @@ def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
     rules, names = [], []
     for i, (name, schema) in enumerate(tools.items()):
         if syntax.arguments is None:
-            body = f"%json {json.dumps({'type': 'object', **schema})}"
+            body = f"%json {_json_rule({'type': 'object', **schema})}"
         else:
             body = syntax.arguments(schema)
         rules += [f"arguments_{i}: {body}", f"call_{i}: {syntax.call(name, f'arguments_{i}')}"]
@@ -290,7 +298,7 @@ class ToolSplitter:
 
     def __init__(self, syntax: ToolSyntax, tools: Tools, *, most: int | None = None):
         self._syntax, self._tools, self._most = syntax, tools, most
-        self._held, self._inside, self.count = "", False, 0
+        self._held, self._opening, self._inside, self.count = "", "", False, 0
 
     @property
     def full(self) -> bool:
@@ -321,7 +329,9 @@ class ToolSplitter:
         if self._inside or at < 0:
             return False
         # White space before a call belongs to its syntax.
-        found.text += self._held[:at].rstrip()
+        text = self._held[:at].rstrip()
+        found.text += text
+        self._opening = self._held[len(text) : at + len(self._syntax.begin)]
         self._held, self._inside = self._held[at + len(self._syntax.begin) :], True
         return True
 
@@ -329,7 +339,7 @@ class ToolSplitter:
         """Parse a call whose end is there, or (`final`) missing."""
         if not self._inside:
             return False
-        begin, end = self._syntax.begin, self._syntax.end
+        end = self._syntax.end
         at = self._held.find(end)
         if at < 0 and not final:
             return False
@@ -338,7 +348,7 @@ class ToolSplitter:
         try:
             calls = self._syntax.parse(inner, self._tools)
         except (ValueError, TypeError, RecursionError):
-            found.text += begin + inner + ("" if at < 0 else end)
+            found.text += self._opening + inner + ("" if at < 0 else end)
         else:
             room = None if self._most is None else self._most - self.count
             found.calls += calls[:room]

@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
 from mlx_moeflux import load
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.app import make_app
 from mlx_moeflux.server.engine import EngineOptions
@@ -131,7 +132,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def server(tiny):
-    with served(*tiny) as running:
+    with PromptCache() as cache, served(*tiny, cache=cache) as running:
         yield running
 
 

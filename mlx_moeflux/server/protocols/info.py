@@ -1,10 +1,14 @@
-"""What a server says of itself: models, health, metrics, properties."""
+"""What a server says of itself and of texts: models, health, metrics, properties, tokens."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from mlx_moeflux._version import __version__
 from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.fields import Fields, required
+from mlx_moeflux.server.protocols import anthropic_messages
 from mlx_moeflux.server.service import Service
 
 
@@ -27,6 +31,49 @@ def retrieve(service: Service, name: str) -> dict[str, Any]:
     """Return the model under its name, or under any if the server is not strict."""
     service.check_model(name)
     return model(service)
+
+
+def props(service: Service) -> dict[str, Any]:
+    """Return what a client may want to know of model and limits."""
+    defaults, engine = service.options.defaults, service.engine.options
+    return {
+        "model": service.options.name,
+        "context_length": service.model.context_left(),
+        "vocabulary": service.vocabulary,
+        "chat_template": service.tokenizer.chat_template,
+        "tool_calls": service.tool_syntax is not None,
+        "reasoning": service.reasoning is not None,
+        "defaults": asdict(defaults),
+        "concurrency": engine.concurrency,
+        "waiting": engine.waiting,
+        "state_bytes": engine.state_bytes,
+        "version": __version__,
+    }
+
+
+def count_tokens(body: Fields, service: Service) -> dict[str, Any]:
+    """Return the tokens of the prompt of Anthropic's messages."""
+    request = anthropic_messages.read_prompt(body, service)
+    return {"input_tokens": len(service.render(request).ids)}
+
+
+def tokenize(body: Fields, service: Service) -> dict[str, Any]:
+    """Return the ids of a text (``content``); with special tokens if ``add_special``."""
+    text = required(body, body.text, "content", "give a text")
+    special = body.flag("add_special")
+    body.ignore("model")
+    body.finish()
+    return {"tokens": service.tokenizer.encode(text, add_special_tokens=special)}
+
+
+def detokenize(body: Fields, service: Service) -> dict[str, Any]:
+    """Return the text of ids (``tokens``)."""
+    tokens = body.items("tokens")
+    if any(type(i) is not int or not 0 <= i < service.vocabulary for i in tokens):
+        raise body.wrong("tokens", f"give ids from 0 to {service.vocabulary - 1}")
+    body.ignore("model")
+    body.finish()
+    return {"content": service.tokenizer.decode(tokens)}
 
 
 def health(service: Service) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def event(data: Any, name: str | None = None) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
+def error_event(found: RequestError) -> str:
+    """Return the event of a failure in the middle of a stream."""
+    return event(error(found))
+
+
 def usage(generation: Generation) -> dict[str, Any]:
     """Return the counts of tokens of chat completions and completions."""
     prompt, completion = generation.prompt_tokens, generation.completion_tokens

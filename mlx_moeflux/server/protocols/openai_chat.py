@@ -13,6 +13,7 @@ from mlx_moeflux.server.fields import Fields, required
 from mlx_moeflux.server.protocols.openai import (
     INERT,
     error,
+    error_event,
     event,
     logprobs,
     merged_system,
@@ -35,7 +36,7 @@ from mlx_moeflux.server.request import (
 )
 from mlx_moeflux.server.service import Generation, Service
 
-__all__ = ["error", "events", "read", "reply"]
+__all__ = ["error", "error_event", "events", "read", "reply"]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool"}

@@ -1,0 +1,217 @@
+"""Oracle: the published shapes of calls and reasoning, cut anywhere; what is broken stays text."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from mlx_moeflux.detokenizer import StopText
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.constrain import Grammars
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.fields import Fields
+from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar, choose_syntax
+from mlx_moeflux.tokenizer import load_tokenizer
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"]},
+        "more": {"type": "object"},
+    },
+    "required": ["city"],
+}
+TOOLS = {"weather": CITY, "now": {"type": "object", "properties": {}}}
+
+# Syntax -> (text of a reply, answer, calls).
+PUBLISHED = {
+    "hermes": (
+        'Let me look.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "Let me look.",
+        [("weather", {"city": "Zürich"}), ("now", {})],
+    ),
+    "qwen3_xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nNew <York>\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n<parameter=unit>\nC\n</parameter>\n"
+        '<parameter=more>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>\n",
+        "",
+        [
+            ("weather", {"city": "New <York>", "days": 3, "unit": "C", "more": {"a": [1]}}),
+            ("now", {}),
+        ],
+    ),
+    "deepseek_v3": (
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Tokyo"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function'
+        "<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look.",
+        [("weather", {"city": "Tokyo"}), ("now", {})],
+    ),
+    "deepseek_v3.1": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Tokyo"}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "",
+        [("weather", {"city": "Tokyo"}), ("now", {})],
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        '<|tool_call_argument_begin|>{"city": "北京"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        [("weather", {"city": "北京"}), ("now", {})],
+    ),
+}
+BROKEN = {
+    "hermes": ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "a <tool_call> b",
+               '<tool_call>{"name": 5}</tool_call>', "<tool_call>" + "[" * 5000 + "</tool_call>",
+               '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'],
+    "qwen3_xml": ["<tool_call>x</tool_call>", "<tool_call><function=f>x</function></tool_call>"],
+    "deepseek_v3": ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"],
+    "deepseek_v3.1": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"
+                      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                      "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"],
+    "kimi_k2": ["<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_calls_section_end|>"],
+}  # fmt: skip
+
+
+def cut(text, seed):
+    """A text in random parts; the seeds 0 and 1 give one part and single characters."""
+    draw = random.Random(seed)
+    at = 0
+    while at < len(text):
+        size = {0: len(text), 1: 1}.get(seed, draw.randint(1, 9))
+        yield text[at : at + size]
+        at += size
+
+
+def split(name, text, seed, **options):
+    splitter = ToolSplitter(SYNTAXES[name], TOOLS, **options)
+    found = [splitter.add(part) for part in cut(text, seed)]
+    found.append(splitter.add("", final=True))
+    return "".join(one.text for one in found), [call for one in found for call in one.calls]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_calls_are_found_wherever_they_are_cut(name, seed):
+    text, answer, calls = PUBLISHED[name]
+    said, found = split(name, text, seed)
+    assert said.strip() == answer
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    _, first = split(name, text, seed, most=1)
+    assert [call.name for call in first] == ["weather"]
+    if name == "kimi_k2":
+        assert [call.id for call in found] == ["functions.weather:0", "functions.now:1"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("name", "text"), [(n, t) for n, texts in BROKEN.items() for t in texts])
+def test_broken_calls_stay_text(name, text, seed):
+    assert split(name, f"so {text} there", seed) == (f"so {text} there", [])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_call_whose_end_is_missing_counts(name):
+    text, _, calls = PUBLISHED[name]
+    end = SYNTAXES[name].end
+    _, found = split(name, text[: text.rindex(end)], 1)
+    assert [call.name for call in found] == [name for name, _ in calls]
+
+
+def test_text_without_calls_is_not_held_back():
+    splitter = ToolSplitter(SYNTAXES["hermes"], TOOLS)
+    assert [splitter.add(part).text for part in ("a <to", "ol", "x", " \n", "b")] == [
+        "a", "", " <toolx", "", " \nb",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>', "hermes"),
+        ("<tool_call>\n<function=f>\n<parameter=p>\n</tool_call>", "qwen3_xml"),
+        ("<｜tool▁calls▁begin｜>...\n```json", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3.1"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_tells_the_syntax(template, name):
+    assert choose_syntax([None, template]) is (SYNTAXES[name] if name else None)
+    assert choose_syntax([template], "kimi_k2") is SYNTAXES["kimi_k2"]
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(load_tokenizer(BUNDLED_MODEL), 4096)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_grammars_of_calls_allow_what_is_published_and_nothing_else(grammars, name):
+    text = PUBLISHED[name][0]
+    text = text[text.index(SYNTAXES[name].begin) :].strip()
+    # The grammar is of the plain form: no white space between calls of one group.
+    text = text.replace("<｜tool▁call▁end｜>\n", "<｜tool▁call▁end｜>")
+    ids = load_tokenizer(BUNDLED_MODEL).encode(text, add_special_tokens=False)
+    for many, wrong in ((True, False), (False, True)):
+        grammar = grammars.lark(calls_grammar(SYNTAXES[name], TOOLS, many=many))
+        grammars.check(grammar, "tools")
+        matcher = grammars._matcher(grammar).deep_copy()
+        taken = matcher.try_consume_tokens(ids)
+        assert (taken < len(ids)) == wrong
+        assert matcher.is_accepting() or wrong
+    grammar = grammars.lark(calls_grammar(SYNTAXES[name], {"now": TOOLS["now"]}, many=True))
+    assert grammars._matcher(grammar).deep_copy().try_consume_tokens(ids) < len(ids)
+
+
+def test_what_cannot_be_compiled_names_its_field(grammars):
+    with pytest.raises(RequestError, match="'response_format' cannot be enforced") as caught:
+        grammars.check(grammars.json_schema({"type": "nothing"}), "response_format")
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nHm.\n\nYes.\n</think>\n\nAnswer <b>", "Hm.\n\nYes.", "Answer <b>"),
+        (True, "\nHm.\n</think>\n\nAnswer", "Hm.", "Answer"),
+        (True, "Hm. </thin", "Hm. </thin", ""),
+        (False, "\n Answer </think> <think>", "", "\n Answer </think> <think>"),
+        (False, "<thinking> is no tag", "", "<thinking> is no tag"),
+        (False, "<think></think>Answer", "", "Answer"),
+        (False, "  ", "", "  "),
+    ],
+)
+def test_reasoning_is_apart_wherever_it_is_cut(opened, text, reasoning, content, seed):
+    splitter = ReasoningSplitter(REASONING["think"], opened=opened)
+    parts = [splitter.add(part) for part in cut(text, seed)]
+    parts.append(splitter.add("", final=True))
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+
+
+def test_a_stop_text_is_named():
+    stop = StopText(["cd", "b"])
+    assert (stop.add("a"), stop.add("bcd"), stop.stop) == ("a", "", "b")
+
+
+def test_fields_refuse_what_nobody_reads():
+    fields = Fields({"a": 1, "b": None, "c": [], "d": False, "e": {"f": 2}})
+    inner = fields.object("e")
+    with pytest.raises(RequestError, match=r"'e\.f' is not offered"):
+        inner.finish()
+    with pytest.raises(RequestError, match="'a' is not offered"):
+        fields.finish()
+    fields.ignore("a")
+    fields.finish()
+    assert "b" not in fields
