@@ -1,12 +1,18 @@
-"""``mlx_moeflux chat``: a conversation; replies on stdout, everything else on stderr."""
+"""``mlx_moeflux chat``: a conversation; replies on stdout, everything else on stderr.
+
+On a terminal with the extra ``chat``, :mod:`~mlx_moeflux.cli.chat_terminal` reads lines and shows
+replies; otherwise :class:`PlainFace` does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from mlx_moeflux.cli import say
 from mlx_moeflux.cli.generate import (
@@ -18,11 +24,28 @@ from mlx_moeflux.cli.generate import (
     stats_table,
     template_options,
 )
-from mlx_moeflux.detokenizer import overlap
-from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.errors import InputError, MoefluxError
+from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
-HELP = "q: quit; r: forget the conversation; h: this help; Ctrl-C: end the reply"
+# Command -> its argument and what it does.
+COMMANDS = {
+    "/help": ("", "show this list"),
+    "/reset": ("", "forget the conversation"),
+    "/undo": ("", "forget the last question and its reply"),
+    "/system": ("TEXT", "set the system message; without a text, remove it"),
+    "/save": ("FILE", "write the conversation"),
+    "/load": ("FILE", "go on with a saved conversation"),
+    "/stats": ("", "show what the experts did in the last reply"),
+    "/quit": ("", "leave"),
+}
+# mlx-lm's names.
+SHORT = {"h": "/help", "r": "/reset", "q": "/quit"}
+HELP = "\n".join(
+    [f"{f'{name} {argument}':<14} {what}" for name, (argument, what) in COMMANDS.items()]
+    + ["h, r and q are short for /help, /reset and /quit. Ctrl-C ends a reply."]
+)
+ROLES = ("system", "user", "assistant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,19 +84,11 @@ def run(args: argparse.Namespace) -> int:
     )
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
-        talk = Conversation(args, model, tokenizer, cache, options)
-        print(HELP, file=sys.stderr)
-        for line in _lines(model, args.idle_release):
-            command = line.strip()
-            if command == "q":
+        talk = Conversation(args, model, tokenizer, cache, options, make_face(args))
+        talk.face.note("/help lists the commands")
+        for line in _lines(talk.face, model, args.idle_release):
+            if not talk.take(line):
                 break
-            if command == "h":
-                print(HELP, file=sys.stderr)
-            elif command == "r":
-                talk.reset()
-                print("the conversation is forgotten", file=sys.stderr)
-            elif command:
-                talk.turn(line)
     return 0
 
 
@@ -97,52 +112,147 @@ def _check(args: argparse.Namespace) -> None:
     )
 
 
+class Reply(Protocol):
+    """Shows one reply; entered around it."""
+
+    def __enter__(self) -> Reply: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def progress(self, done: int, total: int) -> None:
+        """Show that so many layers of the prompt's steps are read."""
+        ...
+
+    def add(self, text: str) -> None:
+        """Show more of the reply."""
+        ...
+
+    def interrupted(self) -> None:
+        """Show that Ctrl-C ended it."""
+        ...
+
+    def end(self, last: Any) -> None:
+        """Show what is left, and numbers of the last response."""
+        ...
+
+
+class Face(Protocol):
+    """Reads lines and shows replies."""
+
+    def line(self) -> str:
+        """Return the next line; EOFError at the end."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show what is no reply."""
+        ...
+
+    def reply(self, splitter: ReasoningSplitter) -> Reply:
+        """Begin a reply."""
+        ...
+
+
 class Conversation:
     """Messages of a conversation; `cache` keeps the states after them."""
 
-    def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, cache: Any, options):
+    def __init__(
+        self, args: argparse.Namespace, model: Any, tokenizer: Any, cache: Any, options, face: Face
+    ):
         self._args, self._model, self._tokenizer = args, model, tokenizer
-        self._cache, self._options = cache, options
+        self._cache, self._options, self.face = cache, options, face
+        self._last: Any = None
         self.messages: list[dict[str, str]] = []
-        self.reset()
+        self._set_system(args.system_prompt)
 
-    def reset(self) -> None:
-        """Delete all messages except the system prompt."""
-        system = self._args.system_prompt
-        self.messages = [{"role": "system", "content": system}] if system else []
+    def take(self, line: str) -> bool:
+        """Obey a command or reply to a line; return False to leave."""
+        text = line.strip()
+        name, _, argument = SHORT.get(text, text).partition(" ")
+        if name == "/quit":
+            return False
+        try:
+            if name in COMMANDS:
+                self._obey(name, argument.strip())
+            elif name.startswith("/") and name[1:].isalpha():
+                raise InputError(f"there is no command {name[:40]}; /help lists them.")
+            elif text:
+                self.turn(line)
+        except MoefluxError as error:
+            say("error", error)
+        return True
 
     def turn(self, query: str) -> None:
-        """Print a reply to `query`; Ctrl-C ends it and keeps its text.
+        """Show a reply to `query`; Ctrl-C ends it and keeps its text.
 
-        An error, such as a full context, is printed in one line and deletes the query.
+        Raises:
+            MoefluxError: Such as a full context; the query is forgotten.
         """
         self.messages.append({"role": "user", "content": query})
         try:
-            self._answer()
-        except MoefluxError as error:
+            reply = self._answer()
+        except MoefluxError:
             del self.messages[-1]
-            say("error", error)
-
-    def _answer(self) -> None:
-        reply, last = "", None
-        shown = Thinking(self._opens_thinking(), hidden=self._args.hide_thinking)
-        stream = self._stream()
-        try:
-            with contextlib.closing(stream):
-                for last in stream:
-                    reply += last.text
-                    print(shown.add(last.text), end="", flush=True)
-                print(shown.finish(), end="")
-        except KeyboardInterrupt:
-            print(" ...", end="")
-        print(flush=True)
+            raise
         self.messages.append({"role": "assistant", "content": reply})
-        if self._args.stats and last is not None and last.experts is not None:
-            print(
-                stats_table(last.experts, self._model, details=self._args.details), file=sys.stderr
-            )
+        if self._args.stats:
+            self._show_stats()
 
-    def _stream(self) -> Generator[Any, None, None]:
+    def _obey(self, name: str, argument: str) -> None:
+        if name in ("/save", "/load") and not argument:
+            raise InputError(f"{name} needs the name of a file.")
+        if name == "/help":
+            self.face.note(HELP)
+        elif name == "/reset":
+            self.messages = [m for m in self.messages if m["role"] == "system"]
+            self.face.note("the conversation is forgotten")
+        elif name == "/undo":
+            self._undo()
+        elif name == "/system":
+            self._set_system(argument)
+            self.face.note("the system message is set" if argument else "no system message")
+        elif name == "/save":
+            save_conversation(Path(argument).expanduser(), self.messages)
+            self.face.note(f"written to {argument}")
+        elif name == "/load":
+            self.messages = load_conversation(Path(argument).expanduser())
+            self.face.note(f"{len(self.messages)} messages")
+        elif name == "/stats":
+            self._show_stats()
+
+    def _set_system(self, text: str | None) -> None:
+        rest = [m for m in self.messages if m["role"] != "system"]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+
+    def _undo(self) -> None:
+        asked = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        if not asked:
+            raise InputError("there is nothing to undo.")
+        del self.messages[asked[-1] :]
+        self.face.note("the last question and its reply are forgotten")
+
+    def _show_stats(self) -> None:
+        experts = getattr(self._last, "experts", None)
+        if experts is None:
+            self.face.note("no reply has statistics yet")
+            return
+        self.face.note(stats_table(experts, self._model, details=self._args.details))
+
+    def _answer(self) -> str:
+        text = ""
+        splitter = ReasoningSplitter(REASONING["think"], opened=self._opens_thinking())
+        with self.face.reply(splitter) as shown:
+            stream = self._stream(shown)
+            try:
+                with contextlib.closing(stream):
+                    for self._last in stream:
+                        text += self._last.text
+                        shown.add(self._last.text)
+            except KeyboardInterrupt:
+                shown.interrupted()
+            shown.end(self._last)
+        return text
+
+    def _stream(self, shown: Reply) -> Generator[Any, None, None]:
         from mlx_moeflux.generation import text
 
         args, tokenizer = self._args, self._tokenizer
@@ -155,6 +265,7 @@ class Conversation:
             template_options=self._options,
             prompt_cache=self._cache,
             prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=shown.progress,
             temp=args.temp,
             top_p=args.top_p,
             xtc_probability=args.xtc_probability,
@@ -172,42 +283,111 @@ class Conversation:
         if self._tokenizer.chat_template is None:
             return False
         text = self._tokenizer.apply_chat_template(self.messages, tokenize=False, **self._options)
-        return text.rstrip().endswith(OPEN)
+        return text.rstrip().endswith(REASONING["think"].open)
 
 
-OPEN, CLOSE = "<think>", "</think>"
+def save_conversation(file: Path, messages: Sequence[dict[str, str]]) -> None:
+    """Write messages to a file that is new or holds a conversation.
 
-
-class Thinking:
-    """Filter of a reply's text that removes text between thinking marks if `hidden`.
-
-    inside: True if the prompt ends with the opening mark.
+    Raises:
+        InputError: It holds something else, or cannot be written.
     """
+    from mlx_moeflux.checkpoint.files import write_atomically
 
-    def __init__(self, inside: bool, *, hidden: bool):
-        self._hidden, self._inside, self._held = hidden, inside, ""
+    if file.exists():
+        load_conversation(file)
+    text = json.dumps({"messages": list(messages)}, ensure_ascii=False, indent=1)
+    try:
+        write_atomically(file, text.encode() + b"\n")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written ({error.strerror}); choose another.") from error
 
-    def add(self, text: str) -> str:
-        """Add text and return the part to print now."""
-        if not self._hidden:
-            return text
-        self._held += text
-        shown = ""
-        while True:
-            mark = CLOSE if self._inside else OPEN
-            before, found, after = self._held.partition(mark)
-            if not found:
-                break
-            shown += "" if self._inside else before
-            self._held, self._inside = after, not self._inside
-        held = overlap(self._held, mark)
-        ready, self._held = self._held[: len(before) - held], self._held[len(before) - held :]
-        return shown if self._inside else shown + ready
 
-    def finish(self) -> str:
-        """Return the rest at the end of a reply."""
-        rest, self._held = self._held, ""
-        return "" if self._inside else rest
+def load_conversation(file: Path) -> list[dict[str, str]]:
+    """Return the messages of a file that :func:`save_conversation` wrote.
+
+    Raises:
+        InputError: It cannot be read, or holds something else.
+    """
+    from mlx_moeflux.checkpoint.files import read_json_object
+
+    messages = read_json_object(file, error=InputError).get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise InputError(f"{file} holds no conversation; give a file that /save wrote.")
+    return messages
+
+
+def _is_message(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.keys() == {"role", "content"}
+        and found["role"] in ROLES
+        and isinstance(found["content"], str)
+    )
+
+
+# ---- Where there is no terminal, or no extra
+
+
+class PlainFace:
+    """Reads standard input; replies go to stdout as they are. hidden: Leave thinking out."""
+
+    def __init__(self, *, hidden: bool):
+        self._hidden = hidden
+
+    def line(self) -> str:
+        return input(">> " if sys.stdin.isatty() else "")
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def reply(self, splitter: ReasoningSplitter) -> Reply:
+        return PlainReply(splitter if self._hidden else None)
+
+
+class PlainReply:
+    """Prints a reply as it comes. splitter: Its reasoning is left out; None prints everything."""
+
+    def __init__(self, splitter: ReasoningSplitter | None):
+        self._splitter, self._begun = splitter, False
+
+    def __enter__(self) -> PlainReply:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._begun:
+            print(flush=True)
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+    def add(self, text: str, *, final: bool = False) -> None:
+        if self._splitter is not None:
+            text = self._splitter.add(text, final=final).content
+        self._begun = True
+        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+    def interrupted(self) -> None:
+        self.add("", final=True)
+        print(" ...", end="")
+
+    def end(self, last: Any) -> None:
+        self.add("", final=True)
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters, which could rewrite the screen or the title."""
+    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
+
+
+def make_face(args: argparse.Namespace) -> Face:
+    """Return the face for this terminal; the plain one without a terminal or the extra."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            from mlx_moeflux.cli.chat_terminal import TerminalFace
+
+            return TerminalFace(COMMANDS, hidden=args.hide_thinking)
+    return PlainFace(hidden=args.hide_thinking)
 
 
 @contextlib.contextmanager
@@ -218,13 +398,13 @@ def _cache(args: argparse.Namespace) -> Iterator[Any]:
         yield PromptCache(replies=True) if on_disk is None else on_disk
 
 
-def _lines(model: Any, idle_release: float | None) -> Iterator[str]:
+def _lines(face: Face, model: Any, idle_release: float | None) -> Iterator[str]:
     from mlx_moeflux.generation.idle import released_when_idle
 
     while True:
         try:
             with released_when_idle(model, idle_release):
-                line = input(">> " if sys.stdin.isatty() else "")
+                line = face.line()
         except EOFError:
             return
         yield line

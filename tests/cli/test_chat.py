@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
-from mlx_moeflux.cli.chat import HELP, Thinking
+from mlx_moeflux.cli.chat import HELP, printable
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -61,7 +62,7 @@ def test_turns_are_those_of_the_whole_conversation(monkeypatch, capsys, talking)
     )  # fmt: skip
     replies = expected_replies(talking, queries, system="a module")
     assert out == "".join(f"{reply}\n" for reply in replies)
-    assert HELP in err
+    assert "/help lists the commands" in err
 
 
 def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
@@ -105,7 +106,7 @@ def test_r_forgets_and_h_helps(monkeypatch, capsys, talking):
     one, two = out.splitlines()
     assert one == two == expected_replies(talking, ["import os"])[0]
     assert "forgotten" in err
-    assert err.count(HELP) == 2
+    assert err.count(HELP) == 1
 
 
 def test_a_full_context_is_said_in_one_line_and_r_makes_room(monkeypatch, capsys, talking):
@@ -143,22 +144,71 @@ def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
         assert second == generate(model, tokenizer, messages, max_tokens=8) + "\n"
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
+def test_hidden_thinking_leaves_the_answer(monkeypatch, capsys, talking):
+    original = text.stream_generate
+
+    def thinking(*arguments, **options):
+        for i, last in enumerate(original(*arguments, **options)):
+            yield dataclasses.replace(last, text=["no <", "b\n</th", "ink>\n\nyes", ""][min(i, 3)])
+
+    monkeypatch.setattr(text, "stream_generate", thinking)
+    shown = {(): "no <b\n</think>\n\nyes\n", ("--hide-thinking",): "yes\n"}
+    for flags, expected in shown.items():
+        out, _ = say(monkeypatch, capsys, ["import os"], "--model", str(talking), *flags)
+        assert out == expected
+
+
+def test_a_conversation_is_saved_and_goes_on(monkeypatch, capsys, talking, tmp_path):
+    file, model = tmp_path / "saved.json", ("--model", str(talking))
+    lines = ["/system a module", "import os", f"/save {file}", f"/save {file}", "return self"]
+    out, _ = say(monkeypatch, capsys, lines, *model)
+    assert out.splitlines() == expected_replies(talking, lines[1::3], system="a module")
+    again, err = say(monkeypatch, capsys, [f"/load {file}", "return self"], *model)
+    assert again.splitlines() == out.splitlines()[1:]
+    assert "3 messages" in err
+
+
+def test_undo_forgets_one_question(monkeypatch, capsys, talking):
+    lines = ["import os", "return self", "/undo", "/undo", "import os", "/stats", "/system"]
+    out, err = say(monkeypatch, capsys, lines, "--model", str(talking))
+    one, _, again = out.splitlines()
+    assert one == again
+    assert err.count("are forgotten") == 2
+    assert "hits" in err
+    assert "no system message" in err
+
+
 @pytest.mark.parametrize(
-    ("inside", "text", "shown"),
+    ("line", "said"),
     [
-        (False, "say <think>no</think>yes < b", "say yes < b"),
-        (True, "no, no</think>yes</think>", "yes</think>"),
-        (True, "never ends", ""),
-        (False, "no mark at all <thin", "no mark at all <thin"),
-        (False, "<think>a</think>b<think>c</think>d", "bd"),
+        ("/undo", "nothing to undo"),
+        ("/save", "needs the name of a file"),
+        ("/nonsense now", "there is no command /nonsense"),
+        ("/load /nowhere/at.all", "/nowhere/at.all"),
+        ("/save {model}/config.json", "holds no conversation"),
+        ("/save /nowhere/at.all", "cannot be written"),
     ],
 )
-def test_thinking_is_hidden_or_shown(inside, text, shown, size):
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for hidden, expected in ((True, shown), (False, text)):
-        thinking = Thinking(inside, hidden=hidden)
-        assert "".join([*map(thinking.add, pieces), thinking.finish()]) == expected
+def test_a_wrong_command_is_one_line_and_the_conversation_goes_on(
+    monkeypatch, capsys, talking, line, said
+):
+    before = (talking / "config.json").read_bytes()
+    lines = [line.format(model=talking), "import os"]
+    out, err = say(monkeypatch, capsys, lines, "--model", str(talking))
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert said in error
+    assert out.splitlines() == expected_replies(talking, ["import os"])
+    assert (talking / "config.json").read_bytes() == before
+
+
+def test_a_slash_in_a_question_is_no_command(monkeypatch, capsys, talking):
+    queries = ["/usr/bin is", "import os"]
+    out, _ = say(monkeypatch, capsys, queries, "--model", str(talking))
+    assert out == "".join(f"{reply}\n" for reply in expected_replies(talking, queries))
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    assert printable("a\x1b]0;title\x07\tb\r\n\x9bc\x7f") == "a]0;title\tb\nc"
 
 
 @pytest.mark.parametrize(
