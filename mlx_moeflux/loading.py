@@ -374,6 +374,7 @@ def _make_store(
             threads=threads,
             events=events,
             mix=model.kernels.expert_mix,
+            activation=model.activation,
             **policies,
         ), plan
     except BaseException:
@@ -408,7 +409,7 @@ def _resident(
     verbose: bool,
 ) -> ResidentStore:
     layers = {i: (mapped.experts[i], layouts[i].specs) for i in model.moe_blocks()}
-    disk = ExpertsOnDisk(model.moe_blocks(), layers, dtype)
+    disk = ExpertsOnDisk(model.moe_blocks(), layers, dtype, model.activation)
     disk.read(verbose=verbose and sys.stderr.isatty())
     return ResidentStore(
         disk.bank,

@@ -22,7 +22,9 @@ Transform = Callable[["mx.array"], "mx.array"]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight", "scales", "biases")
-COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in PARTS)
+BIAS = "bias"
+"""Component that a projection adds to its product; `biases` belong to a quantisation."""
+COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in (*PARTS, BIAS))
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,7 @@ def on_cpu() -> bool:
 
 def block_bytes(bank: ExpertBank) -> int:
     """Bytes of one slot."""
-    parts = (bank.gate, bank.up, bank.down)
-    arrays = [a for p in parts for a in (p.weight, p.scales, p.biases) if a is not None]
+    arrays = (array for part in (bank.gate, bank.up, bank.down) for array in part.arrays())
     return sum(array.nbytes for array in arrays) // bank.slots
 
 

@@ -23,7 +23,7 @@ class Attention(nn.Module):
     the current one included; None for full attention. qk_norm: RMS norm of queries and keys: each
     head by itself (weights ``[Dh]``), all heads of a token together (weights ``[H Dh]``) or none.
     bias: The projections of queries, keys and values have biases. output_bias: ``o_proj`` has one;
-    None for the same as `bias`.
+    None for the same as `bias`. sinks: A parameter ``sinks [Hq]`` takes part in each softmax.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)).
@@ -39,6 +39,7 @@ class Attention(nn.Module):
         qk_norm: Literal["head", "all heads"] | None = "head",
         bias: bool = False,
         output_bias: bool | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         C, Dh = config.hidden_size, config.head_dim
@@ -53,6 +54,8 @@ class Attention(nn.Module):
             heads = (1, 1) if qk_norm == "head" else (Hq, Hkv)
             self.q_norm = nn.RMSNorm(heads[0] * Dh, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(heads[1] * Dh, eps=config.rms_norm_eps)
+        if sinks:
+            self.sinks = mx.zeros((Hq,))
         self._rotary_dims = config.rotary_dims
         yarn, self._rope_options = getattr(config, "yarn", None), {}
         self._factors = None
@@ -95,6 +98,8 @@ class Attention(nn.Module):
             **self._rope_options,
         )
         options = {"scale": Dh**-0.5, "gate": gate}
+        if "sinks" in self:
+            options["sinks"] = self.sinks
         if self.window is not None:
             options |= cache.windowed(T, self.window)
         buffers = cache.append(kernels, k, v)

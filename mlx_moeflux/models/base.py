@@ -22,6 +22,7 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
 from mlx_moeflux.experts.telemetry.events import both
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import failures
 from mlx_moeflux.models.layers import forget_dense, stack
@@ -49,6 +50,11 @@ class StreamingModel(nn.Module):
     make_cache: Callable[[], SequenceState]
     _kernels: Kernels
     _router: Router
+
+    @property
+    def activation(self) -> Activation:
+        """Activation of the routed experts, between their products."""
+        return swiglu
 
     def __init__(self):
         super().__init__()

@@ -340,8 +340,7 @@ def _entries(kinds: Sequence[type], states: Sequence[Any], *counts: Any) -> list
 
 def _arrays(bank: ExpertBank) -> list[mx.array]:
     """Return the arrays of a bank. They are inputs of a trace, so that it keeps no bank alive."""
-    parts = (bank.gate, bank.up, bank.down)
-    return [a for p in parts for a in (p.weight, p.scales, p.biases) if a is not None]
+    return [array for part in (bank.gate, bank.up, bank.down) for array in part.arrays()]
 
 
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
@@ -350,6 +349,10 @@ def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
 
     def part(p: ProjectionBank) -> ProjectionBank:
         weight, scales = next(left), None if p.scales is None else next(left)
-        return ProjectionBank(weight, scales, None if p.biases is None else next(left), p.spec)
+        biases = None if p.biases is None else next(left)
+        return ProjectionBank(
+            weight, scales, biases, p.spec, None if p.bias is None else next(left)
+        )
 
-    return ExpertBank(part(like.gate), part(like.up), part(like.down))
+    gate, up, down = part(like.gate), part(like.up), part(like.down)
+    return ExpertBank(gate, up, down, activation=like.activation)

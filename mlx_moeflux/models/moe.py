@@ -18,7 +18,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.experts.store import check_result
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
 from mlx_moeflux.kernels.moe.moe_step import moe_step
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.trials import describe
@@ -119,8 +119,9 @@ class RouterLookahead:
 
 
 class ExpertProjection(nn.Module):
-    """One projection of all experts of a layer as parameters: weight, and scales and biases if
-    quantised. See :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
+    """One projection of all experts of a layer as parameters: weight, scales and biases if
+    quantised, and bias if it has one. See
+    :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
 
     def __init__(self, num_experts: int, output_dims: int, input_dims: int):
         super().__init__()
@@ -129,13 +130,15 @@ class ExpertProjection(nn.Module):
         self.spec: QuantSpec | None = None
 
     def bank(self) -> ProjectionBank:
-        return ProjectionBank(self.weight, self.get("scales"), self.get("biases"), self.spec)
+        scales, biases = self.get("scales"), self.get("biases")
+        return ProjectionBank(self.weight, scales, biases, self.spec, self.get("bias"))
 
 
 class SwitchGLU(nn.Module):
     """The routed experts of one resident layer."""
 
     _bank: ExpertBank | None = None
+    _activation: Activation = staticmethod(swiglu)
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -148,11 +151,15 @@ class SwitchGLU(nn.Module):
         parts = (self["gate_proj"], self["up_proj"], self["down_proj"])
         cached = None if self.training else self._bank
         if cached is not None and all(
-            part["weight"] is of.weight and part.get("scales") is of.scales
+            part["weight"] is of.weight
+            and part.get("scales") is of.scales
+            and part.get("bias") is of.bias
             for part, of in zip(parts, (cached.gate, cached.up, cached.down), strict=True)
         ):
             return cached
-        bank = ExpertBank(*(part.bank() for part in parts), fixed=not self.training)
+        gate, up, down = (part.bank() for part in parts)
+        fixed, activation = not self.training, self._activation
+        bank = ExpertBank(gate, up, down, fixed=fixed, activation=activation)
         # Training replaces parameters; a cached bank would keep the old ones in memory.
         self._bank = None if self.training else bank
         return bank

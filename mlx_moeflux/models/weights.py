@@ -22,7 +22,7 @@ from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, 
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
 from mlx_moeflux.models.packed_parameters import is_packed, pack
@@ -194,7 +194,7 @@ class ExpertsOnDisk:
     """The experts of a resident model, parameters of its MoE blocks, and where they are read from.
 
     blocks: MoE layer id -> block. layers: The same ids -> components, and the quantisation of each
-    projection. dtype: As :func:`load_experts` takes it.
+    projection. dtype: As :func:`load_experts` takes it. activation: Of the experts.
     """
 
     def __init__(
@@ -202,9 +202,10 @@ class ExpertsOnDisk:
         blocks: Mapping[int, SparseMoeBlock],
         layers: Mapping[int, tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
         dtype: mx.Dtype,
+        activation: Activation,
     ):
         self._blocks, self._layers, self._dtype = blocks, layers, dtype
-        self._packed = False
+        self._activation, self._packed = activation, False
 
     def bank(self, layer: int) -> ExpertBank:
         """Return the experts of a layer."""
@@ -217,6 +218,7 @@ class ExpertsOnDisk:
         shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
         bar = tqdm(experts, total=len(self._blocks), disable=not verbose, **shown)
         for block, switch in zip(self._blocks.values(), bar, strict=True):
+            switch._activation = self._activation
             block.switch_mlp = switch
             if self._packed:
                 pack(switch)

@@ -43,7 +43,13 @@ SELDOM = {
             Weight(mx.random.normal((2 * F, C)).astype(dtype), outs=(F, F)),
         ]
     },
-    "sdpa": {"length": lambda _: mx.array([T + 2, T + 3], mx.int32)},
+    "sdpa": {
+        "length": lambda _: mx.array([T + 2, T + 3], mx.int32),
+        "sinks": lambda dtype: mx.random.normal((examples.TINY.Hq,)).astype(dtype),
+    },
+    "paged_sdpa": {
+        "sinks": lambda dtype: mx.random.normal((examples.TINY.Hq,)).astype(dtype),
+    },
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from mlx_moeflux.checkpoint.names import COMPONENT_ORDER, PROJECTIONS
+from mlx_moeflux.checkpoint.names import BIAS, COMPONENT_ORDER, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs
 from mlx_moeflux.errors import CheckpointError, ShapeError, UnsupportedError
@@ -77,7 +77,7 @@ class BlockLayout(Layout):
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
     ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
-    ``[out, in / group_size]``, or with scales of one byte alone.
+    ``[out, in / group_size]``, or with scales of one byte alone; a bias is ``[out]`` float.
 
     Raises:
         ShapeError: Components are missing, in another order, or do not fit each other.
@@ -95,8 +95,9 @@ class BlockLayout(Layout):
         if missing:
             raise ShapeError(f"an expert has no '{missing[0]}.weight'; it needs three projections.")
         for component in self.components:
-            if len(component.shape) != 2 or not prod(component.shape):
-                raise ShapeError(f"'{component}' of an expert must have two axes, none empty.")
+            axes = 1 if component.name.endswith(f".{BIAS}") else 2
+            if len(component.shape) != axes or not prod(component.shape):
+                raise ShapeError(f"'{component}' of an expert must have axes: {axes}, none empty.")
         for projection, (rows, width) in self._dims().items():
             self._check(projection, rows, width)
 
@@ -165,6 +166,9 @@ class BlockLayout(Layout):
             raise ShapeError(
                 f"'{weight}' of an expert must be {' or '.join(dtypes)} {list(expected)}."
             )
+        bias = self._by_name.get(f"{projection}.{BIAS}")
+        if bias is not None and (bias.shape != (rows,) or bias.dtype not in _FLOATS):
+            raise ShapeError(f"'{bias}' of an expert must be {' or '.join(_FLOATS)} {[rows]}.")
         for part in parts:
             if spec is None or part is None:
                 continue

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.experts.io.cuda_upload import address_of, bytes_of, driver
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.runtime import packing
 
 
@@ -33,15 +33,21 @@ class Slots(NamedTuple):
 
 
 class LayerBank:
-    """The slots of one layer. experts: Number of experts in the layer, or None if unknown. current:
-    The allocation; one assignment replaces it.
+    """The slots of one layer. experts: Number of experts in the layer, or None if unknown.
+    activation: Of the experts. current: The allocation; one assignment replaces it.
 
     Evaluates: its new arrays.
     """
 
-    def __init__(self, layout: BlockLayout, slots: int, experts: int | None = None):
+    def __init__(
+        self,
+        layout: BlockLayout,
+        slots: int,
+        experts: int | None = None,
+        activation: Activation = swiglu,
+    ):
         assert slots > 0, "a bank without slots"
-        self.layout, self._experts = layout, experts
+        self.layout, self._experts, self._activation = layout, experts, activation
         self.current = self._allocate(slots)
 
     @property
@@ -113,7 +119,7 @@ class LayerBank:
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
         addresses = [(address_of(view), n) for view, n in sized]
-        experts = ExpertBank.of(named, self.layout.specs, self._experts)
+        experts = ExpertBank.of(named, self.layout.specs, self._experts, self._activation)
         return Slots(slots, named, experts, sized, addresses, packed)
 
 

@@ -45,7 +45,7 @@ from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.kernels.runtime import metal
 
@@ -84,7 +84,7 @@ class StreamedStore(ExpertStore):
     threads: Number of reading threads. events: Listener, see
     :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced between steps. mix: The
     operation that computes experts. scratch_bytes: Bytes that one step of a long call may allocate
-    besides its result; None: chosen by the device.
+    besides its result; None: chosen by the device. activation: Of the experts.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -116,6 +116,7 @@ class StreamedStore(ExpertStore):
         events: EventHook | None = None,
         mix: ExpertMix = expert_mix,
         scratch_bytes: int | None = None,
+        activation: Activation = swiglu,
     ):
         if threads < 1:
             raise InputError(f"{threads} threads cannot read experts; give at least 1.")
@@ -136,7 +137,7 @@ class StreamedStore(ExpertStore):
         self._layers = {
             layer: StreamedLayer(
                 layer,
-                LayerBank(layouts[layer], counts[layer], self.num_experts),
+                LayerBank(layouts[layer], counts[layer], self.num_experts, activation),
                 num_experts=self.num_experts,
                 pool=self._pool,
                 policy=self.eviction,

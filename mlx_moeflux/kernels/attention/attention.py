@@ -11,6 +11,7 @@ Shapes:
     tail: keys and values ``[B, Hkv, R, D]`` of the newest rows, or None: row s of a sequence of
     `length`, which is at most S, is row s - s0 of them from s0 = (length - 1) // R * R on, and of
     k and v before. With R = 4 and length 11, rows 8 to 10 are rows 0 to 2 of the tail.
+    sinks: ``[Hq]`` or None: logits that take part in each head's softmax, without a value.
     gate: ``[B, T, Hq, Dv]``, or ``[B, T, Hq, 2 Dv]`` whose second halves are the gate.
     returns: ``[B, Hq, T, Dv]`` in the dtype of q, softmax in float32.
 
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches
@@ -124,6 +125,7 @@ def causal_sdpa(
     start: mx.array | None = None,
     tail: tuple[mx.array, mx.array] | None = None,
     gate: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Stock MLX. Rows past an int `length` are not read; past an array they are, and masked. A
     query that sees no key attends to its own.
@@ -142,11 +144,18 @@ def causal_sdpa(
         k, v = k[:, :, :length], v[:, :, :length]
     if start is not None or isinstance(length, mx.array):
         mask = _visible(q, k, causal=mask == "causal", length=length, start=start)
-    y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if gate is None:
         return y
     gate = gate[..., gate.shape[-1] - v.shape[-1] :]
     return y * mx.sigmoid(gate.swapaxes(1, 2))
+
+
+def refuse_sinks(sinks: mx.array | None) -> None:
+    """Raise :class:`UnsupportedError` if there are sinks, which the reference alone computes."""
+    if sinks is not None:
+        raise UnsupportedError("no attention kernel computes sinks; take the reference.")
 
 
 def joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
@@ -251,7 +260,7 @@ SDPA = (*_KERNELS["rows"], *SHARED)
 
 
 @launches(*SDPA)
-def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None):
+def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None, sinks=None):
     """:func:`causal_sdpa` without scores in device memory; rows outside a sequence's range are
     never read, and a query that sees no key gets zeros. A mask that is an array goes to the
     reference.
@@ -259,8 +268,9 @@ def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate
     Raises:
         ShapeError: Shapes or dtypes do not fit together, Dh is no multiple of 16 or Dv of 32, or
             they are too large for threadgroup memory.
-        UnsupportedError: MLX drives no GPU.
+        UnsupportedError: MLX drives no GPU, or there are sinks.
     """
+    refuse_sinks(sinks)
     if isinstance(mask, mx.array):
         return causal_sdpa(
             q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate

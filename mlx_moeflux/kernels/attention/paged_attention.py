@@ -5,8 +5,8 @@
 Shapes:
     q: ``[B, Hq, 1, Dh]``; k: ``[R, Hkv, Dh]``, v: ``[R, Hkv, Dv]``, rows in blocks of P (`page`);
     table: int32 ``[B, n]``, the blocks of each sequence in order, any number where it has none;
-    length, start, tail, gate: see :mod:`mlx_moeflux.kernels.attention.attention`, of n P columns;
-    start may be None. returns: ``[B, Hq, 1, Dv]`` in the dtype of q.
+    length, start, tail, gate, sinks: see :mod:`mlx_moeflux.kernels.attention.attention`, of n P
+    columns; start may be None. returns: ``[B, Hq, 1, Dv]`` in the dtype of q.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mlx_moeflux.kernels.attention.attention import (
     causal_sdpa,
     check_dtypes,
     check_tail,
+    refuse_sinks,
     run,
 )
 from mlx_moeflux.kernels.runtime.metal import launches
@@ -37,6 +38,7 @@ def paged_sdpa(
     start: mx.array | None = None,
     tail: tuple[mx.array, mx.array],
     gate: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """The module's formula in stock MLX, with copies of all columns."""
     B, n = table.shape
@@ -47,20 +49,22 @@ def paged_sdpa(
     index = mx.take_along_axis(table, row // page, axis=1) * page + row % page
     index = mx.clip(index, 0, k.shape[0] - 1)
     keys, values = (x[index].swapaxes(1, 2) for x in (k, v))
-    return causal_sdpa(
-        q, keys, values, scale=scale, mask=None, length=length, start=start, tail=tail, gate=gate
-    )
+    options = {"length": length, "start": start, "tail": tail, "gate": gate, "sinks": sinks}
+    return causal_sdpa(q, keys, values, scale=scale, mask=None, **options)
 
 
 @launches(*SHARED)
-def paged_sdpa_fused(q, k, v, *, table, page, scale, length, start=None, tail, gate=None):
+def paged_sdpa_fused(
+    q, k, v, *, table, page, scale, length, start=None, tail, gate=None, sinks=None
+):
     """:func:`paged_sdpa` through the table, nothing is copied; to the bit what ``sdpa_fused`` gives
     for buffers of n P columns.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, see ``sdpa_fused``.
-        UnsupportedError: MLX drives no GPU.
+        UnsupportedError: MLX drives no GPU, or there are sinks.
     """
+    refuse_sinks(sinks)
     B, n = table.shape
     if table.dtype != mx.int32 or q.shape[0] != B or k.shape[0] % page or v.shape[0] != k.shape[0]:
         raise ShapeError(

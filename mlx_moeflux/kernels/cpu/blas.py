@@ -26,6 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.attention.attention import refuse_sinks
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
@@ -430,6 +431,7 @@ def _views(bank: ExpertBank) -> dict[str, tuple[ProjectionBank, Views]]:
     """
     known = bank.launches.get("blas")
     if known is None:
+        bank.check_plain()
         parts = {"gate": bank.gate, "up": bank.up, "down": bank.down}
         known = {role: (part, Views.of(part)) for role, part in parts.items()}
         bank.launches["blas"] = known
@@ -517,15 +519,18 @@ def _for_one_thread(S: int, row: int) -> list[slice]:
 
 
 @quiet
-def sdpa_blas(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None) -> mx.array:
+def sdpa_blas(
+    q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None, sinks=None
+) -> mx.array:
     """:func:`~mlx_moeflux.kernels.attention.attention.causal_sdpa` in float32, the scores of one
     key head of one sequence at a time: whichever others are beside it, a sequence gets the same
     bits. Its queries share products, so prompts that are cut elsewhere agree but for rounding.
 
     Raises:
         UnsupportedError: q, k or v is not float32, MLX is tracing, or a mask, padding or a tail is
-            given as an array.
+            given as an array, or there are sinks.
     """
+    refuse_sinks(sinks)
     if tail is not None or any(isinstance(a, mx.array) for a in (mask, length, start)):
         raise UnsupportedError("sdpa=blas takes no mask, start, length or tail that is an array.")
     queries, keys, values = numbers(q), numbers(k), numbers(v)

@@ -1,6 +1,8 @@
 """The chosen experts, computed out of a bank by slot number.
 
-    out[p] = down[s] (silu(gate[s] x[p]) * (up[s] x[p])),   s = slots[p]
+    out[p] = down[s] act(gate[s] x[p], up[s] x[p]),   s = slots[p]
+
+act(g, u) is silu(g) u, or a :class:`ClampedSwiGLU`. Each of the three products may add a bias.
 
 One row per (token, expert) pair. A bank holds the experts of one layer in fixed slots; a slot
 number says where, never which expert. A row's result depends on nothing but the row and the
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,38 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout, settings
 from mlx_moeflux.kernels.runtime.metal import on_apple
 
 # Names of the arrays of gate and up in kernels.
 INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
+
+
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) up, element by element."""
+    return nn.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """(up' + 1) gate' sigmoid(alpha gate') with gate' = min(gate, limit) and up' = up clamped to
+    [-limit, limit], element by element.
+
+    Source: transformers 5.23 `gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate`.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
+        gate = mx.minimum(gate, self.limit)
+        up = mx.clip(up, -self.limit, self.limit)
+        return (up + 1) * (gate * mx.sigmoid(self.alpha * gate))
+
+
+Activation = Callable[[mx.array, mx.array], mx.array]
+"""Maps gate and up to the input of down, element by element."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +61,25 @@ class ProjectionBank:
 
     weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
     scales, biases: ``[S, out, in / group_size]``; None when `spec` is None. Scales are uint8
-    without biases when `spec` is not affine.
+    without biases when `spec` is not affine. bias: ``[S, out]``, added to the product, or None.
     """
 
     weight: mx.array
     scales: mx.array | None
     biases: mx.array | None
     spec: QuantSpec | None
+    bias: mx.array | None = None
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
         """The rows of `slots` only; floats cast to `dtype`."""
         weight = self.weight[slots]
+        bias = None if self.bias is None else self.bias[slots].astype(dtype)
         if self.spec is None or self.scales is None:
-            return ProjectionBank(weight.astype(dtype), None, None, None)
+            return ProjectionBank(weight.astype(dtype), None, None, None, bias)
         scales, biases = self.scales[slots], None if self.biases is None else self.biases[slots]
         if biases is not None:
             scales, biases = scales.astype(dtype), biases.astype(dtype)
-        return ProjectionBank(weight, scales, biases, self.spec)
+        return ProjectionBank(weight, scales, biases, self.spec, bias)
 
     def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
@@ -65,7 +96,13 @@ class ProjectionBank:
             known = settings(self.spec) | {"rhs_indices": slots, "sorted_indices": ascending}
             assert self.scales is not None
             out = mx.gather_qmm(x, self.weight, self.scales, self.biases, transpose=True, **known)
-        return out[:, 0]
+        out = out[:, 0]
+        return out if self.bias is None else out + self.bias[slots].astype(out.dtype)
+
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays that there are, in the order of the fields."""
+        every = (self.weight, self.scales, self.biases, self.bias)
+        return [array for array in every if array is not None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +110,7 @@ class ExpertBank:
     """The three projections of one layer's experts; all have the same number of slots.
 
     fixed: The content of slots never changes. experts: Number of experts that share the slots;
-    None: one for each slot.
+    None: one for each slot. activation: Between the products.
     """
 
     gate: ProjectionBank
@@ -81,6 +118,7 @@ class ExpertBank:
     down: ProjectionBank
     fixed: bool = False
     experts: int | None = None
+    activation: Activation = swiglu
 
     @classmethod
     def of(
@@ -88,13 +126,15 @@ class ExpertBank:
         arrays: Mapping[str, mx.array],
         specs: Mapping[str, QuantSpec | None],
         experts: int | None = None,
+        activation: Activation = swiglu,
     ) -> ExpertBank:
         """From arrays named ``gate_proj.weight`` ... and a spec for each projection."""
         banks = []
         for p in ("gate_proj", "up_proj", "down_proj"):
             scales, biases = arrays.get(f"{p}.scales"), arrays.get(f"{p}.biases")
-            banks.append(ProjectionBank(arrays[f"{p}.weight"], scales, biases, specs[p]))
-        return cls(*banks, experts=experts)
+            weight, bias = arrays[f"{p}.weight"], arrays.get(f"{p}.bias")
+            banks.append(ProjectionBank(weight, scales, biases, specs[p], bias))
+        return cls(*banks, experts=experts, activation=activation)
 
     @functools.cached_property
     def slots(self) -> int:
@@ -102,7 +142,12 @@ class ExpertBank:
 
     @functools.cached_property
     def layout(self) -> ExpertLayout:
-        """Its storage; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`."""
+        """Its storage; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`.
+
+        Raises:
+            UnsupportedError: Kernels cannot read it, or do not compute its biases or activation.
+        """
+        self.check_plain()
         return expert_layout(self.gate, self.up, self.down)
 
     @functools.cached_property
@@ -116,11 +161,20 @@ class ExpertBank:
         """Launch arguments for this bank; the launching functions keep them here."""
         return {}
 
+    def check_plain(self) -> None:
+        """Raise :class:`UnsupportedError` unless it has no biases and the plain activation, which
+        alone implementations beside the reference compute."""
+        biased = any(part.bias is not None for part in (self.gate, self.up, self.down))
+        if biased or self.activation is not swiglu:
+            raise UnsupportedError(
+                "kernels compute experts without biases and with silu(gate) up; take the reference."
+            )
+
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
         """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,
         because stock operations would cast every slot's scales on every call."""
         gate, up, down = (part.take(slots, dtype) for part in (self.gate, self.up, self.down))
-        return ExpertBank(gate, up, down)
+        return ExpertBank(gate, up, down, activation=self.activation)
 
 
 def expert_ffn(
@@ -132,7 +186,7 @@ def expert_ffn(
     """
     gate = bank.gate.matmul(x, slots, ascending=ascending)
     up = bank.up.matmul(x, slots, ascending=ascending)
-    return bank.down.matmul(nn.silu(gate) * up, slots, ascending=ascending)
+    return bank.down.matmul(bank.activation(gate, up), slots, ascending=ascending)
 
 
 def accumulate_experts(

@@ -25,6 +25,7 @@ from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 
 # Difference of float32 logits by their size (root mean squares over the vocabulary) at the worst
@@ -39,7 +40,10 @@ class FreshStore(ExpertStore):
     """Reads what a call needs into a bank of its own, computes, and forgets both.
     See :class:`~mlx_moeflux.experts.store.ExpertStore`; slow on purpose."""
 
-    def __init__(self, reader: Reader, *, mix: ExpertMix = expert_mix):
+    def __init__(
+        self, reader: Reader, *, mix: ExpertMix = expert_mix, activation: Activation = swiglu
+    ):
+        self._activation = activation
         self.reader, self.layers, self.num_experts = reader, reader.layers, reader.num_experts
         self._form, self._stats = ExpertCompute(mix=mix), ExpertStats(reader.layers)
 
@@ -47,7 +51,8 @@ class FreshStore(ExpertStore):
         """See :meth:`ExpertStore.experts`."""
         needed = np.unique(np.array(ids))
         needed = needed[needed < self.num_experts]
-        bank = LayerBank(self.reader.layout(layer), max(1, len(needed)))
+        slots = max(1, len(needed))
+        bank = LayerBank(self.reader.layout(layer), slots, activation=self._activation)
         table = np.zeros(self.num_experts + 1, np.uint32)
         for slot, expert in enumerate(needed.tolist()):
             self.reader.read(layer, expert, bank.slot_views(slot))

@@ -51,7 +51,7 @@ def test_plain_layout_is_accepted():
         (_plain()[::-1], "in this order"),
         (_plain(up_proj=(64, 96)), r"must be .* \[96, 64\]"),
         (_plain(up_proj=(96, 0)), "none empty"),
-        (_plain(up_proj=(96, 64, 1)), "two axes"),
+        (_plain(up_proj=(96, 64, 1)), "axes: 2"),
         ((*_plain()[:1], Component("gate_proj.scales", "BF16", (96, 2)), *_plain()[1:]), "both"),
         ((Component("gate_proj.weight", "U8", (96, 64)), *_plain()[1:]), "BF16 or"),
     ],
