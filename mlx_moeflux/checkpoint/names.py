@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from mlx_moeflux.checkpoint.formats.decoded import PickedRef
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError
 
@@ -41,11 +42,15 @@ class Experts:
 
     `pattern` has the groups ``layer``, optionally ``expert`` (absent: the tensor stacks all
     experts on axis 0), and optionally ``projection`` and ``part``. `components` names what the
-    tensor holds when the pattern does not: several names share the rows in equal parts.
+    tensor holds when the pattern does not: several names share the rows in equal parts; a name
+    without a part has the pattern's. `interleaved`: They take turns, row by row, of a stack.
+    `transposed`: The matrices of a stack are ``[in, out]``.
     """
 
     pattern: str
     components: tuple[str, ...] = ()
+    interleaved: bool = False
+    transposed: bool = False
 
 
 EXPERT_NAMES = (
@@ -175,6 +180,11 @@ def _take_expert(
         groups = match.groupdict()
         layer = int(groups["layer"])
         components = rule.components or (f"{groups['projection']}.{groups['part']}",)
+        if rule.components and groups.get("part") is not None:
+            components = tuple(f"{name}.{groups['part']}" for name in rule.components)
+        if rule.interleaved or rule.transposed:
+            _put_picked(mapped, layer, components, ref, rule)
+            return True
         if groups.get("expert") is not None:
             single.setdefault((layer, components[0]), {})[int(groups["expert"])] = ref
             return True
@@ -189,6 +199,32 @@ def _take_expert(
             _put(mapped, layer, component, StackedRefs(ref, window))
         return True
     return False
+
+
+def _put_picked(
+    mapped: MappedTensors, layer: int, components: tuple[str, ...], ref: TensorRef, rule: Experts
+) -> None:
+    """Take a stack whose components are interleaved or transposed."""
+    axis, step = 2 if rule.transposed else 1, len(components)
+    if len(ref.shape) <= axis or not ref.shape[0] or ref.shape[axis] % step:
+        raise CheckpointError(
+            f"{ref.file}: '{ref.name}' has shape {list(ref.shape)}; expected experts on axis 0 and "
+            f"{step} interleaved parts on axis {axis}."
+        )
+    for first, component in enumerate(components):
+        experts = (ref.index(e) for e in range(ref.shape[0]))
+        picked = tuple(
+            PickedRef(
+                f"{each.name}.{component}",
+                each,
+                first=first,
+                step=step,
+                transposed=rule.transposed,
+            )
+            for each in experts
+        )
+        # Readers ask for what both kinds of reference have.
+        _put(mapped, layer, component, cast("ExpertRefs", picked))
 
 
 def _put(mapped: MappedTensors, layer: int, component: str, refs: ExpertRefs) -> None:

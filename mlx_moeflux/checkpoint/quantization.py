@@ -193,7 +193,9 @@ def _without_foreign_method(block: Mapping) -> Mapping:
     method = block.get("quant_method")
     if method in (None, "none", "mlx"):
         return {key: value for key, value in block.items() if key != "quant_method"}
-    # What is decoded when read has nothing of MLX's form to say.
+    # What is decoded when read, or says its form by its names, has nothing of MLX's to say.
+    if method == "mxfp4":
+        return {}
     if method == "fp8":
         check_fp8(block)
         return {}

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, MappedTensors
+from mlx_moeflux.checkpoint.names import BIAS, PARTS, PROJECTIONS, MappedTensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
@@ -34,7 +34,7 @@ class Recipe:
 
     source: its weight and, when quantised, scales and, if affine, biases. spec: how it is
     quantised on disk now. target: how it shall be. dtype: code of the output's floats. transform:
-    of its rows.
+    of its rows. bias: What is added to its product, a part of an expert.
     """
 
     source: tuple[TensorRef, ...]
@@ -42,9 +42,18 @@ class Recipe:
     target: QuantSpec | None
     dtype: str
     transform: Callable[[mx.array], mx.array] | None = None
+    bias: TensorRef | None = None
 
     def outputs(self) -> dict[str, Tensor]:
-        """Part (``weight``, ``scales``, ``biases``) -> what will be written."""
+        """Part (``weight``, ``scales``, ``biases``, ``bias``) -> what will be written."""
+        bias = {} if self.bias is None else {BIAS: Tensor(self._bias_code(), self.bias.shape)}
+        return self._matrix() | bias
+
+    def _bias_code(self) -> str:
+        assert self.bias is not None
+        return self.bias.dtype if self.spec is not None and self.spec == self.target else self.dtype
+
+    def _matrix(self) -> dict[str, Tensor]:
         shape, width = self.source[0].shape, self._width()
         if self.target is not None:
             weight = Tensor("U32", (shape[0], self.target.words(width)))
@@ -80,6 +89,8 @@ class Recipe:
             for part, data in self._rows(start, stop).items():
                 yield part, done[part], data
                 done[part] += len(data)
+        if self.bias is not None:
+            yield BIAS, 0, _bytes(self.bias.load().astype(mlx_dtype(self._bias_code())))
 
     def _rows(self, start: int, stop: int) -> dict[str, bytes]:
         arrays = [ref.rows(start, stop).load() for ref in self.source]
@@ -180,7 +191,9 @@ class Conversion:
             width = self.config.moe_intermediate_size if down else self.config.hidden_size
             spec = infer_spec(source[0], source[1], width)
             target = self._requantised(source[0], spec)
-        return Recipe(source, spec, target, self._code(source))
+        bias = components.get(f"{projection}.{BIAS}")
+        added = None if bias is None else bias[expert]
+        return Recipe(source, spec, target, self._code(source), bias=added)
 
     def config_json(self) -> dict[str, Any]:
         """The output's config.json: the checkpoint's, with the bits of the output."""

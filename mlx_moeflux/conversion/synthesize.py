@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux.checkpoint.files import Progress, counted, write_atomically
 from mlx_moeflux.checkpoint.formats.decoded import encoded
-from mlx_moeflux.checkpoint.names import PROJECTIONS
+from mlx_moeflux.checkpoint.names import BIAS, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
@@ -28,6 +28,7 @@ from mlx_moeflux.models.shapes import SHAPES
 
 CHUNK_BYTES = 16 << 20
 ROUTER_BITS = 8
+E2M1_DEVIATION = 2.93
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def synthesize(
 
     Args:
         like: One of :data:`SHAPES`. layers, experts: Fewer (or more) than the shape has.
-        bits, group_size: Of the weights; the router has 8 bits, as published.
+        bits, group_size: Of the weights; the router has 8 bits, and experts that are published in
+            an MX format keep it.
         skew: Mean of the embeddings by their deviation; 0 routes evenly.
 
     Memory: a few chunks of 16 MiB.
@@ -107,9 +109,9 @@ def synthesize(
                 position += len(data)
                 report(len(data))
     overrides = {
-        named(w.name.removesuffix(".weight")): QuantSpec(ROUTER_BITS, group_size).to_config()
+        named(w.name.removesuffix(".weight")): w.spec.to_config()
         for w in weights
-        if w.bits == ROUTER_BITS != bits and w.part == "weight"
+        if w.spec not in (None, spec) and w.part == "weight"
     }
     block = spec.to_config() | overrides
     quantization = {"quantization": block, "quantization_config": block}
@@ -120,13 +122,18 @@ def synthesize(
 
 @dataclass(frozen=True)
 class RandomWeight:
-    """One tensor: `part` of a weight of `bits` (None: float), `width` elements a row."""
+    """One tensor: `part` of a weight stored as `spec` (None: float), `width` elements a row."""
 
     name: str
     part: str
     tensor: Tensor
-    bits: int | None
+    spec: QuantSpec | None
     width: int
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an element; None: float."""
+        return None if self.spec is None else self.spec.bits
 
     def chunks(self, random: np.random.Generator, skew: float) -> Iterator[bytes]:
         """Random bytes that mean weights of standard deviation width^-1/2."""
@@ -135,6 +142,10 @@ class RandomWeight:
             size = min(CHUNK_BYTES, total - start)
             if self.part == "weight" and self.bits is not None:
                 yield random.bytes(size)
+            elif self.tensor.dtype == "U8":
+                # Powers of two: random E2M1 has this deviation.
+                power = 127 + round(np.log2(self.width**-0.5 / E2M1_DEVIATION))
+                yield random.integers(power - 1, power + 1, size, np.uint8).tobytes()
             else:
                 yield self._floats(random, size // ITEMSIZE[self.tensor.dtype], skew)
 
@@ -177,20 +188,26 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
         yield from _quantised(base, one, (), *shape)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    mode = getattr(config, "EXPERTS_MODE", None)
+    stored = spec if mode is None else QuantSpec.of_mode(mode)
     for layer in model.moe_blocks():
         for projection in PROJECTIONS:
             rows, width = (C, F) if projection == "down_proj" else (F, C)
             base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
-            yield from _quantised(base, spec, (E,), rows, width)
+            yield from _quantised(base, stored, (E,), rows, width)
+            if getattr(config, "EXPERTS_BIAS", False):
+                name = f"{base}.{BIAS}"
+                yield RandomWeight(name, BIAS, Tensor("BF16", (E, rows)), None, width)
 
 
 def _quantised(
     base: str, spec: QuantSpec, lead: tuple[int, ...], rows: int, width: int
 ) -> Iterator[RandomWeight]:
     packed = Tensor("U32", (*lead, rows, spec.words(width)))
-    groups = Tensor("BF16", (*lead, rows, spec.groups(width)))
-    for part, tensor in (("weight", packed), ("scales", groups), ("biases", groups)):
-        yield RandomWeight(f"{base}.{part}", part, tensor, spec.bits, width)
+    groups = Tensor("BF16" if spec.is_affine else "U8", (*lead, rows, spec.groups(width)))
+    parts = {"weight": packed, "scales": groups} | ({"biases": groups} if spec.is_affine else {})
+    for part, tensor in parts.items():
+        yield RandomWeight(f"{base}.{part}", part, tensor, spec, width)
 
 
 def _write_tokenizer(out: Path, vocabulary: int) -> None:

@@ -23,8 +23,14 @@ def relative_error(actual: mx.array, expected: mx.array) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
+# Threads that put rows in order have a buffer each, which counts.
+STAGED = {"gpt_oss_sinks": "80%"}
+
+
 def smallest_memory(directory: Path) -> str:
     """A budget of K + 1 experts a layer where that is fewer than all."""
+    if directory.name in STAGED:
+        return STAGED[directory.name]
     file = directory / "config.json"
     raw = json.loads(file.read_text())
     config = model_class(raw["model_type"]).Config.from_dict(raw, file=file)

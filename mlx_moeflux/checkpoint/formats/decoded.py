@@ -1,4 +1,5 @@
-"""Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4.
+"""Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4, rows
+and columns in another order.
 
 A :class:`DecodedRef` stands where a :class:`~mlx_moeflux.checkpoint.tensors.TensorRef` does. It
 says which byte ranges it needs and how they become its bytes, in NumPy alone, so that reading
@@ -135,6 +136,56 @@ class ScaledRef(DecodedRef):
             part = slice(start * size, stop * size)
             values = floats(raw[0][part], self.dtype) * np.float32(self.factor)
             out[part] = encoded(values, self.dtype)
+
+
+class PickedRef(DecodedRef):
+    """Every `step`-th row of a tensor from row `first` on, in order; with `transposed` of a matrix
+    ``[in, out]``, whose columns become rows. Values keep their bits.
+
+    window: Which of these rows; None: all.
+    """
+
+    __slots__ = ("first", "step", "transposed", "window")
+
+    def __init__(
+        self,
+        name: str,
+        source: TensorRef,
+        *,
+        first: int,
+        step: int,
+        transposed: bool,
+        window: tuple[int, int] | None = None,
+    ) -> None:
+        shape = source.shape[::-1] if transposed else source.shape
+        start, stop = window or (0, len(range(first, shape[0], step)))
+        super().__init__(name, (source,), dtype=source.dtype, shape=(stop - start, *shape[1:]))
+        self.first, self.step, self.transposed, self.window = first, step, transposed, (start, stop)
+
+    def rows(self, start: int, stop: int) -> PickedRef:
+        """See :meth:`Ref.rows`; the whole source is read."""
+        self._check_rows(start, stop)
+        return PickedRef(
+            f"{self.name}[{start}:{stop}]",
+            self.sources[0],
+            first=self.first,
+            step=self.step,
+            transposed=self.transposed,
+            window=(self.window[0] + start, self.window[0] + stop),
+        )
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`; allocates nothing."""
+        kind = f"u{ITEMSIZE[self.dtype]}"
+        source = raw[0].view(kind).reshape(self.sources[0].shape)
+        source = source.T if self.transposed else source
+        start, stop = (self.first + self.step * row for row in self.window)
+        out.view(kind).reshape(self.shape)[...] = source[start : stop : self.step]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See :attr:`DecodedRef.scratch_bytes`."""
+        return 0
 
 
 def row_chunks(rows: int, step: int) -> Iterator[tuple[int, int]]:

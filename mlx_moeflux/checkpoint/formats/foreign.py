@@ -3,13 +3,15 @@
     X.weight F8_E4M3 + X.weight_scale_inv          -> X.weight BF16         (DeepSeek's FP8)
     X.weight_packed I32 + X.weight_scale           -> X.weight U32 + X.scales + X.biases
         (+ X.weight_shape)                            (compressed-tensors, symmetric int4)
+    X_blocks U8 [..., groups, 16] + X_scales U8    -> X.weight U32 + X.scales    (gpt-oss's MXFP4)
 
-Nothing is read; both forms are decoded where they are read.
+Nothing is read. The first two are decoded where they are read; the third has MLX's bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from mlx_moeflux.checkpoint.files import is_positive
@@ -20,6 +22,7 @@ from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 DEFAULT_BLOCK = (128, 128)
 # DeepSeek's and MiniMax's name of the same format.
 E4M3 = ("e4m3", "float8_e4m3fn")
+BLOCKS, SCALES = "_blocks", "_scales"
 SCALE_DTYPES = ("F32", "BF16")
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
@@ -46,6 +49,10 @@ def in_our_form(
             _partner(tensors, name, name.removesuffix("_scale_inv"))
         elif ref.dtype.startswith("F8"):
             ours[name] = _fp8(name, ref, tensors, block)
+        elif name.endswith(BLOCKS):
+            ours |= _mxfp4(name.removesuffix(BLOCKS), ref, tensors)
+        elif name.endswith(SCALES) and f"{name.removesuffix(SCALES)}{BLOCKS}" in tensors:
+            continue
         elif leaf == "weight_packed":
             ours |= _int4(base, ref, tensors)
         elif leaf in ("weight_scale", "weight_shape"):
@@ -62,7 +69,7 @@ def in_our_form(
 
 
 def _is_foreign(name: str, ref: TensorRef) -> bool:
-    return ref.dtype.startswith("F8") or name.endswith(("_scale_inv", ".weight_packed"))
+    return ref.dtype.startswith("F8") or name.endswith(("_scale_inv", ".weight_packed", BLOCKS))
 
 
 def _partner(tensors: Mapping[str, TensorRef], name: str, wanted: str) -> TensorRef:
@@ -106,6 +113,23 @@ def _int4(base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> dic
         f"{base}.weight": weight,
         f"{base}.scales": scales,
         f"{base}.biases": ScaledRef(f"{base}.biases", scales, -float(INT4_ZERO)),
+    }
+
+
+def _mxfp4(base: str, blocks: TensorRef, tensors: Mapping[str, TensorRef]) -> dict[str, Ref]:
+    """Blocks of 32 numbers in 16 bytes, the first in the low half of a byte, as MLX packs them."""
+    scales = _partner(tensors, blocks.name, f"{base}{SCALES}")
+    *rows, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0, 0)
+    if (blocks.dtype, scales.dtype, size) != ("U8", "U8", 16) or scales.shape != (*rows, groups):
+        raise CheckpointError(
+            f"{blocks.file}: '{blocks.name}' {blocks.dtype} {list(blocks.shape)} with "
+            f"'{scales.name}' {scales.dtype} {list(scales.shape)} is no MXFP4 in blocks of 16 "
+            "bytes with a scale of one byte each."
+        )
+    shape = (*rows, groups * size // 4)
+    return {
+        f"{base}.weight": TensorRef(f"{base}.weight", blocks.file, blocks.offset, "U32", shape),
+        f"{base}.scales": replace(scales, name=f"{base}.scales"),
     }
 
 
