@@ -24,6 +24,7 @@ MODEL_TYPES = {
     "minimax_m2": "minimax_m2",
     "kimi_k25": "kimi_k25",
     "glm4_moe_lite": "glm4_moe_lite",
+    "gpt_oss": "gpt_oss",
 }
 
 

@@ -323,4 +323,18 @@ CASES = {
         dropped=("rope_parameters", "mlp_layer_types"),
         leniency=0.5,
     ),
+    # gpt-oss: YaRN on all dimensions, windows in layers 0 and 2, activations beyond the clamp.
+    "gpt_oss_sinks": Case(
+        "gpt_oss",
+        {"vocab_size": 93, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 64}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "max_position_embeddings": 256}
+        | {"sliding_window": 7, "swiglu_limit": 1.5}
+        | {"rope_parameters": yarn(rope_type="yarn", factor=8.0, truncate=False)},
+        length=37,
+        dtype=torch.float32,
+        fused=True,
+        written={"experts_per_token": 2, "initial_context_length": 32},
+        leniency=0.3,
+    ),
 }

@@ -28,6 +28,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_k25_wrapped", {"text_config": {"model_type": "x"}}, "'text_config.model_type' is 'x'"),
     ("glm4_moe_lite_flash", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
     ("glm4_moe_lite_flash", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must list"),
+    ("gpt_oss_sinks", {"experts_per_token": 3}, "'experts_per_token' is 3 and"),
+    ("gpt_oss_sinks", {"layer_types": ["full_attention"]}, "'layer_types' names 1 layers"),
+    ("gpt_oss_sinks", {"layer_types": ["x"] * 3}, "'layer_types' has 'x'"),
+    ("gpt_oss_sinks", {"sliding_window": 0}, "'sliding_window' is 0"),
+    ("gpt_oss_sinks", {"num_local_experts": 1}, "is more than 'num_local_experts' 1"),
+    ("gpt_oss_sinks", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
     (
         "glm4_moe_lite_flash",
         {"mlp_layer_types": ["dense", "dense", "sparse"]},

@@ -1,0 +1,184 @@
+"""config.json of gpt-oss: keys, defaults and checks. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import Experts, NameRules
+from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.models.rope import Rope, rope_keys, stretched
+from mlx_moeflux.models.state_sizes import kv_bytes
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+_AT = r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The keys of config.json that this architecture uses; ``intermediate_size`` is an expert's.
+
+    Source of the defaults: transformers' `GptOssConfig`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    rms_norm_eps: float
+    rope_theta: float
+    partial_rotary_factor: float
+    max_position_embeddings: int
+    yarn: Rope | None = None
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int = 128
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    attention_bias: bool = True
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        ["experts_per_token", "initial_context_length", "rope_scaling", "rope_parameters"]
+    )
+    EXPERTS_KEY: ClassVar[str] = "num_local_experts"
+    EXPERTS_MODE: ClassVar[str] = "mxfp4"
+    EXPERTS_BIAS: ClassVar[bool] = True
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
+        """Read config.json.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something this architecture does not compute.
+        """
+        keys = {k: v for k, v in config.items() if v is not None}
+        keys |= {"rope_theta": 150000.0} | rope_keys(keys, file, partial=1.0)
+        parsed = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
+        only(file, "hidden_act", parsed.hidden_act, "silu")
+        only(file, "partial_rotary_factor", parsed.partial_rotary_factor, 1.0)
+        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
+        positive(parsed, file, *sizes)
+        divides(parsed, file, "num_key_value_heads", "num_attention_heads")
+        if keys.get("experts_per_token", parsed.num_experts_per_tok) != parsed.num_experts_per_tok:
+            raise ConfigError(
+                f"{file}: 'experts_per_token' is {keys['experts_per_token']} and "
+                f"'num_experts_per_tok' {parsed.num_experts_per_tok}; keep one."
+            )
+        if parsed.num_experts_per_tok > parsed.num_local_experts:
+            raise ConfigError(
+                f"{file}: 'num_experts_per_tok' {parsed.num_experts_per_tok} is more than "
+                f"'num_local_experts' {parsed.num_local_experts}."
+            )
+        parsed._check_layers(file)
+        return parsed
+
+    def _check_layers(self, file: Path | str) -> None:
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ConfigError(
+                f"{file}: 'layer_types' names {len(self.layer_types)} layers, "
+                f"'num_hidden_layers' is {self.num_hidden_layers}."
+            )
+        unknown = set(self.layer_types) - {WINDOWED, FULL}
+        if unknown:
+            raise UnsupportedError(f"{file}: 'layer_types' has {unknown.pop()!r}; no such layer.")
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def rotary_dims(self) -> int:
+        return self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Return the sliding window of `layer` in tokens, the current one included; None for full
+        attention."""
+        windowed = self.layer_types[layer] == WINDOWED if self.layer_types else layer % 2 == 0
+        return self.sliding_window if windowed else None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return True: every layer has a MoE block."""
+        return True
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        keys = stretched(self, asdict(self))
+        del keys["partial_rotary_factor"]
+        layers = range(self.num_hidden_layers)
+        keys["layer_types"] = [FULL if self.window(i) is None else WINDOWED for i in layers]
+        kind = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+
+    def name_rules(self) -> NameRules:
+        """Return the rename rules of tensor names: mlx-lm's stacks, MXFP4 as published, and the
+        float tensors that transformers writes, which are transposed."""
+        both, weights = ("gate_proj", "up_proj"), ("gate_proj.weight", "up_proj.weight")
+        experts = (
+            Experts(
+                _AT + r"(?P<projection>gate_proj|up_proj|down_proj)"
+                r"\.(?P<part>weight|scales|biases|bias)"
+            ),
+            Experts(_AT + r"gate_up_proj\.(?P<part>weight|scales)", both, interleaved=True),
+            Experts(_AT + r"gate_up_proj_(?P<part>bias)", both, interleaved=True),
+            Experts(_AT + r"(?P<projection>down_proj)_(?P<part>bias)"),
+            Experts(_AT + "gate_up_proj", weights, interleaved=True, transposed=True),
+            Experts(_AT + "down_proj", ("down_proj.weight",), transposed=True),
+        )
+        return NameRules(renames=((r"\.mlp\.router\.", ".mlp.gate."),), experts=experts)
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16;
+        layers with a window keep all rows."""
+        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+_PUBLISHED = Config(
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    num_local_experts=128,
+    num_experts_per_tok=4,
+    rms_norm_eps=1e-5,
+    rope_theta=150000.0,
+    partial_rotary_factor=1.0,
+    max_position_embeddings=131072,
+    yarn=Rope.of(_YARN, "gpt-oss", theta=150000.0, positions=131072),
+)
+
+SHAPES = {
+    "gpt-oss-120b": _PUBLISHED,
+    "gpt-oss-20b": replace(_PUBLISHED, num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-tiny": replace(
+        _PUBLISHED,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=32,
+        max_position_embeddings=8192,
+        sliding_window=16,
+    ),
+}
+"""Published shapes by name."""
