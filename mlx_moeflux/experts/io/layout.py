@@ -152,12 +152,12 @@ class BlockLayout(Layout):
     def _check(self, projection: str, rows: int, width: int) -> None:
         weight = self._by_name[f"{projection}.weight"]
         parts = [self._by_name.get(f"{projection}.{part}") for part in ("scales", "biases")]
-        spec = self._spec(projection, width)
-        if (parts[1] is None) != (spec is None or not spec.is_affine):
+        if (parts[1] is None) != (parts[0] is None or parts[0].dtype == "U8"):
             raise ShapeError(
                 f"'{projection}' of an expert must have both scales and biases, or scales of one "
                 "byte alone."
             )
+        spec = self._spec(projection, width)
         if spec is None:
             expected, dtypes = (rows, width), _FLOATS
         else:

@@ -68,7 +68,7 @@ def test_shapes_that_no_quantisation_has():
         return (*named, *_plain()[1:])
 
     assert BlockLayout(gate(8, 2)).specs["gate_proj"] == QuantSpec(4, 32)
-    with pytest.raises(ShapeError, match="no affine quantisation"):
+    with pytest.raises(ShapeError, match="no quantisation of a row"):
         BlockLayout(gate(7, 2))
     with pytest.raises(UnsupportedError, match="bits 7"):
         BlockLayout(gate(14, 2))
