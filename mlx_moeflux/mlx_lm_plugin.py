@@ -11,14 +11,11 @@ first:
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cache import AttentionCache, LatentCache, RecurrentCache
-from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.errors import CacheError, UnsupportedError
-from mlx_moeflux.experts.streaming.warm_up import warm_up
+from mlx_moeflux.errors import UnsupportedError
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
@@ -73,47 +70,3 @@ def register_cache_classes() -> None:
         raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
     for entry in (AttentionCache, LatentCache, RecurrentCache):
         setattr(cache, entry.__name__, entry)
-
-
-class SharedPrompts:
-    """Our :class:`~mlx_moeflux.cache.prompt.cache.PromptCache` with the interface of mlx-lm's
-    ``LRUPromptCache``.
-
-    provider: Its ``model`` is the one whose states are kept; mlx-lm's model keys are ignored.
-    """
-
-    def __init__(self, provider: Any, cache: PromptCache):
-        self._provider, self._cache = provider, cache
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    @property
-    def nbytes(self) -> int:
-        return self._cache.nbytes
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
-        """Return the state after the longest cached prefix, or None, and the remaining tokens: at
-        least one, since mlx-lm takes no logits."""
-        resumed = self._cache.resume(self._provider.model, tokens)
-        if resumed.position == len(tokens):
-            resumed = self._cache.resume(self._provider.model, tokens[:-1])
-        warm_up(self._provider.model.store, resumed.experts)
-        if resumed.position == 0:
-            return None, tokens
-        return resumed.state, tokens[resumed.position :]
-
-    def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = ""
-    ) -> None:
-        """Store the state after `tokens`."""
-        # The state of a reply that was cut off may be a token ahead; it is not stored.
-        with contextlib.suppress(CacheError):
-            self._cache.store(self._provider.model, tokens, prompt_cache)
-
-    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Do nothing: the cache has its own limits."""
-
-    def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Return no statistics: there is one type."""
-        return {}

@@ -19,7 +19,6 @@ COMMANDS = {
     "generate": "generate text from a prompt",
     "chat": "chat with a model",
     "serve": "serve the protocols of OpenAI and Anthropic over HTTP",
-    "server": "serve OpenAI's protocol over HTTP",
     "cache_prompt": "process a prompt once, for later calls of generate",
     "convert": "write a checkpoint in another layout or quantisation",
     "check": "compare stock operations and kernels with exact results on this machine",
@@ -36,7 +35,12 @@ COMMANDS = {
 }
 
 
+# mlx-lm's name -> ours.
+ALIASES = {"server": "serve"}
+
+
 def command_module(name: str) -> ModuleType:
+    name = ALIASES.get(name, name)
     return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
 
 
@@ -67,9 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, purpose in COMMANDS.items():
         chosen = commands.add_parser(
-            name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}."
+            name,
+            aliases=[alias for alias, other in ALIASES.items() if other == name],
+            help=purpose,
+            description=f"{purpose[0].upper()}{purpose[1:]}.",
         )
-        if arguments and arguments[0] == name:
+        if arguments and ALIASES.get(arguments[0], arguments[0]) == name:
             command_module(name).add_arguments(chosen)
     return _guarded(lambda: _run(parser, arguments))
 

@@ -57,16 +57,6 @@ OPTIONS = {
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
     """,
-    "server": """
-        --adapter-path --allowed-origins --chat-template --chat-template-args
-        --decode-concurrency --draft-model --expert-memory --expert-reader --expert-threads
-        --experts-per-token --host --kv-bits --kv-group-size --log-level --max-context
-        --max-tokens --min-p --model --num-draft-tokens --pipeline --port --prefill-step-size
-        --prompt-cache --prompt-cache-bytes --prompt-cache-disk --prompt-cache-size
-        --prompt-concurrency --quantized-kv-start
-        --stats --temp --top-k --top-p --trust-remote-code --use-default-chat-template
-        --balance --eviction --prefetch --safe -v --tuning
-    """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
         --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model

@@ -56,6 +56,12 @@ def talking(tmp_path_factory) -> str:
     return str(directory)
 
 
+def test_server_is_the_same_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["server", "--help"])
+    assert "--allowed-host" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     with serving("--model", talking, "--max-tokens", "60") as (process, url):

@@ -112,7 +112,7 @@ def test_penalties_count_the_reply(server, greedy):
     assert content(server.chat(max_tokens=24, repetition_penalty=1.0)) == greedy
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_schema_holds(server, stream):
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
     body = {"messages": MESSAGES, "response_format": form, "max_tokens": 200}
@@ -138,10 +138,12 @@ def test_any_object_is_an_object(server):
     assert content(server.chat(response_format={"type": "text"})) == content(server.chat())
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", {"look", "go"}), ({"type": "function", "function": {"name": "go"}}, {"go"})],
+    ("stream", "choice", "names"),
+    [
+        (True, "required", {"look", "go"}),
+        (False, {"type": "function", "function": {"name": "go"}}, {"go"}),
+    ],
 )
 def test_a_required_call_comes_with_valid_arguments(server, stream, choice, names):
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400}
