@@ -170,6 +170,15 @@ class Request:
     logits: Any = None
     stops: Sequence[int] = ()
     reply: list[int] = field(default_factory=list)
+    _prompt: mx.array | None = field(default=None, init=False)
+
+    def seen(self, pending: Sequence[mx.array]) -> mx.array:
+        """Return the ids ``[T]`` of prompt and reply, then those of `pending` arrays ``[1]``."""
+        if self._prompt is None:
+            self._prompt = mx.array(self.prompt, mx.int32)
+        parts = [self._prompt, mx.array(self.reply, mx.int32)] if self.reply else [self._prompt]
+        parts += [tokens.astype(mx.int32) for tokens in pending]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def resume(self, model: Any, cache: PromptCache | None) -> None:
         """Begin with the longest prefix in `cache`."""
@@ -386,7 +395,8 @@ def sampled(
 ) -> Sampled:
     """Sample tokens from logits ``[B, V]``.
 
-    Each row takes its own sequence's processors and sampler. pending: Arrays ``[B]`` of tokens that
+    Each row takes its own sequence's processors and sampler; rows of one sampler are sampled
+    together. pending: Arrays ``[B]`` of tokens that
     are not in the replies yet.
     """
     if any(sequence.processors for sequence in sequences):
@@ -394,19 +404,22 @@ def sampled(
         for i, sequence in enumerate(sequences):
             row = logits[i : i + 1]
             if sequence.processors:
-                seen = mx.array([*sequence.prompt, *sequence.reply], mx.int32)
-                for tokens in pending:
-                    seen = mx.concatenate([seen, tokens[i : i + 1].astype(mx.int32)])
+                unread = [tokens[i : i + 1] for tokens in pending]
+                seen = sequence.seen(unread)
                 for processor in sequence.processors:
                     row = processor(seen, row)
             rows.append(row)
         logits = mx.concatenate(rows)
     logprobs, finite = normalised(logits)
-    samplers = [sequence.sampler for sequence in sequences]
-    if all(sampler is samplers[0] for sampler in samplers):
-        return Sampled(samplers[0](logprobs), logprobs, finite)
-    drawn = [sampler(logprobs[i : i + 1]) for i, sampler in enumerate(samplers)]
-    return Sampled(mx.concatenate(drawn), logprobs, finite)
+    groups: dict[Sampler, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        groups.setdefault(sequence.sampler, []).append(i)
+    if len(groups) == 1:
+        return Sampled(sequences[0].sampler(logprobs), logprobs, finite)
+    drawn = [sampler(logprobs[mx.array(rows)]) for sampler, rows in groups.items()]
+    order = [i for rows in groups.values() for i in rows]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return Sampled(mx.concatenate(drawn)[mx.array(places)], logprobs, finite)
 
 
 @dataclass
@@ -704,6 +717,10 @@ class BatchGenerator:
         pending = [tokens] if self._ahead else []
         with self._batch.transaction():
             logits = self._batch.step(tokens)
+            if any(sequence.processors for sequence in self._batch.names):
+                # A processor may wait for `tokens`; the model goes on meanwhile.
+                mx.async_eval(logits)
+                self.model.start_eval()
             following = sampled(logits, self._batch.names, pending=pending)
             if self._ahead:
                 mx.async_eval(following)

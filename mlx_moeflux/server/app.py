@@ -210,7 +210,12 @@ class EventStream(Response):
             _log(self._service, scope["path"], self._generation)
 
     async def _send(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        last = clock()
+
         async def out(text: str, *, more: bool = True) -> None:
+            nonlocal last
+            last = clock()
             message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
             # Unlike this, wait_for() of Python 3.11 may swallow a cancellation.
             async with asyncio.timeout(self._limits.write_seconds):
@@ -218,32 +223,25 @@ class EventStream(Response):
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        events = self._protocol.events(self._generation, self._service)
+
+        async def keep_alive() -> None:
+            while True:
+                silent = clock() - last
+                if silent >= self._limits.keep_alive_seconds:
+                    await out(": keep-alive\n\n")
+                    continue
+                await asyncio.sleep(self._limits.keep_alive_seconds - silent)
+
+        keeping = asyncio.ensure_future(keep_alive())
         try:
-            async for text in _kept_alive(events, self._limits.keep_alive_seconds):
+            async for text in self._protocol.events(self._generation, self._service):
                 await out(text)
         except RequestError as error:
             await out(self._protocol.error_event(error))
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         await out("", more=False)
-
-
-async def _kept_alive(events: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
-    """Yield events, and a comment whenever `seconds` pass without one."""
-    following = asyncio.ensure_future(anext(events, None))
-    try:
-        while True:
-            done, _ = await asyncio.wait((following,), timeout=seconds)
-            if not done:
-                yield ": keep-alive\n\n"
-                continue
-            text = following.result()
-            if text is None:
-                return
-            yield text
-            following = asyncio.ensure_future(anext(events, None))
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 def _log(service: Service, path: str, generation: Generation) -> None:

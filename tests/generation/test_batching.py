@@ -198,7 +198,7 @@ def test_prompts_that_fail_together_leave_all_their_states(hybrid, monkeypatch):
 def test_each_sequence_has_its_own_sampler_and_processors(hybrid):
     prompts = [prompt_of(seed, 9) for seed in range(3)]
     processors = [None, make_logits_processors(repetition_penalty=1.7), []]
-    samplers = [None, None, lambda logprobs: mx.argmin(logprobs, axis=-1)]
+    samplers = [None, lambda logprobs: mx.argmin(logprobs, axis=-1), None]
     for keep in (False, True):
         with BatchGenerator(hybrid, max_tokens=8, keep_states=keep) as generator:
             uids = generator.insert(prompts, samplers=samplers, logits_processors=processors)
