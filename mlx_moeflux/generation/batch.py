@@ -205,7 +205,8 @@ def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None
 
 
 class PausedCall:
-    """One call of the model on tokens ``[B, T]`` of several states, which can pause between layers.
+    """One call of the model on tokens ``[B, T]`` of several states, which can pause between layers
+    and between parts of their mixers.
 
     Experts are read once however often it pauses. A call that is dropped before its end leaves
     all states as they were.
@@ -215,7 +216,7 @@ class PausedCall:
         self._layers = model.read_in_pauses(tokens, states)
 
     def advance(self, until: float) -> mx.array | None:
-        """Run layers, at least one, until ``time.monotonic()`` is `until`.
+        """Go on, at least to the next pause, until ``time.monotonic()`` is `until`.
 
         Return the last logits ``[B, V]`` after the last layer, else None.
         """
@@ -447,7 +448,8 @@ class BatchGenerator:
     Most sequences in a step. prefill_batch_size: Most prompts read together; each expert is then
     read once for all of them. prefill_step_size: Tokens of a prompt between two steps of the
     others; None reads a prompt in one call. max_pause: Seconds after which such a call pauses
-    between two layers for a step of the others; it still reads each expert once. keep_states:
+    for a step of the others, between two layers or parts of a mixer; it still reads each expert
+    once. keep_states:
     Return the state of each reply. kv_pool_bytes: See
     :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for their
     whole reply. state_bytes: Prompts wait until the states of all sequences after their whole

@@ -60,12 +60,30 @@ class DecoderLayer(nn.Module):
         The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
         block takes all tokens, so that every expert is read once.
         """
-        T, mlp, norm = x.shape[1], self.mlp, self.post_attention_layernorm
+        T = x.shape[1]
         if self._recorder is not None:
             self._recorder.begin(x.shape[0])
         mask = cache.real_tokens(T)
         parts = None if T == 1 else cache.parts(T, chunk)
-        h = self.mix(x, cache, chunk=chunk)
+        return self._feed(x, self.mix(x, cache, chunk=chunk), mask, parts)
+
+    def in_pauses(
+        self, x: mx.array, cache: BaseCache, *, chunk: int
+    ) -> Generator[None, None, mx.array]:
+        """Do what a call does, and yield between the parts of the mixer."""
+        T = x.shape[1]
+        if self._recorder is not None:
+            self._recorder.begin(x.shape[0])
+        mask, parts = cache.real_tokens(T), cache.parts(T, chunk)
+        h = yield from self.mix_in_pauses(x, cache, chunk=chunk)
+        with metal.gathered():
+            return self._feed(x, h, mask, parts)
+
+    def _feed(
+        self, x: mx.array, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]] | None
+    ) -> mx.array:
+        """Apply the second half to h ``[B, T, C]``, the mixer's output of x."""
+        mlp, norm = self.mlp, self.post_attention_layernorm
         if isinstance(mlp, SparseMoeBlock):
             out = mlp(h, norm, mask)
         else:
@@ -90,13 +108,17 @@ class DecoderLayer(nn.Module):
         """Map several sequences, x ``[1, T, C]`` each with its own T. The mixer takes them one by
         one, the MLP or MoE block takes them concatenated."""
         mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
+        return self.feed_together(mixed, chunk=chunk)
+
+    def feed_together(self, mixed: list[mx.array], *, chunk: int) -> list[mx.array]:
+        """Apply the second half to the mixer's outputs of several sequences, concatenated."""
         h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
         if isinstance(self.mlp, SparseMoeBlock):
             out = self.mlp(h, norm)
         else:
             parts = BaseCache().parts(h.shape[1], chunk)
             out = _chunked(lambda part: self.mlp(part, norm), h, parts)
-        return list(mx.split(out, list(accumulate(x.shape[1] for x in xs))[:-1], axis=1))
+        return list(mx.split(out, list(accumulate(m.shape[1] for m in mixed))[:-1], axis=1))
 
     def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
         """Apply the first half, mixer and residual, to x ``[B, T, C]``."""
@@ -104,6 +126,21 @@ class DecoderLayer(nn.Module):
         if T == 1:  # a traced stand-in of an entry has no parts
             return mixer(x, cache, norm)
         return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
+
+    def mix_in_pauses(
+        self, x: mx.array, cache: BaseCache, *, chunk: int
+    ) -> Generator[None, None, mx.array]:
+        """Do what :meth:`mix` does, and yield between the parts."""
+        mixer, norm, results = self[self._mixer_name], self.input_layernorm, []
+        for start, stop in cache.parts(x.shape[1], chunk):
+            if results:
+                mx.async_eval(results[-1], cache.state)
+                # On a GPU one part computes during a pause.
+                mx.eval(results[-2:-1])
+                yield
+            with metal.gathered():
+                results.append(mixer(x[:, start:stop], cache, norm))
+        return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
 
 
 def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
@@ -268,9 +305,9 @@ class DecoderModel(StreamingModel):
     def read_in_pauses(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
     ) -> Generator[None, None, mx.array]:
-        """Read tokens like :meth:`read_together`, and yield between layers, where other calls of
-        the model may run. Each of `tokens` is ``[B, T]``, several have B = 1. Return the last
-        logits ``[B, V]``.
+        """Read tokens like :meth:`read_together`, and yield between layers and between parts of
+        their mixers, where other calls of the model may run. Each of `tokens` is ``[B, T]``,
+        several have B = 1. Return the last logits ``[B, V]``.
 
         A generator that raises or is closed before its end leaves all states as they were.
 
@@ -284,13 +321,16 @@ class DecoderModel(StreamingModel):
             hidden = [self.model.embed_tokens(rows.astype(mx.uint32)) for rows in tokens]
             many = sum(h.size for h in hidden) >= MANY_NUMBERS
             group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
-            before, unsent = [], []
+            before, unsent, chunk = [], [], self.prefill_chunk
             for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
-                with metal.gathered():
-                    if len(hidden) == 1:
-                        hidden = [layer(hidden[0], entries[0], chunk=self.prefill_chunk)]
-                    else:
-                        hidden = layer.together(hidden, entries, chunk=self.prefill_chunk)
+                if len(hidden) == 1:
+                    hidden = [(yield from layer.in_pauses(hidden[0], entries[0], chunk=chunk))]
+                else:
+                    mixed = []
+                    for x, entry in zip(hidden, entries, strict=True):
+                        mixed.append((yield from layer.mix_in_pauses(x, entry, chunk=chunk)))
+                    with metal.gathered():
+                        hidden = layer.feed_together(mixed, chunk=chunk)
                 unsent += entries
                 if i % group == 0:
                     # A GPU works on this group while the host builds the next.

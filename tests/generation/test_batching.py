@@ -423,8 +423,13 @@ def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(model, together):
-    """Prompts pause after every layer, while another sequence takes a step after each pause."""
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
+    model, together, parts, monkeypatch
+):
+    """Prompts pause after every layer and part of a mixer, while another sequence takes a step
+    after each pause."""
+    monkeypatch.setattr(model, "prefill_chunk", 100 if parts == 1 else 16)
     prompts = [prompt_of(seed, 40 + seed) for seed in range(together)]
     heard, lookups = {}, {}
     for pause in (None, 0.0):
@@ -448,15 +453,16 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(model, toget
                         begun = True
                         said[reply.uid].append((reply.token, np.array(reply.logprobs)))
             heard[pause] = said.values()
-            # One step for the whole prompt, or one for each layer and the head.
-            assert steps == (1 if pause is None else len(model.layers) + 1)
+            # One step for the whole prompt, or one for each part of a layer and the head.
+            pauses = len(model.layers) * (1 + together * (parts - 1))
+            assert steps == (1 if pause is None else pauses + 1)
     for one, other in zip(*heard.values(), strict=True):
         for (token, logprobs), (right, exact) in zip(one, other, strict=True):
             assert token == right
             assert same_bits(logprobs, exact)
     # A step of the running sequence looks up K experts a layer; the prompt does so once.
     step = model.router.num_experts_per_tok * sum(1 for _ in model.moe_blocks())
-    assert lookups[0.0] - lookups[None] == step * len(model.layers)
+    assert lookups[0.0] - lookups[None] == step * pauses
 
 
 def test_what_leaves_during_a_pause_frees_its_place(hybrid, alone):
