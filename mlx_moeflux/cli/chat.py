@@ -1,7 +1,7 @@
 """``mlx_moeflux chat``: a conversation; replies on stdout, everything else on stderr.
 
 On a terminal with the extra ``chat``, :mod:`~mlx_moeflux.cli.chat_terminal` reads lines and shows
-replies; otherwise :class:`PlainFace` does.
+replies; otherwise :class:`~mlx_moeflux.cli.chat_faces.PlainFace` does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_moeflux.cli import say
+from mlx_moeflux.cli.chat_faces import Face, PlainFace, Reply
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_expert_arguments,
@@ -110,46 +111,6 @@ def _check(args: argparse.Namespace) -> None:
         xtc_probability=args.xtc_probability,
         xtc_threshold=args.xtc_threshold,
     )
-
-
-class Reply(Protocol):
-    """Shows one reply; entered around it."""
-
-    def __enter__(self) -> Reply: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def progress(self, done: int, total: int) -> None:
-        """Show that so many layers of the prompt's steps are read."""
-        ...
-
-    def add(self, text: str) -> None:
-        """Show more of the reply."""
-        ...
-
-    def interrupted(self) -> None:
-        """Show that Ctrl-C ended it."""
-        ...
-
-    def end(self, last: Any) -> None:
-        """Show what is left, and numbers of the last response."""
-        ...
-
-
-class Face(Protocol):
-    """Reads lines and shows replies."""
-
-    def line(self) -> str:
-        """Return the next line; EOFError at the end."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show what is no reply."""
-        ...
-
-    def reply(self, splitter: ReasoningSplitter) -> Reply:
-        """Begin a reply."""
-        ...
 
 
 class Conversation:
@@ -324,60 +285,6 @@ def _is_message(found: Any) -> bool:
         and found["role"] in ROLES
         and isinstance(found["content"], str)
     )
-
-
-# ---- Where there is no terminal, or no extra
-
-
-class PlainFace:
-    """Reads standard input; replies go to stdout as they are. hidden: Leave thinking out."""
-
-    def __init__(self, *, hidden: bool):
-        self._hidden = hidden
-
-    def line(self) -> str:
-        return input(">> " if sys.stdin.isatty() else "")
-
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
-
-    def reply(self, splitter: ReasoningSplitter) -> Reply:
-        return PlainReply(splitter if self._hidden else None)
-
-
-class PlainReply:
-    """Prints a reply as it comes. splitter: Its reasoning is left out; None prints everything."""
-
-    def __init__(self, splitter: ReasoningSplitter | None):
-        self._splitter, self._begun = splitter, False
-
-    def __enter__(self) -> PlainReply:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._begun:
-            print(flush=True)
-
-    def progress(self, done: int, total: int) -> None:
-        pass
-
-    def add(self, text: str, *, final: bool = False) -> None:
-        if self._splitter is not None:
-            text = self._splitter.add(text, final=final).content
-        self._begun = True
-        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-    def interrupted(self) -> None:
-        self.add("", final=True)
-        print(" ...", end="")
-
-    def end(self, last: Any) -> None:
-        self.add("", final=True)
-
-
-def printable(text: str) -> str:
-    """Return `text` without control characters, which could rewrite the screen or the title."""
-    return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
 
 
 def make_face(args: argparse.Namespace) -> Face:

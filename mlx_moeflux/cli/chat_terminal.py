@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.cli.chat import printable
+from mlx_moeflux.cli.chat_faces import printable
 from mlx_moeflux.server.reasoning import ReasoningSplitter
 
 PICTURES_A_SECOND = 8

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-memory", default="auto", metavar="SIZE", help="of all states, default half the rest")
     add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of one request")
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="to finish")
+    add("--idle-release", type=float, metavar="SECONDS", help="free idle experts' memory")
     add("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help="of states in memory")
     add_cache_arguments(parser)
@@ -68,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
             f"the server needs the extra 'server' ({error}); pip install 'mlx_moeflux[server]'."
         ) from error
     from mlx_moeflux import loading
+    from mlx_moeflux.generation.idle import check_idle_release
     from mlx_moeflux.server.app import make_app
     from mlx_moeflux.server.http import Server, listen
     from mlx_moeflux.server.service import Service
 
+    check_idle_release(args.idle_release)
     limits = _limits(args)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level="WARNING")
     logging.getLogger("mlx_moeflux.server").setLevel(args.log_level)
@@ -199,6 +202,7 @@ def _engine_options(args: argparse.Namespace, model: Any) -> Any:
         state_bytes=state_bytes,
         prefill_step_size=step,
         max_pause=args.max_pause,
+        idle_release=args.idle_release,
     )
 
 

@@ -81,7 +81,8 @@ class EngineOptions:
 
     concurrency: Most replies that take a step together. prompts: Most prompts read together.
     waiting: Most further requests; state_bytes: Most bytes of all states. prefill_step_size,
-    max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
+    max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`. idle_release: Seconds
+    without a request after which the experts' memory is freed; None: never.
     """
 
     concurrency: int = 32
@@ -90,6 +91,7 @@ class EngineOptions:
     state_bytes: int | None = None
     prefill_step_size: int | None = None
     max_pause: float = 0.3
+    idle_release: float | None = None
 
 
 class Engine:
@@ -202,9 +204,17 @@ class Engine:
     def _obey(self) -> None:
         """Carry out all commands; wait for one if there is nothing else to do."""
         if not len(self._generator) and not self._stopped:
-            self._commands.get()()
+            self._wait_for_command()()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _wait_for_command(self) -> Callable[[], None]:
+        try:
+            return self._commands.get(timeout=self.options.idle_release)
+        except queue.Empty:
+            # The next step reads the experts again.
+            self.model.release()
+            return self._commands.get()
 
     def _stop(self) -> None:
         self._stopped = True

@@ -13,7 +13,8 @@ import pytest
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
-from mlx_moeflux.cli.chat import HELP, printable
+from mlx_moeflux.cli.chat import HELP
+from mlx_moeflux.cli.chat_faces import printable
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer

@@ -48,7 +48,7 @@ OPTIONS = {
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
-        --decode-concurrency --host --kv-memory --log-level --max-pause --max-tokens
+        --decode-concurrency --host --idle-release --kv-memory --log-level --max-pause --max-tokens
         --max-waiting --min-p --model --port --prefill-step-size --prompt-cache
         --prompt-cache-bytes --prompt-cache-disk --prompt-concurrency --reasoning-parser
         --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p

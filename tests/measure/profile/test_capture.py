@@ -14,20 +14,20 @@ from mlx_moeflux.models.moe import SparseMoeBlock
 
 
 @pytest.fixture
-def notes(monkeypatch):
-    """What a Metal that only takes notes was asked for."""
+def loaded():
+    model, tokenizer = load(BUNDLED_MODEL)
+    with model:
+        yield model, tokenizer
+
+
+@pytest.fixture
+def notes(monkeypatch, loaded):
+    """What a Metal that only takes notes was asked for, after the model was loaded."""
     taken = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx.metal, "start_capture", lambda path: taken.append(("start", path)))
     monkeypatch.setattr(mx.metal, "stop_capture", lambda: taken.append(("stop", "")))
     return taken
-
-
-@pytest.fixture
-def loaded():
-    model, tokenizer = load(BUNDLED_MODEL)
-    with model:
-        yield model, tokenizer
 
 
 def test_one_layer_of_one_step(notes, loaded, tmp_path, monkeypatch):
