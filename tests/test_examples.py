@@ -60,6 +60,7 @@ def test_a_replay_gives_the_live_hits_and_policies_are_ordered():
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_policy_of_ones_own_lies_between_nothing_and_belady():
     out = run("examples/swap_policy.py")
     rows = [list(map(float, row)) for row in re.findall(r"%  +([\d.]+)  +([\d.]+)  +([\d.]+)", out)]

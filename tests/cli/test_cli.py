@@ -335,6 +335,7 @@ def test_a_reader_that_goes_away_is_no_error():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
     trace = tmp_path / "trace.json"
     done = run("generate", "-m", "4", "--verbose", "F", "--profile", str(trace))

@@ -398,6 +398,7 @@ def test_mlx_lms_tokenizer_and_positions(pair, expected):
     assert "".join(r.text for r in responses) == tokenizer.decode(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_models_loaded_and_closed_leave_little_behind():
     code = """

@@ -38,6 +38,7 @@ def test_text_and_memory_after_a_release(memory, fuse):
         assert abs(mx.get_active_memory() - before) <= 0.01 * freed
 
 
+@pytest.mark.slow
 def test_a_trace_does_not_keep_what_was_released():
     model, tokenizer = load(BUNDLED_MODEL)
     model.compile_steps = True

@@ -103,6 +103,7 @@ def test_streaming_is_not_lossy():
     assert result.json_valid == result.lossy_json_valid
 
 
+@pytest.mark.slow
 def test_from_the_command_line(capsys):
     knob = ["compare-quality", "--max-tokens", "4"]
     assert main([*knob, "--bits", "2", "--experts-per-token", "2", "--json"]) == 0

@@ -237,6 +237,7 @@ def test_a_policy_that_breaks_its_contract_harms_nothing(experts, open_store):
     all_is_well(store, experts)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_open_and_close_leak_nothing(experts):
     def cycle():

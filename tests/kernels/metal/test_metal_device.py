@@ -208,6 +208,7 @@ def with_broken(model, name, cache):
     return logits, sorted(refused), sorted(str(w.message).split(" ")[0] for w in warned)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_a_kernel_that_does_not_compile_changes_no_text(directories, tmp_path):
     memory, operations = RUNS["qwen3.5-tiny streamed"]

@@ -74,7 +74,8 @@ def test_agrees_with_float64(whole_device, sizes, absent):
     assert error(y, truth) <= 2 * naive
 
 
-@pytest.mark.parametrize("name", ["metal", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["metal", "cuda"])
 def test_wide_experts_in_any_layout(name):
     """Two simdgroups for each of seven experts, or one of twice the columns."""
     sizes = 1, 7, 7, 128, 1088, 4, 64, mx.bfloat16, None

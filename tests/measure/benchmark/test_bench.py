@@ -249,6 +249,7 @@ def test_spread():
     assert Spread.of([5.0, 1.0, 2.0]) == Spread(2.0, 1.0, 5.0)
 
 
+@pytest.mark.slow
 def test_command_ends_with_json(checkpoint, tmp_path, capsys):
     table = tmp_path / "table.md"
     arguments = ["benchmark", "--model", str(checkpoint), "-p", "6", "-g", "3", "-n", "1"]
@@ -261,6 +262,7 @@ def test_command_ends_with_json(checkpoint, tmp_path, capsys):
     assert "--expert-memory 25%,100%`" in table.read_text()
 
 
+@pytest.mark.slow
 def test_synthetic_models_are_written_measured_and_kept(tmp_path, capsys):
     folder = tmp_path / "kept"
     arguments = ["benchmark", "--synthetic", "qwen3.5-tiny", "--layers", "2", "-p", "4"]

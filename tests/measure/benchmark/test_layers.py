@@ -20,7 +20,7 @@ IDS = np.random.default_rng(0).integers(0, 1000, (2, 13)).astype(np.int32)
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
-@pytest.fixture(params=sorted(DTYPES))
+@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def theirs(request, checkpoint):
     side = MlxLm(checkpoint, prefill_step_size=None)
     side.model.set_dtype(DTYPES[request.param])

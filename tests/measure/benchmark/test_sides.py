@@ -30,7 +30,7 @@ def spy(module, monkeypatch) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(None, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("program", ["ours", "mlx-lm"])
 def test_every_program_is_fed_the_stream(checkpoint, monkeypatch, program, batch, size):
     if program == "ours":
