@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux import load
-from mlx_moeflux.experts.policies.eviction_policies import LFU
+from mlx_moeflux.experts.policies.eviction import LFU
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.loading import BUNDLED_MODEL
 

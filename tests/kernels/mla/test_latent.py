@@ -11,13 +11,15 @@ import pytest
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.mla import latent as fused
-from mlx_moeflux.kernels.mla.latent import latent_attention, latent_prefill
-from mlx_moeflux.kernels.mla.latent_prepare import latent_prepare, latent_prepare_fused
-from mlx_moeflux.kernels.mla.per_head_matmul import (
+from mlx_moeflux.kernels.mla.latent import (
     HeadMatrices,
     head_product,
     head_product_dequantised,
     head_product_fused,
+    latent_attention,
+    latent_prefill,
+    latent_prepare,
+    latent_prepare_fused,
 )
 from tests.kernels.attention.test_attention import naive, truth
 from tests.kernels.experts import dense, random_array, random_matrix
