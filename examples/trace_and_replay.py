@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import mlx_moeflux
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
+from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.telemetry.bounds import shuffled
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate

@@ -27,8 +27,7 @@ from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan, me
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
-from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, Eviction, make_eviction
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.policies.rebalance import Balance, make_balance

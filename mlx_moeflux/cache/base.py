@@ -58,7 +58,8 @@ class BaseCache:
     ``columns``: columns written so far, padding included, the same for all sequences.
     ``on_advance``: called without arguments whenever columns were written.
 
-    A subclass defines how it is saved, see :mod:`mlx_moeflux.cache.state.spec`.
+    A subclass defines ``advance(T)``, which counts T columns as written and calls the hook, and how
+    it is saved, see :mod:`mlx_moeflux.cache.state.spec`.
     """
 
     kind: ClassVar[str]
@@ -150,12 +151,6 @@ class BaseCache:
             before_end = column < mx.array(ends)[:, None]
             mask = before_end if mask is None else mask & before_end
         return mask
-
-    def advance(self, T: int) -> None:
-        """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
-        self.columns += T
-        if self.on_advance is not None:
-            self.on_advance()
 
     def parts(self, T: int, size: int) -> list[tuple[int, int]]:
         """Split the next T columns for a layer's mixer into (start, stop) of at most `size`."""

@@ -68,8 +68,10 @@ class RecurrentCache(BaseCache):
         return parts
 
     def advance(self, T: int) -> None:
-        """Count T columns, and keep the state if it is watched here."""
-        super().advance(T)
+        """Count T columns as written, call the hook, and keep the state if it is watched here."""
+        self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
         if self.columns in self._watched:
             self._seen_at[self.columns] = self.conv, self.delta
 

@@ -105,6 +105,12 @@ class AttentionCache(BaseCache):
 
     # Appending and reading.
 
+    def advance(self, T: int) -> None:
+        """Count T columns as written (``update_and_fetch`` does so itself) and call the hook."""
+        self.columns += T
+        if self.on_advance is not None:
+            self.on_advance()
+
     def positions(self, T: int) -> int | mx.array:
         """Return the position of the next column, as ``mx.fast.rope`` takes its offset.
 
@@ -127,13 +133,15 @@ class AttentionCache(BaseCache):
         if self.packs:
             keys, values = self.packed(keys), self.packed(values)
         columns, (B, _, T, _) = self.columns, keys.shape
-        if self.batch_size != B and self._batch_known():
+        fresh = self._keys is None
+        if (fresh or self._keys.shape[0] != B) and self._batch_known() and self.batch_size != B:
             raise CacheError(
                 f"The cache holds {self.batch_size} sequences but {B} were given; use merge(), "
                 "extend() or filter() to change the batch."
             )
-        self._flush()
-        if columns + T > self.capacity:
+        if self._tail is not None:
+            self._flush()
+        if fresh or columns + T > self._keys.shape[2]:
             self._reserve(keys, values)
         self._keys, self._values = (
             _written(self._keys, keys, columns),
@@ -167,7 +175,8 @@ class AttentionCache(BaseCache):
 
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Return whole buffers and the number of columns in use."""
-        self._flush()
+        if self._tail is not None:
+            self._flush()
         return self._keys, self._values, self.columns
 
     # Appending one row at a time.

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
 

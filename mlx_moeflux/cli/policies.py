@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from textwrap import fill
 from typing import Any
 
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION, EVICTIONS
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, EVICTIONS
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.experts.policies.rebalance import BALANCES

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 def replays(trace, budgets: list[str]) -> str:
     """Return a table of hit rates in percent, one line a policy."""
-    from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
+    from mlx_moeflux.experts.policies.eviction import EVICTIONS
     from mlx_moeflux.experts.telemetry.simulate import simulate
 
     lines = ["hit rate " + "".join(f"{budget:>9}" for budget in budgets)]

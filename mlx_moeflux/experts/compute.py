@@ -6,9 +6,9 @@ slots, hits, or how the work was cut. The reference of ``expert_mix`` is compute
 over ascending ids in one routine; any other form of it gets whole tokens, and weights and adds as
 well. -0.0 is what absent terms contribute, because adding it changes no bit.
 
-:func:`from_whole_bank` takes ids that are on the device. Where the host knows them, a call is
-:class:`Pairs`: :func:`few_pairs` computes few in one piece, :class:`ExpertSum` some at a time, as
-experts come.
+:func:`from_whole_bank` computes experts that are all in the bank in one piece, from slots that may
+be on the device. Of a long call whose ids the host knows, :class:`ExpertSum` adds some
+:class:`Pairs` at a time, as experts come.
 """
 
 from __future__ import annotations
@@ -121,16 +121,6 @@ class ExpertCompute:
             x = x.astype(mx.float32)
         return expert_ffn(x, slots, bank, ascending=ascending)
 
-    def few_rows(
-        self, x: mx.array, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
-    ) -> mx.array:
-        """x ``[N, C]`` -> the experts' outputs ``[P, C]``, one row for each pair."""
-        slots = slot_of[pairs.expert]
-        if needs_cast(bank):
-            chosen, slots = np.unique(slots, return_inverse=True)
-            bank = bank.take(indices(chosen), mx.float32)
-        return self.rows(x[indices(pairs.token)], indices(slots), bank, ascending=False)
-
     def takes_few(self, pairs: int, tokens: int, bank: ExpertBank) -> bool:
         """Return True if so few pairs are computed in their order, in one piece."""
         small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
@@ -215,7 +205,7 @@ def _chunk_of_whole_bank(
         order = mx.argsort(flat)
         out = form.rows(x[order // K], flat[order], bank, ascending=True)
         out = out[mx.argsort(order)]
-    elif needs_cast(bank) and 4 * n * K <= bank.slots:
+    elif needs_cast(bank) and (n == 1 or 4 * n * K <= bank.slots):
         small = bank.take(flat, mx.float32)
         own = mx.arange(n * K, dtype=mx.uint32)
         out = form.rows(mx.repeat(x, K, axis=0), own, small, ascending=True)
@@ -262,23 +252,6 @@ class Pairs:
         slots = np.full(shape, ABSENT, np.uint32)
         slots[self.token, self.rank] = slot_of[self.expert]
         return slots
-
-
-def few_pairs(
-    x: mx.array,
-    weights: mx.array,
-    pairs: Pairs,
-    slot_of: np.ndarray,
-    bank: ExpertBank,
-    form: ExpertCompute,
-) -> mx.array:
-    """x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32 in one lazy piece, without padding."""
-    N, K = weights.shape
-    mix = form.mixer(x, weights, bank)
-    if mix is not None:
-        return form.mixed(mix, x, mx.array(pairs.grid(weights.shape, slot_of)), weights, bank)
-    out = form.few_rows(x, pairs, slot_of, bank)
-    return accumulate_experts(out.reshape(N, K, -1), weights)
 
 
 class ExpertSum:

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta.delta_mixer import normalise_qk
 from mlx_moeflux.kernels.linear.project import Weight
-from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
+from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

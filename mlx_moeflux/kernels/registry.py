@@ -30,7 +30,7 @@ from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
 from mlx_moeflux.kernels.examples import small_cases, without_padding
 from mlx_moeflux.kernels.linear import project, small_batch
-from mlx_moeflux.kernels.mla import latent, latent_prepare, latent_step, per_head_matmul
+from mlx_moeflux.kernels.mla import latent, latent_step
 from mlx_moeflux.kernels.moe import (
     add_shared,
     expert_mix,
@@ -92,14 +92,13 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
         "expanded": latent.latent_prefill_expanded,
     },
     "latent_prepare": {
-        "reference": latent_prepare.latent_prepare,
-        "fused": latent_prepare.latent_prepare_fused,
+        "reference": latent.latent_prepare,
+        "fused": latent.latent_prepare_fused,
     },
     "latent_step": {"reference": latent_step.latent_step, "fused": latent_step.latent_step_fused},
     "head_product": {
-        "reference": per_head_matmul.head_product,
-        "fused": per_head_matmul.head_product_fused,
-        "dequantised": per_head_matmul.head_product_dequantised,
+        "reference": latent.head_product,
+        "fused": latent.head_product_fused,
     },
     "softmax_top_k": {
         "reference": router.softmax_top_k,
@@ -118,7 +117,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
-        "rows": small_batch.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
         "blas": blas.add_shared_blas,
     },
@@ -146,6 +144,7 @@ class Operation:
         self._kind_axis = dispatch.KIND_AXES.get(name)
         # What the choice was made for.
         self._backend: metal.Backend | None = None
+        self._checks_first_use = False
         self._generation = 0
         self._starts: Starts = []
         self._special: dict[str, Starts] = {}
@@ -163,7 +162,7 @@ class Operation:
                 return self._reference(*args, **kwargs)
             return self._fixed(*args, **kwargs)
         best = self._best(args)
-        if self._needs_trials():
+        if self._checks_first_use and self._needs_trials():
             return self._try(best, args, kwargs)
         if best is None:
             return self._reference(*args, **kwargs)
@@ -177,9 +176,9 @@ class Operation:
         return result
 
     def _needs_trials(self) -> bool:
-        """Return True on the GPU of a back end where nothing runs before its trial."""
+        """Return True on the GPU, if the back end is one where nothing runs before its trial."""
         backend = self._backend
-        if backend is None or not backend.checks_first_use or self._mode.references_only:
+        if backend is None or self._mode.references_only:
             return False
         return not backend.follows_device or mx.default_device().type == mx.gpu
 
@@ -212,7 +211,7 @@ class Operation:
         if takes is not None and not takes(*args, **kwargs):
             self._fell_back(name, "it does not take these arguments")
             return self._reference
-        if self._needs_trials():
+        if self._checks_first_use and self._needs_trials():
             return lambda *args, **kwargs: self._try(best, args, kwargs)
         return form
 
@@ -237,6 +236,8 @@ class Operation:
         starts = self._starts
         if self._special:
             starts = self._special.get(str(args[0].shape[self._kind_axis]), starts)
+        if len(starts) == 1 and starts[0][0] <= 1:
+            return starts[0][1]
         size = self.size(args)
         best = None
         for start, found in starts:
@@ -249,6 +250,7 @@ class Operation:
         """Choose for the back end in use, which is returned, without the kernels that failed."""
         backend = metal.backend()
         self._backend, self._generation = backend, failures.Failed.generation
+        self._checks_first_use = backend.checks_first_use
         forms = self._implementations.items()
         usable = {n: (n, f) for n, f in forms if n != REFERENCE and not failures.failed(f)}
 

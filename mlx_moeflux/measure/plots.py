@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION, EVICTIONS
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, EVICTIONS
 from mlx_moeflux.experts.telemetry.bounds import compulsory, popularity, reuse_distances, shuffled
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate

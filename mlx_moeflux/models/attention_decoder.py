@@ -8,8 +8,8 @@ from typing import Any
 from mlx_moeflux.cache import KVCache, SequenceState
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
-from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import DenseMlp
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.layers import DecoderLayer, DenseMlp
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.rope import stretched
 

@@ -356,7 +356,8 @@ class StreamingModel(nn.Module):
         if not 0 <= layer < len(self.layers):
             raise InputError(f"layer {layer} does not exist; the model has {len(self.layers)}.")
         cache = self.make_cache()[layer] if cache is None else cache
-        return self.layers[layer](hidden, cache, chunk=self.prefill_chunk)
+        mask = cache.real_tokens(hidden.shape[1])
+        return self.layers[layer](hidden, cache, mask, chunk=self.prefill_chunk)
 
     def release(self) -> None:
         """Free the memory of the experts until the next call, which reads them again: all of a

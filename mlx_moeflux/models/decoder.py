@@ -1,4 +1,4 @@
-"""Decoder shared by all architectures: layer of mixer and MLP, and ids -> logits."""
+"""Decoder shared by all architectures: ids -> logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -21,9 +20,8 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
-from mlx_moeflux.models.layers import DenseMlp, weights_of
-from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
-from mlx_moeflux.models.record import Recorder
+from mlx_moeflux.models.layers import DecoderLayer, on_gpu, weights_of
+from mlx_moeflux.models.moe import Router, SoftmaxRouter
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
 # builds the rest. A hidden state of MANY_NUMBERS elements or more is submitted after each layer,
@@ -31,145 +29,14 @@ from mlx_moeflux.models.record import Recorder
 LAYERS_AHEAD, MANY_NUMBERS = 4, 7 << 20
 
 
-class DecoderLayer(nn.Module):
-    """One layer: mixer, then MLP or MoE block, each after a norm and with a residual.
-
-    mixer: Name in the checkpoint (``self_attn``, ``linear_attn``) and module; the module maps
-    (x ``[B, T, C]``, cache entry, norm) to x + mixer(norm(x)) ``[B, T, C]``.
-    """
-
-    _recorder: Recorder | None = None
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        mixer: tuple[str, nn.Module],
-        mlp: DenseMlp | SparseMoeBlock,
-    ):
-        super().__init__()
-        self._mixer_name, module = mixer
-        self[self._mixer_name] = module
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = mlp
-
-    def __call__(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
-        """Map x ``[B, T, C]`` to ``[B, T, C]``.
-
-        The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
-        block takes all tokens, so that every expert is read once.
-        """
-        T = x.shape[1]
-        if self._recorder is not None:
-            self._recorder.begin(x.shape[0])
-        mask = cache.real_tokens(T)
-        parts = None if T == 1 else cache.parts(T, chunk)
-        return self._feed(x, self.mix(x, cache, chunk=chunk), mask, parts)
-
-    def in_pauses(
-        self, x: mx.array, cache: BaseCache, *, chunk: int
-    ) -> Generator[None, None, mx.array]:
-        """Do what a call does, and yield between the parts of the mixer."""
-        T = x.shape[1]
-        if self._recorder is not None:
-            self._recorder.begin(x.shape[0])
-        mask, parts = cache.real_tokens(T), cache.parts(T, chunk)
-        h = yield from self.mix_in_pauses(x, cache, chunk=chunk)
-        with metal.gathered():
-            return self._feed(x, h, mask, parts)
-
-    def _feed(
-        self, x: mx.array, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]] | None
-    ) -> mx.array:
-        """Apply the second half to h ``[B, T, C]``, the mixer's output of x."""
-        mlp, norm = self.mlp, self.post_attention_layernorm
-        if isinstance(mlp, SparseMoeBlock):
-            out = mlp(h, norm, mask)
-        else:
-            if parts is None:
-                out = mlp(h, norm)
-            else:
-                out = _chunked(lambda part: mlp(part, norm), h, parts)
-            if self._recorder is not None and self._recorder.wants("h_post"):
-                self._recorder.note(h_post=norm(h))
-        if self._recorder is not None:
-            self._recorder.note(input=x, h_mid=h, output=out)
-        return out
-
-    def halves(self) -> list[tuple[nn.Module, ...]]:
-        """Return groups of modules whose parameters the same launches read."""
-        first = self[self._mixer_name], self.input_layernorm
-        return [first, (self.mlp, self.post_attention_layernorm)]
-
-    def together(
-        self, xs: Sequence[mx.array], caches: Sequence[BaseCache], *, chunk: int
-    ) -> list[mx.array]:
-        """Map several sequences, x ``[1, T, C]`` each with its own T. The mixer takes them one by
-        one, the MLP or MoE block takes them concatenated."""
-        mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
-        return self.feed_together(mixed, chunk=chunk)
-
-    def feed_together(self, mixed: list[mx.array], *, chunk: int) -> list[mx.array]:
-        """Apply the second half to the mixer's outputs of several sequences, concatenated."""
-        h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
-        if isinstance(self.mlp, SparseMoeBlock):
-            out = self.mlp(h, norm)
-        else:
-            parts = BaseCache().parts(h.shape[1], chunk)
-            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
-        return list(mx.split(out, list(accumulate(m.shape[1] for m in mixed))[:-1], axis=1))
-
-    def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
-        """Apply the first half, mixer and residual, to x ``[B, T, C]``."""
-        mixer, norm, T = self[self._mixer_name], self.input_layernorm, x.shape[1]
-        if T == 1:  # a traced stand-in of an entry has no parts
-            return mixer(x, cache, norm)
-        return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
-
-    def mix_in_pauses(
-        self, x: mx.array, cache: BaseCache, *, chunk: int
-    ) -> Generator[None, None, mx.array]:
-        """Do what :meth:`mix` does, and yield between the parts."""
-        mixer, norm, results = self[self._mixer_name], self.input_layernorm, []
-        for start, stop in cache.parts(x.shape[1], chunk):
-            if results:
-                mx.async_eval(results[-1], cache.state)
-                # On a GPU one part computes during a pause.
-                mx.eval(results[-2:-1])
-                yield
-            with metal.gathered():
-                results.append(mixer(x[:, start:stop], cache, norm))
-        return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
-
-
-def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
-    """Apply `function` to x ``[B, T, C]`` part by part.
-
-    Several parts are evaluated one by one; on a GPU the next part's graph is built meanwhile.
-    """
-    results, ahead = [], int(_on_gpu())
-    for start, stop in parts:
-        results.append(function(x[:, start:stop]))
-        if len(parts) > 1:
-            metal.settle()
-            mx.async_eval(results[-1])
-            mx.eval(results[-1 - ahead : len(results) - ahead])
-    return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
-
-
 def _begin(h: mx.array, before: mx.array | None = None) -> None:
     """Submit `h` to a GPU without waiting, then wait for `before`."""
-    if _on_gpu():
+    if on_gpu():
         metal.settle()
         with contextlib.suppress(ValueError):  # a graph transformation refuses evaluation
             mx.async_eval(h)
             if before is not None:
                 mx.eval(before)
-
-
-def _on_gpu() -> bool:
-    return mx.default_device().type == mx.gpu
 
 
 class TextModel(nn.Module):
@@ -322,9 +189,11 @@ class DecoderModel(StreamingModel):
             many = sum(h.size for h in hidden) >= MANY_NUMBERS
             group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
             before, unsent, chunk = [], [], self.prefill_chunk
+            mask = states[0][0].real_tokens(tokens[0].shape[1])
             for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
                 if len(hidden) == 1:
-                    hidden = [(yield from layer.in_pauses(hidden[0], entries[0], chunk=chunk))]
+                    layer_steps = layer.in_pauses(hidden[0], entries[0], mask, chunk=chunk)
+                    hidden = [(yield from layer_steps)]
                 else:
                     mixed = []
                     for x, entry in zip(hidden, entries, strict=True):
@@ -353,8 +222,9 @@ class DecoderModel(StreamingModel):
     ) -> mx.array:
         with metal.gathered():
             h, submitted = self.model.embed_tokens(tokens), deque()
+            mask = cache[0].real_tokens(tokens.shape[1])
             for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
-                h = layer(h, entry, chunk=self.prefill_chunk)
+                h = layer(h, entry, mask, chunk=self.prefill_chunk)
                 many = h.size >= MANY_NUMBERS
                 if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
                     submitted.append(h)

@@ -16,12 +16,11 @@ from mlx_moeflux.cache import LatentCache, SequenceState
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
+from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.deepseek_v3_config import Config
-from mlx_moeflux.models.layers import DenseMlp
+from mlx_moeflux.models.layers import DecoderLayer, DenseMlp
 from mlx_moeflux.models.mla import LatentAttention
-from mlx_moeflux.models.moe import Router
-from mlx_moeflux.models.sigmoid_moe import SigmoidMoeBlock, grouped_router, routes_in_float32
+from mlx_moeflux.models.moe import Router, SigmoidMoeBlock, grouped_router, routes_in_float32
 
 
 class Model(DecoderModel):

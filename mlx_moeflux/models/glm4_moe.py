@@ -11,8 +11,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.glm4_moe_config import Config
-from mlx_moeflux.models.moe import Router
-from mlx_moeflux.models.sigmoid_moe import SigmoidMoeBlock, grouped_router, routes_in_float32
+from mlx_moeflux.models.moe import Router, SigmoidMoeBlock, grouped_router, routes_in_float32
 
 
 class Model(AttentionDecoder):

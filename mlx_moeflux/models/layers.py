@@ -1,18 +1,23 @@
-"""Linear layers and MLPs that two or more architectures share."""
+"""Layers that two or more architectures share: decoder layer, MLPs, linear layers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.models.record import Recorder
 
 
 class SwiGLU(nn.Module):
@@ -42,7 +47,142 @@ class DenseMlp(SwiGLU):
     def __call__(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         weights = weights_of(*self.stacks()[0])
         gate, up = self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps, flat=True)
-        return self._kernels.add_shared(x, None, gate, up, weight_of(self.down_proj))
+        return self._kernels.add_shared(x, None, gate, up, weights_of(self.down_proj)[0])
+
+
+class DecoderLayer(nn.Module):
+    """One layer: mixer, then MLP or MoE block, each after a norm and with a residual.
+
+    mixer: Name in the checkpoint (``self_attn``, ``linear_attn``) and module; the module maps
+    (x ``[B, T, C]``, cache entry, norm) to x + mixer(norm(x)) ``[B, T, C]``. mlp: A
+    :class:`DenseMlp` or a :class:`~mlx_moeflux.models.moe.SparseMoeBlock`.
+    """
+
+    _recorder: Recorder | None = None
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        mixer: tuple[str, nn.Module],
+        mlp: DenseMlp | nn.Module,
+    ):
+        super().__init__()
+        self._mixer_name, module = mixer
+        self[self._mixer_name] = module
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = mlp
+
+    def __call__(
+        self, x: mx.array, cache: BaseCache, mask: mx.array | None = None, *, chunk: int
+    ) -> mx.array:
+        """Map x ``[B, T, C]`` to ``[B, T, C]``. mask: ``[B, T]`` bool, False for padding; None if
+        there is none.
+
+        The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
+        block takes all tokens, so that every expert is read once.
+        """
+        T = x.shape[1]
+        if self._recorder is not None:
+            self._recorder.begin(x.shape[0])
+        parts = None if T == 1 else cache.parts(T, chunk)
+        return self._feed(x, self.mix(x, cache, chunk=chunk), mask, parts)
+
+    def in_pauses(
+        self, x: mx.array, cache: BaseCache, mask: mx.array | None, *, chunk: int
+    ) -> Generator[None, None, mx.array]:
+        """Do what a call does, and yield between the parts of the mixer."""
+        T = x.shape[1]
+        if self._recorder is not None:
+            self._recorder.begin(x.shape[0])
+        parts = cache.parts(T, chunk)
+        h = yield from self.mix_in_pauses(x, cache, chunk=chunk)
+        with metal.gathered():
+            return self._feed(x, h, mask, parts)
+
+    def _feed(
+        self, x: mx.array, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]] | None
+    ) -> mx.array:
+        """Apply the second half to h ``[B, T, C]``, the mixer's output of x."""
+        mlp, norm = self.mlp, self.post_attention_layernorm
+        if not isinstance(mlp, DenseMlp):
+            out = mlp(h, norm, mask)
+        else:
+            if parts is None:
+                out = mlp(h, norm)
+            else:
+                out = _chunked(lambda part: mlp(part, norm), h, parts)
+            if self._recorder is not None and self._recorder.wants("h_post"):
+                self._recorder.note(h_post=norm(h))
+        if self._recorder is not None:
+            self._recorder.note(input=x, h_mid=h, output=out)
+        return out
+
+    def halves(self) -> list[tuple[nn.Module, ...]]:
+        """Return groups of modules whose parameters the same launches read."""
+        first = self[self._mixer_name], self.input_layernorm
+        return [first, (self.mlp, self.post_attention_layernorm)]
+
+    def together(
+        self, xs: Sequence[mx.array], caches: Sequence[BaseCache], *, chunk: int
+    ) -> list[mx.array]:
+        """Map several sequences, x ``[1, T, C]`` each with its own T. The mixer takes them one by
+        one, the MLP or MoE block takes them concatenated."""
+        mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
+        return self.feed_together(mixed, chunk=chunk)
+
+    def feed_together(self, mixed: list[mx.array], *, chunk: int) -> list[mx.array]:
+        """Apply the second half to the mixer's outputs of several sequences, concatenated."""
+        h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
+        if not isinstance(self.mlp, DenseMlp):
+            out = self.mlp(h, norm)
+        else:
+            parts = BaseCache().parts(h.shape[1], chunk)
+            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
+        return list(mx.split(out, list(accumulate(m.shape[1] for m in mixed))[:-1], axis=1))
+
+    def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
+        """Apply the first half, mixer and residual, to x ``[B, T, C]``."""
+        mixer, norm, T = self[self._mixer_name], self.input_layernorm, x.shape[1]
+        if T == 1:  # a traced stand-in of an entry has no parts
+            return mixer(x, cache, norm)
+        return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
+
+    def mix_in_pauses(
+        self, x: mx.array, cache: BaseCache, *, chunk: int
+    ) -> Generator[None, None, mx.array]:
+        """Do what :meth:`mix` does, and yield between the parts."""
+        mixer, norm, results = self[self._mixer_name], self.input_layernorm, []
+        for start, stop in cache.parts(x.shape[1], chunk):
+            if results:
+                mx.async_eval(results[-1], cache.state)
+                # On a GPU one part computes during a pause.
+                mx.eval(results[-2:-1])
+                yield
+            with metal.gathered():
+                results.append(mixer(x[:, start:stop], cache, norm))
+        return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+
+
+def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
+    """Apply `function` to x ``[B, T, C]`` part by part.
+
+    Several parts are evaluated one by one; on a GPU the next part's graph is built meanwhile.
+    """
+    results, ahead = [], int(on_gpu())
+    for start, stop in parts:
+        results.append(function(x[:, start:stop]))
+        if len(parts) > 1:
+            metal.settle()
+            mx.async_eval(results[-1])
+            mx.eval(results[-1 - ahead : len(results) - ahead])
+    return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+
+
+def on_gpu() -> bool:
+    """Return True if operations run on a GPU by default."""
+    return mx.default_device().type == mx.gpu
 
 
 class PreciseLinear(nn.Module):
@@ -54,7 +194,7 @@ class PreciseLinear(nn.Module):
         self.weight = mx.random.uniform(-scale, scale, (output_dims, input_dims))
 
     def __call__(self, x: mx.array) -> mx.array:
-        return weight_of(self).matmul(x)
+        return weights_of(self)[0].matmul(x)
 
 
 @dataclass(frozen=True)
@@ -75,18 +215,27 @@ class Applied:
         return self.module(x) if tied is None else tied(x)
 
 
-def weight_of(linear: nn.Module) -> Weight | Applied:
-    """Return the current matrix of a linear layer or tied embedding, as kernels take it."""
-    if isinstance(linear, PreciseLinear):
-        return Weight(linear.weight.astype(mx.float32), precise=True)
-    if "bias" not in linear:
+def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applied]:
+    """Return the current matrices of linear layers or tied embeddings, as kernels take them.
+
+    joined: Leading layers that were stacked come as their concatenations.
+    """
+    known = getattr(linears[0], "_stack", None) if joined else None
+    weights = []
+    if known is not None and known.holds(linears[: len(known.linears)]):
+        weights, linears = list(known.weights), linears[len(known.linears) :]
+    for each in linears:
         # By key: attribute lookup of a module is slow, and this runs for each matrix of a step.
-        if type(linear) in (nn.Linear, nn.Embedding):
-            return Weight(linear["weight"])
-        if type(linear) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-            spec = _spec(linear.bits, linear.group_size, linear.mode)
-            return Weight(linear["weight"], linear["scales"], linear.get("biases"), spec)
-    return Applied(linear)
+        if isinstance(each, PreciseLinear):
+            weights.append(Weight(each["weight"].astype(mx.float32), precise=True))
+        elif "bias" not in each and type(each) in (nn.Linear, nn.Embedding):
+            weights.append(Weight(each["weight"]))
+        elif "bias" not in each and type(each) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            spec = _spec(each.bits, each.group_size, each.mode)
+            weights.append(Weight(each["weight"], each["scales"], each.get("biases"), spec))
+        else:
+            weights.append(Applied(each))
+    return weights
 
 
 _spec = functools.cache(QuantSpec)
@@ -119,10 +268,14 @@ class Stack:
 
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
         """Return True if `linears` are the stacked modules and no parameter was replaced."""
-        return len(linears) == len(self.linears) and all(
-            a is b and a.get("weight") is w and a.get("scales") is s
-            for a, b, (w, s) in zip(linears, self.linears, self.rows, strict=True)
-        )
+        if len(linears) != len(self.linears):
+            return False
+        for each, own, (weight, scales) in zip(linears, self.linears, self.rows, strict=True):
+            if each is not own or each.get("weight") is not weight:
+                return False
+            if each.get("scales") is not scales:
+                return False
+        return True
 
 
 def stack(*linears: nn.Module) -> None:
@@ -131,14 +284,11 @@ def stack(*linears: nn.Module) -> None:
 
     Evaluates: the new arrays.
     """
-    weights, done = [], 0
+    stored, weights, done = weights_of(*linears, joined=False), [], 0
     while done < len(linears):
-        first = weight_of(linears[done])
-        group = [linears[done]]
-        for other in linears[done + 1 :]:
-            if not _alike(first, weight_of(other)):
-                break
-            group.append(other)
+        first, *others = stored[done:]
+        alike = list(takewhile(functools.partial(_alike, first), others))
+        group = linears[done : done + 1 + len(alike)]
         weights.append(_stacked(group, first) if isinstance(first, Weight) else first)
         done += len(group)
     linears[0]._stack = restack(linears, weights)
@@ -175,7 +325,7 @@ def _alike(a: Weight | Applied, b: Weight | Applied) -> bool:
     )
 
 
-def _stacked(group: list[nn.Module], first: Weight) -> Weight:
+def _stacked(group: Sequence[nn.Module], first: Weight) -> Weight:
     """Return the matrices of `group`, which are stored like `first`, as one."""
     if len(group) == 1:
         return first
@@ -187,17 +337,6 @@ def _stacked(group: list[nn.Module], first: Weight) -> Weight:
         whole[name] = mx.concatenate([each[name] for each in group])
         mx.eval(whole[name])
     return Weight(**whole, spec=first.spec, outs=outs)
-
-
-def weights_of(*linears: nn.Module) -> list[Weight | Applied]:
-    """Return the matrices of `linears`; a leading stack comes as its concatenations."""
-    known = getattr(linears[0], "_stack", None)
-    weights = []
-    if known is not None and known.holds(linears[: len(known.linears)]):
-        weights, linears = list(known.weights), linears[len(known.linears) :]
-    for each in linears:
-        weights.append(weight_of(each))
-    return weights
 
 
 def joined_weight(*linears: nn.Module) -> Weight | None:

@@ -11,8 +11,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.minimax_m2_config import Config
-from mlx_moeflux.models.moe import Router
-from mlx_moeflux.models.sigmoid_moe import GroupedRouter, SigmoidMoeBlock
+from mlx_moeflux.models.moe import GroupedRouter, Router, SigmoidMoeBlock
 
 
 class Model(AttentionDecoder):

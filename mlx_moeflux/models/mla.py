@@ -12,9 +12,9 @@ from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.project import Weight
-from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
+from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.models.layers import weight_of, weights_of
+from mlx_moeflux.models.layers import weights_of
 
 # Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
@@ -85,6 +85,8 @@ class LatentAttention(nn.Module):
         self.scale = (Dn + Dr) ** -0.5 * config.rope.softmax_factor()
         self._frequencies = 1.0 / mx.array(config.rope.periods(Dr))
         mx.eval(self._frequencies)
+        # Arrays of kv_b_proj, and what was made of them.
+        self._known: tuple[Any, Any, tuple[HeadMatrices, HeadMatrices]] | None = None
 
     def use_split_heads(self) -> None:
         """Replace ``kv_b_proj`` with ``embed_q`` and ``unembed_out``."""
@@ -164,8 +166,15 @@ class LatentAttention(nn.Module):
         """Return the matrices latent -> keys (``embed_q``: transposed) and latent -> values."""
         if "embed_q" in self:
             return self.embed_q.matrices(), self.unembed_out.matrices()
+        linear, known = self.kv_b_proj, self._known
+        if (
+            known is not None
+            and not self.training
+            and (known[0] is linear["weight"] and known[1] is linear.get("scales"))
+        ):
+            return known[2]
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
-        stored = weight_of(self.kv_b_proj)
+        stored = weights_of(linear)[0]
         if not isinstance(stored, Weight):
             raise UnsupportedError("kv_b_proj takes no adapter and no bias.")
         rows = stored.weight.shape[0] // H
@@ -175,7 +184,12 @@ class LatentAttention(nn.Module):
             for part in (stored.scales, stored.biases)
         )
         whole = HeadMatrices(weight, scales, biases, stored.spec, 0, rows)
-        return replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
+        both = replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
+        if not self.training:
+            # Evaluate before publishing: two threads must not evaluate one array.
+            mx.eval([part for part in (weight, scales, biases) if part is not None])
+            self._known = stored.weight, stored.scales, both
+        return both
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

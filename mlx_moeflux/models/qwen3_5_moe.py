@@ -19,8 +19,8 @@ from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
-from mlx_moeflux.models.decoder import DecoderLayer, DecoderModel
-from mlx_moeflux.models.layers import DenseMlp, joined_weight, weights_of
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.layers import DecoderLayer, DenseMlp, joined_weight, weights_of
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
+from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
 from mlx_moeflux.models import map_checkpoint
 

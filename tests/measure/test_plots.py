@@ -9,7 +9,7 @@ import pytest
 
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
+from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.telemetry.forecast import Profile, forecast
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo

@@ -22,9 +22,9 @@ from mlx_moeflux.kernels.moe.router import sigmoid_top_k
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.mla import LatentAttention
+from mlx_moeflux.models.moe import GroupedRouter
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.models.shapes import SHAPES
-from mlx_moeflux.models.sigmoid_moe import GroupedRouter
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 
 TWIN = GOLDEN / "deepseek_v3_yarn40"

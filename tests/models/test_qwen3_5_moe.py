@@ -17,7 +17,7 @@ from mlx_moeflux.kernels.attention.attention import causal_sdpa
 from mlx_moeflux.kernels.delta.gated_delta import gated_delta_chunked, gated_delta_recurrent
 from mlx_moeflux.kernels.runtime import launch_args
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from mlx_moeflux.models import decoder, qwen3_5_moe
+from mlx_moeflux.models import decoder, layers, qwen3_5_moe
 from tests.kernels.harness import emulated
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
@@ -47,7 +47,7 @@ def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
     tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
     with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
         expected = model(tokens, last_only=True)
-        monkeypatch.setattr(decoder, "_on_gpu", lambda: True)
+        monkeypatch.setattr(decoder, "on_gpu", lambda: True)
         monkeypatch.setattr(decoder, "MANY_NUMBERS", 70 * model.config.hidden_size)
 
         def noted(h, before=None):
@@ -72,7 +72,8 @@ def test_what_a_gpu_begins_early_is_the_same(monkeypatch, chunk, memory):
         alike = model.make_cache(), model.make_cache()
         expected = model(tokens, alike[0], last_only=True)
         begin = mx.async_eval
-        monkeypatch.setattr(decoder, "_on_gpu", lambda: True)
+        for module in (decoder, layers):
+            monkeypatch.setattr(module, "on_gpu", lambda: True)
         monkeypatch.setattr(mx, "async_eval", lambda *a: begun.append(len(a)) or begin(*a))
         assert mx.array_equal(model(tokens, alike[1], last_only=True), expected)
         assert len(begun) >= len(model.layers) // decoder.LAYERS_AHEAD >= 1

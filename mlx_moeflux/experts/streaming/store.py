@@ -20,14 +20,17 @@ from mlx_moeflux.experts.compute import (
     Pairs,
     check_call,
     check_ids,
-    few_pairs,
     from_whole_bank,
 )
 from mlx_moeflux.experts.io.cuda_upload import uploads_for
 from mlx_moeflux.experts.io.native_pool import open_pool, staging_bytes
 from mlx_moeflux.experts.io.readers import Reader
-from mlx_moeflux.experts.policies.eviction import Eviction, make_eviction
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction import (
+    DEFAULT_EVICTION,
+    Eviction,
+    ExpertRequest,
+    make_eviction,
+)
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,
@@ -38,7 +41,6 @@ from mlx_moeflux.experts.policies.prefetch import (
     proposed,
 )
 from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
-from mlx_moeflux.experts.policies.request import ExpertRequest
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, begin_first, run_waves
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
@@ -212,7 +214,8 @@ class StreamedStore(ExpertStore):
         """Hold the store for a whole step: no other thread changes slots meanwhile. After an error
         or interrupt no read is under way."""
         with self._lock:
-            self.restore()
+            if self._released:
+                self.restore()
             try:
                 yield
             except BaseException:
@@ -230,7 +233,7 @@ class StreamedStore(ExpertStore):
 
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
-        state = self._state(layer)
+        state = self._settled(layer)
         call, slots = Call(state, ids, ahead), len(state.table.expert_of)
         if slots < ids.shape[1]:
             raise MemoryBudgetError(
@@ -285,14 +288,16 @@ class StreamedStore(ExpertStore):
             y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
             _account(state, start, stalled)
             return y
-        pairs, slot_of = Pairs.of(call.host, self.num_experts), state.table.slots_by_expert
-        if call.waves is not None:
-            y = self._compute_waves(state, call.waves, pairs, ExpertSum(x, weights, form))
-        elif pairs.token.size == weights.size and form.takes_few(weights.size, x.shape[0], bank):
-            y = few_pairs(x, weights, pairs, slot_of, bank, form)
+        slot_of, few = state.table.slots_by_expert, form.takes_few(weights.size, x.shape[0], bank)
+        if few and call.waves is None and call.host.max() < self.num_experts:
+            slots = mx.array(slot_of[call.host].astype(np.uint32))
+            y = from_whole_bank(x, slots, weights, bank, form, padded=False)
         else:
-            total = ExpertSum(x, weights, form)
-            total.add(pairs, slot_of, bank)
+            pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, form)
+            if call.waves is not None:
+                self._compute_waves(state, call.waves, pairs, total)
+            else:
+                total.add(pairs, slot_of, bank)
             y = total.total
         if weights.size > FEW_PAIRS:
             # Evaluate a long output now rather than keep it pending.
@@ -521,9 +526,9 @@ class StreamedStore(ExpertStore):
 
     def _compute_waves(
         self, state: StreamedLayer, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
-    ) -> mx.array:
-        """Compute waves in ascending id and read the next one meanwhile. Evaluate each, so that its
-        slots can be read into."""
+    ) -> None:
+        """Add waves to `total` in ascending id and read the next one meanwhile. Evaluate each, so
+        that its slots can be read into."""
 
         def compute(wave: Wave) -> None:
             part = pairs.between(wave.experts[0], wave.experts[-1])
@@ -534,7 +539,6 @@ class StreamedStore(ExpertStore):
             self._begin_wave(state, waves, wave)
 
         run_waves(waves, begin, lambda: state.finish(self.events), compute)
-        return total.total
 
     def _rebalance(self, balance: Balance, least: int) -> None:
         """Move slots between layers after a token, at least `least` a layer."""

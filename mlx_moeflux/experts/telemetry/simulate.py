@@ -1,8 +1,8 @@
 """Replays a trace through any policy at any budget, as the streamed store would. No MLX.
 
-The store and this share what decides:
-:class:`~mlx_moeflux.experts.policies.request.ExpertRequest`, the policies, the order of a sweep and
-the rules of reading ahead. What they count is therefore equal, not similar.
+The store and this share what decides: requests and policies
+(:mod:`mlx_moeflux.experts.policies.eviction`), the order of a sweep and the rules of reading ahead.
+What they count is therefore equal, not similar.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from dataclasses import dataclass, field, fields
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
-from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims, make_eviction
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction import (
+    DEFAULT_EVICTION,
+    Eviction,
+    ExpertRequest,
+    choose_victims,
+    make_eviction,
+)
 from mlx_moeflux.experts.policies.prefetch import (
     MOST_PAIRS,
     Prefetch,
@@ -24,7 +29,6 @@ from mlx_moeflux.experts.policies.prefetch import (
     proposed,
 )
 from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
-from mlx_moeflux.experts.policies.request import ExpertRequest
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
 from mlx_moeflux.experts.telemetry.bounds import Belady
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, requests_of

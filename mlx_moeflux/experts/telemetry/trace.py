@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.policies.request import ExpertRequest
+from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.telemetry.events import (
     Chosen,
     Event,

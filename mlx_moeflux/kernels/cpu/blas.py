@@ -131,7 +131,9 @@ def product(
     never changes, so that its dense form may be kept.
     """
     out, known = matrix.weight.shape[-2], None
-    if keep and matrix.weight.dtype != mx.float32:
+    if slot is None and matrix.weight.dtype == mx.float32:
+        known = values_of(matrix.weight)
+    elif keep and matrix.weight.dtype != mx.float32:
         key = id(matrix.weight), slot, id(matrix.scales)
         known = kept.matrices.get(key)
         if known is None and kept.wants(key, matrix.weight, 4 * out * rows.shape[1]):
@@ -229,10 +231,8 @@ def _view(array: mx.array) -> np.ndarray:
 
 def _single(values: np.ndarray, role: str | None = None) -> np.ndarray:
     if values.dtype == np.uint16:
-        whole = scratch(role, values.shape).view(np.uint32)
-        whole[...] = values
-        whole <<= 16
-        return whole.view(np.float32)
+        out = None if role is None else scratch(role, values.shape).view(np.uint32)
+        return np.left_shift(values, 16, out=out, dtype=np.uint32).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 

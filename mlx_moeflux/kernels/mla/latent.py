@@ -1,4 +1,5 @@
-"""Multi-head latent attention over a cache of one latent and one rotary key per position.
+"""Multi-head latent attention over a cache of one latent and one rotary key per position: what its
+projections give is prepared, and matrices of each head take latents to keys and values.
 
 Head h has keys ``k_s = [W_K(h) c_s, r_s]`` and values ``v_s = W_V(h) c_s`` of the latent c_s and
 the rotary key r_s of position s, which all heads share. Two forms of the same sum:
@@ -27,17 +28,19 @@ Shapes:
 On a GPU every head reads the same latents: a threadgroup owns 16 or more rows (heads x tokens) and
 a part of the keys. :func:`attend_values` joins the parts, and puts each head's result through its
 matrix.
-
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.attention.attention import (
     SDPA,
@@ -49,15 +52,351 @@ from mlx_moeflux.kernels.attention.attention import (
     plan_of,
     run,
 )
-from mlx_moeflux.kernels.linear.quantised import Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence, offsets
+from mlx_moeflux.kernels.linear.dequantise import dequantise
+from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.mla import latent_token
-from mlx_moeflux.kernels.mla.per_head_matmul import (
-    HeadMatrices,
-    head_product,
-    head_product_fused,
-    narrow_rows,
+from mlx_moeflux.kernels.runtime.launch_args import filled
+from mlx_moeflux.kernels.runtime.metal import (
+    MetalKernel,
+    backend,
+    launches,
+    most_threads,
+    on_nvidia,
 )
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches, most_threads
+
+Parts = tuple[mx.array | None, mx.array, mx.array, mx.array]
+
+
+def latent_prepare(
+    q: mx.array,
+    kv: mx.array,
+    *,
+    norm: mx.array,
+    eps: float,
+    frequencies: mx.array,
+    offset: int | mx.array,
+    factor: float = 1.0,
+    interleaved: bool = False,
+    nope: bool = True,
+) -> Parts:
+    """Split, norm and rotate the results of latent attention's projections, in stock MLX.
+
+        nope, rotary = q[..., :Dn], turn(q[..., Dn:])      of each head
+        latent, key = norm(kv[..., :R]), turn(kv[..., R:])  that all heads share
+
+    Pair i of position p turns by p * frequencies[i] and is scaled by `factor`.
+
+    Shapes:
+        q: ``[B, T, H, Dn + Dr]``; kv: ``[B, T, R + Dr]``; norm: ``[R]``; frequencies:
+        ``[Dr / 2]`` float32.
+        offset: position of the first token, an int or int32 ``[B]``.
+        returns: nope ``[B, H, T, Dn]`` (None without `nope`), rotary ``[B, H, T, Dr]``, latent
+        ``[B, 1, T, R]``, key ``[B, 1, T, Dr]`` in the dtype of q.
+    """
+    R, dims = norm.shape[0], 2 * frequencies.shape[0]
+    if not isinstance(offset, int):
+        offset = for_each_sequence(offset, q.shape[0])
+    first, rotary = mx.split(q.swapaxes(1, 2), [q.shape[-1] - dims], axis=-1)
+    latent, key = mx.split(kv[:, None], [R], axis=-1)
+
+    def turned(x: mx.array) -> mx.array:
+        dtype = x.dtype
+        x = mx.fast.rope(
+            x if factor == 1.0 else x * factor,
+            dims,
+            traditional=interleaved,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=1.0 / frequencies,
+        )
+        return x.astype(dtype)
+
+    parts = turned(rotary), mx.fast.rms_norm(latent, norm, eps), turned(key)
+    return (first if nope else None, *parts)
+
+
+def _prepare_kernel(name: str, outputs: tuple[str, ...]) -> MetalKernel:
+    whole = "nope" in outputs
+    return MetalKernel(
+        name,
+        file="per_head_matmul.metal",
+        inputs=("q", "kv", "weight", "frequencies", "numbers", "offset"),
+        outputs=outputs,
+        body=f"""
+            latent_prepare<T, W, HEADS, DN, DR, RANK, INTERLEAVED, {str(whole).lower()}, EACH>(
+                q, kv, weight, frequencies, numbers, offset, {"nope" if whole else "nullptr"},
+                rotary, latents, keys, q_shape[0], q_shape[1], thread_position_in_grid.x / 32,
+                thread_index_in_simdgroup);
+        """,
+    )
+
+
+_PREPARED = ("nope", "rotary", "latents", "keys")
+_WHOLE = _prepare_kernel("latent_prepare", _PREPARED)
+_TURNED = _prepare_kernel("latent_turn", _PREPARED[1:])
+# Of a threadgroup, and heads that a simdgroup turns by the same sines.
+_PREPARE_THREADS, _EACH = 128, 8
+
+
+@launches(_WHOLE, _TURNED)
+def latent_prepare_fused(
+    q, kv, *, norm, eps, frequencies, offset, factor=1.0, interleaved=False, nope=True
+):
+    """:func:`latent_prepare` in one launch; everything between is float32.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together, or Dn or Dr is no multiple of 4.
+        UnsupportedError: MLX drives no GPU.
+    """
+    launch = _prepare_launch(q.shape, kv.shape, norm.shape, frequencies.shape[0], interleaved)
+    if q.dtype not in FLOATS or kv.dtype != q.dtype or norm.dtype not in FLOATS:
+        raise ShapeError(f"latent_prepare: q is {q.dtype}, kv {kv.dtype} and norm {norm.dtype}.")
+    template = {"T": q.dtype, "W": norm.dtype, **launch["template"]}
+    shapes = launch["output_shapes"][0 if nope else 1 :]
+    options = {
+        "template": template,
+        "output_shapes": shapes,
+        "output_dtypes": [q.dtype] * len(shapes),
+    }
+    outputs = (_WHOLE if nope else _TURNED)(
+        q, kv, norm, frequencies.astype(mx.float32), filled(eps, factor),
+        offsets(offset, q.shape[0]), **launch | options,
+    )  # fmt: skip
+    return tuple(outputs) if nope else (None, *outputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare_launch(q, kv, norm, pairs, interleaved) -> dict[str, Any]:
+    """Shapes -> launch, checked once for each."""
+    (B, T, H, D), Dr = q, 2 * pairs
+    R = kv[-1] - Dr
+    if len(kv) != 3 or kv[:2] != (B, T) or norm != (R,) or Dr >= D or (D - Dr) % 4 or Dr % 4:
+        raise ShapeError(
+            f"latent_prepare: q {q}, kv {kv}, norm {norm} and {pairs} pairs do not fit together; "
+            "both parts of a head are multiples of 4."
+        )
+    simdgroups = B * T * (-(-H // _EACH) + 1)
+    return {
+        "template": {
+            "HEADS": H,
+            "DN": D - Dr,
+            "DR": Dr,
+            "RANK": R,
+            "INTERLEAVED": interleaved,
+            "EACH": _EACH,
+        },
+        "grid": (-(-simdgroups * 32 // _PREPARE_THREADS) * _PREPARE_THREADS, 1, 1),
+        "threadgroup": (_PREPARE_THREADS, 1, 1),
+        "output_shapes": [(B, H, T, D - Dr), (B, H, T, Dr), (B, 1, T, R), (B, 1, T, Dr)],
+    }
+
+
+@dataclass(frozen=True)
+class HeadMatrices:
+    """Rows first .. first + count - 1 of each head's block of a matrix ``[H, block, in]``.
+
+    heads: Of them, those from `heads[0]` to `heads[1]` - 1; None: all.
+    """
+
+    weight: mx.array
+    scales: mx.array | None
+    biases: mx.array | None
+    spec: QuantSpec | None
+    first: int
+    count: int
+    heads: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Number of heads."""
+        first, last = self.heads or (0, self.weight.shape[0])
+        return last - first
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Inputs of each matrix."""
+        words = self.weight.shape[-1]
+        return words if self.spec is None else words * 32 // self.spec.bits
+
+    def parts(self) -> list[mx.array | None]:
+        """weight, scales and biases of these heads and rows, as views."""
+        rows, arrays = slice(self.first, self.first + self.count), []
+        for array in (self.weight, self.scales, self.biases):
+            if array is not None and self.count < self.weight.shape[1]:
+                array = array[:, rows]
+            if array is not None and self.heads is not None:
+                array = array[slice(*self.heads)]
+            arrays.append(array)
+        return arrays
+
+
+def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = False) -> mx.array:
+    """Products of rows with one matrix for each head, in stock MLX.
+
+        y[b, h, t] = w_h x[b, h, t]        (transposed: w_h^T x[b, h, t])
+
+    Matrices are taken as they are stored; not on NVIDIA, where MLX 0.32.4 gives wrong products of
+    several sequences with quantised matrices of several heads, and refuses some shapes.
+
+    Shapes:
+        x: ``[B, H, T, in]``, or ``[B, 1, T, in]`` where all heads have the same rows; matrices:
+        ``[out, in]`` of each head, quantised or not.
+        returns: ``[B, H, T, out]`` in the dtype of x; `transposed`: out and in swapped.
+    """
+    _check_product(x, matrices, transposed)
+    spec = matrices.spec
+    weight, scales, biases = matrices.parts()
+    assert weight is not None
+    if spec is None or (mx.default_device().type == mx.gpu and on_nvidia()):
+        dense = dequantise(Weight(weight, scales, biases, spec), x.dtype)
+        return x @ (dense if transposed else dense.swapaxes(-1, -2))
+    assert scales is not None
+    return mx.quantized_matmul(
+        x, weight, scales, biases, not transposed, spec.group_size, spec.bits, spec.mode
+    )
+
+
+_MATVEC = MetalKernel(
+    "head_matvec",
+    file="matvec.metal",
+    inputs=("x", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float memory[MEMORY];
+        const uint row = threadgroup_position_in_grid.y;
+        const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
+        norm_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, SPLIT, EXACT, PLAIN, false>(
+            x, x, 0.0f, x, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
+            biases + ulong(block) * (IN / GROUP), y, memory, OUT, row,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+_NARROW = MetalKernel(
+    "head_narrow",
+    file="per_head_matmul.metal",
+    inputs=("x", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        const uint row = threadgroup_position_in_grid.y;
+        const uint block = row / uint(x_shape[2]) % HEADS * BLOCK;
+        narrow_matvec<ROWS, SIMDGROUPS, IN, FIRST, OUT, BITS, GROUP, V, EXACT>(
+            x + ulong(row) * IN, w + ulong(block) * PACKS, scales + ulong(block) * (IN / GROUP),
+            biases + ulong(block) * (IN / GROUP), y + ulong(row) * OUT,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+_VECMAT = MetalKernel(
+    "head_vecmat",
+    file="per_head_matmul.metal",
+    inputs=("x", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float sums[SUMS];
+        head_vecmat<HEADS, IN, OUT, FIRST, BLOCK, BITS, GROUP, V, SIMDGROUPS>(
+            x, w, scales, biases, y, sums, x_shape[2], threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+    """,
+)
+# CUDA allows 65535 threadgroups in the second direction.
+_MOST_ROWS = 32768
+_WIDE = 8  # simdgroups of a threadgroup of head_vecmat
+# Of one for narrow rows, and how often each takes rows.
+NARROW_SIMDGROUPS, MOST_NARROW = 4, 4
+
+
+@launches(_MATVEC, _NARROW, _VECMAT)
+def head_product_fused(x, matrices, *, transposed=False):
+    """:func:`head_product` in one launch, for a few rows of each head. Rows that heads share, and
+    some heads only, go to the reference.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together, or there are too many rows.
+        UnsupportedError: The matrices are stored in another way, or there is no GPU.
+    """
+    _check_product(x, matrices, transposed)
+    B, H, T, _ = x.shape
+    if matrices.heads is not None or matrices.number != H:
+        return head_product(x, matrices, transposed=transposed)
+    if not 0 < B * H * T <= _MOST_ROWS or x.dtype not in FLOATS:
+        raise ShapeError(
+            f"head_product: x is {x.dtype} {list(x.shape)}; expected {_MOST_ROWS} rows at most."
+        )
+    layout = matrix_of(matrices, matrices.width)
+    launch = _product_launch(
+        x.shape, matrices.weight.shape, layout, matrices.first, matrices.count, x.dtype, transposed,
+        most_threads(),
+    )  # fmt: skip
+    kernel, launch = launch
+    return kernel(x, *arrays_of(matrices), **launch)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _product_launch(
+    x: tuple[int, ...],
+    weight: tuple[int, ...],
+    layout: Matrix,
+    first: int,
+    count: int,
+    dtype: mx.Dtype,
+    transposed: bool,
+    threads: int,
+) -> tuple[MetalKernel, dict[str, Any]]:
+    B, H, T, width = x
+    kernel, narrow = _MATVEC, narrow_rows(layout, count, width)
+    template = {"HEADS": H, "IN": width, "FIRST": first, "BLOCK": weight[1]}
+    if transposed:
+        kernel = _VECMAT
+        columns = weight[2] * 32 // layout.bits if layout.bits else weight[2]
+        words = 1 if layout.bits else 4
+        numbers = words * (32 // layout.bits) if layout.bits else words
+        groups, simdgroups = -(-columns // (32 * numbers)), _WIDE
+        template |= {"OUT": columns, "BITS": layout.bits, "GROUP": layout.group, "V": words}
+        template |= {"SUMS": simdgroups * numbers * 32}
+    elif narrow:
+        kernel, columns, simdgroups = _NARROW, count, NARROW_SIMDGROUPS
+        groups = -(-count // (simdgroups * narrow["ROWS"]))
+        template |= {"OUT": count, "PACKS": weight[2], "BITS": layout.bits, "GROUP": layout.group}
+        template |= {"EXACT": dtype == mx.float32, **narrow}
+    else:
+        groups, tile, memory = tiling(layout, count, width, dtype, threads)
+        columns, simdgroups = count, simdgroups_of(width, threads)
+        template |= {"OUT": count, "PACKS": weight[2], "MEMORY": memory, **tile}
+        template |= {"EXACT": dtype == mx.float32}
+    return kernel, {
+        "template": template | {"SIMDGROUPS": simdgroups},
+        "grid": (groups * simdgroups * 32, B * H * T, 1),
+        "threadgroup": (32 * simdgroups, 1, 1),
+        "output_shapes": [(B, H, T, columns)],
+        "output_dtypes": [dtype],
+    }
+
+
+def narrow_rows(layout: Matrix, count: int, width: int) -> dict[str, int] | None:
+    """Return the layout of a matrix ``[count, width]`` of which a simdgroup computes several rows
+    together: words of a lane and rows of a simdgroup; None if rows are wider or uneven."""
+    words = min(4, layout.group * layout.bits // 32) if layout.bits else 8
+    while words > (0 if layout.bits else 2):
+        lanes, rest = divmod(width, words * (32 // layout.bits if layout.bits else 1))
+        rows = math.gcd(count, MOST_NARROW * 32 // max(lanes, 1))
+        if not rest and 0 < lanes <= 16 and not lanes & (lanes - 1) and rows * lanes % 32 == 0:
+            return {"V": words, "ROWS": rows}
+        words //= 2
+    return None
+
+
+def _check_product(x: mx.array, matrices: HeadMatrices, transposed: bool) -> None:
+    width = matrices.count if transposed else matrices.width
+    if x.ndim != 4 or x.shape[1] not in (1, matrices.number) or x.shape[3] != width:
+        raise ShapeError(
+            f"head_product: x is {list(x.shape)}, expected [B, {matrices.number} or 1, T, {width}]."
+        )
+
 
 # Scores computed together: 16 MiB in float32, and as much again for each step to the weights.
 SCORES_AT_ONCE = 4 << 20
@@ -86,10 +425,6 @@ def latent_attention(
     q_latent ``[B, H, T, R]`` (W_K^T q_nope), q_rotary ``[B, H, T, Dr]`` -> ``[B, H, T, R]``, the
     weighted latents, in the dtype of q_latent; with `values` ``[B, H, T, Dv]``.
     """
-    if values is not None:
-        options = {"length": length, "scale": scale, "mask": mask, "start": start, "tail": tail}
-        y = latent_attention(q_latent, q_rotary, latents, rotary_keys, **options)
-        return head_product(y, values)
     B, H, T, R = q_latent.shape
     if tail is not None:
         whole = (latents, rotary_keys)
@@ -103,8 +438,8 @@ def latent_attention(
         q = mx.concatenate([q_latent, q_rotary], axis=-1).astype(mx.float32) * scale
         keys = mx.concatenate([latents, rotary_keys], axis=-1).astype(mx.float32)
         scores = mx.where(visible, q @ keys.swapaxes(-1, -2), _NEVER)
-        y = mx.softmax(scores, axis=-1) @ keys[..., :R]
-        return y.astype(q_latent.dtype)
+        y = (mx.softmax(scores, axis=-1) @ keys[..., :R]).astype(q_latent.dtype)
+        return y if values is None else head_product(y, values)
     heads = _at_once(H, B * T * min(length, KEYS_AT_ONCE))
     q = mx.concatenate([q_latent, q_rotary], axis=-1).astype(mx.float32) * scale
     parts = []
@@ -112,17 +447,19 @@ def latent_attention(
         # All heads read the same keys: one product of h T rows.
         h = min(heads, H - first)
         rows = q[:, first : first + h].reshape(B, 1, h * T, -1)
-        total = _RunningSoftmax()
+        sums = None
         for begin, end in _blocks(length, B * max(h * T, rows.shape[-1])):
             c, r = latents[:, :, begin:end], rotary_keys[:, :, begin:end]
             keys = mx.concatenate([c, r], axis=-1).astype(mx.float32)
             scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, h, T, -1)
             scores = _masked(scores, mask, begin, length, start).reshape(B, 1, h * T, -1)
-            total.add(scores, keys[..., :R])
-        parts.append(total.result().reshape(B, h, T, R).astype(q_latent.dtype))
+            sums = _softmax_sums(scores, keys[..., :R], sums)
+        _, weight, total = sums
+        parts.append((total / weight).reshape(B, h, T, R).astype(q_latent.dtype))
         if heads < H:
             mx.eval(parts[-1])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    return y if values is None else head_product(y, values)
 
 
 def latent_prefill(
@@ -150,43 +487,35 @@ def latent_prefill(
     for first in range(0, H, heads):
         last = min(first + heads, H)
         q_n, q_r = (q[:, first:last].astype(mx.float32) * scale for q in (q_nope, q_rotary))
-        total = _RunningSoftmax()
+        sums = None
         for begin, end in _blocks(length, B * (last - first) * T):
             c, r = latents[:, :, begin:end], rotary_keys[:, :, begin:end]
             k, v = expand(c, first, last)
             scores = q_n @ k.astype(mx.float32).swapaxes(-1, -2)
             scores = scores + q_r @ r.astype(mx.float32).swapaxes(-1, -2)
-            total.add(_masked(scores, mask, begin, length, start), v.astype(mx.float32))
-        parts.append(total.result().astype(q_nope.dtype))
+            scores = _masked(scores, mask, begin, length, start)
+            sums = _softmax_sums(scores, v.astype(mx.float32), sums)
+        _, weight, total = sums
+        parts.append((total / weight).astype(q_nope.dtype))
         if heads < H:
             mx.eval(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-class _RunningSoftmax:
-    """sum exp(score) value / sum exp(score) over keys that come in blocks."""
-
-    def __init__(self):
-        self._sums: tuple[mx.array, mx.array, mx.array] | None = None
-
-    def add(self, scores: mx.array, values: mx.array) -> None:
-        """scores ``[..., T, s]`` float32, values ``[..., s, D]`` float32."""
-        high = scores.max(axis=-1, keepdims=True)
-        if self._sums is None:
-            p = mx.exp(scores - high)
-            self._sums = high, p.sum(axis=-1, keepdims=True), p @ values
-            return
-        before, weight, total = self._sums
-        # Else MLX begins the blocks together and holds the scores of several.
-        mx.eval(total, weight)
-        high = mx.maximum(high, before)
-        p, fade = mx.exp(scores - high), mx.exp(before - high)
-        self._sums = high, weight * fade + p.sum(axis=-1, keepdims=True), total * fade + p @ values
-
-    def result(self) -> mx.array:
-        assert self._sums is not None, "there is a first block"
-        _, weight, total = self._sums
-        return total / weight
+def _softmax_sums(scores: mx.array, values: mx.array, before: Any) -> tuple[mx.array, ...]:
+    """scores ``[..., T, s]``, values ``[..., s, D]`` float32 -> the highest score, sum exp(score)
+    and sum exp(score) value, both less the highest; before: None, or the same of the keys before.
+    """
+    high = scores.max(axis=-1, keepdims=True)
+    if before is None:
+        p = mx.exp(scores - high)
+        return high, p.sum(axis=-1, keepdims=True), p @ values
+    highest, weight, total = before
+    # Else MLX begins the blocks together and holds the scores of several.
+    mx.eval(total, weight)
+    high = mx.maximum(high, highest)
+    p, fade = mx.exp(scores - high), mx.exp(highest - high)
+    return high, weight * fade + p.sum(axis=-1, keepdims=True), total * fade + p @ values
 
 
 def _at_once(count: int, cost: int) -> int:
@@ -194,13 +523,13 @@ def _at_once(count: int, cost: int) -> int:
     return max(1, min(count, SCORES_AT_ONCE // cost))
 
 
-def _blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
+def _blocks(length: int, rows: int) -> list[tuple[int, int]]:
     """Stretches of keys for so many rows of scores."""
     step = max(KEYS_AT_ONCE, SCORES_AT_ONCE // rows // KEYS_AT_ONCE * KEYS_AT_ONCE)
     if rows * KEYS_AT_ONCE > SCORES_AT_ONCE:
         step = max(1, SCORES_AT_ONCE // rows)
-    for start in range(0, length, step):
-        yield start, min(start + step, length)
+    starts = range(0, length, step)
+    return list(zip(starts, [*starts[1:], length], strict=True))
 
 
 def _masked(

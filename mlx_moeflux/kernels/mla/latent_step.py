@@ -7,7 +7,7 @@ Shapes:
     q: ``[B, 1, H, Dn + Dr]``; kv: ``[B, 1, R + Dr]``; tail: ``[B, 1, rows, R]`` and
     ``[B, 1, rows, Dr]``; matrices ``[R, Dn]`` of each head (transposed: ``[Dn, R]``); norm,
     frequencies, offset, factor, interleaved: see
-    :mod:`mlx_moeflux.kernels.mla.latent_prepare`; position: see
+    :mod:`mlx_moeflux.kernels.mla.latent`; position: see
     :mod:`mlx_moeflux.kernels.attention.append`. returns: q_latent ``[B, H, 1, R]``, rotary ``[B, H,
     1, Dr]``, and the two new tails.
 
@@ -26,8 +26,8 @@ from mlx_moeflux.kernels.attention import append
 from mlx_moeflux.kernels.attention.append import Pair
 from mlx_moeflux.kernels.attention.norm_rope import offsets
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
-from mlx_moeflux.kernels.mla import latent_prepare, per_head_matmul
-from mlx_moeflux.kernels.mla.per_head_matmul import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
+from mlx_moeflux.kernels.mla import latent
+from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
 
@@ -35,8 +35,8 @@ from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
 class References:
     """The steps in plain MLX."""
 
-    latent_prepare = staticmethod(latent_prepare.latent_prepare)
-    head_product = staticmethod(per_head_matmul.head_product)
+    latent_prepare = staticmethod(latent.latent_prepare)
+    head_product = staticmethod(latent.head_product)
     append_row = staticmethod(append.append_row)
 
 
@@ -57,11 +57,11 @@ def latent_step(
     steps: Any = References,
 ) -> tuple[mx.array, mx.array, Pair]:
     """Operation by operation, each as `steps` computes it."""
-    nope, rotary, latent, key = steps.latent_prepare(
+    nope, rotary, new, key = steps.latent_prepare(
         q, kv, norm=norm, eps=eps, frequencies=frequencies, offset=offset, factor=factor,
         interleaved=interleaved,
     )  # fmt: skip
-    tail = steps.append_row(tail, latent, key, position=position)
+    tail = steps.append_row(tail, new, key, position=position)
     return steps.head_product(nope, matrices, transposed=transposed), rotary, tail
 
 

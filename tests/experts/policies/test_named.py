@@ -3,8 +3,7 @@
 import pytest
 
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.experts.policies.eviction import choose_victims, make_eviction
-from mlx_moeflux.experts.policies.eviction_policies import LRU
+from mlx_moeflux.experts.policies.eviction import LRU, choose_victims, make_eviction
 from mlx_moeflux.experts.policies.prefetch import LookAhead, make_prefetch, proposed
 from mlx_moeflux.experts.policies.rebalance import Shift, changes_in_order, make_balance
 

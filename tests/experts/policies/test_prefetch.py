@@ -13,7 +13,7 @@ from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies import prefetch
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS
+from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES, LastToken, LookAhead, make_prefetch
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import (

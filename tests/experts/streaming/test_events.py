@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.experts.policies.eviction_policies import LRU
+from mlx_moeflux.experts.policies.eviction import LRU
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
 from tests.experts.helpers import C, E, random_call
 

@@ -16,7 +16,7 @@ from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies import wave_schedule as turns_module
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS, LRU
+from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
 from tests.experts.conftest import BOTH_READ, PYTHON_READS

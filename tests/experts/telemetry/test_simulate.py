@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
-from mlx_moeflux.experts.policies.eviction_policies import EVICTIONS, LRU
+from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.experts.telemetry.bounds import (
     Belady,

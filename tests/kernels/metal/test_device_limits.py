@@ -25,8 +25,7 @@ from mlx_moeflux.experts.compute import SCRATCH_BYTES
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.kernels.attention.paged_attention import paged_sdpa_fused
 from mlx_moeflux.kernels.linear.project import Weight, project_fused
-from mlx_moeflux.kernels.mla.latent import attend_values, takes_values
-from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices
+from mlx_moeflux.kernels.mla.latent import HeadMatrices, attend_values, takes_values
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused

@@ -8,8 +8,13 @@ import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.mla import latent
-from mlx_moeflux.kernels.mla.latent import latent_attention, latent_attention_fused
-from mlx_moeflux.kernels.mla.per_head_matmul import HeadMatrices, head_product, head_product_fused
+from mlx_moeflux.kernels.mla.latent import (
+    HeadMatrices,
+    head_product,
+    head_product_fused,
+    latent_attention,
+    latent_attention_fused,
+)
 from tests.kernels.harness import Case, emulated, error, float64, one_rounding
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
