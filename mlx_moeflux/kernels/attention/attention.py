@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches
