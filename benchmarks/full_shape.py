@@ -15,9 +15,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +42,8 @@ from mlx_moeflux.models.moe import SwitchGLU
 from mlx_moeflux.models.shapes import SHAPES
 
 SPEC = QuantSpec(4, 64)
+# model_type -> mlx-lm's module, where they differ.
+THEIR_NAMES = {"minimax_m2": "minimax", "kimi_k2": "deepseek_v3"}
 WARM_STEPS = 4
 
 
@@ -51,24 +57,29 @@ def made(weight: RandomWeight, random: np.random.Generator, skew: float) -> mx.a
     if weight.part == "weight":
         low, high = (mx.random.randint(0, 1 << 16, shape).astype(mx.uint32) for _ in range(2))
         return high << 16 | low
+    if weight.tensor.dtype == "U8":
+        data = np.frombuffer(next(weight.chunks(random, skew)), np.uint8)
+        return mx.array(data)[mx.random.randint(0, len(data), shape)]
     levels, embeds = (1 << weight.bits) - 1, "embed_tokens" in weight.name
     scale = (1.0 if embeds else weight.width**-0.5) * math.sqrt(12) / levels
     value = scale if weight.part == "scales" else -scale * levels / 2 + skew * embeds
     return mx.full(shape, value, mx.bfloat16)
 
 
-def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
-    """A model, and its arrays under the names of mlx-lm's checkpoints."""
+def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array], dict[str, QuantSpec]]:
+    """A model, its arrays under the names of mlx-lm's checkpoints, and how they are quantised by
+    mlx-lm's names of modules."""
     kind, random = model_class(config.published()["model_type"]), np.random.default_rng(0)
-    arrays, bits = {}, {}
+    arrays: dict[str, mx.array] = {}
+    specs: dict[str, QuantSpec] = {}
     for weight in random_weights(kind(config), SPEC):
         arrays[weight.name] = made(weight, random, skew)
         mx.eval(arrays[weight.name])
-        if weight.bits is not None:
-            bits[weight.name.rpartition(".")[0]] = weight.bits
+        if weight.spec is not None:
+            specs[weight.name.rpartition(".")[0]] = weight.spec
     kernels = choose_kernels(None)
     model = kind(config, router=kind.make_router(config, kernels), kernels=kernels)
-    quantise(model, bits)
+    quantise(model, specs)
     trunk = {
         name: array.astype(mx.float32) if kind.keeps_float32(name) else array
         for name, array in arrays.items()
@@ -78,11 +89,13 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
     blocks, sizes = model.moe_blocks(), (config.hidden_size, config.moe_intermediate_size)
     for layer, block in blocks.items():
         block.switch_mlp = SwitchGLU(config.num_experts, *sizes)
+        block.switch_mlp._activation = model.activation
         for name, part in block.switch_mlp.items():
             at = f"model.layers.{layer}.mlp.switch_mlp.{name}"
-            part.spec = SPEC
-            for array in ("weight", "scales", "biases"):
-                part[array] = arrays[f"{at}.{array}"]
+            part.spec = specs[at]
+            for array in ("weight", "scales", "biases", "bias"):
+                if f"{at}.{array}" in arrays:
+                    part[array] = arrays[f"{at}.{array}"]
     model.set_store(
         ResidentStore(
             lambda layer: blocks[layer].switch_mlp.bank(),
@@ -93,39 +106,44 @@ def ours(config: Any, skew: float = 1.0) -> tuple[Any, dict[str, mx.array]]:
     )
     model.eval()
     model.prepare()
-    return model, {kind.mlx_lm_name(name): array for name, array in arrays.items()}
+    named = {kind.mlx_lm_name(name): array for name, array in arrays.items()}
+    return model, named, {kind.mlx_lm_name(name): spec for name, spec in specs.items()}
 
 
-def quantise(model: nn.Module, bits: dict[str, int]) -> None:
+def quantise(model: nn.Module, specs: dict[str, QuantSpec]) -> None:
     """As stored, by module; what is quantised here is never computed."""
     nn.quantize(
         model,
-        SPEC.group_size,
-        SPEC.bits,
         class_predicate=lambda name, module: (
-            {"group_size": SPEC.group_size, "bits": bits[name]}
-            if name in bits and hasattr(module, "to_quantized")
-            else False
+            specs[name].to_config() if name in specs and hasattr(module, "to_quantized") else False
         ),
     )
 
 
-def theirs(config: Any, arrays: dict[str, mx.array]) -> Any:
+def theirs(config: Any, arrays: dict[str, mx.array], specs: dict[str, QuantSpec]) -> Any:
     """mlx-lm's model on the same arrays."""
-    from mlx_lm.utils import _get_classes
-
     published = config.published()
-    kind, arguments = _get_classes(published)
-    model = kind(arguments.from_dict(published))
-    bits = {
-        name.removesuffix(".scales"): 32 * arrays[name.replace("scales", "weight")].shape[-1]
-        // (SPEC.group_size * array.shape[-1])
-        for name, array in arrays.items()
-        if name.endswith(".scales")
-    }  # fmt: skip
-    quantise(model, bits)
+    family = published["model_type"]
+    module = import_module(
+        f"{without_tokenizers('mlx_lm')}.models.{THEIR_NAMES.get(family, family)}"
+    )
+    model = module.Model(module.ModelArgs.from_dict(published))
+    quantise(model, specs)
     model.load_weights(list(arrays.items()))
     return model.eval()
+
+
+def without_tokenizers(package: str) -> str:
+    """Make the modules of `package` importable without what its ``__init__`` imports: mlx-lm's
+    models need neither transformers nor tokenizers."""
+    if package not in sys.modules:
+        found = find_spec(package)
+        if found is None or not found.submodule_search_locations:
+            raise SystemExit(f"{package} is not installed.")
+        stand_in = ModuleType(package)
+        stand_in.__path__ = list(found.submodule_search_locations)
+        sys.modules[package] = stand_in
+    return package
 
 
 class Side:
@@ -153,6 +171,18 @@ class Side:
             before = token
         mx.eval(token)
         return (time.perf_counter() - start) / steps
+
+
+def our_side(model: Any) -> Side:
+    return Side(lambda ids, cache: model(ids, cache, last_only=True), model.make_cache)
+
+
+def their_side(model: Any) -> Side:
+    caches = import_module(f"{without_tokenizers('mlx_lm')}.models.cache")
+    return Side(
+        lambda ids, cache: model(ids, cache=cache)[:, -1:],
+        lambda: caches.make_prompt_cache(model),
+    )
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -259,19 +289,16 @@ def main() -> None:
     set_device_variables()
     config = SHAPES[args.like]
     config = replace(config, num_hidden_layers=args.layers or config.num_hidden_layers)
-    model, arrays = ours(config, args.skew)
+    model, arrays, specs = ours(config, args.skew)
     size = sum(array.nbytes for array in arrays.values()) / 1e9
     device = mx.device_info().get("device_name", mx.default_device())
     print(
         f"{args.like}, {config.num_hidden_layers} layers, {size:.1f} GB; {device}, {mx.__version__}"
     )
-    side = Side(lambda ids, cache: model(ids, cache, last_only=True), model.make_cache)
+    side = our_side(model)
     other = None
     if args.compare:
-        from mlx_lm.models.cache import make_prompt_cache
-
-        them = theirs(config, arrays)
-        other = Side(lambda ids, c: them(ids, cache=c)[:, -1:], lambda: make_prompt_cache(them))
+        other = their_side(theirs(config, arrays, specs))
     del arrays
     for lines in (
         decoding(side, other, args, config.vocab_size),

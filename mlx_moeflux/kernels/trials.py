@@ -402,6 +402,8 @@ def _errors_of(actual: mx.array, truth: mx.array, rows: np.ndarray | None) -> Er
     if a.dtype.kind != "f" or not t.size:
         return Errors(0.0, 0.0, 0.0, 1)
     d, size = a - t, t.shape[-1] if t.ndim else 1
+    # One number may be small because its terms cancel; several together are not.
+    size = t.size if size == 1 else size
     # A row of small numbers is held against a quarter of the others' size.
     squares = (t * t).reshape(-1, size).mean(axis=1)
     squares = np.maximum(squares, max(squares.mean() / 16, 1e-30))

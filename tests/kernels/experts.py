@@ -7,7 +7,12 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.linear.quantised import Stored
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    ClampedSwiGLU,
+    ExpertBank,
+    ProjectionBank,
+    swiglu,
+)
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT
 from tests.kernels.harness import float64
 
@@ -20,10 +25,20 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dty
 
 
 def random_matrix(
-    rng: np.random.Generator, shape: tuple[int, ...], *, bits: int, group: int, dtype: mx.Dtype
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    *,
+    bits: int | str,
+    group: int,
+    dtype: mx.Dtype,
 ) -> tuple[mx.array, mx.array | None, mx.array | None, QuantSpec | None]:
-    """Weight, scales, biases and spec of a random matrix; bits 0: floats."""
+    """Weight, scales, biases and spec of a random matrix; bits 0: floats; "mxfp4": every code, and
+    scales of several sizes."""
     dense = random_array(rng, shape, mx.float32) * shape[-1] ** -0.5
+    if bits == "mxfp4":
+        words = rng.integers(0, 1 << 32, (*shape[:-1], shape[-1] // 8), np.uint32)
+        scales = rng.integers(121, 125, (*shape[:-1], shape[-1] // 32), np.uint8)
+        return mx.array(words), mx.array(scales), None, QuantSpec.of_mode(bits)
     if bits == 0:
         return dense.astype(dtype), None, None, None
     weight, scales, biases = mx.quantize(dense, group_size=group, bits=bits)
@@ -31,10 +46,19 @@ def random_matrix(
 
 
 def random_bank(
-    *, slots: int, C: int, F: int, bits: int, group: int, dtype: mx.Dtype, down: int | None = None
+    *,
+    slots: int,
+    C: int,
+    F: int,
+    bits: int | str,
+    group: int,
+    dtype: mx.Dtype,
+    down: int | str | None = None,
+    biased: bool = False,
+    clamped: bool = False,
 ) -> ExpertBank:
     """down: Bits of the down projection where they differ."""
-    rng = np.random.default_rng(1000 * bits + C + F)
+    rng = np.random.default_rng((0 if bits == "mxfp4" else 1000 * bits) + C + F)
     arrays, specs = {}, {}
     for name, out, width in (("gate", F, C), ("up", F, C), ("down", C, F)):
         of_this = down if name == "down" and down is not None else bits
@@ -43,7 +67,11 @@ def random_bank(
             if array is not None:
                 arrays[f"{name}_proj.{part}"] = array
         specs[f"{name}_proj"] = parts[3]
-    return ExpertBank.of(arrays, specs)
+        if biased:
+            arrays[f"{name}_proj.bias"] = random_array(rng, (slots, out), dtype)
+    # Most gates and ups are within the limit, and some are not.
+    activation = ClampedSwiGLU(1.702, 1.25) if clamped else swiglu
+    return ExpertBank.of(arrays, specs, activation=activation)
 
 
 def random_route(
@@ -62,6 +90,11 @@ def dense(matrix: Stored) -> np.ndarray:
     if matrix.spec is None:
         return float64(matrix.weight)
     bits, group = matrix.spec.bits, matrix.spec.group_size
+    if not matrix.spec.is_affine:
+        codes = np.array(matrix.weight).view(np.uint8)
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+        return values * np.repeat(2.0 ** (np.array(matrix.scales).astype(int) - 127), group, -1)
     shifts = np.arange(32 // bits, dtype=np.uint32) * bits
     words = np.array(matrix.weight)[..., None] >> shifts
     numbers = (words & ((1 << bits) - 1)).reshape(*matrix.weight.shape[:-1], -1)
@@ -92,15 +125,25 @@ def mix(
         terms = (matrix * values).astype(np.float32)
         return keep(np.cumsum(terms, axis=-1, dtype=np.float32)[:, -1])
 
+    def product_of(part: ProjectionBank, matrices: np.ndarray, s: int, values: np.ndarray):
+        y = product(matrices[s], values)
+        return y if part.bias is None else keep(y + float64(part.bias)[s])
+
+    def activated(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if bank.activation is swiglu:
+            return keep(keep(a / (1 + np.exp(-a))) * b)
+        alpha, limit = bank.activation.alpha, bank.activation.limit
+        a, b = np.minimum(a, limit), np.clip(b, -limit, limit)
+        return keep(keep(b + 1) * keep(a * keep(1 / (1 + np.exp(-keep(alpha * a))))))
+
     gate, up, down = (keep(dense(p)) for p in (bank.gate, bank.up, bank.down))
     rows, share, chosen = float64(x), float64(weights), np.array(slots)
     y = np.zeros((len(rows), down.shape[1])) if initial is None else float64(initial)
     for n, k in np.ndindex(chosen.shape):
         s = chosen[n, k]
         if s < len(gate):
-            a, b = product(gate[s], rows[n]), product(up[s], rows[n])
-            inner = keep(keep(a / (1 + np.exp(-a))) * b)
-            y[n] += share[n, k] * product(down[s], inner)
+            a, b = (product_of(p, w, s, rows[n]) for p, w in ((bank.gate, gate), (bank.up, up)))
+            y[n] += share[n, k] * product_of(bank.down, down, s, activated(a, b))
             if rounded is not None:
                 y[n] = y[n].astype(np.float32)
     return y

@@ -223,5 +223,3 @@ def test_biases_and_the_clamped_activation():
     assert relative_error(expert_mix(rows, ids[:, None], weights, bank), expected) < 1e-6
     with pytest.raises(UnsupportedError, match="without biases"):
         expert_mix_blas(rows, ids[:, None], weights, bank)
-    with pytest.raises(UnsupportedError, match="without biases"):
-        _ = bank.layout

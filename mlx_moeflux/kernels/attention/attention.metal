@@ -162,12 +162,14 @@ inline float add_parts(
   return total;
 }
 
-// y = sum over parts of 2^(top - highest top) partial / the same sum of totals. A threadgroup of 8
-// simdgroups owns 32 N columns of a row; each takes every eighth part.
-template <typename T, int DV, int HQ, int PACK, int GATE, int N>
+// y = sum over parts of 2^(top - highest top) partial / the same sum of totals, to which SINKS adds
+// exp(sink) of the row's head, without a value. A threadgroup of 8 simdgroups owns 32 N columns of a
+// row; each takes every eighth part.
+template <typename T, int DV, int HQ, int PACK, int GATE, int N, bool SINKS, typename S>
 inline void attend_combine(
-    const device float* partial, const device float* stats, const device T* gate, device T* y,
-    threadgroup float* shared, int parts, int rows, uint3 position, uint index) {
+    const device float* partial, const device float* stats, const device T* gate,
+    const device S* sinks, device T* y, threadgroup float* shared, int parts, int rows,
+    uint3 position, uint index) {
   const int lane = int(index % 32), w = int(index / 32);
   const int first = 32 * N * int(position.x), row = int(position.y), group = int(position.z);
   const size_t base = size_t(group) * parts * rows + row;
@@ -191,6 +193,9 @@ inline void attend_combine(
       total += shared[256 * N + 32 * i + lane];
     }
     const int tokens = rows / PACK, b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
+    if (SINKS) {
+      total += metal::exp2(float(sinks[head + row / tokens]) * 1.44269504f - highest);
+    }
     write_attended<T, DV, HQ, GATE, 1>(
         y, gate, {total > 0.0f ? sum / total : 0.0f}, b, head, row, first + int(index), tokens);
   }

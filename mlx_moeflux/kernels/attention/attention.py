@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches
@@ -61,6 +61,7 @@ class Call(NamedTuple):
     page: int = 0
     expanded: bool = False
     q_heads: int = 0
+    sinks: bool = False
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
@@ -152,12 +153,6 @@ def causal_sdpa(
     return y * mx.sigmoid(gate.swapaxes(1, 2))
 
 
-def refuse_sinks(sinks: mx.array | None) -> None:
-    """Raise :class:`UnsupportedError` if there are sinks, which the reference alone computes."""
-    if sinks is not None:
-        raise UnsupportedError("no attention kernel computes sinks; take the reference.")
-
-
 def joined(buffer: mx.array, tail: mx.array, length: int | mx.array) -> mx.array:
     """The buffer with the rows of the tail in their places."""
     R, row = tail.shape[2], mx.arange(buffer.shape[2])
@@ -246,13 +241,13 @@ _KERNELS = {
 JOIN = MetalKernel(
     "attend_combine",
     file="attention.metal",
-    inputs=("partial", "stats", "gate"),
+    inputs=("partial", "stats", "gate", "sinks"),
     outputs=("y",),
     body="""
         threadgroup float shared[256 * (N + 1)];
-        attend_combine<T, DV, HQ, PACK, GATE, N>(
-            partial, stats, (const device T*)gate, y, shared, partial_shape[1], partial_shape[2],
-            threadgroup_position_in_grid, thread_index_in_threadgroup);
+        attend_combine<T, DV, HQ, PACK, GATE, N, SINKS>(
+            partial, stats, (const device T*)gate, sinks, y, shared, partial_shape[1],
+            partial_shape[2], threadgroup_position_in_grid, thread_index_in_threadgroup);
     """,
 )
 SHARED = (*_KERNELS["shared"], JOIN)
@@ -268,22 +263,22 @@ def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate
     Raises:
         ShapeError: Shapes or dtypes do not fit together, Dh is no multiple of 16 or Dv of 32, or
             they are too large for threadgroup memory.
-        UnsupportedError: MLX drives no GPU, or there are sinks.
+        UnsupportedError: MLX drives no GPU.
     """
-    refuse_sinks(sinks)
     if isinstance(mask, mx.array):
         return causal_sdpa(
-            q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate
+            q, k, v, scale=scale, mask=mask, length=length, start=start, tail=tail, gate=gate,
+            sinks=sinks,
         )  # fmt: skip
     call = Call(
         "sdpa", q.shape, k.shape, v.shape, None if gate is None else gate.shape[-1], q.dtype,
-        mask is not None, tail=0 if tail is None else tail[0].shape[2],
+        mask is not None, tail=0 if tail is None else tail[0].shape[2], sinks=sinks is not None,
     )  # fmt: skip
     check_dtypes("sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     if tail is not None:
         check_tail(call, *tail)
     options = {"scale": scale, "length": length, "start": start}
-    return run(call, q, k, v, **options, tail=tail, gate=gate)
+    return run(call, q, k, v, **options, tail=tail, gate=gate, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +303,7 @@ def run(
     tail: tuple[mx.array, mx.array] | None = None,
     table: mx.array | None = None,
     gate: mx.array | None = None,
+    sinks: mx.array | None = None,
     join: Callable[[mx.array, mx.array], mx.array] | None = None,
     first_head: int = 0,
 ) -> mx.array:
@@ -336,7 +332,8 @@ def run(
         partial, stats = plan.kernel(*inputs, bounds, numbers, **plan.options)
         if join is not None:
             return join(partial, stats)
-        (y,) = JOIN(partial, stats, partial if gate is None else gate, **plan.join)
+        others = (partial if array is None else array for array in (gate, sinks))
+        (y,) = JOIN(partial, stats, *others, **plan.join)
     return y.swapaxes(1, 2)
 
 
@@ -365,7 +362,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     blocks = -(-rows // height)
     enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
     parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
-    split, gate = parts > 1, (call.gate or 0) // Dv
+    split, gate = parts > 1 or call.sinks, (call.gate or 0) // Dv
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
     if form != "rows":
         template |= {"TAIL": call.tail, "PAGE": call.page}
@@ -397,7 +394,10 @@ def _join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
     B, Hq, T, Dv = *call.q[:3], call.v[3]
     width = 4 if Dv % 128 == 0 else 1
     return {
-        "template": {"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate, "N": width},
+        "template": {
+            **{"T": call.dtype, "DV": Dv, "HQ": Hq, "PACK": pack, "GATE": gate, "N": width},
+            "SINKS": call.sinks,
+        },
         "grid": (256 * (Dv // (32 * width)), pack * T, B * Hq // pack),
         "threadgroup": (256, 1, 1),
         "output_shapes": [(B, T, Hq, Dv)],

@@ -20,7 +20,6 @@ from mlx_moeflux.kernels.attention.attention import (
     causal_sdpa,
     check_dtypes,
     check_tail,
-    refuse_sinks,
     run,
 )
 from mlx_moeflux.kernels.runtime.metal import launches
@@ -62,9 +61,8 @@ def paged_sdpa_fused(
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, see ``sdpa_fused``.
-        UnsupportedError: MLX drives no GPU, or there are sinks.
+        UnsupportedError: MLX drives no GPU.
     """
-    refuse_sinks(sinks)
     B, n = table.shape
     if table.dtype != mx.int32 or q.shape[0] != B or k.shape[0] % page or v.shape[0] != k.shape[0]:
         raise ShapeError(
@@ -75,8 +73,9 @@ def paged_sdpa_fused(
     call = Call(
         "paged_sdpa", q.shape, (B, Hkv, n * page, D), (B, Hkv, n * page, Dv),
         None if gate is None else gate.shape[-1], q.dtype, False, tail=tail[0].shape[2], page=page,
+        sinks=sinks is not None,
     )  # fmt: skip
     check_dtypes("paged_sdpa", q.dtype, {"k": k, "v": v, "gate": gate})
     check_tail(call, *tail)
     options = {"scale": scale, "length": length, "start": start}
-    return run(call, q, k, v, **options, tail=tail, table=table, gate=gate)
+    return run(call, q, k, v, **options, tail=tail, table=table, gate=gate, sinks=sinks)

@@ -26,7 +26,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.kernels.attention.attention import refuse_sinks
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
@@ -530,9 +529,10 @@ def sdpa_blas(
         UnsupportedError: q, k or v is not float32, MLX is tracing, or a mask, padding or a tail is
             given as an array, or there are sinks.
     """
-    refuse_sinks(sinks)
-    if tail is not None or any(isinstance(a, mx.array) for a in (mask, length, start)):
-        raise UnsupportedError("sdpa=blas takes no mask, start, length or tail that is an array.")
+    if tail is not None or any(isinstance(a, mx.array) for a in (mask, length, start, sinks)):
+        raise UnsupportedError(
+            "sdpa=blas takes no sinks, and no mask, start, length or tail that is an array."
+        )
     queries, keys, values = numbers(q), numbers(k), numbers(v)
     S = keys.shape[2] if length is None else length
     (B, Hq, T, D), Hkv, Dv = queries.shape, keys.shape[1], values.shape[3]

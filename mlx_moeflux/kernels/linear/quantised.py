@@ -2,6 +2,8 @@
 
 An affine matrix ``[out, in]`` holds numbers of 2, 4 or 8 bits in uint32 words, the lowest first,
 and a scale and a bias for every `group` neighbours of a row: value = scale * number + bias.
+Kernels of experts also read MXFP4 (:mod:`mlx_moeflux.checkpoint.quantization`); its scales stand
+where a launch wants biases.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ def settings(spec: QuantSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The storage of the numbers of a row; bits 0: floats."""
+    """The storage of the numbers of a row; bits 0: floats; tiny: MXFP4."""
 
     bits: int
     group: int
+    tiny: bool = False
 
     def words(self, width: int) -> int:
         """Words of a row of `width` numbers."""
@@ -58,8 +61,8 @@ class Matrix:
         return count
 
 
-def matrix_of(matrix: Stored, width: int) -> Matrix:
-    """Return the storage of rows of `width` numbers.
+def matrix_of(matrix: Stored, width: int, *, tiny: bool = False) -> Matrix:
+    """Return the storage of rows of `width` numbers. tiny: The kernels read MXFP4 as well.
 
     Raises:
         ShapeError: The arrays do not fit together.
@@ -72,8 +75,10 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
         found = Matrix(0, 32)
         known = weight.dtype in FLOATS
     else:
-        found = Matrix(spec.bits, spec.group_size)
-        known = spec.mode == "affine" and spec.bits in BITS and weight.dtype == mx.uint32
+        tiny = tiny and spec.mode == "mxfp4"
+        found = Matrix(spec.bits, spec.group_size, tiny)
+        known = tiny or (spec.is_affine and spec.bits in BITS)
+        known = known and weight.dtype == mx.uint32
     if not known or width % 32:
         raise UnsupportedError(
             f"kernels read floats and affine {BITS} bits in rows of multiples of 32, not {spec} "
@@ -84,6 +89,10 @@ def matrix_of(matrix: Stored, width: int) -> Matrix:
     if spec is not None:
         expected = (*weight.shape[:-1], width // spec.group_size)
         scales, biases = matrix.scales, matrix.biases
+        if found.tiny:
+            if scales is None or scales.shape != expected or scales.dtype != mx.uint8:
+                raise ShapeError(f"scales of {list(weight.shape)} must be uint8 {list(expected)}.")
+            return found
         if scales is None or biases is None or not scales.shape == biases.shape == expected:
             raise ShapeError(f"scales and biases of {list(weight.shape)} must be {list(expected)}.")
         if scales.dtype not in FLOATS or scales.dtype != biases.dtype:
@@ -100,21 +109,33 @@ def staged_floats(matrix: Matrix, words: int, width: int) -> tuple[int, int]:
 
 
 def arrays_of(matrix: Stored) -> tuple[mx.array, mx.array, mx.array]:
-    """weight, scales, biases of what :func:`matrix_of` takes; floats have none, and any array may
-    stand there."""
-    if matrix.scales is None or matrix.biases is None:
-        return matrix.weight, matrix.weight, matrix.weight
-    return matrix.weight, matrix.scales, matrix.biases
+    """weight, scales, biases of what :func:`matrix_of` takes; where there are none, any array of
+    the same type may stand."""
+    weight, scales, biases = matrix.weight, matrix.scales, matrix.biases
+    if scales is None:
+        return weight, weight, weight
+    return weight, scales, scales if biases is None else biases
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Sizes and storage of a bank of experts: C hidden, F inner width; gate and up are alike."""
+    """Sizes and storage of a bank of experts: C hidden, F inner width; gate and up are alike.
+
+    biased: Each product adds a bias. clamp: Alpha and limit of the activation, None for plain
+    silu(gate) up.
+    """
 
     C: int
     F: int
     inner: Matrix
     down: Matrix
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True for affine numbers or floats without biases, and silu(gate) up."""
+        return not (self.biased or self.clamp or self.inner.tiny or self.down.tiny)
 
 
 def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
@@ -126,7 +147,7 @@ def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
     """
     S, F, _ = gate.weight.shape
     C = down.weight.shape[1]
-    found = matrix_of(gate, C), matrix_of(up, C), matrix_of(down, F)
+    found = [matrix_of(m, width, tiny=True) for m, width in ((gate, C), (up, C), (down, F))]
     if up.weight.shape[:2] != (S, F) or down.weight.shape[0] != S:
         shapes = [p.weight.shape for p in (gate, up, down)]
         raise ShapeError(f"expert matrices {shapes} are not of one size.")

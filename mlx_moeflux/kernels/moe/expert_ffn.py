@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,10 +23,11 @@ import mlx.nn as nn
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout, settings
-from mlx_moeflux.kernels.runtime.metal import on_apple
+from mlx_moeflux.kernels.runtime.metal import float_bits, on_apple
 
 # Names of the arrays of gate and up in kernels.
 INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
+INNER_BIASES = ("gate_bias", "up_bias")
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
@@ -53,6 +54,13 @@ class ClampedSwiGLU:
 
 Activation = Callable[[mx.array, mx.array], mx.array]
 """Maps gate and up to the input of down, element by element."""
+
+
+def activation_template(clamp: tuple[float, float] | None) -> dict[str, int]:
+    """Return the template arguments of ``activated`` in common.metal; clamp: alpha and limit of a
+    :class:`ClampedSwiGLU`, or None."""
+    alpha, limit = (0, 0) if clamp is None else map(float_bits, clamp)
+    return {"ALPHA": alpha, "LIMIT": limit}
 
 
 @dataclass(frozen=True)
@@ -142,13 +150,22 @@ class ExpertBank:
 
     @functools.cached_property
     def layout(self) -> ExpertLayout:
-        """Its storage; see :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`.
+        """Its storage, biases and activation; see
+        :func:`~mlx_moeflux.kernels.linear.quantised.expert_layout`.
 
         Raises:
             UnsupportedError: Kernels cannot read it, or do not compute its biases or activation.
         """
-        self.check_plain()
-        return expert_layout(self.gate, self.up, self.down)
+        found = expert_layout(self.gate, self.up, self.down)
+        biased = [part.bias is not None for part in (self.gate, self.up, self.down)]
+        clamped = isinstance(self.activation, ClampedSwiGLU)
+        if len(set(biased)) > 1 or not (clamped or self.activation is swiglu):
+            raise UnsupportedError(
+                "kernels compute experts with all biases or none, and with silu(gate) up or its "
+                "clamped form; take the reference."
+            )
+        clamp = (self.activation.alpha, self.activation.limit) if clamped else None
+        return replace(found, biased=biased[0], clamp=clamp)
 
     @functools.cached_property
     def arrays(self) -> tuple[tuple[mx.array, ...], ...]:
@@ -157,17 +174,25 @@ class ExpertBank:
         return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
 
     @functools.cached_property
+    def bias_arrays(self) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
+        """The biases of gate and up, and that of down; empty if there are none."""
+        inner = (self.gate.bias, self.up.bias)
+        found = (tuple(b for b in part if b is not None) for part in (inner, (self.down.bias,)))
+        first, second = found
+        return first, second
+
+    @functools.cached_property
     def launches(self) -> dict[Any, Any]:
         """Launch arguments for this bank; the launching functions keep them here."""
         return {}
 
     def check_plain(self) -> None:
         """Raise :class:`UnsupportedError` unless it has no biases and the plain activation, which
-        alone implementations beside the reference compute."""
+        alone BLAS computes."""
         biased = any(part.bias is not None for part in (self.gate, self.up, self.down))
         if biased or self.activation is not swiglu:
             raise UnsupportedError(
-                "kernels compute experts without biases and with silu(gate) up; take the reference."
+                "BLAS computes experts without biases and with silu(gate) up; take the reference."
             )
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:

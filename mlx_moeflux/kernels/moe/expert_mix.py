@@ -1,7 +1,7 @@
 """The routed experts of every token, weighted and added.
 
     y[n] = initial[n] + sum_k weights[n, k] ffn(x[n]; slots[n, k])
-    ffn(x; s) = down[s] (silu(gate[s] x) * (up[s] x))
+    ffn(x; s) = down[s] act(gate[s] x, up[s] x), see :mod:`mlx_moeflux.kernels.moe.expert_ffn`
 
 Shapes:
     x: ``[N, C]``; slots: ``[N, K]`` uint32, a number that no slot has, such as :data:`ABSENT`,
@@ -27,9 +27,11 @@ from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, ExpertLayout
 from mlx_moeflux.kernels.moe import expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import (
+    INNER_BIASES,
     INNER_INPUTS,
     ExpertBank,
     accumulate_experts,
+    activation_template,
     expert_ffn,
 )
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
@@ -66,9 +68,10 @@ def expert_mix_pairs(x, slots, weights, bank, *, initial=None) -> mx.array:
     """
     inner, outer = _pair_launches(x, slots, weights, bank, initial)
     gate, up, down = bank.arrays
-    h = inner[0](x, slots, *gate, *up, **inner[1])[0]
+    of_inner, of_down = bank.bias_arrays
+    h = inner[0](x, slots, *gate, *up, *of_inner, **inner[1])[0]
     start = weights if initial is None else initial
-    return outer[0](h, slots, weights, *down, start, **outer[1])[0]
+    return outer[0](h, slots, weights, *down, *of_down, start, **outer[1])[0]
 
 
 def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
@@ -130,38 +133,49 @@ def checked(x, slots, weights, bank, initial) -> None:
         )
 
 
-_INNER = MetalKernel(
-    "expert_inner",
-    file="expert_pairs.metal",
-    inputs=("x", "slots", *INNER_INPUTS),
-    outputs=("h",),
-    body="""
-        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT>(
-            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases, h, gate_shape[0],
+_OUTER_INPUTS = ("h", "slots", "weights", "down", "scales", "biases")
+# By whether each product has a bias.
+_INNER = {
+    biased: MetalKernel(
+        "expert_inner" + "_biased" * biased,
+        file="expert_pairs.metal",
+        inputs=("x", "slots", *INNER_INPUTS, *INNER_BIASES * biased),
+        outputs=("h",),
+        body=f"""
+        expert_inner<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, {"true" if biased else "false"},
+                     ALPHA, LIMIT>(
+            x, slots, gate, gate_scales, gate_biases, up, up_scales, up_biases,
+            {", ".join(INNER_BIASES) if biased else "x, x"}, h, gate_shape[0],
             threadgroup_position_in_grid.y,
             (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
             thread_index_in_simdgroup);
-    """,
-)
-
-_OUTER = MetalKernel(
-    "expert_outer",
-    file="expert_pairs.metal",
-    inputs=("h", "slots", "weights", "down", "scales", "biases", "initial"),
-    outputs=("y",),
-    body="""
+        """,
+    )
+    for biased in (False, True)
+}
+_OUTER = {
+    biased: MetalKernel(
+        "expert_outer" + "_biased" * biased,
+        file="expert_pairs.metal",
+        inputs=(*_OUTER_INPUTS, *("bias",) * biased, "initial"),
+        outputs=("y",),
+        body=f"""
         threadgroup float products[K * ROWS];
-        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES>(
-            h, slots, weights, down, scales, biases, initial, y, products,
-            down_shape[0], threadgroup_position_in_grid.y, threadgroup_position_in_grid.x * ROWS,
-            simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-    """,
-)
+        expert_outer<ROWS, K, IN, OUT, BITS, GROUP, V, EXACT, CONTINUES,
+                     {"true" if biased else "false"}>(
+            h, slots, weights, down, scales, biases, {"bias" if biased else "h"}, initial, y,
+            products, down_shape[0], threadgroup_position_in_grid.y,
+            threadgroup_position_in_grid.x * ROWS, simdgroup_index_in_threadgroup,
+            thread_index_in_simdgroup);
+        """,
+    )
+    for biased in (False, True)
+}
 
 _INNER_WIDE = MetalKernel(
     "expert_inner_wide",
     file="expert_pairs.metal",
-    inputs=_INNER.inputs,
+    inputs=_INNER[False].inputs,
     outputs=("h",),
     body="""
         threadgroup float partial[2 * ROWS * SIMDGROUPS];
@@ -177,7 +191,7 @@ _INNER_WIDE = MetalKernel(
 _OUTER_WIDE = MetalKernel(
     "expert_outer_wide",
     file="expert_pairs.metal",
-    inputs=_OUTER.inputs,
+    inputs=_OUTER[False].inputs,
     outputs=("y",),
     body="""
         threadgroup float partial[(K * PARTS | 1) * ROWS];
@@ -200,9 +214,9 @@ WIDE_EXPERTS, MOST_SIMDGROUPS = 6144, 16
 @functools.lru_cache(maxsize=256)
 def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads: int) -> Launch:
     C, F, matrix = layout.C, layout.F, layout.inner
-    rows, groups, kernel = INNER_ROWS, INNER_SIMDGROUPS, _INNER
+    rows, groups, kernel = INNER_ROWS, INNER_SIMDGROUPS, _INNER[layout.biased]
     template = {"K": K, "IN": C, "OUT": F, "BITS": matrix.bits, "GROUP": matrix.group}
-    template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32}
+    template |= {"V": matrix.access(C, 16), "EXACT": dtype == mx.float32 or matrix.tiny}
     blocks = F // (rows * groups)
     if is_wide(layout):
         kernel, groups = _INNER_WIDE, project.simdgroups_of(C, threads)
@@ -210,6 +224,8 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
         template["V"] = project.words_at_once(matrix, C)
         template["DEAL"] = _dealt(layout, K, threads)
         blocks = F // rows
+    else:
+        template |= activation_template(layout.clamp)
     template |= {"ROWS": rows, "SIMDGROUPS": groups}
     return kernel, launch_of(template, (blocks, N * K), 32 * groups, [(N * K, F)], mx.float32)
 
@@ -218,9 +234,10 @@ def _inner_launch(layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, threads
 def _outer_launch(
     layout: ExpertLayout, N: int, K: int, dtype: mx.Dtype, continues: bool, threads: int
 ) -> Launch:
-    C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER
+    C, F, rows, matrix, kernel = layout.C, layout.F, OUTER_ROWS, layout.down, _OUTER[layout.biased]
     template = {"K": K, "IN": F, "OUT": C, "BITS": matrix.bits, "GROUP": matrix.group}
-    template |= {"V": matrix.access(F, 16), "EXACT": dtype == mx.float32, "CONTINUES": continues}
+    exact = dtype == mx.float32 or matrix.tiny
+    template |= {"V": matrix.access(F, 16), "EXACT": exact, "CONTINUES": continues}
     groups, parts = K, _outer_parts(layout, K, threads)
     if parts:
         kernel, groups = _OUTER_WIDE, K * parts
@@ -252,7 +269,7 @@ def _dealt(layout: ExpertLayout, K: int, threads: int) -> int:
 
 def is_wide(layout: ExpertLayout) -> bool:
     """Return True if simdgroups share the columns of an expert's rows."""
-    return layout.C >= WIDE_EXPERTS
+    return layout.C >= WIDE_EXPERTS and layout.plain
 
 
 def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
@@ -274,5 +291,5 @@ def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
 
 expert_mix_pairs.takes, expert_mix_pairs.pair_bytes = readable_in_pairs, pair_bytes
 expert_mix_grouped.takes, expert_mix_grouped.pair_bytes = readable, pair_bytes
-launches(_INNER, _OUTER, _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)
+launches(*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)
 launches(*expert_tiles.KERNELS)(expert_mix_grouped)

@@ -1,10 +1,32 @@
 // Experts of a few tokens, pair by pair, out of a bank by slot number.
 #include "quantised.metal"
 
-// h = silu(gate[slot] x) * (up[slot] x): ROWS rows from `row` on. An absent expert's, whose slot is
-// num_slots or more, stay as they are.
-template <int ROWS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, typename T, typename W,
-          typename S>
+// As add_rows, also of MXFP4, whose scales are bytes; x is read as EXACT then.
+template <int ROWS, int BITS, bool EXACT, int V, typename W, typename S>
+inline void add_expert_rows(
+    thread float* acc, const thread slice<V, W, S>* rows, const thread float* x, float sum) {
+  if (!are_bytes<S>()) {
+    add_rows<ROWS, BITS, EXACT>(acc, rows, x, sum);
+    return;
+  }
+  const int per = per_word<BITS>();
+  for (int r = 0; r < ROWS; ++r) {
+    float dot = 0.0f;
+    for (int i = 0; i < V; ++i) {
+      float q[8];
+      tiny_numbers(q, uint(rows[r].words.at[i]));
+      for (int j = 0; j < per; ++j) {
+        dot = metal::fma(q[j], x[i * per + j], dot);
+      }
+    }
+    acc[r] = metal::fma(of_tiny(uint(rows[r].scale)), dot, acc[r]);
+  }
+}
+
+// h = activated(gate[slot] x, up[slot] x), with BIASED after their biases are added: ROWS rows from
+// `row` on. An absent expert's, whose slot is num_slots or more, stay as they are.
+template <int ROWS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, bool BIASED, uint ALPHA,
+          uint LIMIT, typename T, typename W, typename S, typename B>
 inline void inner_rows(
     const device T* x,
     const device W* gate,
@@ -13,6 +35,8 @@ inline void inner_rows(
     const device W* up,
     const device S* up_scales,
     const device S* up_biases,
+    const device B* gate_bias,
+    const device B* up_bias,
     device float* h,
     uint num_slots,
     uint slot,
@@ -39,21 +63,25 @@ inline void inner_rows(
           ups, up + words, up_scales + groups, up_biases + groups, at);
       float part[N];
       const float total = load_x<BITS, EXACT, N>(part, x + at);
-      add_rows<ROWS, BITS, EXACT>(sums_gate, gates, part, total);
-      add_rows<ROWS, BITS, EXACT>(sums_up, ups, part, total);
+      add_expert_rows<ROWS, BITS, EXACT>(sums_gate, gates, part, total);
+      add_expert_rows<ROWS, BITS, EXACT>(sums_up, ups, part, total);
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    float gated = silu(simd_sum(sums_gate[r])) * simd_sum(sums_up[r]);
+    float first = simd_sum(sums_gate[r]), second = simd_sum(sums_up[r]);
+    if (BIASED) {
+      first += float(gate_bias[base + r]);
+      second += float(up_bias[base + r]);
+    }
     if (lane == 0) {
-      h[row + r] = gated;
+      h[row + r] = activated<ALPHA, LIMIT>(first, second);
     }
   }
 }
 
 // One pair of a token and an expert, K a token.
-template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, typename T,
-          typename W, typename S>
+template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, bool BIASED,
+          uint ALPHA, uint LIMIT, typename T, typename W, typename S, typename B>
 inline void expert_inner(
     const device T* x,
     const device uint* slots,
@@ -63,24 +91,28 @@ inline void expert_inner(
     const device W* up,
     const device S* up_scales,
     const device S* up_biases,
+    const device B* gate_bias,
+    const device B* up_bias,
     device float* h,
     uint num_slots,
     uint pair,
     uint row,
     uint lane) {
-  inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT>(
-      x + pair / K * IN, gate, gate_scales, gate_biases, up, up_scales, up_biases,
-      h + ulong(pair) * OUT, num_slots, slots[pair], row, lane);
+  inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, BIASED, ALPHA, LIMIT>(
+      x + pair / K * IN, gate, gate_scales, gate_biases, up, up_scales, up_biases, gate_bias,
+      up_bias, h + ulong(pair) * OUT, num_slots, slots[pair], row, lane);
 }
 
-// products[r] = weight down[slot] h: ROWS rows from `row` on.
-template <int ROWS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, typename W,
-          typename S>
+// products[r] = weight down[slot] h, with BIASED weight (down[slot] h + bias[slot]): ROWS rows from
+// `row` on.
+template <int ROWS, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT, bool BIASED, typename W,
+          typename S, typename B>
 inline void outer_rows(
     const device float* h,
     const device W* down,
     const device S* scales,
     const device S* biases,
+    const device B* bias,
     threadgroup float* products,
     float weight,
     uint slot,
@@ -98,10 +130,13 @@ inline void outer_rows(
     fetch_rows<ROWS, IN, BITS, GROUP>(rows, down + words, scales + groups, biases + groups, at);
     float values[N];
     const float total = load_x<BITS, EXACT, N>(values, h + at);
-    add_rows<ROWS, BITS, EXACT>(sums, rows, values, total);
+    add_expert_rows<ROWS, BITS, EXACT>(sums, rows, values, total);
   }
   for (int r = 0; r < ROWS; ++r) {
     float total = simd_sum(sums[r]);
+    if (BIASED) {
+      total += float(bias[base + r]);
+    }
     if (lane == 0) {
       products[r] = weight * total;
     }
@@ -124,10 +159,10 @@ inline float sum_of_experts(
   return total;
 }
 
-// y[n] = initial[n] + sum_k weights[n, k] down[s] h[n, k], s = slots[n, k], in ascending k; an
-// absent expert adds nothing. Simdgroup k of a threadgroup computes ROWS rows of pair (n, k).
+// y[n] = initial[n] + sum_k weights[n, k] (down[s] h[n, k] (+ bias[s])), s = slots[n, k], in ascending
+// k; an absent expert adds nothing. Simdgroup k of a threadgroup computes ROWS rows of pair (n, k).
 template <int ROWS, int K, int IN, int OUT, int BITS, int GROUP, int V, bool EXACT,
-          bool CONTINUES, typename W, typename S>
+          bool CONTINUES, bool BIASED, typename W, typename S, typename B>
 inline void expert_outer(
     const device float* h,
     const device uint* slots,
@@ -135,6 +170,7 @@ inline void expert_outer(
     const device W* down,
     const device S* scales,
     const device S* biases,
+    const device B* bias,
     const device float* initial,
     device float* y,
     threadgroup float* products,
@@ -145,9 +181,9 @@ inline void expert_outer(
     uint lane) {
   const uint pair = token * K + k, slot = slots[pair];
   if (slot < num_slots) {
-    outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT>(
-        h + ulong(pair) * IN, down, scales, biases, products + k * ROWS, weights[pair], slot, row,
-        lane);
+    outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, BIASED>(
+        h + ulong(pair) * IN, down, scales, biases, bias, products + k * ROWS, weights[pair], slot,
+        row, lane);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (k == 0 && lane < ROWS) {

@@ -18,6 +18,7 @@ from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout
 from mlx_moeflux.kernels.linear.small_batch import Tiling, partial_floats, simdgroups, tiling
+from mlx_moeflux.kernels.moe import expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
 from mlx_moeflux.kernels.moe.expert_mix import (
     checked,
@@ -25,7 +26,7 @@ from mlx_moeflux.kernels.moe.expert_mix import (
     pair_bytes,
     readable_in_pairs,
 )
-from mlx_moeflux.kernels.moe.expert_tiles import LISTING, combine, list_pairs, list_tiles
+from mlx_moeflux.kernels.moe.expert_tiles import combine, grouped, list_pairs, list_tiles
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
 
 EIGHT = 8
@@ -62,16 +63,19 @@ _OUTER = MetalKernel(
 )
 
 
-@launches(_INNER, _OUTER, *LISTING, *expert_mix_pairs.kernels)
+@launches(_INNER, _OUTER, *expert_tiles.KERNELS, *expert_mix_pairs.kernels)
 def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula, in five launches; float32, and banks whose rows do not go in steps, go
-    to :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix_pairs`.
+    to :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix_pairs`, banks in MXFP4, with biases or
+    a clamp to :func:`~mlx_moeflux.kernels.moe.expert_tiles.grouped`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The kernels do not know this bank, or there is no GPU.
     """
     checked(x, slots, weights, bank, initial)
+    if not bank.layout.plain:
+        return grouped(x, slots, weights, bank, initial)
     K, P = slots.shape[1], slots.size
     launch = None if x.dtype == mx.float32 else _launch(bank.layout, P, K, bank.slots, x.dtype)
     if launch is None:

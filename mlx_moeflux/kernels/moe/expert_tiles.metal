@@ -134,6 +134,14 @@ inline void spread(thread T* to, W word, S scale, S bias) {
     return;
   }
 #endif
+  if (are_bytes<S>()) {
+    float q[8];
+    tiny_numbers(q, uint(word));
+    for (int i = 0; i < per_word<BITS>(); ++i) {
+      to[i] = T(q[i] * of_tiny(uint(scale)));
+    }
+    return;
+  }
   for (int i = 0; i < per_word<BITS>(); ++i) {
     float q = number<BITS>(word, i, 0.0f);
     to[i] = T(BITS == 0 ? q : metal::fma(float(scale), q, float(bias)));
@@ -166,10 +174,11 @@ inline void place(threadgroup T* to, const thread share<WORDS, EACH, W, S>& from
 }
 
 // One tile: BM pairs of a slot, BN columns of the result.
-//   GATED: h[position] = silu(w0 x[pair / K]) * (w1 x[pair / K]);  else out[pair] = w0 x[position]
-// The sum over IN runs in the same order whatever the tile's size, its place and its other rows.
+//   GATED: h[position] = activated(w0 x[pair / K], w1 x[pair / K]);  else out[pair] = w0 x[position]
+// With BIASED the slot's bias is added to each product. The sum over IN runs in the same order whatever the tile's size, its place and its other rows.
 template <int BM, int BN, int BK, int WM, int WN, int K, bool GATED, int IN, int OUT, int BITS,
-          int GROUP, int WORDS, int EACH, typename T, typename W, typename S>
+          int GROUP, int WORDS, int EACH, bool BIASED, uint ALPHA, uint LIMIT, typename T, typename W,
+          typename S, typename A>
 inline void expert_tile(
     const device T* x,
     const device uint* order,
@@ -181,6 +190,8 @@ inline void expert_tile(
     const device W* w1,
     const device S* scales1,
     const device S* biases1,
+    const device A* bias0,
+    const device A* bias1,
     device T* out,
     threadgroup T* a,
     threadgroup T* b,
@@ -287,8 +298,12 @@ inline void expert_tile(
           pack<T, 2> values;
           #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            float value = acc[0][i][j][e + c];
-            values.at[c] = T(GATED ? silu(value) * acc[B - 1][i][j][e + c] : value);
+            float value = acc[0][i][j][e + c], other = acc[B - 1][i][j][e + c];
+            if (BIASED) {
+              value += float(bias0[slot * OUT + col + c]);
+              other += float(bias1[slot * OUT + col + c]);
+            }
+            values.at[c] = T(GATED ? activated<ALPHA, LIMIT>(value, other) : value);
           }
           store_pack(out + ulong(GATED ? first + row : pairs[row]) * OUT + col, values);
         }

@@ -16,7 +16,11 @@ import mlx.core as mx
 
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout, Matrix
-from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    INNER_BIASES,
+    INNER_INPUTS,
+    activation_template,
+)
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
 
 
@@ -90,29 +94,47 @@ _TILE = """
     threadgroup pack<T, 16 / sizeof(T)> a[BM * (BK * sizeof(T) / 16 + 1)];
     threadgroup pack<T, 16 / sizeof(T)> b[{matrices} * BN * (BK * sizeof(T) / 16 + 1)];
     threadgroup uint pairs[BM];
-    expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, BITS, GROUP, WORDS, EACH>(
-        x, order, offsets, tiles, {weights}, out, (threadgroup T*)a, (threadgroup T*)b, pairs,
-        threadgroup_position_in_grid, thread_index_in_threadgroup,
+    expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, BITS, GROUP, WORDS, EACH, {biased},
+                ALPHA, LIMIT>(
+        x, order, offsets, tiles, {weights}, {biases}, out, (threadgroup T*)a, (threadgroup T*)b,
+        pairs, threadgroup_position_in_grid, thread_index_in_threadgroup,
         simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """
 
-_GATED = MetalKernel(
-    "expert_tiles_gated",
-    file="expert_tiles.metal",
-    inputs=("x", "order", "offsets", "tiles", *INNER_INPUTS),
-    outputs=("out",),
-    body=_TILE.format(matrices=2, gated="true", weights=", ".join(INNER_INPUTS)),
-)
-
-_DOWN = MetalKernel(
-    "expert_tiles_down",
-    file="expert_tiles.metal",
-    inputs=("x", "order", "offsets", "tiles", "down", "scales", "biases"),
-    outputs=("out",),
-    body=_TILE.format(
-        matrices=1, gated="false", weights="down, scales, biases, down, scales, scales"
-    ),
-)
+_LISTED, _DOWN_INPUTS = ("x", "order", "offsets", "tiles"), ("down", "scales", "biases")
+# By whether each product has a bias.
+_GATED = {
+    biased: MetalKernel(
+        "expert_tiles_gated" + "_biased" * biased,
+        file="expert_tiles.metal",
+        inputs=(*_LISTED, *INNER_INPUTS, *INNER_BIASES * biased),
+        outputs=("out",),
+        body=_TILE.format(
+            matrices=2,
+            gated="true",
+            weights=", ".join(INNER_INPUTS),
+            biases=", ".join(INNER_BIASES) if biased else "x, x",
+            biased="true" if biased else "false",
+        ),
+    )
+    for biased in (False, True)
+}
+_DOWN = {
+    biased: MetalKernel(
+        "expert_tiles_down" + "_biased" * biased,
+        file="expert_tiles.metal",
+        inputs=(*_LISTED, *_DOWN_INPUTS, *("bias",) * biased),
+        outputs=("out",),
+        body=_TILE.format(
+            matrices=1,
+            gated="false",
+            weights="down, scales, biases, down, scales, scales",
+            biases="bias, bias" if biased else "x, x",
+            biased="true" if biased else "false",
+        ),
+    )
+    for biased in (False, True)
+}
 
 _COMBINE = MetalKernel(
     "expert_combine",
@@ -126,8 +148,7 @@ _COMBINE = MetalKernel(
     """,
 )
 
-LISTING = (_LISTS, _TABLE, _COMBINE)
-KERNELS = (*LISTING, _GATED, _DOWN)
+KERNELS = (_LISTS, _TABLE, _COMBINE, *_GATED.values(), *_DOWN.values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,13 +198,21 @@ def list_tiles(offsets: mx.array, pairs: int, rows: int) -> mx.array:
 
 @functools.lru_cache(maxsize=256)
 def _tile_launch(
-    tile: Tile, tiles: int, pairs: int, K: int, IN: int, OUT: int, matrix: Matrix, dtype: mx.Dtype
+    tile: Tile,
+    tiles: int,
+    pairs: int,
+    K: int,
+    IN: int,
+    OUT: int,
+    matrix: Matrix,
+    dtype: mx.Dtype,
+    clamp: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     BK = tile.bytes // dtype.size
     words = tile.BN * BK // tile.threads * (matrix.bits or 32) // 32
     template = {"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN}
     template |= {"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group}
-    template |= {"WORDS": words, "EACH": min(words, 4)}
+    template |= {"WORDS": words, "EACH": min(words, 4), **activation_template(clamp)}
     return launch_of(template, (-(-OUT // tile.BN), tiles), tile.threads, [(pairs, OUT)], dtype)
 
 
@@ -200,10 +229,11 @@ def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     order, offsets = list_pairs(slots, bank.slots)
     table = list_tiles(offsets, P, gated.BM)
     lists, entries = (order, offsets, table), table.shape[0]
-    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype)
-    h = _GATED(x, *lists, *gate, *up, **launch)[0]
+    of_inner, of_down = bank.bias_arrays
+    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype, layout.clamp)
+    h = _GATED[layout.biased](x, *lists, *gate, *up, *of_inner, **launch)[0]
     launch = _tile_launch(narrow, entries, P, K, F, C, layout.down, x.dtype)
-    out = _DOWN(h, *lists, *down, **launch)[0]
+    out = _DOWN[layout.biased](h, *lists, *down, *of_down, **launch)[0]
     return combine(out, slots, weights, bank.slots, initial)
 
 

@@ -68,8 +68,8 @@ inline void moe_finish(
   }
   if (simdgroup < K) {
     if (slots[simdgroup] < num_slots) {
-      outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT>(
-          h + simdgroup * IN, down, scales, biases, products + simdgroup * ROWS,
+      outer_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false>(
+          h + simdgroup * IN, down, scales, biases, h, products + simdgroup * ROWS,
           weights[simdgroup], slots[simdgroup], row, lane);
     }
   } else if (SHARED) {

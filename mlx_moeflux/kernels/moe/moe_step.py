@@ -93,9 +93,9 @@ _INNER = MetalKernel(
             row + token * STRIDE + LOGITS, table, slots + token * K, weights + token * K, chosen,
             share, threadgroup_position_in_grid.x == 0 && rank == 0,
             simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-        inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT>(
+        inner_rows<ROWS, IN, OUT, BITS, GROUP, V, EXACT, false, 0, 0>(
             row + token * STRIDE + NORMED, gate, gate_scales, gate_biases, up, up_scales,
-            up_biases, h + ulong(threadgroup_position_in_grid.y) * OUT, gate_shape[0],
+            up_biases, row, row, h + ulong(threadgroup_position_in_grid.y) * OUT, gate_shape[0],
             chosen[rank],
             (threadgroup_position_in_grid.x * SIMDGROUPS + simdgroup_index_in_threadgroup) * ROWS,
             thread_index_in_simdgroup);
@@ -196,6 +196,10 @@ def _launch(
     stride = joined_stride(end)
     _check(C, E, widths, layout, num_slots, shared, table, k)
     matrix, outer = layout.inner, layout.down
+    if not layout.plain:
+        raise UnsupportedError(
+            "moe_step takes affine experts without biases and with silu(gate) up."
+        )
     if is_wide(layout):
         raise UnsupportedError(f"expert_mix takes experts of {C} in another order.")
     used = 32 * (k + (shared is not None))

@@ -64,6 +64,29 @@ inline float bare_number(W word, int i) {
 }
 #endif
 
+// ---- MXFP4: words of eight E2M1 numbers, with a scale of one byte (E8M0) for 32 neighbours
+
+template <typename S>
+inline constexpr bool are_bytes() {
+  return sizeof(S) == 1;
+}
+
+// The eight numbers of a word times 2^-14: of halves they are the highest bits, those below the
+// normal ones too.
+inline void tiny_numbers(thread float* to, uint word) {
+  for (int i = 0; i < 4; ++i) {
+    const uint two = word >> 4 * i;
+    const uint halves = ((two << 9) & 0x0e000e00u) | ((two << 12) & 0x80008000u);
+    to[i] = float(as_type<half>(ushort(halves)));
+    to[i + 4] = float(as_type<half>(ushort(halves >> 16)));
+  }
+}
+
+// What tiny numbers are multiplied with: 2^14 and the scale, 2^(byte - 127).
+inline float of_tiny(uint byte) {
+  return as_type<float>(byte == 0 ? 0x00400000u : byte << 23) * 16384.0f;
+}
+
 // ---- Elementwise
 
 // 1 / x, two units in the last place off at most. On CUDA it is in the dialect: there a division has
@@ -78,6 +101,20 @@ inline float sigmoid(float x) {
 }
 inline float silu(float x) {
   return x * sigmoid(x);
+}
+
+// What comes of an expert's gate and up: silu(gate) up; or, with a LIMIT above 0, of a gate of LIMIT
+// at most and an up between -LIMIT and LIMIT, (up + 1) gate sigmoid(ALPHA gate). Both are the bits
+// of floats.
+template <uint ALPHA, uint LIMIT>
+inline float activated(float gate, float up) {
+  if (LIMIT == 0) {
+    return silu(gate) * up;
+  }
+  const float limit = as_type<float>(LIMIT);
+  gate = metal::min(gate, limit);
+  up = metal::min(metal::max(up, -limit), limit);
+  return (up + 1.0f) * (gate * sigmoid(as_type<float>(ALPHA) * gate));
 }
 
 // Whether an element of a mask is set. Metal converts bfloat to float without being asked, but not to

@@ -34,6 +34,7 @@ TYPES = {
     mx.bfloat16: "bfloat16_t",
     mx.uint32: "uint32_t",
     mx.int32: "int32_t",
+    mx.uint8: "uint8_t",
 }
 
 

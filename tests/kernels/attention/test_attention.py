@@ -22,7 +22,7 @@ from tests.kernels.harness import Case, emulated, error, float64, one_rounding, 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32
 
 
-def truth(q, k, v, *, scale, causal, length, start, gate=None):
+def truth(q, k, v, *, scale, causal, length, start, gate=None, sinks=None):
     q, k, v = float64(q), float64(k), float64(v)
     B, Hq, T, _ = q.shape
     y = np.zeros((B, Hq, T, v.shape[-1]))
@@ -32,14 +32,16 @@ def truth(q, k, v, *, scale, causal, length, start, gate=None):
             continue
         keys, values = (x[b, h * k.shape[1] // Hq, first:past] for x in (k, v))
         scores = keys @ q[b, h, t] * scale
-        weights = np.exp(scores - scores.max())
-        y[b, h, t] = weights @ values / weights.sum()
+        sink = -np.inf if sinks is None else float64(sinks)[h]
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        y[b, h, t] = weights @ values / (weights.sum() + np.exp(sink - top))
     if gate is not None:
         y /= 1.0 + np.exp(-float64(gate)[..., -y.shape[-1] :].swapaxes(1, 2))
     return y
 
 
-def naive(q, k, v, *, scale, causal, length, start, gate=None):
+def naive(q, k, v, *, scale, causal, length, start, gate=None, sinks=None):
     """Matrix products of whole arrays in the dtype of q, on the CPU."""
     with mx.stream(mx.cpu):
         T, S = q.shape[2], k.shape[2]
@@ -49,7 +51,11 @@ def naive(q, k, v, *, scale, causal, length, start, gate=None):
         if causal:
             seen = seen & (key <= past - T + mx.arange(T)[:, None])
         scores = mx.where(seen, q @ k.swapaxes(-1, -2) * scale, mx.finfo(q.dtype).min)
-        y = mx.where(seen.any(axis=-1, keepdims=True), mx.softmax(scores, axis=-1) @ v, 0.0)
+        if sinks is not None:
+            sink = mx.broadcast_to(sinks[:, None, None].astype(q.dtype), (*scores.shape[:3], 1))
+            scores = mx.concatenate([scores, sink], axis=-1)
+        weights = mx.softmax(scores, axis=-1)[..., :S]
+        y = mx.where(seen.any(axis=-1, keepdims=True), weights @ v, 0.0)
         if gate is not None:
             y = y * mx.sigmoid(gate[..., -y.shape[-1] :].swapaxes(1, 2))
         mx.eval(y)
@@ -68,7 +74,7 @@ class Attended:
 
     def __init__(
         self, dtype, B, Hq, Hkv, T, capacity, D, Dv, length, *, start=None, gate=0, causal=True,
-        growing=False,
+        growing=False, sinks=None,
     ):  # fmt: skip
         mx.random.seed(B * T + capacity)
         draw = lambda *shape: mx.random.normal(shape).astype(dtype)  # noqa: E731
@@ -81,7 +87,9 @@ class Attended:
         gate = draw(B, T, Hq, gate * Dv) if gate else None
         lengths = [length] * B if isinstance(length, int) else length
         starts = [0] * B if start is None else start
+        sinks = None if sinks is None else mx.linspace(-3.0, 6.0, Hq).astype(sinks)
         given = {"length": lengths, "start": starts, "gate": gate, "causal": causal}
+        given["sinks"] = sinks
         given["scale"] = D**-0.5
         self.truth = truth(q, k, v, **given)
         off = error(naive(q, k, v, **given), self.truth)
@@ -94,6 +102,7 @@ class Attended:
             "length": length if isinstance(length, int) else mx.array(length),
             "start": None if start is None else mx.array(start),
             "gate": gate,
+            "sinks": sinks,
         }
 
     def with_tail(self, rows: int):
@@ -233,6 +242,10 @@ CASES = {
         Attended(BF16, 1, 2, 1, 2, 192, 32, 128, 190).case("four columns a lane"),
         Attended(F16, 1, 1, 1, 1, 4224, 32, 32, 4200).case("more parts than come at once"),
         Attended(F16, 2, 6, 2, 2, 130, 32, 64, 130, gate=2, causal=False).case("gate"),
+        Attended(BF16, 2, 6, 2, 3, 300, 64, 64, [280, 9], start=[0, 8], sinks=BF16).case("sinks"),
+        Attended(F32, 1, 6, 2, 1, 40, 64, 128, 40, gate=1, causal=False, sinks=F16).case(
+            "sinks of half, one part, gate"
+        ),
     ],
 }
 
@@ -289,6 +302,8 @@ SHAPES = {
     "prefill 64": (F16, 1, 2, 1, 66, 70, 64, 64, 66, {"causal": False}),
     "8 tokens of 8 heads": (BF16, 1, 8, 1, 8, 70, 64, 64, 70, {}),
     "1 key": (F32, 1, 2, 1, 1, 5, 64, 64, 1, {}),
+    "sinks": (F32, 2, 4, 2, 1, 70, 64, 64, 66, {"sinks": F32, "start": [0, 60]}),
+    "sinks of a prompt": (BF16, 1, 4, 2, 20, 70, 64, 64, 66, {"sinks": F32}),
     "padding beyond the queries": (F32, 2, 2, 1, 12, 40, 64, 64, 20, {"start": [0, 15]}),
 }
 

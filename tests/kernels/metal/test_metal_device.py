@@ -28,6 +28,7 @@ SHAPES = {
     "deepseek-tiny": {},
     "qwen3-tiny": {},
     "qwen3-next-tiny": {"full_attention_interval": 2},
+    "gpt-oss-tiny": {"sliding_window": 8},
 }
 ATTENTION = {"project", "norm_rope", "sdpa", "append_row"}
 LATENTS = {"project", "latent_prepare", "latent_attention", "append_row", "head_product"}
@@ -40,6 +41,8 @@ RUNS = {
     "deepseek-tiny": ("100%", LATENTS | {"sigmoid_top_k", "expert_mix", "add_shared"}),
     "qwen3-tiny": ("100%", ATTENTION | RESIDENT),
     "qwen3-next-tiny": ("100%", ATTENTION | RESIDENT | {"delta_mixer"}),
+    "gpt-oss-tiny": ("100%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
+    "gpt-oss-tiny streamed": ("50%", ATTENTION - {"project"} | {"softmax_top_k", "expert_mix"}),
 }
 
 
@@ -60,7 +63,10 @@ def directories(tmp_path_factory):
     return root
 
 
-@pytest.fixture(params=RUNS)
+SLOW = ("gpt-oss-tiny streamed",)
+
+
+@pytest.fixture(params=[pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in RUNS])
 def run(request, directories):
     """Where a model is, the options to load it as on a GPU, and the operations of a step."""
     memory, operations = RUNS[request.param]

@@ -26,7 +26,7 @@ from tests.kernels.harness import Case, emulated, error, launched, patched
 
 IMPLEMENTATIONS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
 
-# tokens, K, slots, C, F, bits, group, dtype, bits of down
+# tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, a clamp
 SIZES = [
     (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
     (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
@@ -42,6 +42,12 @@ SIZES = [
     (70, 3, 3, 64, 96, 0, 32, mx.float32, None),
     (2, 2, 3, 6176, 64, 4, 32, mx.bfloat16, None),
     (2, 2, 3, 6144, 256, 4, 32, mx.bfloat16, None),
+    (3, 4, 6, 96, 64, "mxfp4", 32, mx.bfloat16, None, True, True),
+    (2, 2, 3, 1120, 64, "mxfp4", 32, mx.float32, None, True, True),
+    (2, 3, 5, 96, 64, 8, 32, mx.float16, "mxfp4", False, True),
+    (21, 4, 6, 96, 160, "mxfp4", 32, mx.bfloat16, None, True, True),
+    (40, 2, 3, 128, 64, "mxfp4", 32, mx.float32, 4, True, False),
+    (18, 2, 4, 64, 96, "mxfp4", 32, mx.float16, None),
 ]
 
 
@@ -55,9 +61,12 @@ def form_of(sizes):
     return expert_mix_pairs if sizes[0] <= 16 else expert_mix_grouped
 
 
-def case(tokens, K, slots, C, F, bits, group, dtype, down, *, absent=0.0):
+def case(
+    tokens, K, slots, C, F, bits, group, dtype, down, biased=False, clamped=False, *, absent=0.0
+):
     rng = np.random.default_rng(tokens + C)
-    bank = random_bank(slots=slots, C=C, F=F, bits=bits, group=group, dtype=dtype, down=down)
+    numbers = {"bits": bits, "group": group, "dtype": dtype, "down": down}
+    bank = random_bank(slots=slots, C=C, F=F, biased=biased, clamped=clamped, **numbers)
     x = random_array(rng, (tokens, C), dtype)
     return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
 
@@ -107,7 +116,7 @@ def test_reference_agrees_with_float64(absent):
     assert error(y, mix(x, slots, weights, bank, initial)) <= 1e-6
 
 
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], *slow(SIZES[7], SIZES[10])])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[6], SIZES[17], *slow(SIZES[7], SIZES[10])])
 def test_slots_change_no_bit(whole_device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
@@ -119,14 +128,15 @@ def test_slots_change_no_bit(whole_device, sizes):
             if array is None:
                 return None
             new = np.zeros((bank.slots + 3, *array.shape[1:]), np.float32)
-            if array.dtype == mx.uint32:
+            if not mx.issubdtype(array.dtype, mx.floating):
                 new = new.astype(np.uint32)
-            new[where] = np.array(array if array.dtype == mx.uint32 else array.astype(mx.float32))
+            new[where] = np.array(array.astype(mx.float32) if new.dtype == np.float32 else array)
             return mx.array(new).astype(array.dtype)
 
-        return ProjectionBank(move(p.weight), move(p.scales), move(p.biases), p.spec)
+        return ProjectionBank(move(p.weight), move(p.scales), move(p.biases), p.spec, move(p.bias))
 
-    other = ExpertBank(moved(bank.gate), moved(bank.up), moved(bank.down))
+    banks = (moved(part) for part in (bank.gate, bank.up, bank.down))
+    other = ExpertBank(*banks, activation=bank.activation)
     elsewhere = mx.array(where.astype(np.uint32))[slots]
     assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
 
@@ -309,16 +319,23 @@ def tabled() -> Case:
     return Case("table", lambda: [expert_tiles.list_tiles(given, pairs, 16)], lambda: [table], 0.0)
 
 
+BIASED_FEW = [mixed(SIZES[14], absent=0.3), mixed(SIZES[15])]
+BIASED_MANY = [
+    mixed(SIZES[17], absent=0.3, tile=expert_tiles.SMALL),
+    mixed(SIZES[18], tile=expert_tiles.SMALL),
+]
 FEW = [
     mixed(SIZES[1], absent=0.3),
     mixed(SIZES[2], absent=0.3),
     mixed((2, 3, 4, 256, 256, 4, 64, mx.float32, None)),
     mixed(SIZES[5]),
+    mixed(SIZES[16]),
 ]
 MANY = [
     mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
     mixed(SIZES[7], tile=expert_tiles.MIDDLE),
     mixed(SIZES[10], tile=expert_tiles.SMALL),
+    mixed(SIZES[19], tile=expert_tiles.SMALL),
 ]
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
@@ -401,4 +418,8 @@ CASES = {
     "expert_tiles_gated": MANY,
     "expert_tiles_down": MANY,
     "expert_combine": MANY,
+    "expert_inner_biased": BIASED_FEW,
+    "expert_outer_biased": BIASED_FEW,
+    "expert_tiles_gated_biased": BIASED_MANY,
+    "expert_tiles_down_biased": BIASED_MANY,
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.kernels.moe import expert_rows
-from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix_grouped, expert_mix_pairs
 from mlx_moeflux.kernels.moe.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array
 from tests.kernels.harness import Case, error, patched
@@ -68,6 +68,11 @@ def test_tokens_together_or_apart_and_sums_cut_in_k_give_the_same_bits(whole_dev
 def test_what_it_does_not_take_goes_to_pairs(whole_device, sizes):
     arguments = case(*sizes)
     assert mx.array_equal(expert_mix_rows(*arguments), expert_mix_pairs(*arguments)).item()
+
+
+def test_mxfp4_and_biases_go_in_larger_tiles(whole_device):
+    arguments = case(9, 2, 3, 96, 64, "mxfp4", 32, mx.bfloat16, None, True, True)
+    assert mx.array_equal(expert_mix_rows(*arguments), expert_mix_grouped(*arguments)).item()
 
 
 def small_case(sizes) -> Case:
