@@ -269,6 +269,7 @@ def _log(service: Service, path: str, generation: Generation) -> None:
     metrics, now = service.metrics, time.monotonic()
     metrics.prompt_tokens += generation.prompt_tokens
     metrics.cached_tokens += generation.cached_tokens
+    metrics.cache_hits += generation.cached_tokens > 0
     metrics.completion_tokens += generation.completion_tokens
     metrics.duration.add(now - generation.began)
     first = "-"

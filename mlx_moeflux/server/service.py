@@ -129,14 +129,17 @@ class Service:
         """
         if not request.answer:
             return Prompt(self.encode(request.prompt))
-        given = self._template_arguments(request)
+        given, messages = self._template_arguments(request), request.messages
         try:
-            ids = prompt_ids(self.model, self.tokenizer, request.messages, **given)
-        except InputError as error:
-            raise RequestError(str(error), param="messages") from error
-        ends = {turn_end(self.tokenizer, request.messages, ids, **given)}
+            ids = self._ids(messages, "messages", given)
+        except RequestError:
+            messages = _system_first(messages)
+            if messages == request.messages:
+                raise
+            ids = self._ids(messages, "messages", given)
+        ends = {turn_end(self.tokenizer, messages, ids, **given)}
         for count in request.checkpoints:
-            ends.add(turn_end(self.tokenizer, request.messages[:count], ids, **given))
+            ends.add(turn_end(self.tokenizer, messages[:count], ids, **given))
         opened = self.reasoning is not None and self.tokenizer.decode(ids[-8:]).rstrip().endswith(
             self.reasoning.open
         )
@@ -144,10 +147,13 @@ class Service:
 
     def encode(self, text: str | list[int] | None) -> list[int]:
         """Return the ids of a text, or ids as they are, checked against the vocabulary."""
+        return self._ids(text, "prompt", {})
+
+    def _ids(self, prompt: Any, param: str, given: dict[str, Any]) -> list[int]:
         try:
-            return prompt_ids(self.model, self.tokenizer, text)  # pyright: ignore[reportArgumentType]  # None is refused
+            return prompt_ids(self.model, self.tokenizer, prompt, **given)
         except InputError as error:
-            raise RequestError(str(error), param="prompt") from error
+            raise RequestError(str(error), param=param) from error
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for."""
@@ -326,3 +332,12 @@ class Generation:
         self._service.engine.cancel(self._jobs)
         self._error = error
         self._news.set()
+
+
+def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose system messages behind the first one are a user's: some templates
+    refuse them, and agents send them."""
+    return [
+        {**message, "role": "user"} if i and message["role"] == "system" else message
+        for i, message in enumerate(messages)
+    ]
