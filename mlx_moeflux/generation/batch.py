@@ -560,6 +560,38 @@ class BatchGenerator:
         with self.model.lock, failures.reported():
             return self._next()
 
+    def fitting(
+        self, prompt_tokens: int, limit: int, *, used: int = 0, what: str = "the prompt"
+    ) -> int:
+        """Return how many tokens the reply to a prompt may have, at most `limit`. Any thread.
+
+        used: Tokens of the state that it continues from. what: Its name in an error.
+
+        Raises:
+            CacheError: The prompt does not fit in the context, or with its reply in the pool or
+                `state_bytes`.
+        """
+        room = self.model.context_left() - used - prompt_tokens
+        if room < 0:
+            raise CacheError(
+                f"{what} has {prompt_tokens} tokens, {-room} more than the context has room for; "
+                "shorten it or raise max_context."
+            )
+        limit = min(limit, max(room + (not self.keep_states), 1))
+        pool, total = self._batch.pool, used + prompt_tokens + limit
+        if pool is not None and pool.blocks_for(total) > pool.blocks:
+            raise CacheError(
+                f"{what} and its reply take {pool.blocks_for(total)} blocks of {pool.block} "
+                f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
+            )
+        if self.state_bytes is not None and self.model.state_bytes(total) > self.state_bytes:
+            raise CacheError(
+                f"{what} and its reply of up to {limit} tokens have a state of "
+                f"{self.model.state_bytes(total)} bytes, more than the {self.state_bytes} for all "
+                "sequences; ask for less or allow more."
+            )
+        return limit
+
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
         """Remove waiting, prefilling and running sequences.
 
@@ -639,25 +671,8 @@ class BatchGenerator:
         check_integer("max_tokens", limit, 1)
         fresh = state is None
         state = self.model.make_cache() if fresh else copy.deepcopy(state)
-        room = self.model.context_left(state) - len(ids)
-        if room < 0:
-            raise CacheError(
-                f"Prompt {i} has {len(ids)} tokens, {-room} more than the context has room for; "
-                "shorten it or raise max_context."
-            )
-        limit = min(limit, max(room + (not self.keep_states), 1))
-        pool, total = self._batch.pool, len(ids) + max(entry.size() for entry in state) + limit
-        if pool is not None and pool.blocks_for(total) > pool.blocks:
-            raise CacheError(
-                f"Prompt {i} and its reply take {pool.blocks_for(total)} blocks of {pool.block} "
-                f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
-            )
-        if self.state_bytes is not None and self.model.state_bytes(total) > self.state_bytes:
-            raise CacheError(
-                f"Prompt {i} and its reply of up to {limit} tokens have a state of "
-                f"{self.model.state_bytes(total)} bytes, more than the {self.state_bytes} for all "
-                "sequences; ask for less or allow more."
-            )
+        used = max(entry.size() for entry in state)
+        limit = self.fitting(len(ids), limit, used=used, what=f"prompt {i}")
         return Request(
             self._uids + i,
             ids,
@@ -665,7 +680,7 @@ class BatchGenerator:
             state,
             sampler or self._sampler,
             self._processors if processors is None else list(processors),
-            total,
+            used + len(ids) + limit,
             fresh=fresh,
             breakpoints=breakpoints or (),
         )

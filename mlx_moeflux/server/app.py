@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from typing import Protocol as Interface
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +17,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields, read_json
-from mlx_moeflux.server.guard import Guard, Limits
+from mlx_moeflux.server.guard import CLIENT_LEFT, Guard, Limits
 from mlx_moeflux.server.protocols import (
     anthropic_messages,
     info,
@@ -34,20 +36,32 @@ LOG = logging.getLogger("mlx_moeflux.server")
 T = TypeVar("T")
 
 
+class Events(Interface):
+    """The text of one streamed reply, as server-sent events."""
+
+    def start(self) -> str: ...
+
+    def add(self, i: int, delta: Delta) -> str:
+        """Return the events of the next part of reply `i`."""
+        ...
+
+    def end(self) -> str: ...
+
+    def fail(self, error: RequestError) -> str: ...
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """How one path is read and answered; the functions of a module of `protocols`."""
+    """How one path is read and answered; what a module of `protocols` has of these names."""
 
     read: Callable[[Fields, Service], GenerationRequest]
     reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
-    events: Callable[[Generation, Service], AsyncIterator[str]]
-    error: Callable[[RequestError], dict[str, Any]]
-    error_event: Callable[[RequestError], str]
+    stream: Callable[[Generation, Service], Events]
 
     @classmethod
     def of(cls, module: Any) -> Protocol:
         """Return the functions of a module."""
-        return cls(module.read, module.reply, module.events, module.error, module.error_event)
+        return cls(module.read, module.reply, module.Stream)
 
 
 PROTOCOLS = {
@@ -115,7 +129,8 @@ def make_app(service: Service, limits: Limits) -> Guard:
             Exception: on_failure,
         },
     )
-    return Guard(app, service, limits, refusal)
+    paths = {route.path for route in routes}
+    return Guard(app, service, limits, paths, refusal)
 
 
 def _answer(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
@@ -169,7 +184,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise RequestError("the client left.", status=499)
+        raise RequestError("the client left.", status=CLIENT_LEFT)
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -232,16 +247,21 @@ class EventStream(Response):
                     continue
                 await asyncio.sleep(self._limits.keep_alive_seconds - silent)
 
+        stream = self._protocol.stream(self._generation, self._service)
+        await out(stream.start())
         keeping = asyncio.ensure_future(keep_alive())
         try:
-            async for text in self._protocol.events(self._generation, self._service):
-                await out(text)
+            while not self._generation.done:
+                parts = await self._generation.parts()
+                if text := "".join(stream.add(i, delta) for i, delta in parts):
+                    await out(text)
+            last_text = stream.end()
         except RequestError as error:
-            await out(self._protocol.error_event(error))
+            last_text = stream.fail(error)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-        await out("", more=False)
+        await out(last_text, more=False)
 
 
 def _log(service: Service, path: str, generation: Generation) -> None:
@@ -249,6 +269,7 @@ def _log(service: Service, path: str, generation: Generation) -> None:
     metrics, now = service.metrics, time.monotonic()
     metrics.prompt_tokens += generation.prompt_tokens
     metrics.cached_tokens += generation.cached_tokens
+    metrics.cache_hits += generation.cached_tokens > 0
     metrics.completion_tokens += generation.completion_tokens
     metrics.duration.add(now - generation.began)
     first = "-"

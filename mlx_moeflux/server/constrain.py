@@ -85,12 +85,15 @@ class Grammars:
         return llguidance.LLMatcher.grammar_from_lark(text)
 
     def check(self, grammar: str, param: str) -> None:
-        """Compile a grammar. param: The field that holds it.
+        """Compile a grammar and compute its first mask. param: The field that holds it.
 
         Raises:
             RequestError: It has something that is not supported, or too much.
         """
-        if error := self._matcher(grammar).get_error():
+        matcher = self._matcher(grammar).deep_copy()
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if error := matcher.get_error():
             raise RequestError(
                 f"'{param}' cannot be enforced: {error.splitlines()[0][:200]}", param=param
             )

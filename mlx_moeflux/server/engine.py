@@ -128,11 +128,12 @@ class Engine:
         self._thread.start()
 
     async def close(self) -> None:
-        """End all replies with an error, and the thread."""
+        """End the thread, and all replies with an error."""
         if self._thread is not None:
             self._commands.put(self._stop)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+            self._end_live(RequestError("the server is shutting down.", status=503))
 
     @property
     def alive(self) -> bool:
@@ -148,20 +149,41 @@ class Engine:
         """Return the number of replies that wait or run."""
         return len(self._live)
 
+    def check_room(self, replies: int, *, expected: int = 0) -> None:
+        """Refuse a request of so many replies. expected: Replies that will be submitted before.
+
+        Raises:
+            RequestError: The queue is full, or the engine has ended.
+        """
+        if not self.alive:
+            raise RequestError("the model does not run any more.", status=503)
+        options, live = self.options, len(self._live) + expected
+        if live and live + replies > options.concurrency + options.waiting:
+            raise RequestError(
+                f"{live} replies wait or run, which is the most; try again later.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=1 + live // options.concurrency,
+            )
+
+    def check_memory(self, prompt_tokens: int, limit: int) -> None:
+        """Refuse a prompt that can never be read.
+
+        Raises:
+            RequestError: It, or it and its reply, are larger than context or memory.
+        """
+        try:
+            self._generator.fitting(prompt_tokens, limit)
+        except CacheError as error:
+            raise RequestError(str(error), code="context_length_exceeded") from error
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue prompts of one request.
 
         Raises:
-            RequestError: The queue is full.
+            RequestError: See :meth:`check_room`.
         """
-        options = self.options
-        if self._live and len(self._live) + len(jobs) > options.concurrency + options.waiting:
-            raise RequestError(
-                f"{len(self._live)} replies wait or run, which is the most; try again later.",
-                status=429,
-                code="rate_limit_exceeded",
-                retry_after=1 + len(self._live) // options.concurrency,
-            )
+        self.check_room(len(jobs))
         self._live.update(jobs)
         self._commands.put(lambda: self._insert(jobs))
 
@@ -186,15 +208,20 @@ class Engine:
         )
 
     def _run(self) -> None:
-        with LIMITS.held(self._needs()):
-            if mx.default_device() != mx.cpu:
-                self._generator.warm_up()
-            self._warm = True
-            while not self._stopped:
-                self._obey()
-                self._step()
-            self._end_all(RequestError("the server is shutting down.", status=503))
-            self._generator.close()
+        try:
+            with LIMITS.held(self._needs()):
+                if mx.default_device() != mx.cpu:
+                    self._generator.warm_up()
+                self._warm = True
+                while not self._stopped:
+                    self._obey()
+                    self._step()
+                self._generator.close()
+        except Exception as error:  # noqa: BLE001  # nobody else waits for this thread
+            LOG.error("the engine ended: %s", _line(error))
+            failed = RequestError("the model ended; the server's log says why.", status=500)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._end_live, failed)
 
     def _needs(self) -> Needs:
         prompt = min(KEPT_PROMPT, self.model.context_left())
@@ -248,7 +275,7 @@ class Engine:
             replies = self._generator.step()
             told = [(job, _token(job, r)) for r in replies for job in (self._jobs[r.uid],)]
         except Exception as error:  # noqa: BLE001  # whatever failed, later requests are answered
-            LOG.error("a step failed: %s: %s", type(error).__name__, " ".join(str(error).split()))
+            LOG.error("a step failed: %s", _line(error))
             self._end_all(RequestError("the model failed; the server's log says why.", status=500))
             self._generator.close()
             self._generator = self._make_generator()
@@ -271,6 +298,10 @@ class Engine:
         self._jobs.clear()
         self._tell([(job, Token(error=error)) for job in jobs])
 
+    def _end_live(self, error: RequestError) -> None:
+        """End all replies, of jobs that were not inserted yet too. Of the event loop."""
+        self._hear([(job, Token(error=error)) for job in self._live])
+
     def _tell(self, told: list[tuple[Job, Token]]) -> None:
         if told:
             assert self._loop is not None
@@ -282,6 +313,10 @@ class Engine:
                 if token.finish or token.error:
                     self._live.discard(job)
                 job.heard(token)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _shared_sampler(sampling: Sampling) -> Sampler:

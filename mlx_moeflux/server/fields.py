@@ -15,7 +15,7 @@ MOST_DEPTH = 100
 LARGEST_INTEGER = 2**63 - 1
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes | str) -> Any:
     """Return the value of a JSON text whose strings are Unicode and whose numbers are finite.
 
     Raises:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -19,6 +19,7 @@ from mlx_moeflux.server.service import Service
 
 LOG = logging.getLogger("mlx_moeflux.server")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Limits:
 class Guard:
     """ASGI middleware around the routes.
 
-    refuse: (path, error) -> response.
+    paths: Those that are counted by their names. refuse: (path, error) -> response.
     """
 
     def __init__(
@@ -59,19 +60,20 @@ class Guard:
         app: ASGIApp,
         service: Service,
         limits: Limits,
+        paths: Collection[str],
         refuse: Callable[[str, RequestError], Response],
     ):
-        self._app, self.service, self.limits = app, service, limits
+        self._app, self.service, self.limits, self._paths = app, service, limits, paths
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, path = 0, scope["path"]
+        status, path, begun = CLIENT_LEFT, scope["path"], False
         cross = _cross_origin(scope, self.limits)
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
                 message["headers"] = [*message["headers"], *cross]
             await send(message)
 
@@ -86,17 +88,19 @@ class Guard:
         except ClientDisconnect:
             pass
         except RequestError as error:
-            await self._answer(error, scope, receive, noted, begun=bool(status))
+            await self._answer(error, scope, receive, noted, begun=begun)
         except Exception as error:  # a fault of ours; the server goes on
             kind, debug = type(error).__name__, LOG.isEnabledFor(logging.DEBUG)
             LOG.error("%s failed: %s: %s", path, kind, _line(error), exc_info=debug)
             failed = RequestError("the server failed; its log says why.", status=500)
-            await self._answer(failed, scope, receive, noted, begun=bool(status))
+            await self._answer(failed, scope, receive, noted, begun=begun)
         finally:
-            known = path if status not in (404, 405) else "other"
+            known = path if path in self._paths else "other"
             self.service.metrics.requests[known, status] += 1
             if status >= 400:
-                LOG.info("%s %s: refused with %d", scope["method"], path[:100], status)
+                # The raw path has no line breaks.
+                shown = scope["raw_path"][:100].decode("latin-1")
+                LOG.info("%s %s: refused with %d", scope["method"], shown, status)
 
     async def _answer(
         self, error: RequestError, scope: Scope, receive: Receive, send: Send, *, begun: bool
@@ -110,10 +114,10 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request by its head alone."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
-        if host is None or host not in self.limits.hosts:
+        host = _split(f"//{headers.get('host', '')}").hostname or ""
+        if host not in self.limits.hosts:
             raise RequestError(
-                f"this server is not called '{(host or '')[:80]}'; --allowed-host names it.",
+                f"this server is not called '{host[:80]}'; --allowed-host names it.",
                 status=403,
                 code="host_not_allowed",
             )
@@ -176,9 +180,17 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
+def _split(url: str) -> SplitResult:
+    """Return the parts of a URL, all empty if it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
+
+
 def _allowed(origin: str, host: str, limits: Limits) -> bool:
     """Return True for the server's own pages and those it was told of."""
-    return urlsplit(origin).netloc == host or origin in limits.origins or "*" in limits.origins
+    return _split(origin).netloc == host or origin in limits.origins or "*" in limits.origins
 
 
 def _cross_origin(scope: Scope, limits: Limits) -> list[tuple[bytes, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import threading
@@ -10,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.guard import Guard, Limits
+from mlx_moeflux.server.protocols.openai import error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -52,7 +56,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Guard, limits: Limits, on_ready: Callable[[], object] = lambda: None):
         self._app, self._limits, self._on_ready = app, limits, on_ready
-        protocol = type("Bounded", (BoundedProtocol,), {"header_seconds": limits.header_seconds})
+        bounds = {"header_seconds": limits.header_seconds, "most": limits.connections}
+        protocol = type("Bounded", (BoundedProtocol,), bounds)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -63,7 +68,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=int(limits.idle_seconds),
-                limit_concurrency=limits.connections,
                 backlog=2048,
                 h11_max_incomplete_event_size=limits.header_bytes,
                 # The engine ends the replies after shutdown_seconds; this is for what hangs.
@@ -115,13 +119,17 @@ class Server(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 whose clients must send a request's head within `header_seconds`."""
+    """HTTP/1.1 whose clients must send a request's head within `header_seconds`, and that serves
+    `most` connections at once."""
 
-    header_seconds = 20.0
+    header_seconds, most = 20.0, 1024
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as H11Protocol's
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._refuse(503, f"{self.most} connections are open, which is the most.")
+            return
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -134,6 +142,23 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is no valid HTTP request.")
+
+    def timeout_keep_alive_handler(self) -> None:
+        # close() would wait for a client that never takes the last reply.
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer instead of the application, and close."""
+        body = json.dumps(error(RequestError(message, status=status))).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        headers |= {"Connection": "close"}
+        response = h11.Response(status_code=status, headers=list(headers.items()))
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -36,7 +36,7 @@ class Metrics:
 
     def __init__(self):
         self.requests: Counter[tuple[str, int]] = Counter()
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.cache_hits = 0
         self.first_token, self.duration = Histogram(), Histogram()
 
     def text(self, others: Mapping[str, tuple[str, str, float]]) -> str:
@@ -50,6 +50,11 @@ class Metrics:
                 "counter",
                 "Tokens of prompts that the prompt cache supplied.",
                 self.cached_tokens,
+            ),
+            "prompt_cache_hits_total": (
+                "counter",
+                "Requests whose prompt began with a stored state.",
+                self.cache_hits,
             ),
             "completion_tokens_total": ("counter", "Tokens of replies.", self.completion_tokens),
             **others,

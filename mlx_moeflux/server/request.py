@@ -43,7 +43,7 @@ class Sampling:
     xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
@@ -56,8 +56,8 @@ class GenerationRequest:
     nothing. schema: JSON schema of the answer, in a tuple; () is any text, (None,) any object.
     tool_choice: "auto", "none", "required" or the name of a function. checkpoints: Numbers of first
     messages after which the state is kept for later requests. namespaces: Function -> the group
-    that a protocol calls it by. answer: The reply is the answer to
-    messages, with reasoning and calls apart; False continues a text.
+    and the name in it that a protocol calls it by. answer: The reply is the answer to messages,
+    with reasoning and calls apart; False continues a text.
     """
 
     sampling: Sampling
@@ -73,7 +73,7 @@ class GenerationRequest:
     parallel_tool_calls: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Sequence[int] = ()
-    namespaces: Mapping[str, str] = field(default_factory=dict)
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
     """The stream ends with counts of tokens."""
@@ -100,7 +100,8 @@ def read_sampling(
         xtc_threshold=body.number("xtc_threshold", 0.1, low=0, high=0.5),
         presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
         frequency_penalty=body.number("frequency_penalty", 0.0, low=-2, high=2),
-        repetition_penalty=body.number("repetition_penalty", 0.0, low=0, high=10),
+        # Smaller ones would divide logits to infinity.
+        repetition_penalty=body.number("repetition_penalty", 1.0, low=0.01, high=10),
         logit_bias=_logit_bias(body, vocabulary),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,6 +79,7 @@ class Service:
         self.draining = False
         # Rendering and encoding take both cores' time from the engine if many do it at once.
         self.rendering = asyncio.Semaphore(2)
+        self._expected = 0  # replies whose prompts are being rendered
 
     @property
     def ready(self) -> bool:
@@ -101,12 +101,25 @@ class Service:
         Raises:
             RequestError: It cannot be served, now or ever.
         """
-        if self.draining or not self.engine.alive:
+        if self.draining:
             raise RequestError("the server is shutting down.", status=503, retry_after=10)
-        async with self.rendering:
-            prompt = await asyncio.to_thread(self.render, request)
-            grammar = await asyncio.to_thread(self._grammar, request, prompt)
+        self.engine.check_room(request.n, expected=self._expected)
+        self._expected += request.n
+        try:
+            async with self.rendering:
+                prompt, grammar = await asyncio.to_thread(self._prepare, request)
+        finally:
+            self._expected -= request.n
         return Generation(self, request, prompt, grammar)
+
+    def _prepare(self, request: GenerationRequest) -> tuple[Prompt, str | None]:
+        prompt = self.render(request)
+        self.engine.check_memory(len(prompt.ids), self.limit(request))
+        return prompt, self._grammar(request)
+
+    def limit(self, request: GenerationRequest) -> int:
+        """Return the most tokens of a reply that the request allows."""
+        return request.max_tokens or self.options.defaults.max_tokens
 
     def render(self, request: GenerationRequest) -> Prompt:
         """Return the prompt of a request.
@@ -116,14 +129,17 @@ class Service:
         """
         if not request.answer:
             return Prompt(self.encode(request.prompt))
-        given = self._template_arguments(request)
+        given, messages = self._template_arguments(request), request.messages
         try:
-            ids = prompt_ids(self.model, self.tokenizer, request.messages, **given)
-        except InputError as error:
-            raise RequestError(str(error), param="messages") from error
-        ends = {turn_end(self.tokenizer, request.messages, ids, **given)}
+            ids = self._ids(messages, "messages", given)
+        except RequestError:
+            messages = _system_first(messages)
+            if messages == request.messages:
+                raise
+            ids = self._ids(messages, "messages", given)
+        ends = {turn_end(self.tokenizer, messages, ids, **given)}
         for count in request.checkpoints:
-            ends.add(turn_end(self.tokenizer, request.messages[:count], ids, **given))
+            ends.add(turn_end(self.tokenizer, messages[:count], ids, **given))
         opened = self.reasoning is not None and self.tokenizer.decode(ids[-8:]).rstrip().endswith(
             self.reasoning.open
         )
@@ -131,10 +147,13 @@ class Service:
 
     def encode(self, text: str | list[int] | None) -> list[int]:
         """Return the ids of a text, or ids as they are, checked against the vocabulary."""
+        return self._ids(text, "prompt", {})
+
+    def _ids(self, prompt: Any, param: str, given: dict[str, Any]) -> list[int]:
         try:
-            return prompt_ids(self.model, self.tokenizer, text)  # pyright: ignore[reportArgumentType]  # None is refused
+            return prompt_ids(self.model, self.tokenizer, prompt, **given)
         except InputError as error:
-            raise RequestError(str(error), param="prompt") from error
+            raise RequestError(str(error), param=param) from error
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for."""
@@ -156,7 +175,7 @@ class Service:
         options = {**self.options.template_options, **request.template_options}
         return {"tools": tools or None, "options": options}
 
-    def _grammar(self, request: GenerationRequest, prompt: Prompt) -> str | None:
+    def _grammar(self, request: GenerationRequest) -> str | None:
         """Return the compiled grammar that the replies must follow, or None."""
         if request.tools and request.tool_choice not in (AUTO, NONE):
             assert self.tool_syntax is not None
@@ -189,7 +208,8 @@ class Generation:
         self.finished: list[str | None] = [None] * request.n
         self.began, self.first_token = time.monotonic(), None
         self._assemblers = [self._assembler(prompt) for _ in range(request.n)]
-        self._ready: deque[tuple[int, Delta] | RequestError] = deque()
+        self._ready: list[tuple[int, Delta]] = []
+        self._error: RequestError | None = None
         self._news = asyncio.Event()
         self._constraints = [self._constraint(prompt, grammar) for _ in range(request.n)]
         self._before = service.model.store.stats().total
@@ -210,31 +230,31 @@ class Generation:
         """Return True if there is nothing more to come."""
         return None not in self.finished and not self._ready
 
-    async def next(self) -> tuple[int, Delta]:
-        """Return the number of a reply and its next part.
+    async def parts(self) -> list[tuple[int, Delta]]:
+        """Return what is new, at least one part, each with the number of its reply.
 
         Raises:
             RequestError: The replies failed.
         """
         while not self._ready:
+            if self._error is not None:
+                raise self._error
             self._news.clear()
             await self._news.wait()
-        found = self._ready.popleft()
-        if isinstance(found, RequestError):
-            raise found
-        return found
+        parts, self._ready = self._ready, []
+        return parts
 
     async def whole(self) -> list[Delta]:
         """Wait for the replies; return each as one part."""
         replies = [Delta() for _ in range(self.request.n)]
         while not self.done:
-            i, delta = await self.next()
-            reply = replies[i]
-            reply.text += delta.text
-            reply.reasoning += delta.reasoning
-            reply.calls += delta.calls
-            reply.logprobs += delta.logprobs
-            reply.finish, reply.stop = delta.finish, delta.stop
+            for i, delta in await self.parts():
+                reply = replies[i]
+                reply.text += delta.text
+                reply.reasoning += delta.reasoning
+                reply.calls += delta.calls
+                reply.logprobs += delta.logprobs
+                reply.finish, reply.stop = delta.finish, delta.stop
         return replies
 
     def hit_rate(self) -> float:
@@ -274,10 +294,9 @@ class Generation:
         sampling = request.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + i)
-        limit = request.max_tokens or self._service.options.defaults.max_tokens
         return Job(
             prompt.ids,
-            limit,
+            self._service.limit(request),
             sampling,
             lambda token: self._hear(i, token),
             logprobs=request.logprobs,
@@ -295,7 +314,7 @@ class Generation:
         delta = self._assemblers[i].add(token)
         constraint = self._constraints[i]
         if delta.finish and constraint is not None and constraint.error:
-            self._fail(RequestError("the grammar became too complex for this reply.", status=500))
+            self._fail(RequestError("the grammar became too complex for this reply."))
             return
         if delta:
             self._ready.append((i, delta))
@@ -311,5 +330,14 @@ class Generation:
 
     def _fail(self, error: RequestError) -> None:
         self._service.engine.cancel(self._jobs)
-        self._ready.append(error)
+        self._error = error
         self._news.set()
+
+
+def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose system messages behind the first one are a user's: some templates
+    refuse them, and agents send them."""
+    return [
+        {**message, "role": "user"} if i and message["role"] == "system" else message
+        for i, message in enumerate(messages)
+    ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.constrain import WHITE_SPACE
+from mlx_moeflux.server.fields import read_json
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a function -> JSON schema of its arguments."""
@@ -52,14 +53,14 @@ class ToolSyntax:
 
 def _object(text: str) -> str:
     """Return the JSON text of an object; raise ValueError if `text` is something else."""
-    if not isinstance(json.loads(text), dict):
+    if not isinstance(read_json(text), dict):
         raise ValueError("arguments are no object")
     return text.strip()
 
 
 def parse_json_call(text: str, tools: Tools) -> list[ToolCall]:
     """Parse ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen3 write it."""
-    call = json.loads(text)
+    call = read_json(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("no name")
     arguments = call.get("arguments", call.get("parameters", {}))
@@ -97,7 +98,7 @@ def _typed(text: str, schema: Any) -> Any:
     if _is_text(schema):
         return text
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return text
 

@@ -18,7 +18,7 @@ from typing import Literal
 import pytest
 
 from mlx_moeflux import generate
-from tests.server.conftest import MESSAGES
+from tests.server.conftest import MESSAGES, served
 
 pytestmark = pytest.mark.slow
 NODE = os.environ.get("MOEFLUX_NODE_CLIENTS")
@@ -165,8 +165,22 @@ def agent(arguments: list[str], folder: Path, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.fixture
+def lines(tiny, monkeypatch):
+    """A server whose replies end with their line, and whose prompts are the last message of a user:
+    what agents say of themselves is longer than the model's context."""
+    model, tokenizer = tiny
+    ends = {i for i in range(model.config.vocab_size) if "\n" in tokenizer.decode([i])}
+    monkeypatch.setattr(tokenizer, "eos_token_ids", tokenizer.eos_token_ids | ends)
+    last = "(messages | selectattr('role', 'equalto', 'user') | list)[-1].content[-9:]"
+    template = f"# user: {{{{ {last} }}}}\ndef{{# <tool_call></tool_call> #}}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with served(model, tokenizer) as server:
+        yield server
+
+
 @with_node
-def test_codex_itself(server, tmp_path):
+def test_codex_itself(lines, tiny, tmp_path):
     (tmp_path / ".codex").mkdir()
     (tmp_path / ".codex" / "config.toml").write_text(
         f"""
@@ -174,7 +188,7 @@ def test_codex_itself(server, tmp_path):
         model_provider = "local"
         [model_providers.local]
         name = "local"
-        base_url = "{server.url}/v1"
+        base_url = "{lines.url}/v1"
         wire_api = "responses"
         request_max_retries = 0
         stream_max_retries = 0
@@ -182,23 +196,22 @@ def test_codex_itself(server, tmp_path):
     )
     said = agent(["codex", "exec", "--skip-git-repo-check", "--json", "import os"], tmp_path)
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    kinds = [event["type"] for event in events]
-    # The bundled model does not end its reply, which Codex takes for a failure: its request was
-    # served, and its stream read up to `response.incomplete`.
-    assert "turn.started" in kinds, said
-    assert server.service.metrics.requests["/v1/responses", 200] >= 1
+    assert events[-1]["type"] == "turn.completed", said
+    assert events[-2]["item"]["text"] == generate(*tiny, MESSAGES, max_tokens=40)
 
 
 @with_node
-def test_claude_code_itself(server, tmp_path):
+def test_claude_code_itself(lines, tiny, tmp_path):
     said = agent(
         ["claude", "-p", "import os", "--output-format", "json"],
         tmp_path,
-        ANTHROPIC_BASE_URL=server.url,
+        ANTHROPIC_BASE_URL=lines.url,
         ANTHROPIC_API_KEY="none",
         ANTHROPIC_MODEL="m",
         ANTHROPIC_SMALL_FAST_MODEL="m",
         CLAUDE_CODE_MAX_OUTPUT_TOKENS="40",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
-    assert server.service.metrics.requests["/v1/messages", 200] >= 1, said
+    result = next(json.loads(line) for line in said.splitlines() if line.startswith("{"))
+    assert result["is_error"] is False, said
+    assert result["result"] == generate(*tiny, MESSAGES, max_tokens=40)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from mlx_moeflux.server.assemble import CALLS, LENGTH, Delta
@@ -44,10 +43,6 @@ def error(found: RequestError) -> dict[str, Any]:
     kind = "api_error" if found.status >= 500 else "invalid_request_error"
     inner = {"type": KINDS.get(found.status, kind), "message": str(found)}
     return {"type": "error", "error": inner, "request_id": None}
-
-
-def error_event(found: RequestError) -> str:
-    return event(error(found), "error")
 
 
 def read(body: Fields, service: Service) -> GenerationRequest:
@@ -294,61 +289,60 @@ async def reply(generation: Generation, service: Service) -> dict[str, Any]:
     return {**_message(service, generation), "content": content, **_stop(delta)}
 
 
-class _Blocks:
-    """Numbers the blocks of a stream, and opens and closes them."""
+class Stream:
+    """The events of a streamed reply. Its blocks are numbered, and one is open at a time."""
 
-    def __init__(self):
+    def __init__(self, generation: Generation, service: Service):
+        self._generation, self._service = generation, service
         self._open: str | None = None
-        self.index = -1
+        self._index = -1
+        self._last = Delta()
 
-    def enter(self, kind: str, block: dict[str, Any]) -> list[str]:
-        """Return the events that make a block of `kind` the open one."""
+    def start(self) -> str:
+        message = _message(self._service, self._generation)
+        return _event({"type": "message_start", "message": message})
+
+    def add(self, i: int, delta: Delta) -> str:
+        found, self._last = "", delta
+        if delta.reasoning:
+            found += self._enter("thinking", {"thinking": "", "signature": ""})
+            found += self._delta("thinking_delta", thinking=delta.reasoning)
+        if delta.text:
+            found += self._enter("text", {"text": ""})
+            found += self._delta("text_delta", text=delta.text)
+        for call in delta.calls:
+            found += self._enter("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            found += self._delta("input_json_delta", partial_json=call.arguments)
+        return found
+
+    def end(self) -> str:
+        usage = _usage(self._generation)
+        last = {"type": "message_delta", "delta": _stop(self._last), "usage": usage}
+        return self._close() + _event(last) + _event({"type": "message_stop"})
+
+    def fail(self, found: RequestError) -> str:
+        return event(error(found), "error")
+
+    def _enter(self, kind: str, block: dict[str, Any]) -> str:
+        """Return the events that make a block of `kind` the open one; each call has its own."""
         if self._open == kind and kind != "tool_use":
-            return []
-        before, self._open = self.close(), kind
-        self.index += 1
-        start = {"type": "content_block_start", "index": self.index}
-        return [*before, _event({**start, "content_block": {"type": kind, **block}})]
+            return ""
+        before, self._open = self._close(), kind
+        self._index += 1
+        start = {"type": "content_block_start", "index": self._index}
+        return before + _event({**start, "content_block": {"type": kind, **block}})
 
-    def delta(self, kind: str, **delta: str) -> str:
+    def _delta(self, kind: str, **delta: str) -> str:
         inner = {"type": kind, **delta}
-        return _event({"type": "content_block_delta", "index": self.index, "delta": inner})
+        return _event({"type": "content_block_delta", "index": self._index, "delta": inner})
 
-    def close(self) -> list[str]:
+    def _close(self) -> str:
         if self._open is None:
-            return []
-        ends = [self.delta("signature_delta", signature="")] if self._open == "thinking" else []
+            return ""
+        last = self._delta("signature_delta", signature="") if self._open == "thinking" else ""
         self._open = None
-        return [*ends, _event({"type": "content_block_stop", "index": self.index})]
+        return last + _event({"type": "content_block_stop", "index": self._index})
 
 
 def _event(data: dict[str, Any]) -> str:
     return event(data, data["type"])
-
-
-async def events(generation: Generation, service: Service) -> AsyncIterator[str]:
-    """Yield the events of a streamed reply."""
-    yield _event({"type": "message_start", "message": _message(service, generation)})
-    blocks, delta = _Blocks(), Delta()
-    while not generation.done:
-        _, delta = await generation.next()
-        for found in _contents(blocks, delta):
-            yield found
-    for found in blocks.close():
-        yield found
-    yield _event({"type": "message_delta", "delta": _stop(delta), "usage": _usage(generation)})
-    yield _event({"type": "message_stop"})
-
-
-def _contents(blocks: _Blocks, delta: Delta) -> list[str]:
-    found = []
-    if delta.reasoning:
-        found += blocks.enter("thinking", {"thinking": "", "signature": ""})
-        found.append(blocks.delta("thinking_delta", thinking=delta.reasoning))
-    if delta.text:
-        found += blocks.enter("text", {"text": ""})
-        found.append(blocks.delta("text_delta", text=delta.text))
-    for call in delta.calls:
-        found += blocks.enter("tool_use", {"id": call.id, "name": call.name, "input": {}})
-        found.append(blocks.delta("input_json_delta", partial_json=call.arguments))
-    return found

@@ -36,15 +36,38 @@ def error(found: RequestError) -> dict[str, Any]:
     }
 
 
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def event(data: Any, name: str | None = None) -> str:
     """Return one server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    text = data if isinstance(data, str) else _encoded(data)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
-def error_event(found: RequestError) -> str:
-    """Return the event of a failure in the middle of a stream."""
-    return event(error(found))
+class ChunkStream:
+    """What the streams of chat completions and completions share: chunks, usage, end, failure.
+
+    head: Fields of every chunk.
+    """
+
+    def __init__(self, generation: Generation, head: dict[str, Any]):
+        self._generation, self._head = generation, head
+        if generation.request.usage:
+            self._head |= {"usage": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        return event({**self._head, "choices": [choice]})
+
+    def end(self) -> str:
+        last = event("[DONE]")
+        if self._generation.request.usage:
+            counts = {"choices": [], "usage": usage(self._generation)}
+            return event({**self._head, **counts}) + last
+        return last
+
+    def fail(self, found: RequestError) -> str:
+        return event(error(found))
 
 
 def usage(generation: Generation) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from mlx_moeflux.server.assemble import Delta
@@ -12,9 +11,7 @@ from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields, required
 from mlx_moeflux.server.protocols.openai import (
     INERT,
-    error,
-    error_event,
-    event,
+    ChunkStream,
     logprobs,
     merged_system,
     parsed_arguments,
@@ -36,10 +33,15 @@ from mlx_moeflux.server.request import (
 )
 from mlx_moeflux.server.service import Generation, Service
 
-__all__ = ["error", "error_event", "events", "read", "reply"]
-
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool"}
+
+# Arguments of the rendering itself, which are no variables of a template.
+RESERVED = {
+    "self", "conversation", "messages", "tools", "documents", "chat_template", "template",
+    "tokenize", "return_dict", "add_generation_prompt", "continue_final_message", "bos_token",
+    "eos_token", "pad_token",
+}  # fmt: skip
 
 
 def read(body: Fields, service: Service) -> GenerationRequest:
@@ -156,11 +158,10 @@ def _template_options(body: Fields) -> dict[str, Any]:
     options = body.mapping("chat_template_kwargs")
     if (effort := body.text("reasoning_effort")) is not None:
         options = {"reasoning_effort": effort, **options}
-    for name in ("messages", "tools", "documents", "chat_template", "tokenize", "return_dict"):
-        if name in options:
-            raise RequestError(
-                f"'chat_template_kwargs' cannot set '{name}'.", param="chat_template_kwargs"
-            )
+    for name in RESERVED & options.keys():
+        raise RequestError(
+            f"'chat_template_kwargs' cannot set '{name}'.", param="chat_template_kwargs"
+        )
     return options
 
 
@@ -209,32 +210,31 @@ async def reply(generation: Generation, service: Service) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": usage(generation)}
 
 
-async def events(generation: Generation, service: Service) -> AsyncIterator[str]:
-    """Yield the events of a streamed reply."""
-    request, head = generation.request, _head(service, "chat.completion.chunk")
+class Stream(ChunkStream):
+    """The chunks of a streamed reply."""
 
-    def chunk(i: int, delta: dict[str, Any], finish: str | None = None, found: Any = None) -> str:
-        choice = {"index": i, "delta": delta, "logprobs": found, "finish_reason": finish}
-        return event({**head, "choices": [choice], **({"usage": None} if request.usage else {})})
+    def __init__(self, generation: Generation, service: Service):
+        super().__init__(generation, _head(service, "chat.completion.chunk"))
+        self._service, self._calls = service, [0] * generation.request.n
 
-    calls = [0] * request.n
-    for i in range(request.n):
-        yield chunk(i, {"role": "assistant", "content": ""})
-    while not generation.done:
-        i, delta = await generation.next()
+    def start(self) -> str:
+        first = {"role": "assistant", "content": ""}
+        return "".join(self._delta(i, first) for i in range(self._generation.request.n))
+
+    def add(self, i: int, delta: Delta) -> str:
         content: dict[str, Any] = {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
         if delta.text:
             content["content"] = delta.text
         if delta.calls:
-            content["tool_calls"] = _calls(delta, calls[i])
-            calls[i] += len(delta.calls)
-        found = logprobs(service, delta) if delta.logprobs else None
-        if content or found:
-            yield chunk(i, content, found=found)
-        if delta.finish:
-            yield chunk(i, {}, delta.finish)
-    if request.usage:
-        yield event({**head, "choices": [], "usage": usage(generation)})
-    yield event("[DONE]")
+            content["tool_calls"] = _calls(delta, self._calls[i])
+            self._calls[i] += len(delta.calls)
+        found = logprobs(self._service, delta) if delta.logprobs else None
+        text = self._delta(i, content, found=found) if content or found else ""
+        return text + self._delta(i, {}, delta.finish) if delta.finish else text
+
+    def _delta(
+        self, i: int, delta: dict[str, Any], finish: str | None = None, found: Any = None
+    ) -> str:
+        return self._chunk({"index": i, "delta": delta, "logprobs": found, "finish_reason": finish})

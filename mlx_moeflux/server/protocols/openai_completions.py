@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from mlx_moeflux.server.assemble import Delta
@@ -12,9 +11,7 @@ from mlx_moeflux.server.fields import Fields
 from mlx_moeflux.server.protocols.openai import (
     INERT,
     LEAST_LOGPROB,
-    error,
-    error_event,
-    event,
+    ChunkStream,
     read_stream,
     usage,
 )
@@ -26,8 +23,6 @@ from mlx_moeflux.server.request import (
     read_stop,
 )
 from mlx_moeflux.server.service import Generation, Service
-
-__all__ = ["error", "error_event", "events", "read", "reply"]
 
 
 def read(body: Fields, service: Service) -> GenerationRequest:
@@ -108,15 +103,16 @@ async def reply(generation: Generation, service: Service) -> dict[str, Any]:
     return {**_head(service), "choices": choices, "usage": usage(generation)}
 
 
-async def events(generation: Generation, service: Service) -> AsyncIterator[str]:
-    """Yield the events of a streamed reply."""
-    request, head = generation.request, _head(service)
-    logprobs = [_Logprobs(service) for _ in range(request.n)]
-    while not generation.done:
-        i, delta = await generation.next()
-        found = logprobs[i].of(delta) if request.logprobs is not None else None
-        chunk = {**head, "choices": [_choice(i, delta, found)]}
-        yield event({**chunk, **({"usage": None} if request.usage else {})})
-    if request.usage:
-        yield event({**head, "choices": [], "usage": usage(generation)})
-    yield event("[DONE]")
+class Stream(ChunkStream):
+    """The chunks of a streamed reply."""
+
+    def __init__(self, generation: Generation, service: Service):
+        super().__init__(generation, _head(service))
+        self._logprobs = [_Logprobs(service) for _ in range(generation.request.n)]
+
+    def start(self) -> str:
+        return ""
+
+    def add(self, i: int, delta: Delta) -> str:
+        wanted = self._generation.request.logprobs is not None
+        return self._chunk(_choice(i, delta, self._logprobs[i].of(delta) if wanted else None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from mlx_moeflux.server.assemble import LENGTH, Delta
@@ -12,7 +11,6 @@ from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields, required
 from mlx_moeflux.server.protocols.openai import (
     INERT,
-    error,
     event,
     logprobs,
     merged_system,
@@ -30,15 +28,8 @@ from mlx_moeflux.server.request import (
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.tools import ToolCall
 
-__all__ = ["error", "error_event", "events", "read", "reply"]
-
 TEXTS = ("input_text", "output_text", "text")
 WITH_LOGPROBS = "message.output_text.logprobs"
-
-
-def error_event(found: RequestError) -> str:
-    inner = {"code": found.code, "message": str(found), "param": found.param}
-    return event({"type": "error", "sequence_number": 0, **inner}, "error")
 
 
 def read(body: Fields, service: Service) -> GenerationRequest:
@@ -82,8 +73,13 @@ def read(body: Fields, service: Service) -> GenerationRequest:
     return request
 
 
-def _tools(body: Fields) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the functions, and the group of each that is in one.
+def _qualified(group: str | None, name: str) -> str:
+    """Return the model's name of a function: two groups may have one of the same name."""
+    return f"{group}__{name}" if group else name
+
+
+def _tools(body: Fields) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Return the functions, and the group and the name in it of each that is in one.
 
     Other kinds of tools, which the provider would run, are not offered to the model.
     """
@@ -97,7 +93,10 @@ def _tools(body: Fields) -> tuple[list[dict[str, Any]], dict[str, str]]:
             for inner in tool.objects("tools"):
                 if inner.text("type") == "function":
                     tools.append(function_tool(inner))
-                    namespaces[tools[-1]["function"]["name"]] = group
+                    function = tools[-1]["function"]
+                    name = function["name"]
+                    function["name"] = _qualified(group, name)
+                    namespaces[function["name"]] = group, name
     return tools, namespaces
 
 
@@ -132,8 +131,9 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, service: Service) ->
             messages.append({"role": role, "content": text})
     elif kind == "function_call":
         text = required(item, item.text, "arguments", "give the JSON text of an object")
+        name = required(item, item.text, "name", "name the function")
         function = {
-            "name": required(item, item.text, "name", "name the function"),
+            "name": _qualified(item.text("namespace"), name),
             "arguments": parsed_arguments(service, text, item, "arguments"),
         }
         call = required(item, item.text, "call_id", "give the id")
@@ -158,7 +158,7 @@ def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> di
     return last
 
 
-class _Response:
+class Stream:
     """One response while it comes: its items, and the events about them."""
 
     def __init__(self, generation: Generation, service: Service):
@@ -169,7 +169,7 @@ class _Response:
         self._number = -1
         self._finish: str | None = None
 
-    def body(self, status: str) -> dict[str, Any]:
+    def body(self, status: str, error: RequestError | None = None) -> dict[str, Any]:
         request, generation = self._generation.request, self._generation
         done = status != "in_progress"
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -178,7 +178,7 @@ class _Response:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "error": None,
+            "error": error and {"code": error.code or "server_error", "message": str(error)},
             "incomplete_details": cut,
             "instructions": None,
             "max_output_tokens": request.max_tokens,
@@ -204,28 +204,29 @@ class _Response:
             else None,
         }
 
-    def start(self) -> list[str]:
+    def start(self) -> str:
         body = self.body("in_progress")
-        return [
-            self._event(f"response.{kind}", response=body) for kind in ("created", "in_progress")
-        ]
+        kinds = ("created", "in_progress")
+        return "".join(self._event(f"response.{kind}", response=body) for kind in kinds)
 
-    def add(self, delta: Delta) -> list[str]:
-        """Take a part of the reply; return its events."""
-        found = []
+    def add(self, i: int, delta: Delta) -> str:
+        found = ""
         if delta.reasoning:
             found += self._text("reasoning", delta.reasoning, None)
         if delta.text:
             found += self._text("message", delta.text, delta)
         for call in delta.calls:
-            found += [*self._close(), *self._call(call)]
+            found += self._close() + self._call(call)
         self._finish = delta.finish or self._finish
         return found
 
-    def end(self) -> list[str]:
+    def end(self) -> str:
         status = "incomplete" if self._finish == LENGTH else "completed"
         found = self._close(status)
-        return [*found, self._event(f"response.{status}", response=self.body(status))]
+        return found + self._event(f"response.{status}", response=self.body(status))
+
+    def fail(self, found: RequestError) -> str:
+        return self._event("response.failed", response=self.body("failed", found))
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._number += 1
@@ -241,9 +242,9 @@ class _Response:
         shown = {name: [] if name == "content" else value for name, value in item.items()}
         return self._event("response.output_item.added", output_index=index, item=shown)
 
-    def _text(self, kind: str, text: str, delta: Delta | None) -> list[str]:
+    def _text(self, kind: str, text: str, delta: Delta | None) -> str:
         """Append to the open item of this kind, or to a new one."""
-        found = []
+        found = ""
         name = "output_text" if kind == "message" else "reasoning_text"
         if not self._open or self._items[-1]["type"] != kind:
             found += self._close()
@@ -254,10 +255,10 @@ class _Response:
                 item |= {"status": "in_progress", "role": "assistant"}
             else:
                 item |= {"summary": []}
-            found.append(self._add({**item, "content": [part]}))
+            found += self._add({**item, "content": [part]})
             self._open = True
-            added = {**self._place(), "content_index": 0, "part": dict(part)}
-            found.append(self._event("response.content_part.added", **added))
+            added = {**self._place(), "content_index": 0, "part": part}
+            found += self._event("response.content_part.added", **added)
         part = self._items[-1]["content"][0]
         part["text"] += text
         fields: dict[str, Any] = {**self._place(), "content_index": 0, "delta": text}
@@ -266,68 +267,55 @@ class _Response:
             new = logprobs(self._service, delta)["content"]
             part["logprobs"] += new
             fields["logprobs"] = new
-        return [*found, self._event(f"response.{name}.delta", **fields)]
+        return found + self._event(f"response.{name}.delta", **fields)
 
-    def _close(self, status: str = "completed") -> list[str]:
+    def _close(self, status: str = "completed") -> str:
         if not self._open:
-            return []
+            return ""
         self._open, item = False, self._items[-1]
         part = item["content"][0]
         place = {**self._place(), "content_index": 0}
         done = {"text": part["text"]}
         if item["type"] == "message":
             item["status"], done["logprobs"] = status, part["logprobs"]
-        return [
-            self._event(f"response.{part['type']}.done", **place, **done),
-            self._event("response.content_part.done", **place, part=part),
-            self._item_done(),
-        ]
+        return (
+            self._event(f"response.{part['type']}.done", **place, **done)
+            + self._event("response.content_part.done", **place, part=part)
+            + self._item_done()
+        )
 
     def _item_done(self) -> str:
         index, item = len(self._items) - 1, self._items[-1]
         return self._event("response.output_item.done", output_index=index, item=item)
 
-    def _call(self, call: ToolCall) -> list[str]:
+    def _call(self, call: ToolCall) -> str:
+        group, name = self._generation.request.namespaces.get(call.name, (None, call.name))
         item = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
             "status": "in_progress",
             "call_id": call.id,
-            "name": call.name,
+            "name": name,
             "arguments": "",
         }
-        if call.name in self._generation.request.namespaces:
-            item["namespace"] = self._generation.request.namespaces[call.name]
+        if group is not None:
+            item["namespace"] = group
         added = self._add(item)
         item |= {"status": "completed", "arguments": call.arguments}
         arguments = "response.function_call_arguments"
-        return [
-            added,
-            self._event(f"{arguments}.delta", **self._place(), delta=call.arguments),
-            self._event(
-                f"{arguments}.done", **self._place(), name=call.name, arguments=call.arguments
-            ),
-            self._item_done(),
-        ]
+        whole = {"name": name, "arguments": call.arguments}
+        return (
+            added
+            + self._event(f"{arguments}.delta", **self._place(), delta=call.arguments)
+            + self._event(f"{arguments}.done", **self._place(), **whole)
+            + self._item_done()
+        )
 
 
 async def reply(generation: Generation, service: Service) -> dict[str, Any]:
     """Return the body of the whole reply."""
-    response = _Response(generation, service)
+    response = Stream(generation, service)
     (delta,) = await generation.whole()
-    response.add(delta)
+    response.add(0, delta)
     response.end()
     return response.body("incomplete" if delta.finish == LENGTH else "completed")
-
-
-async def events(generation: Generation, service: Service) -> AsyncIterator[str]:
-    """Yield the events of a streamed reply."""
-    response = _Response(generation, service)
-    for found in response.start():
-        yield found
-    while not generation.done:
-        _, delta = await generation.next()
-        for found in response.add(delta):
-            yield found
-    for found in response.end():
-        yield found
