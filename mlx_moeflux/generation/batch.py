@@ -210,10 +210,13 @@ class PausedCall:
 
     Experts are read once however often it pauses. A call that is dropped before its end leaves
     all states as they were.
+
+    columns: Sum of T. layers: Number of layers that are done.
     """
 
     def __init__(self, model: Any, tokens: Sequence[mx.array], states: Sequence[Any]):
         self._layers = model.read_in_pauses(tokens, states)
+        self.columns, self.layers = sum(rows.shape[1] for rows in tokens), 0
 
     def advance(self, until: float) -> mx.array | None:
         """Go on, at least to the next pause, until ``time.monotonic()`` is `until`.
@@ -222,9 +225,11 @@ class PausedCall:
         """
         while True:
             try:
-                next(self._layers)
+                layers = next(self._layers)
             except StopIteration as end:
                 return end.value
+            if layers is not None:
+                self.layers = layers
             if time.monotonic() >= until:
                 return None
 
@@ -244,6 +249,22 @@ class Prefill:
     def entries(self) -> list[Any]:
         """Return one merged state of all sequences."""
         return merged([sequence.state for sequence in self.sequences])
+
+    @property
+    def layers(self) -> int:
+        """Return the number of layers that the present call has done."""
+        return 0 if self._paused is None else self._paused.layers
+
+    def share(self) -> float:
+        """Return how much of the prompts is read, 0 to 1: a call of 1,000 tokens counts 250 when a
+        quarter of its layers is done. What a prompt cache supplied does not count."""
+        read = sum(s.read - s.cached for s in self.sequences)
+        return self._share(read, sum(len(s.prompt) - s.cached for s in self.sequences))
+
+    def _share(self, read: int, total: int) -> float:
+        if self._paused is not None:
+            read += self._paused.columns * self._paused.layers / len(self._model.layers)
+        return min(read / total, 1.0) if total else 1.0
 
     def drop(self, uids: set[int]) -> None:
         """Remove these sequences."""
@@ -346,6 +367,10 @@ class PaddedPrefill(Prefill):
         """Return the merged state, see :attr:`Prefill.entries`."""
         return self._merged
 
+    def share(self) -> float:
+        """Return how much of the columns is read, see :meth:`Prefill.share`."""
+        return self._share(self._read_columns, self._rows.shape[1])
+
     def drop(self, uids: set[int]) -> None:
         """Remove these sequences and read the others again from the start."""
         before = len(self.sequences)
@@ -438,6 +463,20 @@ class BatchReply:
     finish_reason: str | None
     prompt_cache: SequenceState | None = None
     cached_tokens: int = 0
+
+
+class Workload(NamedTuple):
+    """The sequences of a generator: prompts that wait, prompts that are read together, and replies.
+
+    layers: Number of layers that the prompts have passed in their present call. share: How much
+    of them is read, see :meth:`Prefill.share`; 0 if none is read.
+    """
+
+    waiting: int = 0
+    reading: int = 0
+    running: int = 0
+    layers: int = 0
+    share: float = 0.0
 
 
 class BatchGenerator:
@@ -636,8 +675,15 @@ class BatchGenerator:
 
     def __len__(self) -> int:
         """Return the number of unfinished sequences."""
-        reading = 0 if self._prefill is None else len(self._prefill.sequences)
-        return len(self._waiting) + reading + len(self._batch)
+        return sum(self.workload()[:3])
+
+    def workload(self) -> Workload:
+        """Return what there is to do, as of the last step."""
+        waiting, running, prefill = len(self._waiting), len(self._batch), self._prefill
+        if prefill is None:
+            return Workload(waiting, 0, running)
+        reading = len(prefill.sequences)
+        return Workload(waiting, reading, running, prefill.layers, prefill.share())
 
     @property
     def nbytes(self) -> int:

@@ -171,10 +171,12 @@ class DecoderModel(StreamingModel):
 
     def read_in_pauses(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
-    ) -> Generator[None, None, mx.array]:
+    ) -> Generator[int | None, None, mx.array]:
         """Read tokens like :meth:`read_together`, and yield between layers and between parts of
         their mixers, where other calls of the model may run. Each of `tokens` is ``[B, T]``,
         several have B = 1. Return the last logits ``[B, V]``.
+
+        Yields: The number of layers that are done, or None between parts of a layer.
 
         A generator that raises or is closed before its end leaves all states as they were.
 
@@ -207,7 +209,7 @@ class DecoderModel(StreamingModel):
                     self.start_eval()
                     mx.eval(before)
                     before, unsent = hidden, []
-                    yield
+                    yield i
             with metal.gathered():
                 if len(hidden) == 1:
                     logits = self.logits(hidden[0][:, -1:])[:, 0]

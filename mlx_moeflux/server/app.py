@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from mlx_moeflux.server.assemble import Delta
@@ -31,6 +31,7 @@ from mlx_moeflux.server.protocols import (
 )
 from mlx_moeflux.server.request import GenerationRequest
 from mlx_moeflux.server.service import Generation, Service
+from mlx_moeflux.server.web import page_routes
 
 LOG = logging.getLogger("mlx_moeflux.server")
 T = TypeVar("T")
@@ -96,7 +97,9 @@ def make_app(service: Service, limits: Limits) -> Guard:
         "/props": lambda request: JSONResponse(info.props(service)),
         "/metrics": lambda request: PlainTextResponse(info.metrics(service)),
     }
-    routes = [Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()]
+    routes: list[BaseRoute] = [
+        Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()
+    ]
     post = {
         "/v1/messages/count_tokens": info.count_tokens,
         "/tokenize": info.tokenize,
@@ -106,6 +109,7 @@ def make_app(service: Service, limits: Limits) -> Guard:
         routes.append(Route(path, _compute(service, compute), methods=["POST"]))
     for path, protocol in PROTOCOLS.items():
         routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
+    routes += page_routes()
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

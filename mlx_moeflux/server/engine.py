@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError, MoefluxError
-from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
+from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
 from mlx_moeflux.generation.memory import LIMITS, Needs
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
@@ -100,7 +100,7 @@ class Engine:
     The methods are for the event loop's thread. After a failure of a step all replies end with an
     error, and later ones are answered.
 
-    stop_ids: Ids that end every reply.
+    stop_ids: Ids that end every reply. workload: What there was to do after the last step.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Engine:
         self._stopped = self._warm = False
         self._samplers = functools.lru_cache(64)(_shared_sampler)
         self._generator = self._make_generator()
+        self.workload = Workload()
 
     def start(self) -> None:
         """Start the thread; compile the kernels of a GPU before the first request."""
@@ -216,8 +217,9 @@ class Engine:
                 while not self._stopped:
                     self._obey()
                     self._step()
+                    self.workload = self._generator.workload()
                 self._generator.close()
-        except Exception as error:  # noqa: BLE001  # nobody else waits for this thread
+        except Exception as error:  # noqa: BLE001  # the loop is told, and later requests are refused
             LOG.error("the engine ended: %s", _line(error))
             failed = RequestError("the model ended; the server's log says why.", status=500)
             assert self._loop is not None

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.service import Service
+from mlx_moeflux.server.web import is_page
 
 LOG = logging.getLogger("mlx_moeflux.server")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -27,7 +28,8 @@ class Limits:
     """Bounds of connections, and who may use the server.
 
     hosts: Names and addresses that requests may call the server by. api_key: Required in every
-    request if set. origins: Web pages that may use the server, such as ``http://localhost:3000``.
+    request if set, but for the page's files and ``/health``. origins: Web pages that may use the
+    server, such as ``http://localhost:3000``.
     body_bytes, body_seconds: Size of a body and time until it is there. header_seconds,
     header_bytes, idle_seconds: Of a request's head, and of a connection between two requests.
     write_seconds: Time in which a client must take some of a stream. keep_alive_seconds: Time
@@ -128,8 +130,8 @@ class Guard:
                 status=403,
                 code="origin_not_allowed",
             )
-        key = self.limits.api_key
-        if key is None or scope["path"] == "/health" or scope["method"] == "OPTIONS":
+        key, path = self.limits.api_key, scope["path"]
+        if key is None or path == "/health" or is_page(path) or scope["method"] == "OPTIONS":
             return
         bearer = headers.get("authorization", "")
         given = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get("x-api-key", "")

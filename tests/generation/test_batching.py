@@ -440,10 +440,15 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
             generator.next()
             uids = generator.insert(prompts, [3] * together)
             said, steps, begun = {uid: [] for uid in uids}, 0, False
+            shares, layers = [0.0], [0]
             while len(generator) > 1:
                 before = model.store.stats().total.lookups
                 replies = generator.step()
                 steps += not begun
+                if (work := generator.workload()).reading:
+                    assert work[:3] == (0, together, 1)
+                    shares.append(work.share)
+                    layers.append(work.layers)
                 if not begun:
                     lookups[pause] = lookups.get(pause, 0) + (
                         model.store.stats().total.lookups - before
@@ -456,6 +461,11 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
             # One step for the whole prompt, or one for each part of a layer and the head.
             pauses = len(model.layers) * (1 + together * (parts - 1))
             assert steps == (1 if pause is None else pauses + 1)
+            if pause is not None:
+                assert shares == pytest.approx([layer / len(model.layers) for layer in layers])
+                assert sorted(layers) == layers
+                assert [*dict.fromkeys(layers)] == [*range(len(model.layers) + 1)]
+            assert generator.workload()[:2] == (0, 0)
     for one, other in zip(*heard.values(), strict=True):
         for (token, logprobs), (right, exact) in zip(one, other, strict=True):
             assert token == right

@@ -111,6 +111,31 @@ def test_an_end_drops_what_takes_longer_than_the_bound(tiny):
     assert not server.service.engine.alive
 
 
+def test_metrics_follow_a_prompt_by_layers(tiny, monkeypatch):
+    with served(*tiny, engine=EngineOptions(max_pause=0.0)) as server:
+        generator, engine = server.service.engine._generator, server.service.engine
+        original, turn = type(generator).step, threading.Semaphore(0)
+
+        def step(self):
+            turn.acquire(timeout=30)
+            return original(self)
+
+        monkeypatch.setattr(type(generator), "step", step)
+        body = {"messages": [{"role": "user", "content": "x " * 50}], "max_tokens": 1}
+        thread = threading.Thread(target=server.ask, args=(PATH, body))
+        thread.start()
+        layers = len(server.service.model.layers)
+        for passed in range(1, layers + 1):
+            turn.release()
+            wait_until(lambda done=passed: engine.workload.layers == done)
+            _, text = server.ask("/metrics")
+            assert "mlx_moeflux_prompts_reading 1\n" in text
+            assert f"mlx_moeflux_prompt_layers {passed}\n" in text
+            assert f"mlx_moeflux_prompt_share {passed / layers}\n" in text
+        turn.release(9)
+        thread.join()
+
+
 def test_a_silent_stream_is_kept_alive(tiny, monkeypatch):
     """While a prompt is read, comments come."""
     with served(*tiny, limits=with_limits(keep_alive_seconds=0.05)) as server:

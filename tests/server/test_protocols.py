@@ -103,6 +103,7 @@ def test_tokens_there_and_back(server, tiny):
 def test_properties_and_metrics(server):
     status, props = server.ask("/props")
     assert (status, props["model"], props["vocabulary"]) == (200, "tiny", 4096)
+    assert props["layers"] == len(server.service.model.layers)
     before = samples(server)
     server.chat(max_tokens=3)
     server.ask("/v1/chat/completions", {})
@@ -118,7 +119,8 @@ def test_properties_and_metrics(server):
     assert grown("time_to_first_token_seconds_count") == 1
     assert grown('request_seconds_bucket{le="+Inf"}') == 1
     assert grown("expert_lookups_total") > 0
-    assert after["mlx_moeflux_replies"] == 0
+    for name in ("replies", "prompts_waiting", "prompts_reading", "prompt_layers", "prompt_share"):
+        assert after[f"mlx_moeflux_{name}"] == 0
     assert after["mlx_moeflux_expert_bytes_read_total"] > 0
 
 

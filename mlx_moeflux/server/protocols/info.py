@@ -40,6 +40,7 @@ def props(service: Service) -> dict[str, Any]:
         "model": service.options.name,
         "context_length": service.model.context_left(),
         "vocabulary": service.vocabulary,
+        "layers": len(service.model.layers),
         "chat_template": service.tokenizer.chat_template,
         "tool_calls": service.tool_syntax is not None,
         "reasoning": service.reasoning is not None,
@@ -90,10 +91,18 @@ def health(service: Service) -> dict[str, Any]:
 def metrics(service: Service) -> str:
     """Return all counts in Prometheus' text format."""
     total = service.model.store.stats().total
-    cache = service.prompt_cache
+    cache, work = service.prompt_cache, service.engine.workload
     return service.metrics.text(
         {
             "replies": ("gauge", "Replies that wait or run.", service.engine.live),
+            "prompts_waiting": ("gauge", "Prompts that wait to be read.", work.waiting),
+            "prompts_reading": ("gauge", "Prompts that are read together.", work.reading),
+            "prompt_layers": (
+                "gauge",
+                "Layers that these have passed in their present call of the model.",
+                work.layers,
+            ),
+            "prompt_share": ("gauge", "Share of these that is read, 0 to 1.", work.share),
             "expert_lookups_total": ("counter", "Experts looked up.", total.lookups),
             "expert_hits_total": ("counter", "Experts found in memory.", total.hits),
             "expert_hit_rate": ("gauge", "Hits by lookups since the start.", total.hit_rate),

@@ -1,0 +1,103 @@
+// The elements of one message.
+
+import { numbersLine } from "./engine.js";
+import { MarkdownView } from "./markdown.js";
+import { ENDS } from "./run.js";
+
+// How a reply ended, in words; a whole reply needs none.
+const NOTES = {
+  [ENDS.stopped]: "Stopped.",
+  [ENDS.length]: "Cut off: the reply reached its limit of tokens.",
+};
+
+// act: {copy, edit, regenerate}, called with the message.
+export class MessageView {
+  constructor(message, act) {
+    this.message = message;
+    const template = document.getElementById(`${message.role}-template`);
+    this.element = template.content.firstElementChild.cloneNode(true);
+    this.part = (name) => this.element.querySelector(`.${name}`);
+    for (const button of this.element.querySelectorAll("[data-act]")) {
+      button.addEventListener("click", () => act[button.dataset.act](message, button));
+    }
+    if (message.role === "assistant") this.markdown = new MarkdownView(this.part("content"));
+  }
+
+  // last: Nothing follows this message. running: It is still coming.
+  show({ last, running }) {
+    if (this.message.role === "user") {
+      this.part("content").textContent = this.message.content;
+      return;
+    }
+    const { content, reasoning, thoughtSeconds, error, end, numbers } = this.message;
+    this.markdown.show(content);
+    this.element.classList.toggle("running", running);
+    this.part("thinking").hidden = !reasoning;
+    const thinking = running && !content;
+    this.part("thinking-title").textContent = thinking ? "Thinking…" : thought(thoughtSeconds);
+    const thoughts = this.part("thoughts");
+    if (thoughts.textContent !== reasoning) thoughts.textContent = reasoning;
+    const closed = !running && end === ENDS.running;
+    const note = closed ? "The page was closed before the reply ended." : (NOTES[end] ?? "");
+    this.fill("note", running ? "" : note);
+    this.fill("error", error ?? "");
+    this.fill("numbers", running ? "" : numbersLine(numbers));
+    this.part("waiting").hidden = !(running && !content && !reasoning);
+    this.part("actions").hidden = running;
+    this.element.querySelector("[data-act=regenerate]").hidden = !last;
+  }
+
+  fill(name, text) {
+    this.part(name).textContent = text;
+    this.part(name).hidden = !text;
+  }
+
+  // Replaces the question by a field; calls sent(text) or nothing.
+  edit(sent) {
+    const form = document.getElementById("edit-template").content.firstElementChild.cloneNode(true);
+    const field = form.querySelector("textarea");
+    const close = () => {
+      form.replaceWith(this.element);
+      this.element.querySelector("[data-act=edit]").focus();
+    };
+    field.value = this.message.content;
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      close();
+      if (field.value.trim()) sent(field.value);
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        close();
+      }
+    });
+    form.querySelector("[data-act=cancel]").addEventListener("click", close);
+    sendOnEnter(field, form);
+    this.element.replaceWith(form);
+    growWith(field);
+    field.focus();
+    field.setSelectionRange(field.value.length, field.value.length);
+  }
+}
+
+function thought(seconds) {
+  return seconds >= 1 ? `Thought for ${Math.round(seconds)} s` : "Thoughts";
+}
+
+// Enter sends, Shift+Enter is a new line. An input method's Enter does neither.
+export function sendOnEnter(field, form) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    }
+  });
+  field.addEventListener("input", () => growWith(field));
+}
+
+// Makes a field as high as its text; the style sheet bounds it.
+export function growWith(field) {
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
+}

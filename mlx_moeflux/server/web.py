@@ -1,0 +1,65 @@
+"""The files of the page at ``/``, and the headers that bind what the page may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+PAGE = Path(__file__).parent / "page"
+
+# Scripts and styles come from this server alone, and nothing is sent elsewhere. Text of a model
+# that got past the sanitiser could not run: there are no inline scripts, and Trusted Types refuse
+# strings where a browser would parse HTML.
+HEADERS = {
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types dompurify",
+        )
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    # A new version of the server has new files under the same names.
+    "Cache-Control": "no-cache",
+}
+
+
+class PageFiles(StaticFiles):
+    """Serves the page's files with :data:`HEADERS`."""
+
+    def __init__(self):
+        super().__init__(directory=PAGE)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
+
+def page_routes() -> list[BaseRoute]:
+    """Return the routes of ``/`` and of the files that it names, under ``/page``."""
+    files = PageFiles()
+
+    async def index(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    return [Route("/", index, methods=["GET"]), Mount("/page", files)]
+
+
+def is_page(path: str) -> bool:
+    """Return True for what a browser loads before a user can enter the API key."""
+    return path == "/" or path.startswith("/page/")

@@ -1,0 +1,563 @@
+"""The page at ``/``. Oracle: what the scripted model said and what a browser then shows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.server.engine import EngineOptions
+from mlx_moeflux.server.web import PAGE
+from tests.server.chromium import BINARY, browser
+from tests.server.conftest import served, wait_until, with_limits
+from tests.server.scripted import Script, saying
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(file for file in PAGE.rglob("*") if file.is_file())
+OWN = [file for file in FILES if file.parent == PAGE]
+TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css"}
+TYPES |= {".html": "text/html", ".svg": "image/svg+xml", ".md": "text/markdown"}
+
+in_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BINARY is None, reason="Chromium is not installed"),
+]
+
+
+# Files and headers
+
+
+def test_the_page_and_its_files_come_with_their_headers(server):
+    for path in ("/", *(f"/page/{file.relative_to(PAGE)}" for file in FILES)):
+        file = PAGE / ("index.html" if path == "/" else path.removeprefix("/page/"))
+        status, text = server.ask(path)
+        assert (status, text) == (200, file.read_text("utf-8"))
+        if file.suffix:
+            kind = server.headers.get_content_type()
+            assert kind.replace("application/javascript", "text/javascript") == TYPES[file.suffix]
+        assert server.headers["X-Content-Type-Options"] == "nosniff"
+        policy = server.headers["Content-Security-Policy"].split("; ")
+        rules = dict(rule.split(" ", 1) for rule in policy)
+        assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+        assert rules["frame-ancestors"] == "'none'"
+        for kind in ("script-src", "style-src", "connect-src", "img-src"):
+            assert rules[kind] == "'self'"
+        assert rules["require-trusted-types-for"] == "'script'"
+
+
+def test_nothing_but_the_files_is_served(server):
+    for path in ("/page/", "/page/nothing.js", "/page/../app.py", "/page/%2e%2e/app.py"):
+        status, reply = server.ask(path)
+        assert (status, reply["error"]["type"]) == (404, "invalid_request_error")
+    assert server.ask("/", {})[0] == 405
+
+
+def test_the_files_need_no_key_and_all_else_does(tiny):
+    with served(*tiny, limits=with_limits(api_key="secret")) as server:
+        assert server.ask("/")[0] == server.ask("/page/app.js")[0] == 200
+        for path in ("/props", "/metrics", "/v1/models", "/pages", "/page"):
+            assert server.ask(path)[0] == 401
+        assert server.ask("/", headers={"Host": "evil.example"})[0] == 403
+
+
+def test_the_package_has_the_files():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["mlx_moeflux"]
+    packed = {file for pattern in patterns for file in (ROOT / "mlx_moeflux").glob(pattern)}
+    assert {PAGE / "index.html", PAGE / "vendor" / "LICENSE-marked"} <= set(FILES) <= packed
+
+
+@pytest.mark.parametrize("file", OWN, ids=lambda file: file.name)
+def test_own_files_name_no_other_server(file):
+    text = file.read_text("utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?://\w|[\"'(]//\w", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(", text)
+
+
+class Elements(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_markup_runs_nothing_inline_and_names_what_exists():
+    reader = Elements()
+    reader.feed((PAGE / "index.html").read_text("utf-8"))
+    assert len(reader.found) > 100
+    for tag, attributes in reader.found:
+        assert tag != "style"
+        assert not any(name == "style" or name.startswith("on") for name in attributes)
+        if tag == "script":
+            assert attributes["src"]
+        for name in ("src", "href"):
+            address = attributes.get(name) or "#"
+            if not address.startswith("#"):
+                assert (PAGE.parent / address).is_file(), address
+    for file in OWN:
+        if file.suffix == ".js":
+            for name in re.findall(r'from "(\S+)"', file.read_text("utf-8")):
+                assert (PAGE / name).is_file(), name
+
+
+def test_the_list_of_vendored_files_names_their_versions():
+    listed = (PAGE / "vendor" / "README.md").read_text("utf-8")
+    for name, package in (("marked.esm.js", "marked v"), ("purify.es.mjs", "DOMPurify ")):
+        text = (PAGE / "vendor" / name).read_text("utf-8")
+        version = re.search(rf"{package}([\d.]+)", text[:400])[1]
+        row = next(line for line in listed.splitlines() if f"| `{name}`" in line)
+        assert f" {version}," in row
+
+
+# In Chromium
+
+TEXT = """<think>A loop, or a *slice*.</think>
+Use **a loop**, see [the manual](https://example.org/loops):
+
+```python
+def first(items):
+    return next(iter(items))
+```
+
+| n | square |
+| -: | - |
+| 2 | 4 |
+"""
+HOSTILE = """</div></p></article><script>document.title = "pwned"</script>
+<img src=x onerror="alert(1)"> <svg onload=alert(2)></svg> <iframe src="javascript:alert(3)">
+
+[a](javascript:alert(4)) [b](JaVaScRiPt&colon;alert(5))
+[c](data:text/html,<script>alert(6)</script>)
+![d](https://example.org/pixel.png) ![e](x" onerror="alert(7)) <javascript:alert(8)>
+[f](/v1/models) [g]( "onmouseover=alert(9)) <style>body{display:none}</style>
+
+```"><script>alert(10)</script>
+</code></pre><script>alert(11)</script>
+```
+<template><b>x</b></template><math><mtext><table><mglyph><style><img src=x onerror=alert(12)>
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+class User:
+    """Somebody at the page, in a tab of their own."""
+
+    def __init__(self, chromium, url):
+        self.tab = chromium.tab()
+        self.tab.size(1100, 800)
+        self.url = url
+        self.open()
+
+    def open(self):
+        self.tab.open(self.url)
+        self.tab.until("document.querySelector('#model').textContent === 'tiny'")
+
+    def ask(self, text, *, wait=True):
+        self.tab.run("document.querySelector('#question').focus()")
+        self.tab.type(text)
+        self.tab.press("Enter")
+        if wait:
+            self.wait()
+
+    def wait(self):
+        self.tab.until("document.body.classList.contains('replying')")
+        self.tab.until("!document.body.classList.contains('replying')")
+
+    def messages(self):
+        return [text.strip() for text in self.tab.texts("#messages .message .content")]
+
+    def only_own_requests(self):
+        return all(request.startswith((self.url, "blob:")) for request in self.tab.requests)
+
+
+@pytest.fixture
+def at_page(tiny, chromium):
+    """(user, script, server) of a scripted server."""
+
+    def begin(*texts, **options):
+        script = Script(*texts)
+        server = stack.enter_context(saying(*tiny, script, **options))
+        return User(chromium, server.url), script, server
+
+    with contextlib.ExitStack() as stack:
+        yield begin
+
+
+class TestInChromium:
+    pytestmark = in_browser
+
+    def test_a_whole_conversation(self, at_page):
+        user, script, _ = at_page(TEXT, "It is *short*.")
+        tab = user.tab
+        tab.click("#settings-button")
+        tab.click("#system")
+        tab.type("Be brief.")
+        tab.run("document.querySelector('[name=temperature]').focus()")
+        tab.type("0.25")
+        tab.run("document.querySelector('[name=max_tokens]').focus()")
+        tab.type("300")
+        tab.press("Escape")
+        user.ask("How do I take\nthe first one?", wait=False)
+        # The beginning is there before the end.
+        tab.until("document.querySelector('.running .content strong')")
+        assert "first(items)" not in user.messages()[1]
+        tab.until("!document.querySelector('.running.message')")
+        asked = "# system: Be brief.# user: How do I take\nthe first one?"
+        assert script.prompts[0].startswith(asked)
+        job = script.jobs[0]
+        assert (job.sampling.temperature, job.sampling.top_p, job.limit) == (0.25, 1.0, 300)
+        assert tab.texts(".content strong") == ["a loop"]
+        assert tab.texts(".code .language") == ["python"]
+        assert tab.texts(".code pre") == ["def first(items):\n    return next(iter(items))\n"]
+        assert tab.texts(".content td") == ["2", "4"]
+        assert tab.run("document.querySelector('td').align") == "right"
+        link = "document.querySelector('.content a')"
+        assert tab.run(f"[{link}.href, {link}.rel]") == [
+            "https://example.org/loops", "noopener noreferrer"
+        ]  # fmt: skip
+        # Thinking is folded, and no Markdown.
+        assert tab.run("document.querySelector('.thinking').open") is False
+        tab.click(".thinking summary")
+        assert tab.texts(".thoughts") == ["A loop, or a *slice*."]
+        (numbers,) = tab.texts(".numbers")
+        for part in ("tokens", "tokens/s", "first after", "prompt", "hit rate", "read"):
+            assert part in numbers
+        user.ask("And?")
+        assert tab.texts(".content em") == ["short"]
+        assert "next(iter(items))" in script.prompts[1]
+        assert script.prompts[1].startswith(asked)
+        assert "# user: And?" in script.prompts[1]
+        assert tab.texts("#conversations .title") == ["How do I take"]
+        assert user.only_own_requests()
+        assert tab.said == []
+
+    def test_another_reply_and_an_edited_question(self, at_page):
+        user, script, _ = at_page("one", "two", "three", "four")
+        tab = user.tab
+        user.ask("first")
+        user.ask("second")
+        tab.click("[data-act=regenerate]")
+        user.wait()
+        assert user.messages() == ["first", "one", "second", "three"]
+        assert script.prompts[2] == script.prompts[1]
+        # The arrow edits the last question; the button edits any.
+        tab.run("document.querySelector('#question').focus()")
+        tab.press("ArrowUp")
+        assert tab.run("document.querySelector('.edit textarea').value") == "second"
+        tab.press("Escape")
+        assert user.messages() == ["first", "one", "second", "three"]
+        tab.run("document.querySelector('[data-act=edit]').click()")
+        tab.type(" of all")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages() == ["first of all", "four"]
+        assert "second" not in script.prompts[3]
+
+    @pytest.mark.parametrize("how", ["Escape", "button"])
+    def test_stop_keeps_the_text_and_frees_the_place(self, at_page, how):
+        user, _, server = at_page("word " * 3000)
+        tab = user.tab
+        user.ask("Go on", wait=False)
+        tab.until("document.querySelector('.assistant .content')?.innerText.length > 20")
+        line = tab.texts("#engine .line")[0]
+        assert re.search(r"\d+ tokens · \d+\.\d tokens/s", line)
+        tab.press("Escape") if how == "Escape" else tab.click("#stop")
+        tab.until("!document.body.classList.contains('replying')")
+        wait_until(lambda: server.service.engine.live == 0)
+        assert tab.texts(".note") == ["Stopped."]
+        (question, text) = user.messages()
+        assert question == "Go on"
+        assert 20 < len(text) < 5 * 3000
+        assert set(text.split()) <= {"word", "wor", "wo", "w"}
+
+    def test_a_reload_finds_everything(self, at_page):
+        user, script, server = at_page("# whole", "word " * 3000, "again")
+        tab = user.tab
+        user.ask("one")
+        user.ask("two", wait=False)
+        tab.until("document.querySelector('.running .content')?.innerText.length > 20")
+        tab.run("new Promise((done) => setTimeout(done, 1500))")  # it is kept once a second
+        user.open()
+        wait_until(lambda: server.service.engine.live == 0)
+        one, whole, two, part = user.messages()
+        assert (one, whole, two) == ("one", "whole", "two")
+        assert tab.texts("#messages h1") == ["whole"]
+        assert part.startswith("word word")
+        assert tab.texts(".note") == ["", "The page was closed before the reply ended."]
+        tab.click("[data-act=regenerate]")
+        user.wait()
+        assert user.messages() == ["one", "whole", "two", "again"]
+        assert script.prompts[2] == script.prompts[1]
+
+    def test_conversations_are_apart_and_can_be_deleted(self, at_page):
+        user, script, _ = at_page("yes")
+        tab = user.tab
+        user.ask("first")
+        tab.press("O", modifiers=2 | 8)
+        user.ask("second")
+        assert "first" not in script.prompts[1]
+        assert tab.texts("#conversations .title") == ["second", "first"]
+        tab.click("#conversations .title")
+        assert user.messages() == ["first", "yes"]
+        tab.click("#conversations .remove")
+        tab.until("document.querySelectorAll('#conversations li').length === 1")
+        assert tab.said == ["dialog: Delete “first”? There is no way back."]
+        assert user.messages() == ["second", "yes"]
+        user.open()
+        assert tab.texts("#conversations .title") == ["second"]
+
+    def test_export_and_import(self, at_page, tmp_path):
+        user, _, _ = at_page(TEXT)
+        tab = user.tab
+        user.ask("How?")
+        context = tab.call("Target.getTargetInfo")["targetInfo"]["browserContextId"]
+        tab._browser.call(
+            "Browser.setDownloadBehavior",
+            behavior="allow", downloadPath=str(tmp_path), browserContextId=context,
+        )  # fmt: skip
+        tab.click("#export")
+        file = tmp_path / "How-.json"
+        wait_until(file.exists)
+        (written,) = json.loads(file.read_text())["conversations"]
+        assert written["messages"][1]["reasoning"] == "A loop, or a *slice*."
+        terminal = tmp_path / "saved.json"  # as /save of the terminal's chat writes
+        said = [("system", "Be brief."), ("user", "Who?"), ("assistant", "I.")]
+        terminal.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in said]}))
+        hostile = tmp_path / "hostile.json"
+        hostile.write_text(json.dumps({"conversations": [{"messages": [{"role": "tool"}]}]}))
+        before = user.messages()
+        for imported, expected in ((file, before), (terminal, ["Who?", "I."])):
+            self.give(tab, imported)
+            tab.until("document.querySelectorAll('#conversations li').length > 1")
+            assert user.messages() == expected
+        assert tab.run("document.querySelector('#system').value") == "Be brief."
+        assert len(tab.texts("#conversations li")) == 3
+        self.give(tab, hostile)
+        tab.until("document.querySelector('#alert').innerText.includes('no known role')")
+        user.open()
+        assert len(tab.texts("#conversations li")) == 3
+
+    @staticmethod
+    def give(tab, file):
+        count = len(tab.texts("#conversations li"))
+        node = tab.call("Runtime.evaluate", expression="document.querySelector('#file')")
+        object_id = node["result"]["objectId"]
+        tab.call("DOM.setFileInputFiles", files=[str(file)], objectId=object_id)
+        if "hostile" not in file.name:
+            tab.until(f"document.querySelectorAll('#conversations li').length > {count}")
+
+    def test_errors_are_shown_and_the_next_question_is_answered(self, at_page, monkeypatch):
+        user, _, server = at_page("word " * 200, "fine")
+        tab, store = user.tab, type(server.service.model.store)
+        original, failing = store.experts, threading.Event()
+
+        def experts(self, *arguments, **options):
+            if failing.is_set():
+                failing.clear()
+                raise ExpertFileError("pulled out")
+            return original(self, *arguments, **options)
+
+        monkeypatch.setattr(store, "experts", experts)
+        # In the middle of a stream.
+        user.ask("one", wait=False)
+        tab.until("document.querySelector('.running .content')?.innerText.length > 20")
+        failing.set()
+        tab.until("!document.body.classList.contains('replying')")
+        assert tab.texts(".error") == ["the model failed; the server's log says why."]
+        assert user.messages()[1].startswith("word word")
+        # Before it: a prompt longer than the context.
+        user.ask("x " * 9000)
+        assert "context" in tab.texts(".error")[1]
+        tab.run("[...document.querySelectorAll('[data-act=edit]')].pop().click()")
+        tab.run("document.querySelector('.edit textarea').select()")
+        tab.type("short")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages()[-2:] == ["short", "fine"]
+
+    def test_a_server_that_is_gone_is_said(self, tiny, chromium):
+        with saying(*tiny, Script("yes")) as server:
+            user = User(chromium, server.url)
+            user.ask("there?")
+        user.ask("and now?")
+        assert user.tab.texts(".error")[-1] == "The server cannot be reached."
+        assert user.messages()[:3] == ["there?", "yes", "and now?"]
+
+    def test_a_hostile_reply_does_nothing(self, at_page):
+        user, _, _ = at_page(f"<think><img src=x onerror=alert(0)></think>{HOSTILE}")
+        tab = user.tab
+        user.ask(HOSTILE)
+        text = user.messages()[1]
+        for part in ("<script>document.title", "<img src=x onerror", "<iframe", "<style>"):
+            assert part in text
+        self.check_nothing_ran(tab)
+        # Nor when its links are clicked and touched.
+        tab.run(
+            "document.querySelectorAll('.content a:not([href^=http])').forEach((a) => a.click())"
+        )
+        tab.run(
+            "document.querySelectorAll('.content *').forEach((one) =>"
+            "one.dispatchEvent(new MouseEvent('mouseover', {bubbles: true})))"
+        )
+        user.open()
+        self.check_nothing_ran(tab)
+        assert user.only_own_requests()
+
+    @staticmethod
+    def check_nothing_ran(tab):
+        assert tab.said == []
+        assert tab.run("document.title") == "mlx_moeflux"
+        inside = "#messages :is(script, style, img, iframe, svg[onload], math, template, object)"
+        assert tab.run(f"document.querySelectorAll({inside!r}).length") == 0
+        attributes = tab.run(
+            "[...document.querySelectorAll('.content *')].flatMap((one) => one.getAttributeNames())"
+        )
+        assert set(attributes) <= {"href", "target", "rel", "class", "title", "align", "start"}
+        addresses = tab.run("[...document.querySelectorAll('.content a[href]')].map((a) => a.href)")
+        assert "https://example.org/pixel.png" in addresses
+        assert all(address.startswith(("http", "mailto:")) for address in addresses)
+        assert not any("/v1/models" in address for address in addresses)
+
+    def test_the_policy_refuses_what_a_sanitiser_would_miss(self, at_page):
+        user, _, _ = at_page("yes")
+        tab = user.tab
+        done = tab.run(
+            "(() => { try { document.body.innerHTML = '<img src=x onerror=alert(1)>'; }"
+            "catch (error) { return error.name; } })()"
+        )
+        assert done == "TypeError"
+        tab.run(
+            "(() => { const one = document.createElement('a'); one.setAttribute('href',"
+            "'javascript:document.title=\"pwned\"'); document.body.append(one); one.click(); })()"
+        )
+        tab.run("new Image().src = 'https://example.org/pixel.png'; 0")
+        assert tab.run("fetch('https://example.org/').catch((error) => error.name)") == "TypeError"
+        tab.run("new Promise((done) => setTimeout(done, 300))")
+        assert tab.run("document.title") == "mlx_moeflux"
+        assert sum("Content Security Policy" in said for said in tab.said) >= 3
+
+    def test_a_key_is_asked_for_and_kept_for_the_session_alone(self, tiny, chromium):
+        limits = with_limits(api_key="sésame")
+        with saying(*tiny, Script("open"), limits=limits) as server:
+            tab = chromium.tab()
+            tab.open(server.url)
+            tab.until("document.querySelector('#settings').open")
+            assert "API key" in tab.texts("#alert")[0]
+            assert tab.run("document.activeElement.id") == "key"
+            tab.type("sésame")
+            tab.press("Enter")
+            tab.until("document.querySelector('#model').textContent === 'tiny'")
+            assert tab.run("document.querySelector('#alert').hidden")
+            tab.type("Hello")
+            tab.press("Enter")
+            tab.until("document.querySelector('.assistant .content')?.innerText.trim() === 'open'")
+            tab.open(server.url)
+            tab.until("document.querySelector('#model').textContent === 'tiny'")
+            assert tab.run("JSON.stringify({...localStorage})") == '{"theme":"auto"}'
+            assert tab.run("document.cookie") == ""
+
+    def test_a_prompt_is_followed_by_layers(self, at_page, monkeypatch):
+        user, _, server = at_page("yes", engine=EngineOptions(max_pause=0.0))
+        tab, engine = user.tab, server.service.engine
+        original, turn = type(engine._generator).step, threading.Semaphore(0)
+
+        def step(self):
+            turn.acquire(timeout=60)
+            return original(self)
+
+        monkeypatch.setattr(type(engine._generator), "step", step)
+        user.ask("x " * 50, wait=False)
+        layers = len(server.service.model.layers)
+        for passed in range(1, layers):
+            turn.release()
+            said = f"Reading the prompt: layer {passed} of {layers}, {100 * passed / layers:.1f} %"
+            tab.until(f"document.querySelector('#engine .line').innerText.startsWith({said!r})")
+            assert tab.run("document.querySelector('#engine progress').value") == pytest.approx(
+                passed / layers
+            )
+        turn.release(20)
+        tab.until("!document.body.classList.contains('replying')")
+        assert tab.run("document.querySelector('#engine progress').hidden")
+        assert tab.texts("#engine .line")[0].startswith("Since the server's start: hit rate")
+
+    def test_a_model_without_a_template_goes_on_with_the_text(self, tiny, chromium):
+        model, tokenizer = tiny
+        template, tokenizer.chat_template = tokenizer.chat_template, None
+        try:
+            script = Script("ab", "cd")
+            with saying(model, tokenizer, script) as server:
+                user = User(chromium, server.url)
+                assert "no chat template" in user.tab.texts("#empty")[0]
+                user.ask("one")
+                user.ask("two")
+                assert user.messages() == ["one", "ab", "two", "cd"]
+                assert script.prompts == ["one", "oneabtwo"]
+        finally:
+            tokenizer.chat_template = template
+
+    def test_dark_and_light(self, at_page):
+        user, _, _ = at_page("yes")
+        tab = user.tab
+        back = "getComputedStyle(document.body).backgroundColor"
+        colours = {}
+        for scheme in ("light", "dark"):
+            tab.prefer(scheme)
+            colours[scheme] = tab.run(back)
+        assert colours == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 29)"}
+        tab.click("#theme-button")
+        assert tab.run(back) == colours["light"]
+        user.open()
+        assert tab.run(back) == colours["light"]
+        tab.prefer("light")
+        tab.click("#theme-button")
+        assert tab.run(back) == colours["dark"]
+        tab.click("#theme-button")
+        assert tab.run(back) == colours["light"]
+
+    def test_a_phone(self, at_page):
+        user, _, _ = at_page(
+            f"{TEXT}\n| {'| '.join('abcdefghijklmnop')}|\n{'| - ' * 16}|\n" + "w" * 200
+        )
+        tab = user.tab
+        tab.size(360, 640, phone=True)
+        user.ask("Long " + "w" * 200)
+        assert tab.run("document.documentElement.scrollWidth") == 360
+        assert tab.run("document.querySelector('#messages').scrollWidth") == 360
+        covered = "document.querySelector('#drawer').getBoundingClientRect().right > 0"
+        assert not tab.run(covered)
+        tab.click("#menu")
+        tab.until(covered)
+        tab.until("document.querySelector('#drawer').getBoundingClientRect().left === 0")
+        tab.click("#conversations .title")
+        tab.until(f"!({covered})")
+        assert tab.run("document.querySelector('#send').getBoundingClientRect().right") < 360
+
+    def test_keys(self, at_page):
+        user, script, _ = at_page("yes")
+        tab = user.tab
+        tab.type("one")
+        tab.press("Enter", modifiers=8)
+        tab.type("two")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages()[0] == "one\ntwo"
+        tab.run("document.activeElement.blur()")
+        tab.press("/")
+        assert tab.run("document.activeElement.id") == "question"
+        assert tab.run("document.querySelector('#question').value") == ""
+        tab.press("Enter")
+        assert len(script.prompts) == 1
