@@ -108,12 +108,11 @@ INFO = TraceInfo(4, 2, (0,), {0: 100})
 @pytest.mark.usefixtures("small_files")
 def test_what_a_trace_has_before_the_disk_is_full_can_be_read(tmp_path):
     ids, weights = np.zeros((500, 2), np.uint32), np.zeros((500, 2), np.float32)
-    with (
-        pytest.raises(InputError, match="trace cannot be written: File too large"),
-        TraceWriter(tmp_path / "trace", INFO) as trace,
-    ):
-        for token in range(20):
-            trace(Chosen(0, 500 * token, ids, weights))
+    trace = TraceWriter(tmp_path / "trace", INFO)
+    for token in range(20):
+        trace(Chosen(0, 500 * token, ids, weights))
+    with pytest.raises(InputError, match="trace cannot be written: File too large"):
+        trace.close()
     assert len(Trace.open(tmp_path / "trace").calls) == 4
 
 
