@@ -1,13 +1,13 @@
 """Tokenizers of tokenizer.json, tokenizer.model and GGUF files, and chat templates.
 
-No code from a checkpoint runs: templates are rendered in jinja2's sandbox.
+No code from a checkpoint runs. Templates are rendered in a child process (:mod:`sandbox`), and
+tokenizers that are not known are tried there first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,8 @@ from mlx_moeflux.checkpoint.formats.gguf import find_gguf, gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
-
-# Errors of a template's expressions, apart from jinja2's own.
-_TEMPLATE_FAULTS = (
-    TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
-)  # fmt: skip
-
+from mlx_moeflux.sandbox.requests import check_tokenizer, render
+from mlx_moeflux.tokenizer_backends import BytePairs, SentencePieces, backend_of
 
 # Tokens and parts of templates from which mlx-lm 0.32.2 (tokenizer_utils.py) infers thinking and
 # tool calls. A group counts if all its members are there.
@@ -59,78 +55,6 @@ class Encoding(dict[str, Any]):
         return self["attention_mask"]
 
 
-class BytePairs:
-    """Backend of tokenizer.json, by the `tokenizers` library; `content` replaces `file`'s."""
-
-    def __init__(self, file: Path, content: dict[str, Any] | None = None):
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.decoders import ByteLevel
-
-        text = json.dumps(content).encode() if content else read_whole(file)
-        try:
-            self.backend = Backend.from_buffer(text)
-        # The library raises no narrower type.
-        except Exception as error:  # noqa: BLE001
-            raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
-        self.byte_level = isinstance(self.backend.decoder, ByteLevel)
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=special).ids
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        return self.backend.decode(ids, skip_special_tokens=skip_special)
-
-    def id_of(self, token: str) -> int | None:
-        return self.backend.token_to_id(token)
-
-    def token_of(self, i: int) -> str | None:
-        return self.backend.id_to_token(i)
-
-    def vocabulary(self) -> dict[str, int]:
-        return self.backend.get_vocab(with_added_tokens=True)
-
-    def special_ids(self) -> set[int]:
-        added = self.backend.get_added_tokens_decoder()
-        return {i for i, token in added.items() if token.special}
-
-
-class SentencePieces:
-    """Backend of tokenizer.model, by the `sentencepiece` library."""
-
-    byte_level = False
-
-    def __init__(self, file: Path):
-        from sentencepiece import SentencePieceProcessor
-
-        content = read_whole(file)
-        try:
-            self.backend = SentencePieceProcessor(model_proto=content)
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{file} is not a tokenizer ({error}); fetch it again.") from None
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return self.backend.encode(text, add_bos=special and self.backend.bos_id() >= 0)
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        control = self.special_ids() if skip_special else ()
-        # A model's vocabulary may be padded beyond the tokenizer's; those ids have no text.
-        size = self.backend.vocab_size()
-        return self.backend.decode([i for i in ids if i < size and i not in control])
-
-    def id_of(self, token: str) -> int | None:
-        i = self.backend.piece_to_id(token)
-        return None if i == self.backend.unk_id() and token != self.token_of(i) else i
-
-    def token_of(self, i: int) -> str | None:
-        return self.backend.id_to_piece(i) if i < self.backend.vocab_size() else None
-
-    def vocabulary(self) -> dict[str, int]:
-        return {self.backend.id_to_piece(i): i for i in range(self.backend.vocab_size())}
-
-    def special_ids(self) -> set[int]:
-        return {i for i in range(self.backend.vocab_size()) if self.backend.is_control(i)}
-
-
 class Tokenizer:
     """Tokenizer with transformers' names, which mlx-lm's ``TokenizerWrapper`` also accepts.
 
@@ -151,9 +75,9 @@ class Tokenizer:
         self.chat_template, self.name_or_path = chat_template, name_or_path
         self.tool_template = tool_template
         self.clean_up_tokenization_spaces = False
-        self.bos_token = _text(config.get("bos_token"))
-        self.eos_token = _text(config.get("eos_token"))
-        self.pad_token = _text(config.get("pad_token")) or self.eos_token
+        self.bos_token = _token(config, "bos_token", name_or_path)
+        self.eos_token = _token(config, "eos_token", name_or_path)
+        self.pad_token = _token(config, "pad_token", name_or_path) or self.eos_token
         own = None if self.eos_token is None else backend.id_of(self.eos_token)
         self.eos_token_ids = eos_token_ids | (set() if own is None else {own})
         if not self.eos_token_ids:
@@ -281,7 +205,8 @@ class Tokenizer:
         the template.
 
         Raises:
-            InputError: The tokenizer has no template, or the template refuses the messages.
+            InputError: There is no template, or it refuses the messages, or takes too much time or
+                memory.
         """
         if return_dict:
             raise InputError("return_dict is not offered; the result is ids or text.")
@@ -334,11 +259,11 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
     gguf, directory = _gguf(directory)
     if gguf is not None:
         file, content, config = gguf
-        backend = BytePairs(file, content)
-    elif (directory / "tokenizer.json").exists():
-        backend = BytePairs(directory / "tokenizer.json")
-    elif (directory / "tokenizer.model").exists():
-        backend = SentencePieces(directory / "tokenizer.model")
+        backend = _backend("json", json.dumps(content).encode(), file)
+    elif (file := directory / "tokenizer.json").exists():
+        backend = _backend("json", read_whole(file), file)
+    elif (file := directory / "tokenizer.model").exists():
+        backend = _backend("model", read_whole(file), file)
     elif found := next((f for n in _RANKS for f in sorted(directory.glob(n))), None):
         raise CheckpointError(
             f"{found} is in tiktoken's format, which is not read here; write a tokenizer.json "
@@ -416,58 +341,21 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str | None
     return template, tool_template
 
 
-def _text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+def _backend(kind: str, content: bytes, file: Path) -> BytePairs | SentencePieces:
+    check_tokenizer(kind, content, file)
+    return backend_of(kind, content)
+
+
+def _token(config: dict[str, Any], name: str, place: str) -> str | None:
+    """Return a special token of tokenizer_config.json: a text, or a dict with one."""
+    found = config.get(name)
+    text = found.get("content") if isinstance(found, dict) else found
+    if not isinstance(text, str | None):
+        raise ConfigError(f"{place or 'the tokenizer'}: {name} is {found!r}; expected a text.")
+    return text
 
 
 def _id(token: Any) -> int:
     if int(token) < 0:
         raise InputError(f"token id {int(token)} is negative; ids count from 0.")
     return int(token)
-
-
-def _environment() -> Any:
-    """Return jinja2's sandbox with the filters and functions that transformers offers."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}`` blocks, which mark the reply for training; renders their content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def render(template: str, **variables: Any) -> str:
-    """Return the text of a chat template.
-
-    Raises:
-        InputError: The template refuses the variables.
-    """
-    from jinja2 import TemplateError
-
-    try:
-        return _environment().from_string(template).render(**variables)
-    except (TemplateError, *_TEMPLATE_FAULTS) as error:
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise InputError(f"the chat template refuses these messages: {reason}.") from error

@@ -22,6 +22,8 @@ RANK = {
     "generation": 4,
     "tokenizer": 5,
     "detokenizer": 6,
+    "sandbox": 6,
+    "tokenizer_backends": 7,
     "models": 6,
     "experts": 7,
     "cache": 7,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Protocol, TypeGuard, TypeVar
 
-from mlx_moeflux.errors import CheckpointError, MoefluxError
+from mlx_moeflux.errors import CheckpointError, InputError, MoefluxError
 
 # One call moves at most 2 GiB - 4 KiB on Linux and fails beyond 2 GiB - 1 on macOS.
 _MAX_PIECE = 1 << 30
@@ -184,11 +184,28 @@ def hash_file(
     return hasher.hexdigest()
 
 
+def write_output(
+    file: str | os.PathLike[str], content: bytes, *, error: type[MoefluxError] = InputError
+) -> None:
+    """Write a file that a user named, as :func:`write_atomically` does; `error` if that fails."""
+    try:
+        write_atomically(Path(file), content)
+    except OSError as cause:
+        raise unwritable(file, cause, error=error) from cause
+
+
+def check_replaceable(file: Path) -> None:
+    """Raise OSError if `file` is a device, a pipe or a folder: a rename would remove it."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+
+
 def write_atomically(file: Path, content: bytes) -> None:
     """Replace a file so that a crash at any moment leaves the old content or the new one.
 
     Leaves no temporary file behind unless the process dies; raises OSError.
     """
+    check_replaceable(file)
     temporary = file.with_name(file.name + TEMPORARY_SUFFIX)
     try:
         with open(temporary, "wb") as handle:
@@ -216,6 +233,13 @@ def unreadable(
 ) -> MoefluxError:
     """The one-sentence error for a file that could not be opened or read."""
     return error(f"{file} cannot be read: {cause.strerror or cause}.")
+
+
+def unwritable(
+    file: str | os.PathLike[str], cause: OSError, *, error: type[MoefluxError] = InputError
+) -> MoefluxError:
+    """The one-sentence error for a file that could not be written."""
+    return error(f"{os.fspath(file)} cannot be written: {cause.strerror or cause}.")
 
 
 @contextmanager

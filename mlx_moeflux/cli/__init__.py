@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from mlx_moeflux._version import __version__
+from mlx_moeflux.cli import signals
 from mlx_moeflux.errors import MoefluxError, UnsupportedError
 
 # Command -> purpose. Its module in this package has add_arguments(parser) and run(args), and
@@ -64,6 +66,10 @@ class Version(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``mlx_moeflux COMMAND ...`` and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return _guarded(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="mlx_moeflux", description="Mixture-of-Experts models larger than memory, on MLX."
     )
@@ -78,10 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if arguments and ALIASES.get(arguments[0], arguments[0]) == name:
             command_module(name).add_arguments(chosen)
-    return _guarded(lambda: _run(parser, arguments))
-
-
-def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()
@@ -91,9 +93,13 @@ def _run(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> int:
     """Run one command as the script ``mlx_moeflux.NAME`` and return the exit status."""
-    parser = argparse.ArgumentParser(prog=f"mlx_moeflux.{name}", description=COMMANDS[name])
-    command_module(name).add_arguments(parser)
-    return _guarded(lambda: _run_command(name, parser.parse_args(arguments)))
+
+    def run() -> int:
+        parser = argparse.ArgumentParser(prog=f"mlx_moeflux.{name}", description=COMMANDS[name])
+        command_module(name).add_arguments(parser)
+        return _run_command(name, parser.parse_args(arguments))
+
+    return _guarded(run)
 
 
 def _run_command(name: str, args: argparse.Namespace) -> int:
@@ -107,28 +113,74 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
 
 
 def say(kind: str, message: object) -> None:
-    """Write one line to stderr in a single call, so that lines of threads do not mix."""
-    sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
+    """Write one line to stderr in a single call, so that lines of threads do not mix. Where stderr
+    cannot be written, the exit status is all that is left to say."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     say("warning", message)
 
 
-def _guarded(action) -> int:
+def _guarded(action: Callable[[], int]) -> int:
     """Return the exit status of `action`; errors and warnings become one line on stderr each."""
+    _open_closed_streams()
     try:
-        with warnings.catch_warnings():
+        with signals.raised(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status = action()
-        sys.stdout.flush()
-        return status
-    except MoefluxError as error:
+            sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001
+        status = signals.status() or _report(error)
+    return (signals.status() or status) if status else 0
+
+
+def _report(error: BaseException) -> int:
+    """Return the exit status of an error and say it in one line, or raise it if it is a fault of
+    ours."""
+    if isinstance(error, MoefluxError):
         say("error", error)
         return 1
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:
-        # The reader closed stdout; Python's flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        # The reader closed stdout.
+        _discard_unwritable()
         return 0
+    if isinstance(error, OSError):
+        # Commands name the files that they cannot read or write; left are the standard streams.
+        what = error.filename if error.filename is not None else "the output"
+        say("error", f"{what} cannot be read or written: {error.strerror or error}.")
+        _discard_unwritable()
+        return 1
+    raise error
+
+
+def _open_closed_streams() -> None:
+    """Replace closed standard streams. Otherwise the next file that is opened becomes stdout, or
+    what is for stderr goes to stdout. What cannot be said on stderr is dropped; writing to stdout
+    fails, because the text that was asked for would be lost."""
+    for name, descriptor, flags in (
+        ("stdin", 0, os.O_RDONLY),
+        ("stdout", 1, os.O_RDONLY),
+        ("stderr", 2, os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, flags)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+def _discard_unwritable() -> None:
+    """Drop what stdout and stderr cannot write; Python's flush at exit must not fail again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

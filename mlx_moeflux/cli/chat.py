@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli import say
+from mlx_moeflux.cli import say, signals
 from mlx_moeflux.cli.chat_faces import Face, PlainFace, Reply
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
@@ -208,7 +208,8 @@ class Conversation:
                     for self._last in stream:
                         text += self._last.text
                         shown.add(self._last.text)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
+                signals.handled(interrupt)
                 shown.interrupted()
             shown.end(self._last)
         return text
@@ -253,15 +254,12 @@ def save_conversation(file: Path, messages: Sequence[dict[str, str]]) -> None:
     Raises:
         InputError: It holds something else, or cannot be written.
     """
-    from mlx_moeflux.checkpoint.files import write_atomically
+    from mlx_moeflux.checkpoint.files import write_output
 
     if file.exists():
         load_conversation(file)
     text = json.dumps({"messages": list(messages)}, ensure_ascii=False, indent=1)
-    try:
-        write_atomically(file, text.encode() + b"\n")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written ({error.strerror}); choose another.") from error
+    write_output(file, text.encode() + b"\n")
 
 
 def load_conversation(file: Path) -> list[dict[str, str]]:

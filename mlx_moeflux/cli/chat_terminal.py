@@ -22,6 +22,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from mlx_moeflux import user_cache
+from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_faces import printable
 from mlx_moeflux.server.reasoning import ReasoningSplitter
 
@@ -58,7 +59,8 @@ class TerminalFace:
         while True:
             try:
                 return self._prompt.prompt(">> ")
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
+                signals.handled(interrupt)
                 continue  # as in a shell: a new line
 
     def note(self, text: str) -> None:

@@ -134,7 +134,7 @@ def _prompt_cache(args: argparse.Namespace) -> Any:
 
 def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:
     """Replace the tokenizer's chat template if one is given, and try it."""
-    from mlx_moeflux.server.template import check_template
+    from mlx_moeflux.sandbox.requests import check_template
 
     if args.chat_template is not None:
         file = Path(args.chat_template)

@@ -18,7 +18,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX, Progress, Report, counted
+from mlx_moeflux.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    Progress,
+    Report,
+    counted,
+    read_whole,
+    unwritable,
+    write_output,
+)
 from mlx_moeflux.checkpoint.formats.packed import PackedWriter, verify
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import PROJECTIONS
@@ -132,8 +140,8 @@ def write(conversion: Conversion, out: Path, identity: str, report: Report) -> N
         _write_tensors(conversion, out, report)
     source = conversion.checkpoint.directory
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+        if (source / name).exists():
+            write_output(out / name, read_whole(source / name), error=CheckpointError)
     for name, content in conversion.checkpoint.tokenizer.items():
         write_json(out / name, content)
     write_json(out / CONFIG_NAME, conversion.config_json())
@@ -243,7 +251,7 @@ def claim(out: Path, identity: str, *, needed: int) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}.") from error
+        raise unwritable(out, error) from error
     try:
         _lock(lock, out)
         try:

@@ -7,7 +7,6 @@ so that some experts are chosen more often than others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.checkpoint.files import Progress, counted, write_atomically
+from mlx_moeflux.checkpoint.files import Progress, counted, unwritable
 from mlx_moeflux.checkpoint.formats.decoded import encoded
 from mlx_moeflux.checkpoint.names import BIAS, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
@@ -77,7 +76,8 @@ def synthesize(
     Memory: a few chunks of 16 MiB.
 
     Raises:
-        InputError: The shape is unknown, or `out` is not empty.
+        InputError: The shape is unknown, or `out` is not empty or cannot be made.
+        CheckpointError: The disk is full or failed.
     """
     if like not in SHAPES:
         raise InputError(f"no shape is called '{like}'; there are {', '.join(SHAPES)}.")
@@ -95,7 +95,10 @@ def synthesize(
     spec, out = QuantSpec(bits, group_size), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not an empty directory; give another.")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise unwritable(out, cause) from cause
     kind = model_class(config.published()["model_type"])
     weights, named = list(random_weights(kind(config), spec)), kind.mlx_lm_name
     tensors = {named(w.name): w.tensor for w in weights}
@@ -217,7 +220,7 @@ def _write_tokenizer(out: Path, vocabulary: int) -> None:
     tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(unused)}
     tokenizer["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     tokenizer["model"] = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
-    write_atomically(out / "tokenizer.json", json.dumps(tokenizer).encode())
+    write_json(out / "tokenizer.json", tokenizer)
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 

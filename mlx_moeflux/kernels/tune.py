@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux import user_cache
+from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
@@ -175,10 +175,7 @@ def write(table: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
             lines = ",\n".join(f"      {json.dumps(row)}" for row in found)
             lists.append(f'    "{backend}": [\n{lines}\n    ]')
         entries.append(f'  "{operation}": {{\n' + ",\n".join(lists) + "\n  }")
-    try:
-        user_cache.write(Path(file), ("{\n" + ",\n".join(entries) + "\n}\n").encode())
-    except OSError as cause:
-        raise InputError(f"{file} cannot be written ({cause.strerror or cause}).") from cause
+    write_output(file, ("{\n" + ",\n".join(entries) + "\n}\n").encode())
 
 
 def keep(table: Mapping[str, Any]) -> Path:

@@ -25,6 +25,7 @@ import mlx.core as mx
 from mlx_moeflux import user_cache
 from mlx_moeflux._version import __version__
 from mlx_moeflux.backend import describe_backend
+from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import verdicts
 
@@ -254,7 +255,4 @@ def write(report: MachineReport, files: tuple[Path, Path]) -> None:
         InputError: One cannot be written.
     """
     for file, text in zip(files, (report.as_markdown(), report.as_json()), strict=True):
-        try:
-            user_cache.write(file, text.encode())
-        except OSError as error:
-            raise InputError(f"{file} cannot be written ({error.strerror or error}).") from error
+        write_output(file, text.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import unwritable, write_output
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, EVICTIONS
 from mlx_moeflux.experts.telemetry.bounds import compulsory, popularity, reuse_distances, shuffled
@@ -52,12 +54,14 @@ def show(
         files.append(out / f"{name}.png")
         try:
             out.mkdir(parents=True, exist_ok=True)
-            with _matplotlib().rc_context(STYLE):
-                figure = _figure()
-                draw(figure.add_subplot())
-                figure.savefig(files[-1], dpi=DPI)
         except OSError as cause:
-            raise InputError(f"{out} cannot be written ({cause.strerror or cause}).") from cause
+            raise unwritable(out, cause) from cause
+        picture = io.BytesIO()
+        with _matplotlib().rc_context(STYLE):
+            figure = _figure()
+            draw(figure.add_subplot())
+            figure.savefig(picture, dpi=DPI, format="png")
+        write_output(files[-1], picture.getvalue())
     return files
 
 

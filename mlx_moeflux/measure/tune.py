@@ -18,9 +18,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.source import open_checkpoint
-from mlx_moeflux.errors import InputError, MemoryBudgetError, UnsupportedError
+from mlx_moeflux.errors import MemoryBudgetError, UnsupportedError
 from mlx_moeflux.experts.io.native_pool import open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
@@ -66,10 +67,7 @@ class Tuning:
         Raises:
             InputError: It cannot be written.
         """
-        try:
-            Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        except OSError as cause:
-            raise InputError(f"{path} cannot be written ({cause.strerror or cause}).") from cause
+        write_output(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     def profile(self) -> Profile:
         """For :func:`~mlx_moeflux.experts.telemetry.forecast.forecast`."""

@@ -128,15 +128,14 @@ def test_a_port_that_is_taken_is_one_line(capsys):
     )
 
 
-def test_an_endless_template_is_refused(monkeypatch):
-    from mlx_moeflux.errors import UnsupportedError
-    from mlx_moeflux.server.template import check_template
+def test_an_endless_template_is_refused(monkeypatch, capsys):
+    from mlx_moeflux.sandbox.process import child
 
+    monkeypatch.setitem(child.call.__kwdefaults__, "seconds", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(UnsupportedError, match="did not render three messages within 2 s"):
-        check_template(endless, seconds=2)
-    check_template(TEMPLATE)
-    check_template("{{ raise_exception('no') }}")
+    assert main(["serve", "--port", "0", "--chat-template", endless]) == 1
+    error = capsys.readouterr().err
+    assert "error: the chat template was stopped at three short messages: it did not end" in error
 
 
 @pytest.mark.parametrize("module", ["starlette", "uvicorn", "llguidance"])

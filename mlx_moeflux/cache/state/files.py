@@ -22,7 +22,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.state.spec import DTYPE_CODES, ArraySpec
-from mlx_moeflux.checkpoint.files import HASH_BYTES, TEMPORARY_SUFFIX, opened, sync_directory
+from mlx_moeflux.checkpoint.files import (
+    HASH_BYTES,
+    TEMPORARY_SUFFIX,
+    check_replaceable,
+    opened,
+    sync_directory,
+)
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype, read_header
 from mlx_moeflux.errors import CacheError, CheckpointError
 
@@ -187,6 +193,7 @@ def write_file(
 
 
 def _write(path: Path, pieces: list[bytes | memoryview]) -> None:
+    check_replaceable(path)
     # A unique name: two processes may write the same file concurrently.
     fd, temporary = tempfile.mkstemp(TEMPORARY_SUFFIX, f".{path.name}.", path.parent)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import read_whole
+from mlx_moeflux.checkpoint.files import read_whole, write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.simulate import Simulation
 from mlx_moeflux.experts.telemetry.trace import Trace
@@ -97,8 +97,12 @@ class Profile:
             raise InputError(f"{path} is no profile: its times are not numbers.") from cause
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON.
+
+        Raises:
+            InputError: It cannot be written.
+        """
+        write_output(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     def reading(self, blocks: int) -> float:
         """Seconds until `blocks` blocks have arrived."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import read_whole
+from mlx_moeflux.checkpoint.files import read_whole, unwritable
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.telemetry.events import (
@@ -206,9 +206,9 @@ class TraceWriter:
         try:
             self._file = open(self.path, "wb", buffering=1 << 20)  # noqa: SIM115
         except OSError as cause:
-            raise InputError(f"{path} cannot be written ({cause.strerror or cause}).") from cause
+            raise unwritable(path, cause) from cause
         header = json.dumps(info.to_json(), separators=(",", ":"))
-        self._file.write(header.encode() + b"\n")
+        self._write(header.encode() + b"\n")
         self._began, self._layer, self._result = perf_counter_ns(), -1, Result()
         self._listeners = {
             Hit: self._hit,
@@ -241,31 +241,44 @@ class TraceWriter:
         self._layer = event.layer
         N, K = event.ids.shape
         now = perf_counter_ns() - self._began
-        self._file.write(CALL.pack(b"C", K, event.layer, N, event.token, now))
-        self._file.write(event.ids.astype("<u2").tobytes())
-        self._file.write(event.weights.astype("<f2").tobytes())
+        self._write(
+            CALL.pack(b"C", K, event.layer, N, event.token, now),
+            event.ids.astype("<u2").tobytes(),
+            event.weights.astype("<f2").tobytes(),
+        )
 
     def _guess(self, event: Guess) -> None:
         self._end_of_call()
-        self._file.write(GUESS.pack(b"G", len(event.experts), event.layer))
-        self._file.write(np.array(event.experts, "<u2").tobytes())
+        self._write(
+            GUESS.pack(b"G", len(event.experts), event.layer),
+            np.array(event.experts, "<u2").tobytes(),
+        )
 
     def _prefetch(self, event: PrefetchStart | PrefetchEnd | PrefetchDrop) -> None:
         if type(event) is PrefetchStart:
             self._end_of_call()
-        self._file.write(PREFETCH.pack(KINDS[type(event)], event.layer, event.expert))
+        self._write(PREFETCH.pack(KINDS[type(event)], event.layer, event.expert))
 
     def _resize(self, event: Resize) -> None:
         self._end_of_call()
-        self._file.write(RESIZE.pack(b"S", event.layer, event.slots))
+        self._write(RESIZE.pack(b"S", event.layer, event.slots))
 
     def close(self) -> None:
-        """Write what is left; a second call does nothing."""
+        """Write what is left; a second call does nothing.
+
+        Raises:
+            InputError: The disk is full or failed. What was written can be read.
+        """
         if self._file.closed:
             return
-        self._end_of_call()
-        self._file.write(b"E")
-        self._file.close()
+        try:
+            self._end_of_call()
+            self._write(b"E")
+        finally:
+            try:
+                self._file.close()
+            except OSError as cause:
+                raise unwritable(self.path, cause) from cause
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -273,10 +286,17 @@ class TraceWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _write(self, *pieces: bytes) -> None:
+        try:
+            for piece in pieces:
+                self._file.write(piece)
+        except OSError as cause:
+            raise unwritable(self.path, cause) from cause
+
     def _end_of_call(self) -> None:
         r = self._result
         if r.hits or r.misses:
-            self._file.write(
+            self._write(
                 RESULT.pack(b"R", self._layer, r.hits, r.prefetched, r.misses, r.nbytes, r.seconds)
             )
             self._result = Result()

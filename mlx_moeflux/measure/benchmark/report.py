@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import write_atomically
-from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.checkpoint.files import read_whole, write_output
+from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.measure.benchmark.sides import Timing
 
@@ -273,9 +274,13 @@ def _three(value: float) -> str:
 
 
 def write_markdown(report: Report, file: Path) -> None:
-    """Write :func:`markdown`, or append it to a file that exists."""
-    before = file.read_text(encoding="utf-8").rstrip() + "\n\n" if file.exists() else ""
-    write_atomically(file, (before + markdown(report)).encode())
+    """Write :func:`markdown`, or append it to a file that exists.
+
+    Raises:
+        InputError: The file cannot be read or written, or is no regular file.
+    """
+    before = read_whole(file, error=InputError).rstrip() + b"\n\n" if file.exists() else b""
+    write_output(file, before + markdown(report).encode())
 
 
 def require_matplotlib() -> Any:
@@ -297,7 +302,7 @@ def plot(report: Report, file: Path) -> None:
     """Curves over budgets and over contexts as a PNG, with the range of the trials.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: matplotlib is not installed. InputError: The file cannot be written.
     """
     figure = require_matplotlib()(figsize=(11, 4.5), layout="constrained")
     by_context = len({run.context for run in report.runs}) > 1
@@ -318,7 +323,9 @@ def plot(report: Report, file: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"{report.model}, {report.machine}")
-    figure.savefig(file, dpi=120, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_output(file, picture.getvalue())
 
 
 def _curves(report: Report, name: str, by_context: bool) -> dict[str, list[tuple[float, Spread]]]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.measure.profile.instrument import Retyped, settle, uncompiled
@@ -300,11 +301,7 @@ class Profiler:
 
     def write_trace(self, file: str | os.PathLike[str]) -> None:
         """Write :meth:`trace` as JSON; InputError if the file cannot be written."""
-        try:
-            with open(file, "w", encoding="utf-8") as opened:
-                json.dump(self.trace(), opened)
-        except OSError as error:
-            raise InputError(f"{file} cannot be written: {error.strerror}.") from error
+        write_output(file, json.dumps(self.trace()).encode())
 
 
 class _TimedRouter:

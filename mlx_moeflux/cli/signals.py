@@ -1,0 +1,84 @@
+"""Ctrl-C and SIGTERM as exceptions that unwind a command, and their exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+AGAIN_SECONDS = 0.02
+_received: list[int] = []
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM. A second one ends the process at once."""
+
+
+def status() -> int | None:
+    """Return the exit status of a signal that was received and not :func:`handled`, or None.
+
+    What a library raises instead of the interrupt, such as an ImportError, is its consequence.
+    """
+    return 128 + _received[-1] if _received else None
+
+
+def handled(interrupt: KeyboardInterrupt) -> None:
+    """Forget a Ctrl-C that the command has answered; SIGTERM is raised again."""
+    if isinstance(interrupt, Terminated):
+        raise interrupt
+    _received.clear()
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT and Terminated at SIGTERM inside the block.
+
+    Does nothing outside the main thread, and leaves signals alone that somebody else handles or
+    that are ignored.
+    """
+    _received.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    taken = [number for number, handler in plain.items() if signal.getsignal(number) == handler]
+    hook = sys.unraisablehook
+    sys.unraisablehook = _again_or(hook)
+    for number in taken:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for number in taken:
+            if signal.getsignal(number) == _raise:
+                signal.signal(number, plain[number])
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+    raise KeyboardInterrupt
+
+
+def _again_or(hook: Any) -> Any:
+    """Return a hook that sends a signal again whose exception Python dropped, because it was raised
+    in a finaliser or a callback."""
+
+    def unraisable(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            hook(dropped)
+            return
+        number = signal.SIGTERM if dropped.exc_type is Terminated else signal.SIGINT
+        again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    return unraisable

@@ -1,0 +1,163 @@
+"""The child process, and its bounds of time, memory and output.
+
+It starts at the first request, takes one request at a time, and ends with this process. A request
+that breaks a bound ends it; the next request starts another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+WORKER = "mlx_moeflux.sandbox.worker"
+# Processor time of a request; the time on the clock may be twice as long.
+SECONDS = 4.0
+# Address space, the interpreter and its libraries included. macOS does not bound it.
+MEMORY_BYTES = 768 << 20
+REPLY_BYTES = 32 << 20
+START_SECONDS = 60.0
+
+
+class Refused(Exception):
+    """The template or tokenizer raised an error; the text is its message."""
+
+
+class Broken(Exception):
+    """The request broke a bound, or ended the process; the text says which."""
+
+
+class Child:
+    """A process that runs :mod:`~mlx_moeflux.sandbox.worker`. Any thread may call it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def call(
+        self,
+        job: str,
+        given: Mapping[str, Any],
+        content: bytes = b"",
+        *,
+        seconds: float = SECONDS,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> Any:
+        """Return the value of a job of the worker.
+
+        given: Plain values of JSON. content: Bytes that the job takes besides.
+
+        Raises:
+            Refused, Broken: The job failed. TypeError, ValueError, RecursionError: `given` cannot
+            be written as JSON.
+        """
+        head = {"job": job, "given": given, "bytes": len(content)}
+        head |= {"seconds": seconds, "memory_bytes": memory_bytes, "reply_bytes": REPLY_BYTES}
+        request = json.dumps(head).encode() + b"\n" + content
+        with self._lock:
+            try:
+                process = self._running()
+                _write(process, request)
+                reply = _read(process, 2 * seconds)
+            except BaseException:
+                # After an interrupt, the next reply would be that of this request.
+                self._end()
+                raise
+        if "value" in reply:
+            return reply["value"]
+        raise (Broken if reply.get("broken") else Refused)(reply["reason"])
+
+    def close(self) -> None:
+        """End the process, if there is one; the next call starts another."""
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._process is None:
+            # What this process can import, the child can. -P: nothing of the current directory.
+            path = os.pathsep.join(filter(None, sys.path))
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", WORKER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                    process_group=0,  # Ctrl-C in a terminal is for the parent alone
+                )
+            except OSError as error:
+                raise Broken(f"no process could be started ({error.strerror or error})") from error
+            _read(self._process, START_SECONDS)
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            with process:  # closes the pipes and waits
+                pass
+
+
+def _write(process: subprocess.Popen[bytes], request: bytes) -> None:
+    assert process.stdin is not None
+    left = memoryview(request)
+    with contextlib.suppress(BrokenPipeError):  # reading its reply says why
+        while left:
+            left = left[os.write(process.stdin.fileno(), left) :]
+
+
+def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+    """Return the next reply, one line of JSON.
+
+    Raises:
+        Broken: It did not come in time, or is too long, or the process ended.
+    """
+    assert process.stdout is not None
+    fd, until, line = process.stdout.fileno(), monotonic() + seconds, bytearray()
+    ready = select.poll()
+    ready.register(fd, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not ready.poll(max(until - monotonic(), 0) * 1000):
+            raise Broken(f"it did not end within {seconds:g} s")
+        piece = os.read(fd, 1 << 20)
+        if not piece:
+            raise Broken(_ending(process))
+        line += piece
+        if len(line) > REPLY_BYTES:
+            raise Broken(f"its output has more than {REPLY_BYTES >> 20} MiB")
+    return json.loads(line)
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    """Say how a process ended that closed its output."""
+    try:
+        status = process.wait(5)
+    except subprocess.TimeoutExpired:
+        return "its process closed its output"
+    if status == -signal.SIGXCPU:
+        return "it did not end in time"
+    return f"it ended its process with status {status}: too much memory, or a crash"
+
+
+child = Child()
+atexit.register(child.close)
+
+
+def _forget() -> None:
+    """In a forked process: the child is the parent's."""
+    child.__init__()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,54 @@
+"""Chat templates, rendered in jinja2's sandbox. Runs in the child process."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """``{% generation %}`` blocks, which mark the reply for training; renders their content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return jinja2's sandbox with the filters and functions that transformers offers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+def rendered(template: str, variables: dict[str, Any]) -> str:
+    """Return the text of a template; raises what its expressions raise."""
+    return _compiled(template).render(**variables)

@@ -1,0 +1,87 @@
+"""The child process: reads requests from standard input, writes a line of JSON for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_moeflux.sandbox.template import rendered
+from mlx_moeflux.tokenizer_backends import backend_of, try_out
+
+MOST_REASON = 1000  # characters
+
+
+def _render(content: bytes, *, template: str, variables: dict[str, Any]) -> str:
+    return rendered(template, variables)
+
+
+def _tokenizer(content: bytes, *, kind: str) -> None:
+    try_out(backend_of(kind, content))
+
+
+JOBS = {"render": _render, "tokenizer": _tokenizer}
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float, memory_bytes: int) -> Iterator[None]:
+    """Bound processor time, which ends the process, and memory, which raises MemoryError or ends
+    it."""
+    most = int(time.process_time() + seconds) + 1
+    _limit(resource.RLIMIT_CPU, most)
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    try:
+        yield
+    finally:
+        _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY and not 0 <= most <= hard:
+        most = hard
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses some
+        resource.setrlimit(kind, (most, hard))
+
+
+def _answer(head: dict[str, Any], content: bytes) -> bytes:
+    """Return the reply to a request."""
+    memory = head["memory_bytes"]
+    try:
+        with _bounded(head["seconds"], memory):
+            value = JOBS[head["job"]](content, **head["given"])
+            reply = json.dumps({"value": value})
+        if len(reply) < head["reply_bytes"]:
+            return reply.encode()
+        reason, broken = f"its output has more than {head['reply_bytes'] >> 20} MiB", True
+    except MemoryError:
+        reason, broken = f"it takes more than {memory >> 20} MiB of memory", True
+    # A panic of Rust is a BaseException.
+    except BaseException as error:  # noqa: BLE001
+        reason, broken = " ".join(str(error).split()) or type(error).__name__, False
+    return json.dumps({"reason": reason[:MOST_REASON], "broken": broken}).encode()
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no reply
+    reply = b"{}"
+    with os.fdopen(replies, "wb") as out:
+        while True:
+            out.write(reply + b"\n")
+            out.flush()
+            line = sys.stdin.buffer.readline()
+            if not line:
+                return
+            head = json.loads(line)
+            reply = _answer(head, sys.stdin.buffer.read(head["bytes"]))
+
+
+if __name__ == "__main__":
+    main()
