@@ -200,8 +200,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """A streamed reply, with comments that keep the connection alive while a prompt is read.
 
-    It ends when the reply does, when the client leaves, or when the client takes no data for
-    ``limits.write_seconds``.
+    It ends when the reply does, or when the client leaves.
     """
 
     def __init__(
@@ -218,8 +217,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await _unless_gone(receive, self._send(send))
-        except (RequestError, TimeoutError):
-            pass  # the client left, or takes nothing
+        except RequestError:
+            pass  # the client left
         finally:
             self._generation.close()
             _log(self._service, scope["path"], self._generation)
@@ -231,10 +230,8 @@ class EventStream(Response):
         async def out(text: str, *, more: bool = True) -> None:
             nonlocal last
             last = clock()
-            message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
-            # Unlike this, wait_for() of Python 3.11 may swallow a cancellation.
-            async with asyncio.timeout(self._limits.write_seconds):
-                await send(message)
+            body = text.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
