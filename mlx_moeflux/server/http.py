@@ -21,6 +21,9 @@ from mlx_moeflux.server.guard import Guard, Limits
 from mlx_moeflux.server.protocols.openai import error
 
 
+LAST_WORDS_SECONDS = 1.0
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address; port 0 is any that is free.
 
@@ -108,6 +111,9 @@ class Server(uvicorn.Server):
         finally:
             dropping.cancel()
             await self._app.service.engine.close()
+            if tasks := self.server_state.tasks:
+                # What was dropped says so, if its client listens.
+                await asyncio.wait(tasks, timeout=LAST_WORDS_SECONDS)
 
     async def _drop_later(self) -> None:
         loop = asyncio.get_running_loop()
