@@ -1,4 +1,4 @@
-"""The server beside the batch generator that it stands on: one model, like prompts, in turns.
+"""Speed of the server and of its batch generator on one model, in turns.
 
     python -m benchmarks.server --like qwen3.5-35b-a3b
     python -m benchmarks.server --like qwen3.5-tiny --streams 1 4 --prompt 32 --tokens 16
@@ -136,7 +136,7 @@ def own_speed(
 
 
 class Run(NamedTuple):
-    """What the two sides gave in one round; bytes read of each."""
+    """Results and bytes read of both sides in one round."""
 
     own: dict[str, Any]
     served: dict[str, Any]
@@ -210,8 +210,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--streamed-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--streamed-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streamed-rounds", type=int, default=2)
     args = parser.parse_args()
     set_device_variables()

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def measured(port: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """One stream for each prompt, all at once."""
+    """Run one stream for each prompt, all together."""
     firsts, counts = [0.0] * len(prompts), [0] * len(prompts)
     start = threading.Barrier(len(prompts) + 1)
 

@@ -52,7 +52,7 @@ class Events(Interface):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How one path is read and answered; what a module of `protocols` has of these names."""
+    """Reader, whole reply and streamed reply of one path, from a module of `protocols`."""
 
     read: Callable[[Fields, Service], GenerationRequest]
     reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
@@ -86,7 +86,7 @@ def refusal(path: str, error: RequestError) -> JSONResponse:
 
 
 def make_app(service: Service, limits: Limits) -> Guard:
-    """Return the application; whoever serves it starts and ends the engine."""
+    """Return the application. Its server starts and ends the engine."""
     get = {
         "/health": lambda request: JSONResponse(info.health(service)),
         "/v1/models": lambda request: JSONResponse(info.models(service)),
@@ -177,7 +177,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it when the client leaves.
 
     Raises:
-        RequestError: The client left; nobody reads this.
+        RequestError: The client left.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:

@@ -20,7 +20,6 @@ from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.guard import Guard, Limits
 from mlx_moeflux.server.protocols.openai import error
 
-
 LAST_WORDS_SECONDS = 1.0
 
 
