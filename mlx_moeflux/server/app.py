@@ -53,7 +53,7 @@ class Events(Interface):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How one path is read and answered; what a module of `protocols` has of these names."""
+    """Reader, whole reply and streamed reply of one path, from a module of `protocols`."""
 
     read: Callable[[Fields, Service], GenerationRequest]
     reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
@@ -87,7 +87,7 @@ def refusal(path: str, error: RequestError) -> JSONResponse:
 
 
 def make_app(service: Service, limits: Limits) -> Guard:
-    """Return the application; whoever serves it starts and ends the engine."""
+    """Return the application. Its server starts and ends the engine."""
     get = {
         "/health": lambda request: JSONResponse(info.health(service)),
         "/v1/models": lambda request: JSONResponse(info.models(service)),
@@ -181,7 +181,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it when the client leaves.
 
     Raises:
-        RequestError: The client left; nobody reads this.
+        RequestError: The client left.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -204,8 +204,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """A streamed reply, with comments that keep the connection alive while a prompt is read.
 
-    It ends when the reply does, when the client leaves, or when the client takes no data for
-    ``limits.write_seconds``.
+    It ends when the reply does, or when the client leaves.
     """
 
     def __init__(
@@ -222,8 +221,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await _unless_gone(receive, self._send(send))
-        except (RequestError, TimeoutError):
-            pass  # the client left, or takes nothing
+        except RequestError:
+            pass  # the client left
         finally:
             self._generation.close()
             _log(self._service, scope["path"], self._generation)
@@ -235,10 +234,8 @@ class EventStream(Response):
         async def out(text: str, *, more: bool = True) -> None:
             nonlocal last
             last = clock()
-            message = {"type": "http.response.body", "body": text.encode(), "more_body": more}
-            # Unlike this, wait_for() of Python 3.11 may swallow a cancellation.
-            async with asyncio.timeout(self._limits.write_seconds):
-                await send(message)
+            body = text.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -44,8 +44,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token of a reply, or its failure. finish: "stop" (the token is no text), "length" or
     None."""
 
@@ -219,7 +218,7 @@ class Engine:
                     self._step()
                     self.workload = self._generator.workload()
                 self._generator.close()
-        except Exception as error:  # noqa: BLE001  # the loop is told, and later requests are refused
+        except Exception as error:  # noqa: BLE001  # the clients must hear of it
             LOG.error("the engine ended: %s", _line(error))
             failed = RequestError("the model ended; the server's log says why.", status=500)
             assert self._loop is not None
@@ -276,7 +275,7 @@ class Engine:
         try:
             replies = self._generator.step()
             told = [(job, _token(job, r)) for r in replies for job in (self._jobs[r.uid],)]
-        except Exception as error:  # noqa: BLE001  # whatever failed, later requests are answered
+        except Exception as error:  # noqa: BLE001  # later requests are answered
             LOG.error("a step failed: %s", _line(error))
             self._end_all(RequestError("the model failed; the server's log says why.", status=500))
             self._generator.close()

@@ -1,4 +1,4 @@
-"""Strict reading of a request's JSON: every value is checked, and what nobody reads is refused."""
+"""Strict reader of a request's JSON: checks every value and refuses fields that were not read."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Fields:
         return texts
 
     def ignore(self, *names: str) -> None:
-        """Take fields that change nothing in a reply, whatever their value."""
+        """Accept any value of fields that change nothing in a reply."""
         self._read.update(names)
 
     def finish(self) -> None:

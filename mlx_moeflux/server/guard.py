@@ -1,4 +1,4 @@
-"""What every request passes first: host, origin, key, and the bounds of its body."""
+"""Checks of every request before its route: host, origin, key, bounds of the body."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIENT_LEFT = 499
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of connections, and who may use the server.
+    """Bounds of connections, and the hosts, keys and web pages that may use the server.
 
     hosts: Names and addresses that requests may call the server by. api_key: Required in every
     request if set, but for the page's files and ``/health``. origins: Web pages that may use the
@@ -169,7 +169,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a function that gives the body at once, and then what comes."""
+    """Return a receiver that gives the body first, and then what `receive` gives."""
     given = False
 
     async def replay() -> Message:
@@ -191,7 +191,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _allowed(origin: str, host: str, limits: Limits) -> bool:
-    """Return True for the server's own pages and those it was told of."""
+    """Return True for the server's own pages and those of `limits.origins`."""
     return _split(origin).netloc == host or origin in limits.origins or "*" in limits.origins
 
 

@@ -20,6 +20,8 @@ from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.guard import Guard, Limits
 from mlx_moeflux.server.protocols.openai import error
 
+LAST_WORDS_SECONDS = 1.0
+
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address; port 0 is any that is free.
@@ -56,8 +58,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Guard, limits: Limits, on_ready: Callable[[], object] = lambda: None):
         self._app, self._limits, self._on_ready = app, limits, on_ready
-        bounds = {"header_seconds": limits.header_seconds, "most": limits.connections}
-        protocol = type("Bounded", (BoundedProtocol,), bounds)
+        protocol = type("Bounded", (BoundedProtocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -109,6 +110,9 @@ class Server(uvicorn.Server):
         finally:
             dropping.cancel()
             await self._app.service.engine.close()
+            if tasks := self.server_state.tasks:
+                # What was dropped says so, if its client listens.
+                await asyncio.wait(tasks, timeout=LAST_WORDS_SECONDS)
 
     async def _drop_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -119,16 +123,18 @@ class Server(uvicorn.Server):
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 whose clients must send a request's head within `header_seconds`, and that serves
-    `most` connections at once."""
+    """HTTP/1.1 with the `limits` of connections: their number, the time for a head, and the time in
+    which a client must take what is sent."""
 
-    header_seconds, most = 20.0, 1024
+    limits = Limits()
     _deadline: asyncio.TimerHandle | None = None
+    _taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as H11Protocol's
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            self._refuse(503, f"{self.most} connections are open, which is the most.")
+        most = self.limits.connections
+        if len(self.connections) > most:
+            self._refuse(503, f"{most} connections are open, which is the most.")
             return
         self._wait_for_head()
 
@@ -141,7 +147,18 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._taking = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._taking is not None:
+            self._taking.cancel()
+            self._taking = None
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is no valid HTTP request.")
@@ -164,7 +181,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
-        self._deadline = self.loop.call_later(self.header_seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:

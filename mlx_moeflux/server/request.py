@@ -29,7 +29,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Equal ones can share a sampler unless they have a seed.
+    """Options of sampling. Equal ones share a sampler unless they have a seed.
 
     Penalties count the tokens of the reply, repetition_penalty those of the prompt too.
     """
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass
 class GenerationRequest:
-    """What a client wants: a prompt (messages, text or ids) and the options of the replies.
+    """A prompt (messages, text or ids) and the options of its replies.
 
     Messages and tools are in OpenAI's form, as chat templates take them. max_tokens: None for the
     server's default. logprobs: Number of alternatives to report for each token; None reports

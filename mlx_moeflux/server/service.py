@@ -29,7 +29,7 @@ from mlx_moeflux.server.tools import (
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """What a server does with requests.
+    """Options of a server.
 
     name: Of the model, in replies. strict_model: Refuse requests for other names. seconds: Longest
     time of one request. template_options: Variables of the chat template, below the request's own.

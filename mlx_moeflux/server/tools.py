@@ -31,7 +31,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a family of models writes calls.
+    """Syntax of the calls of a family of models.
 
     markers: Texts that all occur in the chat template of such a model. begin, end: Around calls;
     text outside is the answer. parse: (text between them, tools) -> calls; raises ValueError for
@@ -175,7 +175,7 @@ def parse_kimi_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 
 def _all(pattern: re.Pattern, text: str) -> list[tuple[str, ...]]:
-    """Return the groups of matches one behind another; raise ValueError if they leave a rest."""
+    """Return the groups of adjacent matches; raise ValueError unless they cover the text."""
     found, at = [], 0
     while at < len(text):
         match = pattern.match(text, at)
@@ -288,7 +288,7 @@ def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
 
 @dataclass
 class Found:
-    """What a part of a reply holds, in order."""
+    """Text and calls of a part of a reply."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Running:
 
     def ask(self, path, body=None, *, headers=None, method=None):
         """(status, body): body parsed where it is JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1800)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             method = method or ("GET" if data is None else "POST")

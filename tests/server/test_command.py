@@ -93,6 +93,27 @@ def test_two_signals_end_it_at_once(talking):
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
+def test_another_process_reads_the_new_tokens_alone(talking, tmp_path):
+    counts = []
+    messages = [{"role": "user", "content": "read" + " the long file" * 300}]
+    for _ in range(2):
+        with serving("--model", talking, "--prompt-cache", str(tmp_path)) as (process, url):
+            with post(url, {"messages": messages, "max_tokens": 4}) as reply:
+                usage = json.load(reply)["usage"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts.append((usage["prompt_tokens"], cached))
+        messages += [
+            {"role": "assistant", "content": "done"},
+            {"role": "user", "content": "go on"},
+        ]
+    (first, none), (second, cached) = counts
+    assert none == 0
+    assert first - 3 <= cached < second < cached + 30
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

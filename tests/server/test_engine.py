@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -81,6 +82,45 @@ def test_a_failure_of_a_step_is_an_error_and_the_next_is_answered(server, monkey
     assert b'"server_error"' in said
     assert b"[DONE]" not in said
     assert server.chat()["choices"] == right
+
+
+def test_the_engine_ends_with_its_thread(tiny, monkeypatch):
+    """Nobody waits for a thread that has ended."""
+
+    def close(self):
+        raise RuntimeError("no room")
+
+    with served(*tiny) as server:
+        monkeypatch.setattr(type(server.service.engine), "_obey", close)
+        status, reply = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 8000})
+        assert (status, reply["error"]["type"]) == (500, "server_error")
+        wait_until(lambda: not server.service.engine.alive)
+        assert server.ask(PATH, {"messages": MESSAGES})[0] == 503
+        assert server.ask("/health")[0] == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_memory_for_states_admits(tiny, stream):
+    """One state fits, so replies come one after another; what can never fit is refused."""
+    model = tiny[0]
+    with served(*tiny, engine=EngineOptions(state_bytes=model.state_bytes(200))) as server:
+        status, reply = server.ask(
+            PATH, {"messages": MESSAGES, "max_tokens": 4000, "stream": stream}
+        )
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert "ask for less" in reply["error"]["message"]
+        together = []
+        step = server.service.engine._step
+
+        def counting():
+            step()
+            together.append(len(server.service.engine._generator._batch))
+
+        server.service.engine._step = counting
+        with ThreadPoolExecutor(3) as pool:
+            texts = list(pool.map(lambda i: server.chat(max_tokens=100)["choices"], range(3)))
+        assert texts[0] == texts[1] == texts[2]
+        assert max(together) == 1
 
 
 def test_a_request_has_a_time(tiny):

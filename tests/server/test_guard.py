@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import socket
 
 import pytest
 
-from mlx_moeflux.server.app import PROTOCOLS, EventStream
-from mlx_moeflux.server.fields import Fields
-from tests.server.conftest import MESSAGES, served, service_of, wait_until, with_limits
+from mlx_moeflux.server.http import listen
+from tests.server.conftest import MESSAGES, served, wait_until, with_limits
 
 PATH = "/v1/chat/completions"
 BODY = {"messages": MESSAGES, "max_tokens": 1}
@@ -28,7 +27,9 @@ def raw(server, data, *, until=b""):
     return said
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "a[b]"]
+)
 def test_other_hosts_are_refused(server, host):
     """A page whose name points here (DNS rebinding) is no client."""
     status, reply = server.ask("/v1/models", headers={"Host": host})
@@ -41,11 +42,11 @@ def test_own_hosts_are_served(server, host):
 
 
 def test_pages_of_other_origins_are_refused(tiny, server):
-    headers = {"Origin": "http://evil.example"}
-    for path, body in (("/v1/models", None), (PATH, BODY)):
-        status, reply = server.ask(path, body, headers=headers)
-        assert (status, reply["error"]["code"]) == (403, "origin_not_allowed")
-        assert server.headers["Access-Control-Allow-Origin"] is None
+    for origin in ("http://evil.example", "null", "http://["):
+        for path, body in (("/v1/models", None), (PATH, BODY)):
+            status, reply = server.ask(path, body, headers={"Origin": origin})
+            assert (status, reply["error"]["code"]) == (403, "origin_not_allowed")
+            assert server.headers["Access-Control-Allow-Origin"] is None
     own = {"Origin": server.url, "Host": f"127.0.0.1:{server.port}"}
     assert server.ask("/v1/models", headers=own)[0] == 200
     with served(*tiny, limits=with_limits(origins=frozenset({"http://a.example"}))) as other:
@@ -93,28 +94,25 @@ def test_heads_and_idle_connections_are_bounded(tiny):
         assert b" 400 " in raw(server, get + b"X: " + b"x" * 4000)
 
 
-def test_a_stream_that_nobody_reads_ends(tiny):
-    """The transport's buffers are full: what is sent waits."""
+def test_a_stream_that_nobody_reads_ends(tiny, monkeypatch):
+    """All buffers on the way are full."""
 
-    async def receive():
-        await asyncio.Event().wait()
+    def small(host, port):
+        bound = listen(host, port)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
 
-    async def send(message):
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def ask(service):
-        service.engine.start()
-        read = Fields({**BODY, "stream": True, "max_tokens": 8000})
-        protocol = PROTOCOLS[PATH]
-        generation = await service.start(protocol.read(read, service))
-        assert service.engine.live == 1
-        stream = EventStream(generation, protocol, service, with_limits(write_seconds=0.1))
-        await stream({"path": PATH}, receive, send)
-        assert service.engine.live == 0
-        await service.engine.close()
-
-    asyncio.run(ask(service_of(*tiny)))
+    monkeypatch.setattr("tests.server.conftest.listen", small)
+    with served(*tiny, limits=with_limits(write_seconds=0.2)) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        body = {**BODY, "stream": True, "max_tokens": 8000, "n": 8, "logprobs": True}
+        data = json.dumps({**body, "top_logprobs": 20}).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        wait_until(lambda: server.service.engine.live == 8)
+        wait_until(lambda: server.service.engine.live == 0)
+        assert server.service.metrics.completion_tokens < 8 * 8000
 
 
 def test_health_tells_whether_the_engine_runs(server, monkeypatch):
@@ -122,3 +120,98 @@ def test_health_tells_whether_the_engine_runs(server, monkeypatch):
     monkeypatch.setattr(server.service, "draining", True)
     assert server.ask("/health")[0] == 503
     assert server.ask(PATH, BODY)[0] == 503
+    monkeypatch.undo()
+    monkeypatch.setattr(server.service.engine, "_warm", False)
+    assert server.ask("/health")[0] == 503
+
+
+def test_nothing_listens_before_the_model_is_there():
+    """A client is refused at once, and does not wait for the model."""
+    with listen("127.0.0.1", 0) as bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname(), timeout=60)
+
+
+def test_many_clients_connect_at_once(server):
+    clients = [socket.create_connection(("127.0.0.1", server.port), 60) for _ in range(100)]
+    for client in clients:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    for client in clients:
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        client.close()
+
+
+def test_connections_are_bounded(tiny):
+    with served(*tiny, limits=with_limits(connections=2)) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        said = raw(server, b"")
+        assert b" 503 " in said.split(b"\r\n")[0]
+        assert "2 connections" in json.loads(said.split(b"\r\n\r\n")[1])["error"]["message"]
+        for one in held:
+            one.close()
+        wait_until(lambda: server.ask("/health")[0] == 200)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    ],
+)
+def test_what_is_no_http_gets_json(server, data):
+    head, body = raw(server, data).split(b"\r\n\r\n")
+    assert b" 400 " in head.split(b"\r\n")[0]
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_nothing_in_a_request_is_fetched(server):
+    with socket.create_server(("127.0.0.1", 0)) as watched:
+        watched.settimeout(0.5)
+        url = f"http://127.0.0.1:{watched.getsockname()[1]}/a.png"
+        image = {"type": "image_url", "image_url": {"url": url}}
+        chat = [{"role": "user", "content": [image]}]
+        source = {"type": "image", "source": {"type": "url", "url": url}}
+        file = {"type": "input_image", "image_url": url}
+        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"$ref": url}}}
+        tool = {"name": "f", "parameters": {"properties": {"a": {"$ref": url}}}}
+        tools = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+        for path, body in (
+            (PATH, {**BODY, "messages": chat}),
+            (PATH, {**BODY, "response_format": form}),
+            (PATH, {**BODY, **tools}),
+            ("/v1/responses", {"input": [{"role": "user", "content": [file]}]}),
+            (
+                "/v1/messages",
+                {"max_tokens": 1, "messages": [{"role": "user", "content": [source]}]},
+            ),
+        ):
+            assert server.ask(path, body)[0] == 400
+        with pytest.raises(TimeoutError):
+            watched.accept()
+
+
+def test_names_of_clients_are_no_labels(server):
+    """/metrics does not grow with what clients ask for."""
+    for path in ('/v1/models/a"b', "/v1/models/%0Aforged", "/nowhere"):
+        server.ask(path)
+        server.ask(path, headers={"Host": "evil"})
+    _, text = server.ask("/metrics")
+    assert "forged" not in text
+    assert "nowhere" not in text
+    assert 'a"b' not in text
+
+
+def test_a_strict_server_refuses_other_models(tiny):
+    with served(*tiny, strict_model=True) as server:
+        for path, body in (
+            (PATH, {**BODY, "model": "gpt-4o"}),
+            ("/v1/completions", {"prompt": "a", "model": "gpt-4o"}),
+            ("/v1/responses", {"input": "a", "model": "gpt-4o"}),
+            ("/v1/messages", {**BODY, "model": "gpt-4o"}),
+            ("/v1/models/gpt-4o", None),
+        ):
+            status, reply = server.ask(path, body)
+            assert (status, "'gpt-4o' is not served" in reply["error"]["message"]) == (404, True)
+        assert server.chat(model="tiny", max_tokens=1)
+        assert server.service.metrics.completion_tokens == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -49,6 +50,27 @@ def test_n_replies_are_apart_and_a_seed_repeats_them(server):
         for choice in data["choices"]:
             said[choice["index"]] += choice["delta"].get("content", "")
     assert said == texts[0]
+
+
+def test_a_seed_draws_the_same_beside_others(server):
+    body = {"temperature": 1.5, "seed": 7, "max_tokens": 16}
+    alone = content(server.chat(**body))
+    others = [{"temperature": 2, "max_tokens": 40}, {"max_tokens": 40}, {**body, "seed": 8}]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda one: server.chat(**one), [*others, body]))
+    assert content(replies[-1]) == alone
+    assert content(replies[-2]) != alone
+
+
+def test_stop_texts_span_tokens(server, tiny, greedy):
+    """Each is found across the border of two tokens, and nothing of it is shown."""
+    tokenizer = tiny[1]
+    ids = tokenizer.encode(greedy, add_special_tokens=False)
+    border = len(tokenizer.decode(ids[:6]))
+    stop = greedy[border - 2 : border + 2]
+    events = server.stream(PATH, {"messages": MESSAGES, "max_tokens": 24, "stop": stop})
+    deltas = [data["choices"][0]["delta"] for _, data in events[:-1]]
+    assert "".join(one.get("content", "") for one in deltas) == greedy[: greedy.index(stop)]
 
 
 def test_stop_ends_the_text_before_it(server, greedy):

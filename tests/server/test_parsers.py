@@ -73,7 +73,10 @@ PUBLISHED = {
 BROKEN = {
     "hermes": ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "a <tool_call> b",
                '<tool_call>{"name": 5}</tool_call>', "<tool_call>" + "[" * 5000 + "</tool_call>",
-               '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'],
+               '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+               '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+               '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+               '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'],
     "qwen3_xml": ["<tool_call>x</tool_call>", "<tool_call><function=f>x</function></tool_call>"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>"],
     "deepseek_v3.1": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"

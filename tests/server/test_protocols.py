@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mlx_moeflux import generate
-from tests.server.conftest import MESSAGES
+from tests.server.conftest import MESSAGES, served
 
 TOOL = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
 
@@ -114,6 +114,8 @@ def test_properties_and_metrics(server):
 
     assert grown("completion_tokens_total") == 3
     assert grown("prompt_tokens_total") > 0
+    server.chat(max_tokens=3)
+    assert samples(server)["mlx_moeflux_prompt_cache_hits_total"] > 0
     assert grown('requests_total{path="/v1/chat/completions",status="200"}') == 1
     assert grown('requests_total{path="/v1/chat/completions",status="400"}') == 1
     assert grown("time_to_first_token_seconds_count") == 1
@@ -203,6 +205,40 @@ def test_codex_gets_the_events_that_it_reads(server):
     done = events[-1][1]["response"]
     assert (done["status"], done["output"]) == ("completed", [item])
     assert done["usage"]["total_tokens"] > 0
+
+
+def test_groups_may_have_functions_of_one_name(server):
+    function = {"type": "function", "name": "look", "parameters": TOOL}
+    groups = [{"type": "namespace", "name": name, "tools": [function]} for name in ("a", "b")]
+    history = [
+        {"role": "user", "content": "import os"},
+        {"type": "function_call", "namespace": "b", "name": "look", "arguments": "{}",
+         "call_id": "1"},
+        {"type": "function_call_output", "call_id": "1", "output": "two"},
+    ]  # fmt: skip
+    body = {"input": history, "tools": groups, "tool_choice": "required"}
+    body |= {"max_output_tokens": 400, "parallel_tool_calls": False}
+    status, reply = server.ask("/v1/responses", body)
+    assert status == 200
+    (item,) = reply["output"]
+    assert item["name"] == "look"
+    assert item["namespace"] in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/responses", {"input": "a"}, "response.failed"),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4000}, "error"),
+    ],
+)
+def test_a_stream_that_fails_says_so_in_its_protocol(tiny, path, body, last):
+    with served(*tiny, seconds=0.5) as server:
+        events = server.stream(path, {**body})
+    name, data = events[-1]
+    assert (name, data["type"]) == (last, last)
+    error = data["response"]["error"] if last == "response.failed" else data["error"]
+    assert "took longer than 0.5 s" in error["message"]
 
 
 def test_a_response_goes_on_from_the_same_prompt_as_a_chat(server):

@@ -44,6 +44,7 @@ WRONG = {
     "top_k": {"top_k": -1},
     "penalty": {"repetition_penalty": 1e30},
     "negative penalty": {"repetition_penalty": -1},
+    "tiny penalty": {"repetition_penalty": 1e-38},
     "presence": {"presence_penalty": 3},
     "frequency": {"frequency_penalty": -2.5},
     "true logprobs": {"logprobs": True, "top_logprobs": True},
@@ -71,7 +72,11 @@ WRONG = {
     "no schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
     "bad schema": {"response_format": {"type": "json_schema", "json_schema": {
         "name": "a", "schema": {"type": "nothing"}}}},
+    "schema without a first token": {"response_format": {"type": "json_schema", "json_schema": {
+        "name": "a", "schema": {"$ref": "#"}}}},
     "template": {"chat_template_kwargs": {"messages": 3}},
+    "another template": {"chat_template_kwargs": {"template": "a"}},
+    "self": {"chat_template_kwargs": {"self": 1}},
     "templates": {"chat_template_kwargs": 3},
     "seed": {"seed": 2**70},
     "half a seed": {"seed": 1.5},
@@ -134,3 +139,20 @@ def test_unknown_paths_and_methods(server):
         status, reply = server.ask(path, b"{}" if method == "POST" else None, method=method)
         assert status == expected
         assert reply["error"]["message"]
+
+
+EXTREMES = {
+    "cold": {"temperature": 1e-320}, "top_p": {"temperature": 1, "top_p": 1e-300},
+    "no top_p": {"temperature": 1, "top_p": 0}, "min_p": {"temperature": 2, "min_p": 1},
+    "top_k": {"temperature": 2, "top_k": 2**63 - 1}, "penalty": {"repetition_penalty": 0.01},
+    "xtc": {"temperature": 2, "xtc_probability": 1, "xtc_threshold": 0},
+    "seed": {"temperature": 1, "seed": -(2**63)},
+    "last seed": {"temperature": 1, "seed": 2**63 - 1, "n": 2},
+    "bias": {"logit_bias": {str(i): -100 for i in range(4096)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_values_are_served_and_leave_others_alone(server, running, name):
+    reply = server.chat(**{"max_tokens": 3, **EXTREMES[name]})
+    assert all(choice["finish_reason"] for choice in reply["choices"])

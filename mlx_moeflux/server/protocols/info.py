@@ -1,4 +1,4 @@
-"""What a server says of itself and of texts: models, health, metrics, properties, tokens."""
+"""Answers that need no generation: models, health, metrics, properties, tokens."""
 
 from __future__ import annotations
 

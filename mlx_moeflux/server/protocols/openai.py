@@ -1,4 +1,4 @@
-"""What OpenAI's protocols share: error object, log-probabilities, usage, content of messages."""
+"""Parts of all of OpenAI's protocols: errors, log-probabilities, usage, content of messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def event(data: Any, name: str | None = None) -> str:
 
 
 class ChunkStream:
-    """What the streams of chat completions and completions share: chunks, usage, end, failure.
+    """Base of the streams of chat completions and completions: chunks, usage, end, failure.
 
     head: Fields of every chunk.
     """
