@@ -498,13 +498,13 @@ class TestInChromium:
         model, tokenizer = tiny
         template, tokenizer.chat_template = tokenizer.chat_template, None
         try:
-            script = Script("ab", "cd")
+            script = Script("ab", "\n  c *d*  e")
             with saying(model, tokenizer, script) as server:
                 user = User(chromium, server.url)
                 assert "no chat template" in user.tab.texts("#empty")[0]
                 user.ask("one")
                 user.ask("two")
-                assert user.messages() == ["one", "ab", "two", "cd"]
+                assert user.messages() == ["one", "ab", "two", "c *d*  e"]
                 assert script.prompts == ["one", "oneabtwo"]
         finally:
             tokenizer.chat_template = template
