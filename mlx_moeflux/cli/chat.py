@@ -206,7 +206,7 @@ class Conversation:
     def _show_stats(self) -> None:
         experts = getattr(self._last, "experts", None)
         if experts is None:
-            self.frontend.note("no reply has statistics yet")
+            self.frontend.note("the last reply has no statistics")
             return
         self.frontend.note(stats_table(experts, self._model, details=self._args.details))
 

@@ -159,7 +159,7 @@ def test_ctrl_c_before_a_reply_forgets_the_question(monkeypatch, capsys, talking
     out, err = say(monkeypatch, capsys, lines, "--model", str(talking))
     monkeypatch.undo()
     assert out.replace(" ...\n", "").splitlines() == expected_replies(talking, lines[::3])
-    assert "no reply has statistics yet" in err
+    assert "the last reply has no statistics" in err
 
 
 def test_hidden_thinking_leaves_the_answer(monkeypatch, capsys, talking):
