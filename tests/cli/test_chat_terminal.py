@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -18,13 +19,15 @@ import pytest
 pytest.importorskip("prompt_toolkit")
 pytest.importorskip("rich")
 
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from mlx_moeflux.cli.chat import COMMANDS
+from mlx_moeflux.cli.chat import COMMANDS, make_frontend
+from mlx_moeflux.cli.chat_frontend import PlainFrontend
 from mlx_moeflux.cli.chat_terminal import (
     CommandCompleter,
     TerminalFrontend,
@@ -143,6 +146,25 @@ def test_what_was_held_back_is_shown_after_ctrl_c():
     text = screen(file.getvalue())
     assert "one two <th" in text
     assert "..." in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_front_end_follows_the_terminal_and_the_extra(monkeypatch):
+    arguments = argparse.Namespace(hide_thinking=False)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for stdout, expected in ((io.StringIO(), PlainFrontend), (Terminal(), TerminalFrontend)):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with create_app_session(input=DummyInput(), output=DummyOutput()):
+            assert type(make_frontend(arguments)) is expected
+    for extra in ("prompt_toolkit", "rich.console"):
+        with monkeypatch.context() as without:
+            without.delitem(sys.modules, "mlx_moeflux.cli.chat_terminal")
+            without.setitem(sys.modules, extra, None)
+            assert type(make_frontend(arguments)) is PlainFrontend
 
 
 def completions(text: str) -> list[str]:
