@@ -1,7 +1,7 @@
-"""``mlx_moeflux chat``: a conversation; replies on stdout, everything else on stderr.
+"""``mlx_moeflux chat``: hold a conversation; replies on stdout, everything else on stderr.
 
 On a terminal with the extra ``chat``, :mod:`~mlx_moeflux.cli.chat_terminal` reads lines and shows
-replies; otherwise :class:`~mlx_moeflux.cli.chat_faces.PlainFace` does.
+replies; otherwise :class:`~mlx_moeflux.cli.chat_frontend.PlainFrontend` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cli import say, signals
-from mlx_moeflux.cli.chat_faces import Face, PlainFace, Reply
+from mlx_moeflux.cli.chat_frontend import Frontend, PlainFrontend, Reply
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_expert_arguments,
@@ -44,14 +44,14 @@ COMMANDS = {
 SHORT = {"h": "/help", "r": "/reset", "q": "/quit"}
 HELP = "\n".join(
     [f"{f'{name} {argument}':<14} {what}" for name, (argument, what) in COMMANDS.items()]
-    + ["h, r and q are short for /help, /reset and /quit. Ctrl-C ends a reply."]
+    + ["h, r and q are short for /help, /reset and /quit."]
 )
 ROLES = ("system", "user", "assistant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Face id (default: the bundled model)")
+    add("--model", help="directory or Hugging Frontend id (default: the bundled model)")
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
     add("--max-tokens", "-m", type=int, default=256, help="of a reply, default %(default)s")
@@ -85,10 +85,11 @@ def run(args: argparse.Namespace) -> int:
     )
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
-        talk = Conversation(args, model, tokenizer, cache, options, make_face(args))
-        talk.face.note("/help lists the commands")
-        for line in _lines(talk.face, model, args.idle_release):
-            if not talk.take(line):
+        frontend = make_frontend(args)
+        conversation = Conversation(args, model, tokenizer, cache, options, frontend)
+        frontend.note("/help lists the commands")
+        for line in _lines(frontend, model, args.idle_release):
+            if not conversation.take(line):
                 break
     return 0
 
@@ -117,10 +118,16 @@ class Conversation:
     """Messages of a conversation; `cache` keeps the states after them."""
 
     def __init__(
-        self, args: argparse.Namespace, model: Any, tokenizer: Any, cache: Any, options, face: Face
+        self,
+        args: argparse.Namespace,
+        model: Any,
+        tokenizer: Any,
+        cache: Any,
+        options: Any,
+        frontend: Frontend,
     ):
         self._args, self._model, self._tokenizer = args, model, tokenizer
-        self._cache, self._options, self.face = cache, options, face
+        self._cache, self._options, self.frontend = cache, options, frontend
         self._last: Any = None
         self.messages: list[dict[str, str]] = []
         self._set_system(args.system_prompt)
@@ -143,7 +150,9 @@ class Conversation:
         return True
 
     def turn(self, query: str) -> None:
-        """Show a reply to `query`; Ctrl-C ends it and keeps its text.
+        """Show a reply to `query`.
+
+        Ctrl-C ends it and keeps its text; without any text the query is forgotten.
 
         Raises:
             MoefluxError: Such as a full context; the query is forgotten.
@@ -154,6 +163,9 @@ class Conversation:
         except MoefluxError:
             del self.messages[-1]
             raise
+        if self._last is None:
+            del self.messages[-1]
+            return
         self.messages.append({"role": "assistant", "content": reply})
         if self._args.stats:
             self._show_stats()
@@ -162,21 +174,21 @@ class Conversation:
         if name in ("/save", "/load") and not argument:
             raise InputError(f"{name} needs the name of a file.")
         if name == "/help":
-            self.face.note(HELP)
+            self.frontend.note(f"{HELP}\n{self.frontend.keys}")
         elif name == "/reset":
             self.messages = [m for m in self.messages if m["role"] == "system"]
-            self.face.note("the conversation is forgotten")
+            self.frontend.note("the conversation is forgotten")
         elif name == "/undo":
             self._undo()
         elif name == "/system":
             self._set_system(argument)
-            self.face.note("the system message is set" if argument else "no system message")
+            self.frontend.note("the system message is set" if argument else "no system message")
         elif name == "/save":
             save_conversation(Path(argument).expanduser(), self.messages)
-            self.face.note(f"written to {argument}")
+            self.frontend.note(f"written to {argument}")
         elif name == "/load":
             self.messages = load_conversation(Path(argument).expanduser())
-            self.face.note(f"{len(self.messages)} messages")
+            self.frontend.note(f"{len(self.messages)} messages")
         elif name == "/stats":
             self._show_stats()
 
@@ -189,19 +201,21 @@ class Conversation:
         if not asked:
             raise InputError("there is nothing to undo.")
         del self.messages[asked[-1] :]
-        self.face.note("the last question and its reply are forgotten")
+        self.frontend.note("the last question and its reply are forgotten")
 
     def _show_stats(self) -> None:
         experts = getattr(self._last, "experts", None)
         if experts is None:
-            self.face.note("no reply has statistics yet")
+            self.frontend.note("the last reply has no statistics")
             return
-        self.face.note(stats_table(experts, self._model, details=self._args.details))
+        self.frontend.note(stats_table(experts, self._model, details=self._args.details))
 
     def _answer(self) -> str:
-        text = ""
+        """Show a reply and return its text; `_last` is None if none of it came."""
+        text, self._last = "", None
         splitter = ReasoningSplitter(REASONING["think"], opened=self._opens_thinking())
-        with self.face.reply(splitter) as shown:
+        markdown = self._tokenizer.chat_template is not None
+        with self.frontend.reply(splitter, markdown=markdown) as shown:
             stream = self._stream(shown)
             try:
                 with contextlib.closing(stream):
@@ -285,14 +299,14 @@ def _is_message(found: Any) -> bool:
     )
 
 
-def make_face(args: argparse.Namespace) -> Face:
-    """Return the face for this terminal; the plain one without a terminal or the extra."""
+def make_frontend(args: argparse.Namespace) -> Frontend:
+    """Return the front end for this terminal; the plain one without a terminal or the extra."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ModuleNotFoundError):
-            from mlx_moeflux.cli.chat_terminal import TerminalFace
+            from mlx_moeflux.cli.chat_terminal import TerminalFrontend
 
-            return TerminalFace(COMMANDS, hidden=args.hide_thinking)
-    return PlainFace(hidden=args.hide_thinking)
+            return TerminalFrontend(COMMANDS, hidden=args.hide_thinking)
+    return PlainFrontend(hidden=args.hide_thinking)
 
 
 @contextlib.contextmanager
@@ -303,13 +317,13 @@ def _cache(args: argparse.Namespace) -> Iterator[Any]:
         yield PromptCache(replies=True) if on_disk is None else on_disk
 
 
-def _lines(face: Face, model: Any, idle_release: float | None) -> Iterator[str]:
+def _lines(frontend: Frontend, model: Any, idle_release: float | None) -> Iterator[str]:
     from mlx_moeflux.generation.idle import released_when_idle
 
     while True:
         try:
             with released_when_idle(model, idle_release):
-                line = face.line()
+                line = frontend.line()
         except EOFError:
             return
         yield line

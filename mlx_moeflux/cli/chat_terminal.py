@@ -1,4 +1,4 @@
-"""The face of ``mlx_moeflux chat`` on a terminal: line editing, and Markdown while it comes.
+"""The front end of ``mlx_moeflux chat`` on a terminal: edit lines, show Markdown as it comes.
 
 Needs the extra ``chat``: prompt_toolkit and rich.
 """
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from mlx_moeflux import user_cache
 from mlx_moeflux.cli import signals
-from mlx_moeflux.cli.chat_faces import printable
+from mlx_moeflux.cli.chat_frontend import printable
 from mlx_moeflux.server.reasoning import ReasoningSplitter
 
 PICTURES_A_SECOND = 8
@@ -31,13 +31,15 @@ THINKING = "dim italic"
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 
-class TerminalFace:
+class TerminalFrontend:
     """Reads lines with history, completion of commands and pastes of several lines; shows replies
     as Markdown.
 
     commands: Name -> its argument and what it does. hidden: Leave thinking out. options: Of the
     prompt, such as input and output. console: Where replies go.
     """
+
+    keys = "Ctrl-C ends a reply. Alt-Enter begins a new line. Tab completes a command."
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class TerminalFace:
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
 
-    def reply(self, splitter: ReasoningSplitter) -> TerminalReply:
-        return TerminalReply(self._console, splitter, hidden=self._hidden)
+    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> TerminalReply:
+        return TerminalReply(self._console, splitter, hidden=self._hidden, markdown=markdown)
 
 
 class CommandCompleter(Completer):
@@ -87,11 +89,17 @@ class CommandCompleter(Completer):
 
 
 class TerminalReply:
-    """Shows one reply. What is finished is printed for good; the block that still grows is redrawn,
-    its last lines if the screen is too small."""
+    """Shows one reply. Finished blocks are printed once; the block that still grows is redrawn, its
+    last lines if the screen is too small.
 
-    def __init__(self, console: Console, splitter: ReasoningSplitter, *, hidden: bool):
+    hidden: Leave thinking out. markdown: The answer is Markdown, not text to show as it is.
+    """
+
+    def __init__(
+        self, console: Console, splitter: ReasoningSplitter, *, hidden: bool, markdown: bool
+    ):
         self._console, self._splitter, self._hidden = console, splitter, hidden
+        self._markdown = markdown
         self._live = Live(
             console=console, refresh_per_second=PICTURES_A_SECOND, transient=True,
             vertical_overflow="crop",
@@ -119,7 +127,8 @@ class TerminalReply:
         if final:
             finished, self._answer = finished + self._answer, ""
         if finished.strip():
-            self._live.console.print(Markdown(finished))
+            # Text keeps its line breaks; Markdown has its own at the end.
+            self._live.console.print(self._rendered(finished), end="")
         self._live.update(self._growing())
 
     def interrupted(self) -> None:
@@ -136,6 +145,11 @@ class TerminalReply:
             self._live.console.print(Text(self._thoughts.strip() + "\n", style=THINKING))
         self._thoughts = ""
 
+    def _rendered(self, answer: str) -> RenderableType:
+        if self._markdown:
+            return Markdown(answer)
+        return Text(answer if answer.endswith("\n") else f"{answer}\n")
+
     def _growing(self) -> RenderableType:
         if self._thoughts and self._hidden:
             return Spinner("dots", Text("thinking", style="dim"))
@@ -143,7 +157,7 @@ class TerminalReply:
         if self._thoughts:
             parts.append(Text(self._thoughts, style=THINKING))
         if self._answer.strip():
-            parts.append(Markdown(self._answer))
+            parts.append(self._rendered(self._answer))
         return LastLines(Group(*parts))
 
 
@@ -189,7 +203,11 @@ def _numbers(last: Any) -> str:
 
 def _history() -> History:
     folder = user_cache.private()
-    return InMemoryHistory() if folder is None else FileHistory(folder / "chat_history")
+    if folder is None:
+        return InMemoryHistory()
+    file = folder / "chat_history"
+    file.touch(mode=0o600)  # others may read the folder
+    return FileHistory(file)
 
 
 def _keys() -> KeyBindings:

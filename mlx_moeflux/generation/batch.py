@@ -261,7 +261,7 @@ class Prefill:
         read = sum(s.read - s.cached for s in self.sequences)
         return self._share(read, sum(len(s.prompt) - s.cached for s in self.sequences))
 
-    def _share(self, read: int, total: int) -> float:
+    def _share(self, read: float, total: int) -> float:
         if self._paused is not None:
             read += self._paused.columns * self._paused.layers / len(self._model.layers)
         return min(read / total, 1.0) if total else 1.0

@@ -14,7 +14,7 @@ import pytest
 from mlx_moeflux import generate, load
 from mlx_moeflux.cli import main
 from mlx_moeflux.cli.chat import HELP
-from mlx_moeflux.cli.chat_faces import printable
+from mlx_moeflux.cli.chat_frontend import printable
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -143,6 +143,23 @@ def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
     ]
     with model:
         assert second == generate(model, tokenizer, messages, max_tokens=8) + "\n"
+
+
+def test_ctrl_c_before_a_reply_forgets_the_question(monkeypatch, capsys, talking):
+    original, turns = text.stream_generate, []
+
+    def interrupted(*arguments, **options):
+        turns.append(0)
+        if len(turns) == 2:
+            raise KeyboardInterrupt
+        yield from original(*arguments, **options)
+
+    monkeypatch.setattr(text, "stream_generate", interrupted)
+    lines = ["import os", "class A", "/stats", "return self"]
+    out, err = say(monkeypatch, capsys, lines, "--model", str(talking))
+    monkeypatch.undo()
+    assert out.replace(" ...\n", "").splitlines() == expected_replies(talking, lines[::3])
+    assert "the last reply has no statistics" in err
 
 
 def test_hidden_thinking_leaves_the_answer(monkeypatch, capsys, talking):

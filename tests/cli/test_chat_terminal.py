@@ -1,7 +1,8 @@
-"""The terminal's face. Oracle: the text that was fed, and the plain face."""
+"""The terminal's front end. Oracle: the text that was fed."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -18,16 +19,18 @@ import pytest
 pytest.importorskip("prompt_toolkit")
 pytest.importorskip("rich")
 
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
-from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from mlx_moeflux.cli.chat import COMMANDS
+from mlx_moeflux.cli.chat import COMMANDS, make_frontend
+from mlx_moeflux.cli.chat_frontend import PlainFrontend
 from mlx_moeflux.cli.chat_terminal import (
     CommandCompleter,
-    TerminalFace,
+    TerminalFrontend,
     TerminalReply,
     whole_blocks,
 )
@@ -71,14 +74,14 @@ def test_blocks_are_split_alike_however_they_come(size):
         assert block.count("```") in (0, 2)
 
 
-def shown(text, *, size=5, opened=False, hidden=False, height=24) -> str:
+def shown(text, *, size=5, opened=False, hidden=False, height=24, markdown=True) -> str:
     """What is left on a terminal after a reply."""
     file = io.StringIO()
     console = Console(
         file=file, force_terminal=True, width=60, height=height, color_system=None, highlight=False
     )
     splitter = ReasoningSplitter(REASONING["think"], opened=opened)
-    with TerminalReply(console, splitter, hidden=hidden) as reply:
+    with TerminalReply(console, splitter, hidden=hidden, markdown=markdown) as reply:
         reply.progress(1, 2)
         for i in range(0, len(text), size):
             reply.add(text[i : i + size])
@@ -117,6 +120,13 @@ def test_a_reply_is_shown_once_and_whole(size, height):
     assert "reading" not in text
 
 
+@pytest.mark.parametrize("size", [1, 13, 1000])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_text_of_a_model_without_a_template_is_shown_as_it_is(size, end):
+    code = "def f(a):\n    *b, c = a\n\n\n    return [c]\n\nclass A:\n    pass" + end
+    assert shown(code, size=size, markdown=False).rstrip() == code.rstrip()
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 def test_thinking_is_apart_or_hidden(hidden):
     text = shown("so it is\n</think>\n\n**yes**", opened=True, hidden=hidden)
@@ -129,13 +139,32 @@ def test_what_was_held_back_is_shown_after_ctrl_c():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60)
     splitter = ReasoningSplitter(REASONING["think"], opened=False)
-    with TerminalReply(console, splitter, hidden=False) as reply:
+    with TerminalReply(console, splitter, hidden=False, markdown=True) as reply:
         reply.add("one two <th")
         reply.interrupted()
         reply.end(None)
     text = screen(file.getvalue())
     assert "one two <th" in text
     assert "..." in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_front_end_follows_the_terminal_and_the_extra(monkeypatch):
+    arguments = argparse.Namespace(hide_thinking=False)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for stdout, expected in ((io.StringIO(), PlainFrontend), (Terminal(), TerminalFrontend)):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with create_app_session(input=DummyInput(), output=DummyOutput()):
+            assert type(make_frontend(arguments)) is expected
+    for extra in ("prompt_toolkit", "rich.console"):
+        with monkeypatch.context() as without:
+            without.delitem(sys.modules, "mlx_moeflux.cli.chat_terminal")
+            without.setitem(sys.modules, extra, None)
+            assert type(make_frontend(arguments)) is PlainFrontend
 
 
 def completions(text: str) -> list[str]:
@@ -150,15 +179,16 @@ def test_commands_are_completed_at_the_beginning_of_a_line():
 
 def test_lines_of_several_lines_are_kept_and_remembered(history):
     with create_pipe_input() as keys:
-        face = TerminalFace(COMMANDS, hidden=False, input=keys, output=DummyOutput())
+        frontend = TerminalFrontend(COMMANDS, hidden=False, input=keys, output=DummyOutput())
         keys.send_text("\x1b[200~one\ntwo\x1b[201~\r")
-        assert face.line() == "one\ntwo"
+        assert frontend.line() == "one\ntwo"
         keys.send_text("lost\x03one\x1b\rtwo\r")
-        assert face.line() == "one\ntwo"
+        assert frontend.line() == "one\ntwo"
         keys.send_text("\x04")
         with pytest.raises(EOFError):
-            face.line()
+            frontend.line()
     assert "+two" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BINARY = next(filter(None, map(shutil.which, NAMES)), None)
 SECONDS = 60.0
 
 # Chromium reads commands from file 3 and writes answers to file 4.
@@ -43,8 +44,9 @@ class Tab:
     scripts and violations of the Content-Security-Policy included.
     """
 
-    def __init__(self, browser: Browser, session: str):
+    def __init__(self, browser: Browser, session: str, context: str):
         self._browser, self._session = browser, session
+        self._context = context
         self.requests: list[str] = []
         self.said: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -109,6 +111,18 @@ class Tab:
             width=width, height=height, deviceScaleFactor=scale, mobile=phone,
         )  # fmt: skip
 
+    def save_to(self, folder: Path) -> None:
+        """Write downloads to a folder."""
+        self._browser.call(
+            "Browser.setDownloadBehavior",
+            behavior="allow", downloadPath=str(folder), browserContextId=self._context,
+        )  # fmt: skip
+
+    def give(self, selector: str, file: Path) -> None:
+        """Choose a file in a field for files."""
+        found = self.call("Runtime.evaluate", expression=f"document.querySelector({selector!r})")
+        self.call("DOM.setFileInputFiles", files=[str(file)], objectId=found["result"]["objectId"])
+
     def prefer(self, scheme: str) -> None:
         """Set ``prefers-color-scheme``."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -172,7 +186,7 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         session = attached["sessionId"]
-        tab = self._tabs[session] = Tab(self, session)
+        tab = self._tabs[session] = Tab(self, session, context)
         return tab
 
     def _read(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import threading
@@ -153,6 +154,9 @@ def chromium(tmp_path_factory):
         yield running
 
 
+REPLYING = "document.body.classList.contains('replying')"
+
+
 class User:
     """Somebody at the page, in a tab of their own."""
 
@@ -174,8 +178,8 @@ class User:
             self.wait()
 
     def wait(self):
-        self.tab.until("document.body.classList.contains('replying')")
-        self.tab.until("!document.body.classList.contains('replying')")
+        """Wait for the end of the reply that the last key or click asked for."""
+        self.tab.until(f"!{REPLYING}")
 
     def messages(self):
         return [text.strip() for text in self.tab.texts("#messages .message .content")]
@@ -276,7 +280,7 @@ class TestInChromium:
         line = tab.texts("#engine .line")[0]
         assert re.search(r"\d+ tokens · \d+\.\d tokens/s", line)
         tab.press("Escape") if how == "Escape" else tab.click("#stop")
-        tab.until("!document.body.classList.contains('replying')")
+        tab.until(f"!{REPLYING}")
         wait_until(lambda: server.service.engine.live == 0)
         assert tab.texts(".note") == ["Stopped."]
         (question, text) = user.messages()
@@ -324,11 +328,7 @@ class TestInChromium:
         user, _, _ = at_page(TEXT)
         tab = user.tab
         user.ask("How?")
-        context = tab.call("Target.getTargetInfo")["targetInfo"]["browserContextId"]
-        tab._browser.call(
-            "Browser.setDownloadBehavior",
-            behavior="allow", downloadPath=str(tmp_path), browserContextId=context,
-        )  # fmt: skip
+        tab.save_to(tmp_path)
         tab.click("#export")
         file = tmp_path / "How-.json"
         wait_until(file.exists)
@@ -340,25 +340,16 @@ class TestInChromium:
         hostile = tmp_path / "hostile.json"
         hostile.write_text(json.dumps({"conversations": [{"messages": [{"role": "tool"}]}]}))
         before = user.messages()
-        for imported, expected in ((file, before), (terminal, ["Who?", "I."])):
-            self.give(tab, imported)
-            tab.until("document.querySelectorAll('#conversations li').length > 1")
+        imports = [(file, before), (terminal, ["Who?", "I."])]
+        for count, (imported, expected) in enumerate(imports, 2):
+            tab.give("#file", imported)
+            tab.until(f"document.querySelectorAll('#conversations li').length === {count}")
             assert user.messages() == expected
         assert tab.run("document.querySelector('#system').value") == "Be brief."
-        assert len(tab.texts("#conversations li")) == 3
-        self.give(tab, hostile)
+        tab.give("#file", hostile)
         tab.until("document.querySelector('#alert').innerText.includes('no known role')")
         user.open()
         assert len(tab.texts("#conversations li")) == 3
-
-    @staticmethod
-    def give(tab, file):
-        count = len(tab.texts("#conversations li"))
-        node = tab.call("Runtime.evaluate", expression="document.querySelector('#file')")
-        object_id = node["result"]["objectId"]
-        tab.call("DOM.setFileInputFiles", files=[str(file)], objectId=object_id)
-        if "hostile" not in file.name:
-            tab.until(f"document.querySelectorAll('#conversations li').length > {count}")
 
     def test_errors_are_shown_and_the_next_question_is_answered(self, at_page, monkeypatch):
         user, _, server = at_page("word " * 200, "fine")
@@ -376,7 +367,7 @@ class TestInChromium:
         user.ask("one", wait=False)
         tab.until("document.querySelector('.running .content')?.innerText.length > 20")
         failing.set()
-        tab.until("!document.body.classList.contains('replying')")
+        tab.until(f"!{REPLYING}")
         assert tab.texts(".error") == ["the model failed; the server's log says why."]
         assert user.messages()[1].startswith("word word")
         # Before it: a prompt longer than the context.
@@ -490,21 +481,40 @@ class TestInChromium:
                 passed / layers
             )
         turn.release(20)
-        tab.until("!document.body.classList.contains('replying')")
+        tab.until(f"!{REPLYING}")
         assert tab.run("document.querySelector('#engine progress').hidden")
         assert tab.texts("#engine .line")[0].startswith("Since the server's start: hit rate")
+
+    def test_the_queue_is_shown_and_a_question_without_reply_is_asked_again(self, at_page):
+        user, script, server = at_page("word " * 3000, engine=EngineOptions(concurrency=1))
+        tab = user.tab
+        other = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        other.request("POST", "/v1/completions", json.dumps({"prompt": "other", "stream": True}))
+        wait_until(lambda: server.service.engine.workload.running == 1)
+        user.ask("one", wait=False)
+        line = "document.querySelector('#engine .line').innerText"
+        tab.until(f"{line}.startsWith('Waiting for the engine')")
+        tab.until(f"{line}.includes('queue: 1 running, 1 waiting')")
+        tab.press("Escape")
+        tab.until(f"!{REPLYING}")
+        assert user.messages() == ["one", ""]
+        other.close()
+        script.texts = ["both"]
+        user.ask("two")
+        assert user.messages() == ["one", "", "two", "both"]
+        assert script.prompts[-1].endswith("# user: one\n\ntwodef")
 
     def test_a_model_without_a_template_goes_on_with_the_text(self, tiny, chromium):
         model, tokenizer = tiny
         template, tokenizer.chat_template = tokenizer.chat_template, None
         try:
-            script = Script("ab", "cd")
+            script = Script("ab", "\n  c *d*  e")
             with saying(model, tokenizer, script) as server:
                 user = User(chromium, server.url)
                 assert "no chat template" in user.tab.texts("#empty")[0]
                 user.ask("one")
                 user.ask("two")
-                assert user.messages() == ["one", "ab", "two", "cd"]
+                assert user.messages() == ["one", "ab", "two", "c *d*  e"]
                 assert script.prompts == ["one", "oneabtwo"]
         finally:
             tokenizer.chat_template = template

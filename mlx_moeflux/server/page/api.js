@@ -15,6 +15,7 @@ export const apiKey = {
   set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
 };
 
+// path: Relative to the page, which a proxy may serve under a folder.
 async function request(path, options = {}) {
   const headers = { ...options.headers };
   // Headers are bytes; the server reads a key as UTF-8.
@@ -36,13 +37,13 @@ async function request(path, options = {}) {
 
 // Model, limits and defaults.
 export async function properties() {
-  return (await request("/props")).json();
+  return (await request("props")).json();
 }
 
 // The server's counts by name, without the prefix of their names.
 export async function metrics() {
   const found = {};
-  for (const line of (await (await request("/metrics")).text()).split("\n")) {
+  for (const line of (await (await request("metrics")).text()).split("\n")) {
     const sample = /^mlx_moeflux_(\w+) (\S+)$/.exec(line);
     if (sample) found[sample[1]] = Number(sample[2]);
   }
@@ -54,8 +55,8 @@ export async function metrics() {
 // A model without a chat template continues the text of the conversation.
 export async function* reply(messages, options, { template, signal }) {
   const asked = template
-    ? { path: "/v1/chat/completions", messages }
-    : { path: "/v1/completions", prompt: messages.map((message) => message.content).join("") };
+    ? { path: "v1/chat/completions", messages }
+    : { path: "v1/completions", prompt: messages.map((message) => message.content).join("") };
   const { path, ...what } = asked;
   const body = { ...what, ...options, stream: true, stream_options: { include_usage: true } };
   const response = await request(path, {

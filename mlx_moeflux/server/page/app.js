@@ -25,7 +25,6 @@ async function connect() {
   try {
     props = await properties();
   } catch (error) {
-    props = null;
     say(error.message);
     if (error.status === UNAUTHORISED) askForKey();
     return;
@@ -158,6 +157,7 @@ function showMessages() {
   const box = $("messages");
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
   const run = runs.get(current);
+  const plain = props?.chat_template === null;
   for (const [message, view] of views) {
     if (!current.messages.includes(message)) {
       view.element.remove();
@@ -172,7 +172,7 @@ function showMessages() {
       return; // a reply changes no other message
     }
     const last = i === current.messages.length - 1;
-    views.get(message).show({ last, running: message === run?.message });
+    views.get(message).show({ last, running: message === run?.message, plain });
   });
   $("empty").hidden = current.messages.length > 0;
   document.body.classList.toggle("replying", Boolean(run));

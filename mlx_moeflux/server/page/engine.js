@@ -73,7 +73,5 @@ function readingLine(now, layers) {
 
 function queueLine(now) {
   const waiting = now.prompts_waiting;
-  const running = now.replies - waiting;
-  return `queue: ${plural(running, "reply").replace("replys", "replies")} under way, ` +
-    `${waiting} waiting`;
+  return `queue: ${now.replies - waiting} running, ${waiting} waiting`;
 }

@@ -23,14 +23,17 @@ export class MessageView {
     if (message.role === "assistant") this.markdown = new MarkdownView(this.part("content"));
   }
 
-  // last: Nothing follows this message. running: It is still coming.
-  show({ last, running }) {
+  // last: Nothing follows this message. running: It is still coming. plain: Its text is no
+  // Markdown, but goes on with the text of the conversation.
+  show({ last, running, plain }) {
     if (this.message.role === "user") {
       this.part("content").textContent = this.message.content;
       return;
     }
     const { content, reasoning, thoughtSeconds, error, end, numbers } = this.message;
-    this.markdown.show(content);
+    this.part("content").classList.toggle("plain", plain);
+    if (plain) this.part("content").textContent = content;
+    else this.markdown.show(content);
     this.element.classList.toggle("running", running);
     this.part("thinking").hidden = !reasoning;
     const thinking = running && !content;

@@ -116,9 +116,15 @@ export class Run {
   }
 }
 
-// The messages of a request for the next reply.
+// The messages of a request for the next reply. Many templates want the roles to alternate, so
+// questions without a reply between them become one.
 function promptOf({ system, messages }) {
-  const first = system ? [{ role: "system", content: system }] : [];
-  return [...first, ...messages.map(({ role, content, reasoning }) =>
-    reasoning ? { role, content, reasoning_content: reasoning } : { role, content })];
+  const found = system ? [{ role: "system", content: system }] : [];
+  for (const { role, content, reasoning } of messages) {
+    const last = found.at(-1);
+    if (role === "user" && last?.role === "user") last.content += `\n\n${content}`;
+    else if (reasoning) found.push({ role, content, reasoning_content: reasoning });
+    else if (role === "user" || content) found.push({ role, content });
+  }
+  return found;
 }

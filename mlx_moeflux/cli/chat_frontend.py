@@ -1,4 +1,4 @@
-"""What shows a conversation: the protocol of a face, and the one that needs no terminal."""
+"""Read lines and show replies: the protocol of a front end, and the plain one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Reply(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def progress(self, done: int, total: int) -> None:
-        """Show that so many layers of the prompt's steps are read."""
+        """Show that `done` of `total` tokens are read; see
+        :func:`~mlx_moeflux.generation.loop.generate_step`."""
         ...
 
     def add(self, text: str) -> None:
@@ -28,28 +29,32 @@ class Reply(Protocol):
         ...
 
     def end(self, last: Any) -> None:
-        """Show what is left, and numbers of the last response."""
+        """Show text that was held back, and numbers of the last response, if there was one."""
         ...
 
 
-class Face(Protocol):
-    """Reads lines and shows replies."""
+class Frontend(Protocol):
+    """Reads lines and shows replies. keys: What keys do, in one line."""
+
+    keys: str
 
     def line(self) -> str:
         """Return the next line; EOFError at the end."""
         ...
 
     def note(self, text: str) -> None:
-        """Show what is no reply."""
+        """Show a text that is no reply."""
         ...
 
-    def reply(self, splitter: ReasoningSplitter) -> Reply:
-        """Begin a reply."""
+    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> Reply:
+        """Begin a reply. markdown: It is Markdown, not text that goes on as it is."""
         ...
 
 
-class PlainFace:
+class PlainFrontend:
     """Reads standard input; replies go to stdout as they are. hidden: Leave thinking out."""
+
+    keys = "Ctrl-C ends a reply."
 
     def __init__(self, *, hidden: bool):
         self._hidden = hidden
@@ -60,7 +65,7 @@ class PlainFace:
     def note(self, text: str) -> None:
         print(text, file=sys.stderr)
 
-    def reply(self, splitter: ReasoningSplitter) -> Reply:
+    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> Reply:
         return PlainReply(splitter if self._hidden else None)
 
 
