@@ -41,7 +41,7 @@ class ResidentStore(ExpertStore):
     banks: MoE layer id -> that layer's experts, expert e in slot e; asked on every call, because
         training replaces parameter arrays.
     disk: Frees and reads the arrays of the banks, for :meth:`release`; None: they stay.
-    events: Listener of the routers' choices, or None; may be replaced between steps.
+    events: Listener of the routers' choices, or None; may be replaced at any time.
     mix: The operation that computes experts. scratch_bytes: What one step of a long call may
         allocate besides its result; None is what suits the device. block_bytes: MoE layer id ->
         bytes of one expert on disk, for traces.
@@ -95,8 +95,8 @@ class ResidentStore(ExpertStore):
                 f"layer {layer} holds {bank.slots} experts, the model has {self.num_experts}."
             )
         stats = self._stats.layers[layer]
-        if self.events is not None:
-            self.events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
+        if (events := self.events) is not None:
+            events(Chosen(layer, stats.tokens, np.array(ids), np.array(weights)))
         stats.tokens += x.shape[0]
         return from_whole_bank(x, ids, weights, bank, self._form)
 

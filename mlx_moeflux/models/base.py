@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -20,7 +20,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
-from mlx_moeflux.experts.telemetry.events import both
+from mlx_moeflux.experts.telemetry.events import EventHook, joined, parted
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
@@ -67,6 +67,8 @@ class StreamingModel(nn.Module):
         self._segments: Any = None
         self._recordings, self._generation = 0, (0, failures.generation())
         self._step_lock = threading.RLock()
+        # Taken before the lock of the store.
+        self._listeners_lock = threading.RLock()
         self._store: Any = None
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
@@ -286,17 +288,30 @@ class StreamingModel(nn.Module):
         Raises:
             InputError: The file cannot be written, or the store has no events.
         """
+        with ExitStack() as stack:
+            # It describes the store as the first event finds it.
+            with self._listeners_lock, self._store.exclusive():
+                info = TraceInfo.of(
+                    self._store,
+                    experts_per_token=self._router.num_experts_per_tok,
+                    model=self.identity,
+                )
+                writer = stack.enter_context(TraceWriter(path, info))
+                stack.enter_context(self._listening(writer))
+            yield writer
+
+    @contextmanager
+    def _listening(self, listener: EventHook) -> Iterator[None]:
+        """Add a listener to the store, whichever others come and go meanwhile. It hears whole calls
+        of layers."""
         store = self._store
-        info = TraceInfo.of(
-            store, experts_per_token=self._router.num_experts_per_tok, model=self.identity
-        )
-        with TraceWriter(path, info) as writer:
-            before = store.events
-            store.events = both(before, writer)
-            try:
-                yield writer
-            finally:
-                store.events = before
+        with self._listeners_lock:
+            store.events = joined(store.events, listener)
+        try:
+            yield
+        finally:
+            with self._listeners_lock:
+                store.events = parted(store.events, listener)
 
     @contextmanager
     def attribute(self) -> Iterator[None]:
@@ -307,14 +322,13 @@ class StreamingModel(nn.Module):
         Raises:
             InputError: The store has no events.
         """
-        store, stats = self._store, self._store.stats()
-        before, listener = store.events, Attribution(stats)
-        store.events = both(before, listener)
+        stats = self._store.stats()
+        listener = Attribution(stats)
         stats.calls = []
         try:
-            yield
+            with self._listening(listener):
+                yield
         finally:
-            store.events = before
             listener.end_of_call()
             stats.calls = None
 

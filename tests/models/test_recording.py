@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.experts.telemetry.events import Chosen, Resize, both
+from mlx_moeflux.experts.telemetry.events import Chosen, Resize, joined
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, TraceWriter
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import BUNDLED_MODEL, load, load_model
@@ -115,7 +115,7 @@ def test_it_comes_and_goes_between_steps(kind):
         for stop, listener in ((15, None), (25, first.append), (28, None), (34, second.append)):
             model.store.events = listener
             logits += steps(model, tokens, cache, 10 + len(logits), stop)
-        model.store.events = both(second.append, first.append)
+        model.store.events = joined(second.append, first.append)
         logits += steps(model, tokens, cache, 34, 40)
         model.store.events = None
         # Without MLX's compilation each step through a trace counts: those that nobody listened to.

@@ -84,7 +84,7 @@ class StreamedStore(ExpertStore):
     blocks that are not needed and not begun are dropped. balance: A name or a
     :class:`~mlx_moeflux.experts.policies.rebalance.Balance`, which moves slots between layers.
     threads: Number of reading threads. events: Listener, see
-    :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced between steps. mix: The
+    :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced at any time. mix: The
     operation that computes experts. scratch_bytes: Bytes that one step of a long call may allocate
     besides its result; None: chosen by the device. activation: Of the experts.
 
@@ -102,7 +102,6 @@ class StreamedStore(ExpertStore):
         InputError: The policy or the number of threads or slots cannot be used.
     """
 
-    events: EventHook | None = None
     parts_calls = True
 
     def __init__(
@@ -129,6 +128,7 @@ class StreamedStore(ExpertStore):
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
+        self._events = events
         self.generation = 0
         self._closed = self._released = False
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
@@ -147,7 +147,16 @@ class StreamedStore(ExpertStore):
             )
             for layer in self.layers
         }
-        self.events = events
+
+    @property
+    def events(self) -> EventHook | None:
+        """The listener, or None. Setting it waits for the call of a layer that is under way."""
+        return self._events
+
+    @events.setter
+    def events(self, listener: EventHook | None) -> None:
+        with self._lock:
+            self._events = listener
 
     @property
     def nbytes(self) -> int:

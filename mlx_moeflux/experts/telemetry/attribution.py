@@ -64,7 +64,8 @@ class Attribution:
 
     def end_of_call(self) -> None:
         """The last call is over."""
-        if self._stats.calls:
-            last = self._stats.calls[-1]
+        calls = self._stats.calls
+        if calls:
+            last = calls[-1]
             stalled = self._stats.layers[last.layer].stall_seconds
             last.stall_seconds = max(stalled - self._stalled, 0.0) or last.stall_seconds

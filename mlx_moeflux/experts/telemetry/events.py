@@ -19,7 +19,7 @@ decode steps are not traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -126,13 +126,29 @@ Event = (
 EventHook = Callable[[Event], None]
 
 
-def both(first: EventHook | None, second: EventHook) -> EventHook:
-    """A listener that passes every event to two; the first may be absent."""
-    if first is None:
-        return second
+class Listeners:
+    """A listener that passes every event to several."""
 
-    def listener(event: Event) -> None:
-        first(event)
-        second(event)
+    def __init__(self, listeners: Iterable[EventHook]):
+        self.listeners = tuple(listeners)
 
-    return listener
+    def __call__(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+
+def joined(present: EventHook | None, new: EventHook) -> EventHook:
+    """Return a listener that passes every event to `present`, if there is one, and to `new`."""
+    return new if present is None else Listeners((*_parts(present), new))
+
+
+def parted(present: EventHook | None, old: EventHook) -> EventHook | None:
+    """Return `present` without `old`; whatever was joined since `old` stays."""
+    left = [listener for listener in _parts(present) if listener is not old]
+    return Listeners(left) if len(left) > 1 else left[0] if left else None
+
+
+def _parts(listener: EventHook | None) -> tuple[EventHook, ...]:
+    if isinstance(listener, Listeners):
+        return listener.listeners
+    return () if listener is None else (listener,)

@@ -97,14 +97,15 @@ class ExpertStats:
         result = ExpertStats(())
         result.layers = copy.deepcopy(self.layers)
         result.lossy = list(self.lossy)
-        result.calls = None if self.calls is None else list(self.calls)
+        calls = self.calls  # another thread may end their recording
+        result.calls = None if calls is None else list(calls)
         return result
 
     def since(self, earlier: ExpertStats) -> ExpertStats:
         """Return the difference to `earlier`, a snapshot since which there was no reset."""
         result = self.snapshot()
-        if self.calls is not None:
-            result.calls = self.calls[len(earlier.calls or ()) :]
+        if result.calls is not None:
+            result.calls = result.calls[len(earlier.calls or ()) :]
         for layer, stats in result.layers.items():
             before = earlier.layers[layer]
             for field in fields(LayerStats):
@@ -117,8 +118,9 @@ class ExpertStats:
         ``"calls"`` if there are any."""
         layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
         data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
-        if self.calls is not None:
-            data["calls"] = [call.as_dict() for call in self.calls]
+        calls = self.calls
+        if calls is not None:
+            data["calls"] = [call.as_dict() for call in list(calls)]
         return data
 
     def __str__(self) -> str:

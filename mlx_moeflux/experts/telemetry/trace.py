@@ -221,7 +221,7 @@ class TraceWriter:
         }
 
     def __call__(self, event: Event) -> None:
-        """Take one event of a store."""
+        """Take one event of a store; those after :meth:`close` are dropped."""
         if (listen := self._listeners.get(type(event))) is not None:
             listen(event)
 
@@ -288,10 +288,13 @@ class TraceWriter:
 
     def _write(self, *pieces: bytes) -> None:
         try:
-            for piece in pieces:
-                self._file.write(piece)
+            # At once: several threads may call a resident store.
+            self._file.write(b"".join(pieces))
         except OSError as cause:
             raise unwritable(self.path, cause) from cause
+        except ValueError:
+            if not self._file.closed:
+                raise
 
     def _end_of_call(self) -> None:
         r = self._result

@@ -22,7 +22,7 @@ from mlx_moeflux.experts.telemetry.events import (
     ReadEnd,
     ReadStart,
     Resize,
-    both,
+    joined,
 )
 from mlx_moeflux.experts.telemetry.trace import Result, Trace, TraceInfo, TraceWriter
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
@@ -185,10 +185,10 @@ def test_a_warm_store_says_so(tmp_path, open_store):
 
 def test_both_listeners_hear_everything():
     a, b = [], []
-    hook = both(a.append, b.append)
+    hook = joined(a.append, b.append)
     hook(EVENTS[1])
     assert a == b == [EVENTS[1]]
-    assert both(None, hook) is hook
+    assert joined(None, hook) is hook
 
 
 @pytest.mark.slow
