@@ -26,7 +26,7 @@ from mlx_moeflux.cli.generate import (
     template_options,
 )
 from mlx_moeflux.errors import InputError, MoefluxError
-from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
 # Command -> its argument and what it does.
@@ -200,8 +200,9 @@ class Conversation:
 
     def _answer(self) -> str:
         text = ""
-        splitter = ReasoningSplitter(REASONING["think"], opened=self._opens_thinking())
-        with self.face.reply(splitter) as shown:
+        syntax = choose_reasoning(self._tokenizer) or REASONING["think"]
+        opened = self._opens_thinking()
+        with self.face.reply(syntax.splitter(opened=opened)) as shown:
             stream = self._stream(shown)
             try:
                 with contextlib.closing(stream):
@@ -211,7 +212,9 @@ class Conversation:
             except KeyboardInterrupt:
                 shown.interrupted()
             shown.end(self._last)
-        return text
+        if syntax is REASONING["think"]:  # templates leave it out themselves
+            return text
+        return syntax.splitter(opened=opened).add(text, final=True).content
 
     def _stream(self, shown: Reply) -> Generator[Any, None, None]:
         from mlx_moeflux.generation import text

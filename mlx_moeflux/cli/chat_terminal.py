@@ -23,7 +23,7 @@ from rich.text import Text
 
 from mlx_moeflux import user_cache
 from mlx_moeflux.cli.chat_faces import printable
-from mlx_moeflux.server.reasoning import ReasoningSplitter
+from mlx_moeflux.server.reasoning import Splitter
 
 PICTURES_A_SECOND = 8
 THINKING = "dim italic"
@@ -64,7 +64,7 @@ class TerminalFace:
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
 
-    def reply(self, splitter: ReasoningSplitter) -> TerminalReply:
+    def reply(self, splitter: Splitter) -> TerminalReply:
         return TerminalReply(self._console, splitter, hidden=self._hidden)
 
 
@@ -88,7 +88,7 @@ class TerminalReply:
     """Shows one reply. What is finished is printed for good; the block that still grows is redrawn,
     its last lines if the screen is too small."""
 
-    def __init__(self, console: Console, splitter: ReasoningSplitter, *, hidden: bool):
+    def __init__(self, console: Console, splitter: Splitter, *, hidden: bool):
         self._console, self._splitter, self._hidden = console, splitter, hidden
         self._live = Live(
             console=console, refresh_per_second=PICTURES_A_SECOND, transient=True,

@@ -32,7 +32,7 @@ from mlx_moeflux.cli.chat_terminal import (
     whole_blocks,
 )
 from mlx_moeflux.loading import BUNDLED_MODEL
-from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.reasoning import REASONING
 
 TEXT = """# A title
 
@@ -77,7 +77,7 @@ def shown(text, *, size=5, opened=False, hidden=False, height=24) -> str:
     console = Console(
         file=file, force_terminal=True, width=60, height=height, color_system=None, highlight=False
     )
-    splitter = ReasoningSplitter(REASONING["think"], opened=opened)
+    splitter = REASONING["think"].splitter(opened=opened)
     with TerminalReply(console, splitter, hidden=hidden) as reply:
         reply.progress(1, 2)
         for i in range(0, len(text), size):
@@ -128,7 +128,7 @@ def test_thinking_is_apart_or_hidden(hidden):
 def test_what_was_held_back_is_shown_after_ctrl_c():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60)
-    splitter = ReasoningSplitter(REASONING["think"], opened=False)
+    splitter = REASONING["think"].splitter(opened=False)
     with TerminalReply(console, splitter, hidden=False) as reply:
         reply.add("one two <th")
         reply.interrupted()
