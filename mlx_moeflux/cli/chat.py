@@ -26,7 +26,7 @@ from mlx_moeflux.cli.generate import (
     template_options,
 )
 from mlx_moeflux.errors import InputError, MoefluxError
-from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--pipeline", "--trust-remote-code")
 # Command -> its argument and what it does.
@@ -213,9 +213,9 @@ class Conversation:
     def _answer(self) -> str:
         """Show a reply and return its text; `_last` is None if none of it came."""
         text, self._last = "", None
-        splitter = ReasoningSplitter(REASONING["think"], opened=self._opens_thinking())
-        markdown = self._tokenizer.chat_template is not None
-        with self.frontend.reply(splitter, markdown=markdown) as shown:
+        syntax = choose_reasoning(self._tokenizer) or REASONING["think"]
+        opened, markdown = self._opens_thinking(), self._tokenizer.chat_template is not None
+        with self.frontend.reply(syntax.splitter(opened=opened), markdown=markdown) as shown:
             stream = self._stream(shown)
             try:
                 with contextlib.closing(stream):
@@ -226,7 +226,9 @@ class Conversation:
                 signals.handled(interrupt)
                 shown.interrupted()
             shown.end(self._last)
-        return text
+        if syntax is REASONING["think"]:  # templates leave it out themselves
+            return text
+        return syntax.splitter(opened=opened).add(text, final=True).content
 
     def _stream(self, shown: Reply) -> Generator[Any, None, None]:
         from mlx_moeflux.generation import text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
-from mlx_moeflux.server.reasoning import ReasoningSplitter
+from mlx_moeflux.server.reasoning import Splitter
 
 
 class Reply(Protocol):
@@ -46,7 +46,7 @@ class Frontend(Protocol):
         """Show a text that is no reply."""
         ...
 
-    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> Reply:
+    def reply(self, splitter: Splitter, *, markdown: bool) -> Reply:
         """Begin a reply. markdown: It is Markdown, not text that goes on as it is."""
         ...
 
@@ -65,14 +65,14 @@ class PlainFrontend:
     def note(self, text: str) -> None:
         print(text, file=sys.stderr)
 
-    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> Reply:
+    def reply(self, splitter: Splitter, *, markdown: bool) -> Reply:
         return PlainReply(splitter if self._hidden else None)
 
 
 class PlainReply:
     """Prints a reply as it comes. splitter: Its reasoning is left out; None prints everything."""
 
-    def __init__(self, splitter: ReasoningSplitter | None):
+    def __init__(self, splitter: Splitter | None):
         self._splitter, self._begun = splitter, False
 
     def __enter__(self) -> PlainReply:

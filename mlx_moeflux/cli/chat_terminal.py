@@ -24,7 +24,7 @@ from rich.text import Text
 from mlx_moeflux import user_cache
 from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_frontend import printable
-from mlx_moeflux.server.reasoning import ReasoningSplitter
+from mlx_moeflux.server.reasoning import Splitter
 
 PICTURES_A_SECOND = 8
 THINKING = "dim italic"
@@ -68,7 +68,7 @@ class TerminalFrontend:
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
 
-    def reply(self, splitter: ReasoningSplitter, *, markdown: bool) -> TerminalReply:
+    def reply(self, splitter: Splitter, *, markdown: bool) -> TerminalReply:
         return TerminalReply(self._console, splitter, hidden=self._hidden, markdown=markdown)
 
 
@@ -95,9 +95,7 @@ class TerminalReply:
     hidden: Leave thinking out. markdown: The answer is Markdown, not text to show as it is.
     """
 
-    def __init__(
-        self, console: Console, splitter: ReasoningSplitter, *, hidden: bool, markdown: bool
-    ):
+    def __init__(self, console: Console, splitter: Splitter, *, hidden: bool, markdown: bool):
         self._console, self._splitter, self._hidden = console, splitter, hidden
         self._markdown = markdown
         self._live = Live(

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_moeflux.detokenizer import StopText
 from mlx_moeflux.server.engine import Token, TokenLogprobs
-from mlx_moeflux.server.reasoning import ReasoningSplitter
+from mlx_moeflux.server.reasoning import Splitter
 from mlx_moeflux.server.tools import ToolCall, ToolSplitter
 
 LENGTH, STOP, CALLS = "length", "stop", "tool_calls"
@@ -46,7 +46,7 @@ class Assembler:
         tokenizer: Any,
         *,
         stop: Sequence[str] = (),
-        reasoning: ReasoningSplitter | None = None,
+        reasoning: Splitter | None = None,
         tools: ToolSplitter | None = None,
     ):
         self._detokenizer = tokenizer.detokenizer()

@@ -17,7 +17,7 @@ from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.metrics import Metrics
-from mlx_moeflux.server.reasoning import ReasoningSplitter, choose_reasoning
+from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
 from mlx_moeflux.server.tools import (
     ToolSplitter,
@@ -74,7 +74,7 @@ class Service:
         templates = (tokenizer.chat_template, tokenizer.tool_template)
         self.tool_syntax = choose_syntax(templates, options.tool_parser)
         self.reasoning = choose_reasoning(tokenizer, options.reasoning_parser)
-        visible = (self.tool_syntax.begin, self.tool_syntax.end) if self.tool_syntax else ()
+        visible = self.tool_syntax.visible if self.tool_syntax else ()
         self.grammars = Grammars(tokenizer, self.vocabulary, visible)
         self.draining = False
         # Rendering and encoding take both cores' time from the engine if many do it at once.
@@ -272,7 +272,7 @@ class Generation:
         request, service = self.request, self._service
         reasoning = tools = None
         if request.answer and service.reasoning is not None:
-            reasoning = ReasoningSplitter(service.reasoning, opened=prompt.opened)
+            reasoning = service.reasoning.splitter(opened=prompt.opened)
         if request.tools and request.tool_choice != NONE and service.tool_syntax is not None:
             most = None if request.parallel_tool_calls else 1
             tools = ToolSplitter(service.tool_syntax, parameters_of(request.tools), most=most)

@@ -36,9 +36,10 @@ class ToolSyntax:
     markers: Texts that all occur in the chat template of such a model. begin, end: Around calls;
     text outside is the answer. parse: (text between them, tools) -> calls; raises ValueError for
     what is no call. call: (name, rule of its arguments) -> Lark grammar of one call, without begin
-    and end. arguments: (JSON schema) -> Lark body of that rule; None for JSON. text_arguments: The
-    template wants the arguments of earlier calls as JSON text. grouped: One begin and end stand
-    around all calls, else around each.
+    and end. arguments: (JSON schema) -> Lark body of that rule; None for JSON. text_end: Behind a
+    text among the arguments. text_arguments: The template wants the arguments of earlier calls as
+    JSON text. grouped: One begin and end stand around all calls, else around each. ends_reply: The
+    end is the token that ends a reply. tokens: Special ones inside of calls.
     """
 
     markers: tuple[str, ...]
@@ -47,8 +48,16 @@ class ToolSyntax:
     parse: Callable[[str, Tools], list[ToolCall]]
     call: Callable[[str, str], str]
     arguments: Callable[[Mapping[str, Any]], str] | None = None
+    text_end: str = ""
     text_arguments: bool = False
     grouped: bool = False
+    ends_reply: bool = False
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """The special tokens that a grammar of calls spells as text."""
+        return (self.begin, *(() if self.ends_reply else (self.end,)), *self.tokens)
 
 
 def _object(text: str) -> str:
@@ -120,22 +129,75 @@ def _json_rule(schema: Any) -> str:
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
 
 
-def xml_arguments(schema: Mapping[str, Any]) -> str:
-    """Return the Lark rule body of the parameters of :func:`parse_xml_call`, in the schema's
-    order; text up to the closing tag, everything else JSON."""
-    required, parts = schema.get("required", []), []
-    for key, value in schema.get("properties", {}).items():
-        begin = json.dumps(f"<parameter={key}>\n")
-        if _is_text(value) and "enum" not in value and "const" not in value:
-            inner = "text_value"
-        elif _is_text(value):
-            choices = [json.dumps(v) for v in value.get("enum", [value.get("const")])]
-            inner = f'({" | ".join(choices)}) "\\n</parameter>"'
-        else:
-            inner = f'%json {_json_rule(value)} "\\n</parameter>"'
-        part = f'{begin} {inner} "\\n"'
-        parts.append(part if key in required else f"({part})?")
-    return " ".join(parts) or '""'
+def tagged_arguments(
+    begin: Callable[[str], str], end: str, after: str
+) -> Callable[[Mapping[str, Any]], str]:
+    """Return what makes the Lark rule body of arguments between tags, in the schema's order: text
+    up to the closing tag, everything else JSON. begin: Key -> Lark expression of what opens a
+    value. end: Text that closes it. after: Lark expression of what stands behind."""
+
+    def rule(schema: Mapping[str, Any]) -> str:
+        required, parts = schema.get("required", []), []
+        for key, value in schema.get("properties", {}).items():
+            if _is_text(value) and "enum" not in value and "const" not in value:
+                inner = "text_value"
+            elif _is_text(value):
+                choices = [json.dumps(v) for v in value.get("enum", [value.get("const")])]
+                inner = f"({' | '.join(choices)}) {_quoted(end)}"
+            else:
+                inner = f"%json {_json_rule(value)} {_quoted(end)}"
+            part = f"{begin(key)} {inner} {after}"
+            parts.append(part if key in required else f"({part})?")
+        return " ".join(parts) or '""'
+
+    return rule
+
+
+_GLM_CALL = re.compile(r"\s*([^\n<]+?)\s*((?:<arg_key>.*)?)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)\s*", re.DOTALL
+)
+_MINIMAX_CALL = re.compile(r"\s*<invoke name=\"([^\"]+)\">(.*?)(?:</invoke>|\Z)\s*", re.DOTALL)
+_MINIMAX_ARGUMENT = re.compile(
+    r"\s*<parameter name=\"([^\"]+)\">(.*?)(?:</parameter>|\Z)\s*", re.DOTALL
+)
+
+
+def parse_glm_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse ``name<arg_key>key</arg_key><arg_value>value</arg_value>``, as GLM-4.5 to 4.7 write it,
+    with line breaks or without."""
+    call = _GLM_CALL.fullmatch(text)
+    if call is None:
+        raise ValueError("no name")
+    return [_tagged_call(call[1], call[2], _GLM_ARGUMENT, tools)]
+
+
+def parse_minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse ``<invoke name="name"><parameter name="key">value</parameter></invoke>``, as MiniMax-M2
+    writes it."""
+    calls = _all(_MINIMAX_CALL, text)
+    return [_tagged_call(name, inner, _MINIMAX_ARGUMENT, tools) for name, inner in calls]
+
+
+def _tagged_call(name: str, inner: str, argument: re.Pattern, tools: Tools) -> ToolCall:
+    """Return a call whose schema says which values are texts."""
+    properties = tools.get(name, {}).get("properties", {})
+    found = _all(argument, inner) if inner.strip() else []
+    arguments = {key.strip(): _typed(value, properties.get(key.strip())) for key, value in found}
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+_HARMONY_CALL = re.compile(
+    r"\s*functions\.(\S+?)\s*(?:<\|constrain\|>\w*)?<\|message\|>(.*)", re.DOTALL
+)
+
+
+def parse_harmony_call(text: str, tools: Tools) -> list[ToolCall]:
+    """Parse ``functions.name<|message|>JSON``, the rest of gpt-oss's messages to functions."""
+    call = _HARMONY_CALL.fullmatch(text)
+    if call is None:
+        raise ValueError("no function")
+    return [ToolCall(call[1], _object(call[2]))]
 
 
 _DEEPSEEK_CALL = re.compile(
@@ -206,7 +268,50 @@ SYNTAXES: dict[str, ToolSyntax] = {
             f"{_quoted(chr(10), '<function=', name, '>', chr(10))} {rule} "
             f"{_quoted('</function>', chr(10))}"
         ),
-        arguments=xml_arguments,
+        arguments=tagged_arguments(
+            lambda key: _quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'
+        ),
+        text_end="\n</parameter>",
+    ),
+    "glm4": ToolSyntax(
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>",
+        "</tool_call>",
+        parse_glm_call,
+        lambda name, rule: f"{_quoted(name)} /\\n?/ {rule}",
+        arguments=tagged_arguments(
+            lambda key: f'{_quoted("<arg_key>", key, "</arg_key>")} /\\n?/ "<arg_value>"',
+            "</arg_value>",
+            "/\\n?/",
+        ),
+        text_end="</arg_value>",
+        tokens=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "minimax_m2": ToolSyntax(
+        ("<minimax:tool_call>", "<invoke name="),
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        parse_minimax_calls,
+        lambda name, rule: (
+            f"/\\n?/ {_quoted('<invoke name=', json.dumps(name), '>', chr(10))} {rule} "
+            f'"</invoke>" /\\n?/'
+        ),
+        arguments=tagged_arguments(
+            lambda key: _quoted("<parameter name=", json.dumps(key), ">"), "</parameter>", '"\\n"'
+        ),
+        text_end="</parameter>",
+        grouped=True,
+    ),
+    "harmony": ToolSyntax(
+        ("<|channel|>", "<|constrain|>"),
+        "<|channel|>commentary to=",
+        "<|call|>",
+        parse_harmony_call,
+        lambda name, rule: (
+            f"{_quoted('functions.', name, ' ', '<|constrain|>json<|message|>')} {rule}"
+        ),
+        ends_reply=True,
+        tokens=("<|channel|>", "<|constrain|>", "<|message|>"),
     ),
     "hermes": ToolSyntax(
         ("<tool_call>", "</tool_call>"),
@@ -275,14 +380,15 @@ def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
             body = syntax.arguments(schema)
         rules += [f"arguments_{i}: {body}", f"call_{i}: {syntax.call(name, f'arguments_{i}')}"]
         names.append(f"call_{i}")
-    begin, end = _quoted(syntax.begin), _quoted(syntax.end)
+    begin, end = _quoted(syntax.begin), "" if syntax.ends_reply else _quoted(syntax.end)
+    many = many and not syntax.ends_reply
     one = f"({' | '.join(names)})"
     if syntax.grouped:
         start = f"{begin} {one}{'+' if many else ''} {end}"
     else:
         start = f"{begin} {one} {end}"
         start += f' ("\\n" {start})*' if many else ""
-    text = 'text_value[suffix="\\n</parameter>"]: /(?s:.*)/' if syntax.arguments else ""
+    text = f"text_value[suffix={_quoted(syntax.text_end)}]: /(?s:.*)/" if syntax.arguments else ""
     return "\n".join([f"start: {start}", *rules, text])
 
 

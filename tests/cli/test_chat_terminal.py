@@ -35,7 +35,7 @@ from mlx_moeflux.cli.chat_terminal import (
     whole_blocks,
 )
 from mlx_moeflux.loading import BUNDLED_MODEL
-from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.reasoning import REASONING
 
 TEXT = """# A title
 
@@ -80,7 +80,7 @@ def shown(text, *, size=5, opened=False, hidden=False, height=24, markdown=True)
     console = Console(
         file=file, force_terminal=True, width=60, height=height, color_system=None, highlight=False
     )
-    splitter = ReasoningSplitter(REASONING["think"], opened=opened)
+    splitter = REASONING["think"].splitter(opened=opened)
     with TerminalReply(console, splitter, hidden=hidden, markdown=markdown) as reply:
         reply.progress(1, 2)
         for i in range(0, len(text), size):
@@ -138,7 +138,7 @@ def test_thinking_is_apart_or_hidden(hidden):
 def test_what_was_held_back_is_shown_after_ctrl_c():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=60)
-    splitter = ReasoningSplitter(REASONING["think"], opened=False)
+    splitter = REASONING["think"].splitter(opened=False)
     with TerminalReply(console, splitter, hidden=False, markdown=True) as reply:
         reply.add("one two <th")
         reply.interrupted()

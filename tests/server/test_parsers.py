@@ -12,7 +12,7 @@ from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields
-from mlx_moeflux.server.reasoning import REASONING, ReasoningSplitter
+from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar, choose_syntax
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -70,7 +70,36 @@ PUBLISHED = {
         [("weather", {"city": "北京"}), ("now", {})],
     ),
 }
+PUBLISHED |= {
+    "glm4": (
+        "I look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>New <York></arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>more</arg_key>\n"
+        '<arg_value>{"a": [1]}</arg_value>\n</tool_call>\n<tool_call>now</tool_call>',
+        "I look.",
+        [("weather", {"city": "New <York>", "days": 3, "more": {"a": [1]}}), ("now", {})],
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">New <York></parameter>\n'
+        '<parameter name="days">3</parameter>\n<parameter name="unit">C</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("weather", {"city": "New <York>", "days": 3, "unit": "C"}), ("now", {})],
+    ),
+    "harmony": (
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Tokyo"}<|call|>',
+        "",
+        [("weather", {"city": "Tokyo"})],
+    ),
+}
 BROKEN = {
+    "glm4": ["<tool_call><arg_key>a</arg_key></tool_call>",
+             "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
+    "minimax_m2": ["<minimax:tool_call><invoke name=f></invoke></minimax:tool_call>",
+                   "<minimax:tool_call></minimax:tool_call>"],
+    "harmony": ["<|channel|>commentary to=browser.open<|message|>{}<|call|>",
+                "<|channel|>commentary to=functions.f<|message|>{<|call|>"],
     "hermes": ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "a <tool_call> b",
                '<tool_call>{"name": 5}</tool_call>', "<tool_call>" + "[" * 5000 + "</tool_call>",
                '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
@@ -145,6 +174,9 @@ def test_text_without_calls_is_not_held_back():
         ("<｜tool▁calls▁begin｜>...\n```json", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v3.1"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>\n</tool_call>", "glm4"),
+        ('<minimax:tool_call>\n<invoke name="tool">', "minimax_m2"),
+        ("<|channel|>commentary to= <|constrain|>json<|message|>", "harmony"),
         ("{{ messages }}", None),
     ],
 )
@@ -164,8 +196,11 @@ def test_grammars_of_calls_allow_what_is_published_and_nothing_else(grammars, na
     text = text[text.index(SYNTAXES[name].begin) :].strip()
     # The grammar is of the plain form: no white space between calls of one group.
     text = text.replace("<｜tool▁call▁end｜>\n", "<｜tool▁call▁end｜>")
+    two = len(PUBLISHED[name][2]) > 1
+    if SYNTAXES[name].ends_reply:
+        text = text.removesuffix(SYNTAXES[name].end)  # a token of its own
     ids = load_tokenizer(BUNDLED_MODEL).encode(text, add_special_tokens=False)
-    for many, wrong in ((True, False), (False, True)):
+    for many, wrong in ((True, False), (False, two)):
         grammar = grammars.lark(calls_grammar(SYNTAXES[name], TOOLS, many=many))
         grammars.check(grammar, "tools")
         matcher = grammars._matcher(grammar).deep_copy()
@@ -196,11 +231,70 @@ def test_what_cannot_be_compiled_names_its_field(grammars):
     ],
 )
 def test_reasoning_is_apart_wherever_it_is_cut(opened, text, reasoning, content, seed):
-    splitter = ReasoningSplitter(REASONING["think"], opened=opened)
+    splitter = REASONING["think"].splitter(opened=opened)
     parts = [splitter.add(part) for part in cut(text, seed)]
     parts.append(splitter.add("", final=True))
     assert "".join(part.reasoning for part in parts) == reasoning
     assert "".join(part.content for part in parts) == content
+
+
+HARMONY = {
+    "reasoning, answer": (
+        "<|channel|>analysis<|message|>Hm. <b>\n<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Answer <|x",
+        "Hm. <b>\n", "Answer <|x"),
+    "answer alone": ("<|channel|>final<|message|>Answer<|return|>", "", "Answer"),
+    "call, and words before": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json"
+        "<|message|>{}<|call|>",
+        "Hm.", "I look.<|channel|>commentary to=functions.now<|message|>{}<|call|>"),
+    "recipient before the channel, no end": (
+        " to=functions.now<|channel|>commentary json<|message|>{}",
+        "", "<|channel|>commentary to=functions.now<|message|>{}"),
+    "reasoning twice": (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b",
+        "ab", ""),
+    "no headers": ('{"a": 1}', "", '{"a": 1}'),
+    "nothing but a header": ("<|channel|>fin", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("case", HARMONY)
+def test_channels_are_apart_wherever_they_are_cut(case, seed):
+    text, reasoning, content = HARMONY[case]
+    splitter = REASONING["harmony"].splitter(opened=False)
+    parts = [splitter.add(part) for part in cut(text, seed)]
+    parts.append(splitter.add("", final=True))
+    assert "".join(part.reasoning for part in parts) == reasoning
+    assert "".join(part.content for part in parts) == content
+
+
+def test_a_call_in_a_channel_is_a_call():
+    text = HARMONY["call, and words before"][0]
+    channels = REASONING["harmony"].splitter(opened=False)
+    calls = ToolSplitter(SYNTAXES["harmony"], TOOLS)
+    found = [
+        calls.add(channels.add(part).content) for part in cut(text.removesuffix("<|call|>"), 3)
+    ]
+    found.append(calls.add(channels.add("", final=True).content, final=True))
+    assert "".join(one.text for one in found) == "I look."
+    assert [call.name for one in found for call in one.calls] == ["now"]
+
+
+def test_the_vocabulary_tells_the_syntax_of_reasoning():
+    class Vocabulary:
+        def __init__(self, *tokens):
+            self.tokens = tokens
+
+        def convert_tokens_to_ids(self, names):
+            return [self.tokens.index(n) if n in self.tokens else None for n in names]
+
+    assert choose_reasoning(Vocabulary("<think>", "</think>")) is REASONING["think"]
+    harmony = Vocabulary("<|channel|>", "<|message|>", "<|call|>", "<think>")
+    assert choose_reasoning(harmony) is REASONING["harmony"]
+    assert choose_reasoning(Vocabulary("<think>")) is None
 
 
 def test_a_stop_text_is_named():
