@@ -36,8 +36,8 @@ def without_reads(path: str, budget: str):
     places = reader.places
 
     def nowhere(layer):
-        fds, offsets, order = places(layer)
-        return np.full_like(fds, -1), offsets, order
+        where, offsets, order = places(layer)
+        return np.full_like(where, -1), offsets, order
 
     reader.places = nowhere
     return load_model(path, expert_memory=budget, reader=reader)

@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
@@ -16,6 +16,7 @@ from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
+from mlx_moeflux.checkpoint.tensors import Blocks
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +28,7 @@ from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan, me
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
+from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, Eviction, make_eviction
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
@@ -242,11 +244,13 @@ def load_model(
         ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
+    check_scales(mapped.experts)
     dtype = dtype or default_dtype()
     specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
     model.set_context_limit(max_context)
     model.identity = checkpoint.identity()
+    model.experts_identity = partial(experts_identity, mapped.experts)
     if kv_bits is not None:
         model.quantize_cache(kv_bits, kv_group_size)
     if store is None:
@@ -271,6 +275,12 @@ def load_model(
             print(model.plan, file=sys.stderr)  # noqa: T201
             if checkpoint.approximated:
                 print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
+            if checkpoint.form == "packed" and not _verified(mapped):
+                print(  # noqa: T201
+                    f"{path} has no checksums: experts are read without verification; convert the "
+                    "original again to have them",
+                    file=sys.stderr,
+                )
             if unmeasured := dispatch.hint(metal.backend().name):
                 print(unmeasured, file=sys.stderr)  # noqa: T201
     else:
@@ -321,6 +331,11 @@ def _check_experts(
                 f"and {layout.intermediate} inside, config.json says {C} and {F}."
             )
     return layouts
+
+
+def _verified(mapped: MappedTensors) -> bool:
+    """Return True if every block of experts has a checksum."""
+    return all(isinstance(p, Blocks) and bool(p.checksums) for p in mapped.experts.values())
 
 
 def _make_store(

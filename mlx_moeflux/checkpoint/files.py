@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Protocol, TypeGuard, TypeVar
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar
 
 from mlx_moeflux.errors import CheckpointError, InputError, MoefluxError
 
@@ -134,6 +134,26 @@ def open_regular(file: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "it is no regular file", os.fspath(file))
+
+
+class Stamp(NamedTuple):
+    """What tells one content of a path from another without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Stamp:
+        """The stamp of what a path leads to now; raises OSError."""
+        found = os.stat(path)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def changed(file: str | os.PathLike[str], *, error: type[MoefluxError]) -> MoefluxError:
+    """The one-sentence error for a file whose stamp is not what it was."""
+    return error(f"{file} was changed, replaced or removed while in use; load the model again.")
 
 
 def read_whole(

@@ -10,18 +10,21 @@ from __future__ import annotations
 import io
 import json
 import threading
+import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_moeflux.checkpoint.checksum import joined
 from mlx_moeflux.checkpoint.files import in_groups, opened, read_exact
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs, TensorRef
-from mlx_moeflux.errors import CheckpointError
+from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs, StridedRefs, TensorRef
+from mlx_moeflux.errors import CheckpointError, ExpertFileError
 
 THREADS = 8
 # Bytes of one read: a disk needs no larger ones, and threads share a tensor evenly.
@@ -33,9 +36,13 @@ GROUP_BYTES = 256 << 20
 
 
 class Stack(NamedTuple):
-    """All experts of one component, loaded as one array ``[E, ...]``."""
+    """All experts of one component, loaded as one array ``[E, ...]``.
+
+    checksums: Takes the CRC-32 of each expert's bytes, uint32 ``[E]``, if anyone asks.
+    """
 
     refs: ExpertRefs
+    checksums: np.ndarray | None = None
 
     @property
     def dtype(self) -> str:
@@ -48,6 +55,38 @@ class Stack(NamedTuple):
     @property
     def nbytes(self) -> int:
         return len(self.refs) * self.refs[0].nbytes
+
+
+def stacks_of(components: Mapping[str, ExpertRefs]) -> list[Stack]:
+    """Return a stack of each component of a layer; :func:`verify` checks them once they are
+    loaded."""
+    checked = isinstance(components, Blocks) and components.checksums
+    return [
+        Stack(refs, np.empty(len(refs), np.uint32) if checked else None)
+        for refs in components.values()
+    ]
+
+
+def verify(components: Mapping[str, ExpertRefs], stacks: Sequence[Stack]) -> None:
+    """Compare what was loaded as `stacks` with the checksums of the blocks, if there are any.
+
+    Raises:
+        ExpertFileError: An expert differs.
+    """
+    if not (isinstance(components, Blocks) and components.checksums):
+        return
+    expected = np.array(components.checksums, np.uint32)
+    found = np.zeros(len(expected), np.uint32)
+    for stack in stacks:
+        assert stack.checksums is not None
+        found = joined(found, stack.checksums, stack.refs[0].nbytes)
+    wrong = np.flatnonzero(found != expected)
+    if len(wrong):
+        ref = next(iter(components.values()))[int(wrong[0])]
+        raise ExpertFileError(
+            f"{ref.file}: expert {wrong[0]} differs from its checksum; check disk and memory, then "
+            "convert the checkpoint again."
+        )
 
 
 def load_all(tensors: Iterable[Any]) -> Iterator[mx.array]:
@@ -158,6 +197,9 @@ class _VirtualFile(ExitStack):
         ]
         for job in jobs:
             job.result()
+        if isinstance(tensor, Stack) and tensor.checksums is not None:
+            rows = range(0, len(tensor.refs), -(-len(tensor.refs) // THREADS))
+            list(self._readers.map(lambda e: _take_checksums(tensor, view, e, rows.step), rows))
 
     def _read(self, reads: list[_Read]) -> None:
         for file, offset, views, _ in reads:
@@ -177,6 +219,14 @@ class _Read(NamedTuple):
     offset: int
     views: list[memoryview]
     nbytes: int
+
+
+def _take_checksums(stack: Stack, view: memoryview, start: int, count: int) -> None:
+    """Take those of up to `count` experts from `start` on."""
+    n = stack.refs[0].nbytes
+    assert stack.checksums is not None
+    for e in range(start, min(start + count, len(stack.refs))):
+        stack.checksums[e] = zlib.crc32(view[e * n : (e + 1) * n])
 
 
 def _parts(tensor: Any, view: memoryview) -> Iterator[tuple[Any, memoryview]]:

@@ -99,7 +99,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     found = None if safetensors else MoefluxDirectory.find(directory)
     if found is not None:
         return _open_moeflux(found, config)
-    blocks = {}
+    blocks: dict[int, dict[str, ExpertRefs]] = {}
     if is_packed(directory):
         packed = PackedExperts.open(directory)
         blocks = {layer: packed.refs(layer) for layer in packed.layers}

@@ -229,6 +229,17 @@ ExpertRefs = Sequence[TensorRef]
 """Entry ``e`` is expert e's bytes of one component; all have the same dtype and shape."""
 
 
+class Blocks(dict[str, ExpertRefs]):
+    """The experts of a layer in blocks without gaps: component name -> byte ranges, in their order.
+
+    checksums: CRC-32, as ``zlib.crc32`` gives it, of each expert's block; empty if the form has
+    none. digest: Hash of all blocks, or empty.
+    """
+
+    checksums: tuple[int, ...] = ()
+    digest: str = ""
+
+
 def check_layer(layer: int, layers: Sequence[int], directory: Path) -> None:
     """Raise ExpertFileError unless ``layer`` is one of those in a directory."""
     if layer not in layers:
@@ -245,12 +256,12 @@ def block_refs(
     *,
     stride: int,
     num_experts: int,
-) -> dict[str, ExpertRefs]:
-    """Component name -> the experts' byte ranges, of a file with a block each ``stride`` bytes.
+) -> Blocks:
+    """The experts' byte ranges in a file with a block each ``stride`` bytes.
 
     ``components``, name -> (dtype, shape), follow each other in a block without padding.
     """
-    refs: dict[str, ExpertRefs] = {}
+    refs = Blocks()
     offset = 0
     for name, (dtype, shape) in components.items():
         refs[name] = entry = StridedRefs(

@@ -62,6 +62,7 @@ class StreamingModel(nn.Module):
         self.max_context: int | None = None
         self.plan: Plan | None = None
         self.identity = ""
+        self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
         self._step: Any = None
         self._segments: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ class Decoder(Protocol):
     config: Any
     model: Any
     identity: str
+    experts_identity: Callable[[], str]
     kv_bits: int | None
     kv_group_size: int
 

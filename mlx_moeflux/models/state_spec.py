@@ -22,15 +22,15 @@ Parameters = Sequence[tuple[str, mx.array]]
 
 def state_spec(model: Decoder) -> StateSpec:
     """Return identity and shapes of the states of `model`. Evaluates: SAMPLES elements of each
-    parameter."""
+    parameter. Reads samples of the experts."""
     parameters = sorted(named_parameters(model))
     identity = state_identity(model, parameters)
     return StateSpec(identity, model.entry_specs(), model.config.vocab_size)
 
 
 def state_identity(model: Decoder, parameters: Parameters) -> str:
-    """Hash the checkpoint's headers, samples of the trunk's weights, the compute dtype, the
-    router's settings, all lossy choices and the choice of kernels.
+    """Hash the checkpoint's headers, the experts' digests or samples, samples of the trunk's
+    weights, the compute dtype, the router's settings, all lossy choices and the choice of kernels.
 
     Placement of experts and memory budget are left out: they change no bit.
     """
@@ -38,6 +38,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
     settings = {k: v for k, v in vars(router).items() if isinstance(v, (bool, int, float, str))}
     facts = [
         model.identity,
+        model.experts_identity(),
         str(model.model.norm.weight.dtype),
         type(router).__qualname__,
         settings,

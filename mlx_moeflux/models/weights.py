@@ -17,11 +17,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from mlx_moeflux.checkpoint.load import Stack, load_all, load_groups
+from mlx_moeflux.checkpoint.load import load_all, load_groups, stacks_of, verify
 from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
+from mlx_moeflux.experts.io.samples import Watch
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
@@ -206,6 +207,7 @@ class ExpertsOnDisk:
     ):
         self._blocks, self._layers, self._dtype = blocks, layers, dtype
         self._activation, self._packed = activation, False
+        self._files = Watch({layer: components for layer, (components, _) in layers.items()})
 
     def bank(self, layer: int) -> ExpertBank:
         """Return the experts of a layer."""
@@ -213,7 +215,12 @@ class ExpertsOnDisk:
         return switch.bank()
 
     def read(self, *, verbose: bool = False) -> None:
-        """Read all experts. verbose: Show a bar on stderr."""
+        """Read all experts. verbose: Show a bar on stderr.
+
+        Raises:
+            ExpertFileError: A file has changed since this object was made.
+        """
+        self._files.check()
         experts = load_experts((self._layers[i] for i in self._blocks), self._dtype)
         shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
         bar = tqdm(experts, total=len(self._blocks), disable=not verbose, **shown)
@@ -241,8 +248,11 @@ def load_experts(
     layers: Components and the quantisation of each projection.
     """
     layers = list(layers)
-    groups = ([Stack(refs) for refs in components.values()] for components, _ in layers)
-    for (components, specs), arrays in zip(layers, load_groups(groups), strict=True):
+    groups = [stacks_of(components) for components, _ in layers]
+    for (components, specs), stacks, arrays in zip(
+        layers, groups, load_groups(groups), strict=True
+    ):
+        verify(components, stacks)
         switch = _empty(SwitchGLU)
         for projection in PROJECTIONS:
             switch[projection] = _empty(ExpertProjection)

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from math import prod
 
@@ -122,6 +123,7 @@ def test_the_files_are_exactly_as_the_format_says(tmp_path):
                 "stride": stride,
                 "bytes": E * stride,
                 "blake2b": hashlib.blake2b(content, digest_size=32).hexdigest(),
+                "crc32": "".join(f"{zlib.crc32(b''.join(b)):08x}" for b in blocks[3]),
                 "components": [
                     {"name": part.name, "dtype": part.dtype, "shape": list(part.shape)}
                     for part in PLAIN

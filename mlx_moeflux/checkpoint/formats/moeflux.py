@@ -23,7 +23,7 @@ from mlx_moeflux.checkpoint.files import (
 )
 from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import DEFAULT_GROUP_SIZE, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, TensorRef, block_refs, check_layer
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Blocks, TensorRef, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError, UnsupportedError
 
 MANIFEST_NAME = "model_weights.json"
@@ -174,7 +174,7 @@ class MoefluxExperts:
         """The layer's file."""
         return self.directory / f"layer_{layer:02d}.bin"
 
-    def refs(self, layer: int) -> dict[str, ExpertRefs]:
+    def refs(self, layer: int) -> Blocks:
         """Component name -> the experts' byte ranges, in the order of the block."""
         check_layer(layer, self.layers, self.directory)
         return block_refs(

@@ -13,10 +13,12 @@ place of the progress file.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +33,8 @@ from mlx_moeflux.checkpoint.files import (
     hash_file,
     inside_path,
     is_positive,
+    opened,
+    read_exact,
     read_json_object,
     size_of,
     sync_directory,
@@ -38,7 +42,7 @@ from mlx_moeflux.checkpoint.files import (
     write_exact,
 )
 from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs, Shaped, block_refs, check_layer
+from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Blocks, Shaped, block_refs, check_layer
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
 
 FORMAT = "mlx_moeflux.experts"
@@ -72,12 +76,16 @@ class PackedComponent(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """One layer file: its name in the experts directory, block layout and hash (hex)."""
+    """One layer file: its name in the experts directory, block layout and hash (hex).
+
+    checksums: CRC-32 of each block; empty in an index of before they were added.
+    """
 
     file: str
     components: tuple[PackedComponent, ...]
     stride: int
     blake2b: str = ""
+    checksums: tuple[int, ...] = ()
 
     @classmethod
     def plan(cls, layer: int, components: Iterable[Any]) -> LayerFile:
@@ -92,13 +100,27 @@ class LayerFile:
 
     def to_json(self, num_experts: int) -> dict[str, object]:
         """The layer's entry of the index."""
-        return {
+        result: dict[str, object] = {
             "file": self.file,
             "stride": self.stride,
             "bytes": self.stride * num_experts,
             "blake2b": self.blake2b,
-            "components": [component.to_json() for component in self.components],
         }
+        if self.checksums:
+            result["crc32"] = "".join(f"{checksum:08x}" for checksum in self.checksums)
+        result["components"] = [component.to_json() for component in self.components]
+        return result
+
+    def hashed(self, file: Path, num_experts: int) -> LayerFile:
+        """The same with the hash and the checksums of a complete file; raises ExpertFileError."""
+        hasher, checksums = hashlib.blake2b(digest_size=HASH_BYTES), []
+        whole, block = memoryview(bytearray(self.stride)), _block_bytes(self.components)
+        with opened(file, error=ExpertFileError) as fd:
+            for e in range(num_experts):
+                read_exact(fd, [whole], offset=e * self.stride, file=file, error=ExpertFileError)
+                hasher.update(whole)
+                checksums.append(zlib.crc32(whole[:block]))
+        return replace(self, blake2b=hasher.hexdigest(), checksums=tuple(checksums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +220,17 @@ def _layer(entry: object, file: Path, place: str, num_experts: int) -> LayerFile
     if type(total) is not int or total != stride * num_experts:
         needed = stride * num_experts
         raise _damaged(file, f"{place} has bytes {total!r}, but stride x experts is {needed}")
-    return LayerFile(name, components, stride, _digest(entry, file, place))
+    checksums = _checksums(entry, file, place, num_experts)
+    return LayerFile(name, components, stride, _digest(entry, file, place), checksums)
+
+
+def _checksums(entry: dict[str, Any], file: Path, place: str, num_experts: int) -> tuple[int, ...]:
+    text = entry.get("crc32")
+    if text is None:
+        return ()
+    if not isinstance(text, str) or not _HEX.fullmatch(text) or len(text) != 8 * num_experts:
+        raise _damaged(file, f"{place} has a crc32 that is not 8 hex digits an expert")
+    return tuple(int(text[8 * e : 8 * e + 8], 16) for e in range(num_experts))
 
 
 def _digest(entry: dict[str, Any], file: Path, place: str) -> str:
@@ -289,14 +321,16 @@ class PackedExperts:
         """E, the same in every layer."""
         return self.index.num_experts
 
-    def refs(self, layer: int) -> dict[str, ExpertRefs]:
+    def refs(self, layer: int) -> Blocks:
         """Component name -> the experts' byte ranges, in the order of the block."""
         check_layer(layer, self.layers, self.directory)
         entry = self.index.layers[layer]
         components = {c.name: (c.dtype, c.shape) for c in entry.components}
-        return block_refs(
+        refs = block_refs(
             self.file(layer), layer, components, stride=entry.stride, num_experts=self.num_experts
         )
+        refs.checksums, refs.digest = entry.checksums, entry.blake2b
+        return refs
 
     def file(self, layer: int) -> Path:
         """The layer's file."""
@@ -341,6 +375,7 @@ def _check_size(
         )
 
 
+_HEX = re.compile(r"[0-9a-f]*")
 _HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 _OURS = re.compile(
     r"(layer_\d{2,}\.bin|index\.json|\.progress\.json)" + re.escape(TEMPORARY_SUFFIX)
@@ -543,12 +578,12 @@ class LayerWriter:
                 )
         try:
             os.fsync(self._fd)
-            digest = hash_file(self._file, size=self._nbytes, error=ExpertFileError)
+            done = self.plan.hashed(self._file, self._writer.num_experts)
             os.replace(self._file, self._target)
             sync_directory(self._target.parent)
         except OSError as cause:
             _raise_write_error(self._file, cause, needed=self._nbytes)
-        self._writer._add(self.layer, replace(self.plan, blake2b=digest))
+        self._writer._add(self.layer, done)
 
     def _abandon(self) -> None:
         """Close, and remove the temporary file where it still has that name."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, StridedRefs
+from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs, StridedRefs
 from mlx_moeflux.errors import CheckpointError, ExpertFileError
 from mlx_moeflux.experts.io.layout import Layout, layout_of
 
@@ -59,8 +59,12 @@ class ByteRanges:
         self._files = {}
         self._offsets = {}
         self._orders: dict[int, tuple[int, ...]] = {}
+        self._checksums: dict[int, np.ndarray] = {}
         for layer in self.layers:
-            self._files[layer], self._offsets[layer] = self._table(layer, experts[layer])
+            parts = experts[layer]
+            self._files[layer], self._offsets[layer] = self._table(layer, parts)
+            if isinstance(parts, Blocks) and parts.checksums:
+                self._checksums[layer] = np.array(parts.checksums, np.uint32)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -99,6 +103,11 @@ class ByteRanges:
     def table(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the file and the offset of each component of every block, ``[E, components]``."""
         return self._files[layer], self._offsets[layer]
+
+    def checksums(self, layer: int) -> np.ndarray | None:
+        """Return the CRC-32 of each expert's contiguous block, uint32 ``[E]``; None if there are
+        none."""
+        return self._checksums.get(layer)
 
     def piece(self, layer: int, expert: int, piece: Piece) -> Run:
         """Return the run of a piece of an expert's block; the layer has an :meth:`order`."""

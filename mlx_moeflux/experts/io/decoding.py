@@ -23,6 +23,13 @@ def needs_decoding(experts: Experts) -> bool:
     )
 
 
+def stored_form(experts: Experts) -> Experts:
+    """Return the stored bytes of `experts`: what they are decoded from, if they are."""
+    if not needs_decoding(experts):
+        return experts
+    return {layer: _Plan(parts).stored for layer, parts in experts.items()}
+
+
 class StoredReader(Protocol):
     """A reader of stored bytes: see :class:`~mlx_moeflux.experts.io.readers.Reader`."""
 

@@ -10,19 +10,22 @@ import resource
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import open_regular, unreadable, window
+from mlx_moeflux.checkpoint.files import Stamp, changed, open_regular, unreadable, window
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
-from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import ExpertFileError, MoefluxError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into
 from mlx_moeflux.experts.io.layout import Layout
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
 DIRECT_ALIGNMENT = 4096
+# A short direct read ends at a logical block, the smallest of which has so many bytes.
+SECTOR = 512
 # Larger transfers gain nothing, and every thread owns one bounce buffer.
 MAX_BOUNCE_BYTES = 8 << 20
 # A smaller part of a block takes less time to read than to submit.
@@ -64,11 +67,15 @@ class FileReader:
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
         self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
         self._fds: list[int] = []
+        # Absolute: the process may change its directory.
+        self.paths = [os.path.abspath(file) for file in self.ranges.files]
+        self.stamps: list[Stamp] = []
         self._close_files = weakref.finalize(self, _close_all, self._fds)
         make_room(len(self.ranges.files))
         try:
             for file in self.ranges.files:
                 self._fds.append(open_regular(file, self._flags))
+                self.stamps.append(Stamp.of(file))
         except OSError as cause:
             self.close()
             raise self._cannot_open(file, cause) from cause
@@ -91,13 +98,22 @@ class FileReader:
         for run in runs:
             self._read_run(run, [into[i] for i in run.components])
             total += run.nbytes
+        for file in {run.file for run in runs}:
+            self._check_file(file)
+        checksums = self.ranges.checksums(layer)
+        if checksums is not None:
+            found = 0
+            for i in self.ranges.order(layer):
+                found = zlib.crc32(into[i], found)
+            if found != checksums[expert]:
+                raise self.wrong(layer, expert)
         return total
 
     def pieces(self, layer: int, count: int) -> Sequence[Piece]:
         """Cut a block of a layer into about `count` reads for several threads, by :meth:`read_run`
-        or :meth:`read_staged`. Empty if blocks are not contiguous, or if a subclass overrides
-        :meth:`read`."""
-        if type(self).read is not FileReader.read:
+        or :meth:`read_staged`. Empty if blocks are not contiguous or have checksums, which
+        :meth:`read` verifies, or if a subclass overrides :meth:`read`."""
+        if type(self).read is not FileReader.read or self.ranges.checksums(layer) is not None:
             return ()
         if (layer, count) not in self._pieces:
             sizes = [c.nbytes for c in self.layout(layer).components]
@@ -111,23 +127,24 @@ class FileReader:
     def read_run(self, run: Run, views: Sequence[memoryview]) -> int:
         """Read `run` into consecutive views; return its bytes."""
         self._read_run(run, views)
+        self._check_file(run.file)
         return run.nbytes
 
     def read_staged(self, run: Run, buffer: memoryview) -> int:
         """Read `run` into a page-aligned buffer that is two pages larger; return the offset in the
         buffer at which it begins."""
-        self._read_run(run, [buffer[: run.nbytes]])
+        self.read_run(run, [buffer[: run.nbytes]])
         return 0
 
     def places(self, layer: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return file descriptors, int32, and offsets, int64, of all blocks of a layer,
-        ``[E, components]``, and the :meth:`ByteRanges.order` of the components."""
-        files, offsets = self.ranges.table(layer)
-        return np.array(self._fds, np.int32)[files], offsets, self.ranges.order(layer)
+        """Return files, int32, and offsets, int64, of all blocks of a layer, ``[E, components]``,
+        and the :meth:`ByteRanges.order` of the components."""
+        return *self.ranges.table(layer), self.ranges.order(layer)
 
-    def file_of(self, fd: int) -> int:
-        """Return the index of the file with this descriptor."""
-        return self._fds.index(fd)
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The descriptor of each file, in the order of its :attr:`ranges`."""
+        return self._fds
 
     def close(self) -> None:
         """See :meth:`Reader.close`."""
@@ -135,6 +152,15 @@ class FileReader:
 
     def _announce(self, runs: Sequence[Run]) -> None:
         """Prepare for the reads of `runs`; a subclass may tell the system."""
+
+    def _check_file(self, file: int) -> None:
+        """Raise ExpertFileError unless the path of a file leads to what was opened."""
+        try:
+            if Stamp.of(self.paths[file]) == self.stamps[file]:
+                return
+        except OSError as cause:
+            raise self.changed(file) from cause
+        raise self.changed(file)
 
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
         done = self._preadv(run, views, run.offset)
@@ -159,6 +185,18 @@ class FileReader:
         return ExpertFileError(
             f"Reading {self.ranges.files[run.file]} at offset {offset} failed: "
             f"{cause.strerror or cause}; check the disk and the file."
+        )
+
+    def changed(self, file: int) -> MoefluxError:
+        """Return the error of a file that is not what was opened."""
+        return changed(self.ranges.files[file], error=ExpertFileError)
+
+    def wrong(self, layer: int, expert: int) -> ExpertFileError:
+        """Return the error of a block that differs from its checksum."""
+        file = self.ranges.files[self.ranges.runs(layer, expert)[0].file]
+        return ExpertFileError(
+            f"{file}: expert {expert} of layer {layer} differs from its checksum; check disk and "
+            "memory, then convert the checkpoint again."
         )
 
     def ends_early(self, run: Run, offset: int) -> ExpertFileError:
@@ -239,13 +277,13 @@ class DirectReader(FileReader):
         before = run.offset % DIRECT_ALIGNMENT
         done, wanted = 0, before + run.nbytes
         while done < wanted:
-            # A short read that ends inside a page continues from the start of that page.
-            done -= done % DIRECT_ALIGNMENT
-            at = run.offset - before + done
-            more = self._preadv(run, [buffer[done : _round_up(wanted)]], at)
-            if more < DIRECT_ALIGNMENT and done + more < wanted:
-                raise self.ends_early(run, at + more)
-            done += more
+            start = done - done % SECTOR
+            at = run.offset - before + start
+            end = start + self._preadv(run, [buffer[start : _round_up(wanted)]], at)
+            if end <= done:
+                raise self.ends_early(run, run.offset - before + end)
+            done = end
+        self._check_file(run.file)
         return before
 
     def _bounce_bytes(self) -> int:
@@ -264,16 +302,18 @@ class DirectReader(FileReader):
             super()._read_run(run, views)
             return
         array, view = self._buffer()
-        position, stop = run.offset, run.offset + run.nbytes
-        while position < stop:
-            start = position - position % DIRECT_ALIGNMENT
+        done, stop = run.offset - run.offset % DIRECT_ALIGNMENT, run.offset + run.nbytes
+        while done < stop:
+            start = done - done % SECTOR
             wanted = min(_round_up(stop) - start, self.staging_bytes)
-            end = min(start + self._preadv(run, [view[:wanted]], start), stop)
-            if end <= position:
-                raise self.ends_early(run, position)
-            into = window(views, position - run.offset, end - run.offset)
-            copy_into(into, array[position - start : end - start])
-            position = end
+            end = start + self._preadv(run, [view[:wanted]], start)
+            if end <= done:
+                raise self.ends_early(run, end)
+            first, last = max(done, run.offset), min(end, stop)
+            if first < last:
+                into = window(views, first - run.offset, last - run.offset)
+                copy_into(into, array[first - start : last - start])
+            done = end
 
     def _cannot_open(self, file: Path, cause: OSError) -> Exception:
         if isinstance(cause, FileNotFoundError):
@@ -287,8 +327,8 @@ class DirectReader(FileReader):
 class MmapReader(FileReader):
     """Copies out of a mapping of the file.
 
-    If another process truncates the file meanwhile, the system ends this process: prefer ``pread``
-    for files that may change.
+    If another process truncates the file during a copy, the system ends this process: prefer
+    ``pread`` for files that may change.
     """
 
     name = "mmap"
@@ -313,8 +353,9 @@ class MmapReader(FileReader):
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
         mapping = self._maps[run.file]
         stop = run.offset + run.nbytes
-        if stop > len(mapping):
-            raise self.ends_early(run, len(mapping))
+        size = os.fstat(self._fds[run.file]).st_size
+        if stop > min(size, len(mapping)):
+            raise self.ends_early(run, size)
         start = run.offset - run.offset % mmap.PAGESIZE
         # Ask for the whole run instead of one fault per page. Afterwards the pages count as cache
         # again, not as memory of this process.

@@ -22,14 +22,15 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.checkpoint.files import Stamp
+from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.io import cuda_upload, file_readers, read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
@@ -39,15 +40,35 @@ from mlx_moeflux.experts.io.readers import Reader
 
 SOURCE = Path(__file__).with_name("native_reads.c")
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
-# MOST_COMPONENTS, ENDS_EARLY and REFUSED of native_reads.c.
-MOST_COMPONENTS, ENDS_EARLY, REFUSED = 16, -1, -2
+# Checksums take an instruction that a compiler for any machine of the kind does not assume.
+if platform.machine() == "aarch64":
+    FLAGS = (*FLAGS, "-march=armv8-a+crc")
+# Of native_reads.c.
+MOST_COMPONENTS = 16
+ENDS_EARLY, REFUSED, WRONG, CHANGED = -1, -2, -3, -4
 # The caller looks for an interrupt after so many nanoseconds.
 LOOK_AGAIN = 50_000_000
 
 
+class _File(ctypes.Structure):
+    _fields_ = (
+        ("path", c_char_p),
+        *((name, c_int64) for name in ("device", "inode", "size", "seconds", "nanoseconds")),
+        ("fd", c_int32),
+    )
+
+    @classmethod
+    def of(cls, path: str, stamp: Stamp, fd: int) -> _File:
+        seconds, nanoseconds = divmod(stamp.modified_ns, 10**9)
+        known = stamp.device, stamp.inode, stamp.size, seconds, nanoseconds
+        return cls(os.fsencode(path), *known, fd)
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("fds", "offsets", "sizes", "addresses", "order")),
+        ("files", POINTER(_File)),
+        *((name, c_void_p) for name in ("where", "offsets", "sizes", "addresses", "order")),
+        ("checksums", c_void_p),
         ("components", c_int64),
     )
 
@@ -55,8 +76,9 @@ class _Layer(ctypes.Structure):
 class _Outcome(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("nbytes", "nanoseconds", "offset", "wanted", "done")),
-        ("fd", c_int32),
+        ("file", c_int32),
         ("error", c_int32),
+        ("rest", c_uint32),
     )
 
 
@@ -144,6 +166,9 @@ class NativePool:
         if not self.handle:
             raise OSError("no threads")
         self._buffered = bool(nbytes)
+        known = zip(reader.paths, reader.stamps, reader.descriptors, strict=True)
+        files = [_File.of(*each) for each in known]
+        self.files = (_File * len(files))(*files)
         self._places: dict[int, Place] = {}
         self._end = weakref.finalize(self, found.pool_close, self.handle)
 
@@ -176,7 +201,8 @@ class NativePool:
         """Return where the blocks and slots of a layer lie; kept until its bank changes."""
         known = self._places.get(layer)
         if known is None or known.addresses is not slots.addresses:
-            known = self._places[layer] = Place(self.reader, layer, slots.addresses)
+            known = Place(self.reader, self.files, layer, slots.addresses)
+            self._places[layer] = known
         return known
 
 
@@ -186,14 +212,22 @@ class Place:
     nbytes: Of a block.
     """
 
-    def __init__(self, reader: FileReader, layer: int, addresses: list[tuple[int, int]]):
-        fds, offsets, order = reader.places(layer)
+    def __init__(
+        self,
+        reader: FileReader,
+        files: ctypes.Array[_File],
+        layer: int,
+        addresses: list[tuple[int, int]],
+    ):
+        where, offsets, order = reader.places(layer)
+        checksums = reader.ranges.checksums(layer)
         sizes = np.array([nbytes for _, nbytes in addresses], np.int64)
         starts = np.array([address for address, _ in addresses], np.uint64)
         order = np.array(order or (-1,), np.int32)
         self.addresses, self.nbytes = addresses, int(sizes.sum())
-        self._arrays = fds, offsets, sizes, starts, order
-        self.layer = _Layer(*(array.ctypes.data for array in self._arrays), len(sizes))
+        self._arrays = where, offsets, sizes, starts, order, checksums
+        pointers = (None if array is None else array.ctypes.data for array in self._arrays)
+        self.layer = _Layer(files, *pointers, len(sizes))
         self._batches: dict[int, type[ctypes.Array[c_char]]] = {}
 
     def batch(self, pool: NativePool, count: int) -> ctypes.Array[c_char]:
@@ -213,7 +247,7 @@ class NativeFetch:
     """
 
     def __init__(self, pool: NativePool, layer: int, slots: SlotMemory, targets: Sequence[Target]):
-        self.targets = targets
+        self.targets, self._layer = targets, layer
         self._pool, self._place = pool, pool.place(layer, slots)
         self.in_caller = False
         self._slots = slots  # the memory that the threads write
@@ -236,12 +270,13 @@ class NativeFetch:
         if self.in_caller:
             self._wait()
 
-    def wait(self) -> ExpertFileError | DriverError | None:
+    def wait(self) -> MoefluxError | None:
         """Wait for all reads; return the error of the first that failed, if any did."""
         self._wait()
         if self._pool.uploads is not None:
             self._pool.uploads.finish()
-        return next((self._error(o) for o in self._outcomes if o.error), None)
+        pairs = zip(self.targets, self._outcomes, strict=True)
+        return next((self._error(t.expert, o) for t, o in pairs if o.error), None)
 
     def abandon(self) -> None:
         """Let no further read begin."""
@@ -283,14 +318,19 @@ class NativeFetch:
             if pool.library.batch_wait(pool.handle, self._batch, LOOK_AGAIN):
                 self._over = True
 
-    def _error(self, outcome: _Outcome) -> ExpertFileError | DriverError:
+    def _error(self, expert: int, outcome: _Outcome) -> MoefluxError:
+        reader = self._pool.reader
         if outcome.error == REFUSED:
             return DriverError("cuMemcpyHtoDAsync_v2", outcome.error)
-        run = Run(self._pool.reader.file_of(outcome.fd), outcome.offset, outcome.wanted, ())
+        if outcome.error == CHANGED:
+            return reader.changed(outcome.file)
+        if outcome.error == WRONG:
+            return reader.wrong(self._layer, expert)
+        run = Run(outcome.file, outcome.offset, outcome.wanted, ())
         if outcome.error == ENDS_EARLY:
-            return self._pool.reader.ends_early(run, outcome.offset + outcome.done)
+            return reader.ends_early(run, outcome.offset + outcome.done)
         cause = OSError(outcome.error, os.strerror(outcome.error))
-        return self._pool.reader.failed(run, outcome.offset + outcome.done, cause)
+        return reader.failed(run, outcome.offset + outcome.done, cause)
 
 
 def staging_bytes(reader: Reader, threads: int) -> int:

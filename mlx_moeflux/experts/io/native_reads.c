@@ -8,25 +8,46 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
+#endif
+#ifdef __APPLE__
+#define st_mtim st_mtimespec
+#endif
 
-enum { MOST_COMPONENTS = 16, ENDS_EARLY = -1, REFUSED = -2, SECOND = 1000000000, PAGE = 4096 };
+enum { MOST_COMPONENTS = 16, SECOND = 1000000000, PAGE = 4096, SECTOR = 512 };
+enum { ENDS_EARLY = -1, REFUSED = -2, WRONG = -3, CHANGED = -4 };
 
-/* Blocks of a layer. fds, offsets: a row of components for each expert. A slot has its components at
-   addresses + slot * sizes. order: of components without gaps; -1 if there are gaps. */
+/* An open file, and what the system said of its path then. */
 typedef struct {
-  const int32_t *fds;
+  const char *path;
+  int64_t device, inode, size, seconds, nanoseconds;
+  int32_t fd;
+} File;
+
+/* Blocks of a layer. where, offsets: a row of components for each expert; `where` has indices of
+   files, or -1 for none. A slot has its components at addresses + slot * sizes. order: of components
+   without gaps; -1 if there are gaps. checksums: CRC-32 of each expert's block, or NULL. */
+typedef struct {
+  const File *files;
+  const int32_t *where;
   const int64_t *offsets, *sizes, *addresses;
   const int32_t *order;
+  const uint32_t *checksums;
   int64_t components;
 } Layer;
 
-/* What becomes of a block. error: 0, an errno, ENDS_EARLY, or REFUSED by the device, after `done`
-   of `wanted` bytes at `offset` of `fd`. */
+/* What becomes of a block. error: 0, an errno, or one of the above, after `done` of `wanted` bytes at
+   `offset` of `file`. rest: the checksum less that of the parts that were read; in the end 0. */
 typedef struct {
   int64_t nbytes, nanoseconds, offset, wanted, done;
-  int32_t fd, error;
+  int32_t file, error;
+  uint32_t rest;
 } Outcome;
 
 /* Functions of a GPU's driver, for slots that the host does not write; else NULL. */
@@ -50,19 +71,20 @@ typedef struct {
 typedef struct Batch Batch;
 
 /* Consecutive bytes of a file and the pieces of memory that they go to. from: where they are in the
-   buffer of `hand`. */
+   buffer of `hand`. before, after: the bytes of the block around them. */
 typedef struct Part {
   Batch *batch;
   struct Part *following;
   Hand *hand;
   uint8_t *from, *into[MOST_COMPONENTS];
-  int64_t sizes[MOST_COMPONENTS], block, offset, nbytes;
-  int fd, pieces;
+  int64_t sizes[MOST_COMPONENTS], block, offset, nbytes, before, after;
+  int file, pieces;
 } Part;
 
 struct Batch {
+  const Layer *layer;
   Outcome *outcomes;
-  int64_t count, ended;
+  int64_t count, ended, block_bytes;
   Part parts[];
 };
 
@@ -86,6 +108,107 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+/* CRC-32 as in zlib and PNG. A number stands for a polynomial over two elements modulo
+   x^32 + POLYNOMIAL; bit i is the coefficient of x^(31 - i). */
+#define POLYNOMIAL 0xEDB88320u
+#define ONE 0x80000000u
+
+static uint32_t times(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (; a; a <<= 1) {
+    if (a & ONE) product ^= b;
+    b = b >> 1 ^ (b & 1 ? POLYNOMIAL : 0);
+  }
+  return product;
+}
+
+/* x^n. */
+static uint32_t power(int64_t n) {
+  uint32_t result = ONE;
+  for (uint32_t square = ONE >> 1; n; n >>= 1, square = times(square, square))
+    if (n & 1) result = times(result, square);
+  return result;
+}
+
+/* The remainder of `n` bytes that follow those of the remainder `crc`. */
+static uint32_t bytewise(uint32_t crc, const uint8_t *data, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    crc ^= data[i];
+    for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? POLYNOMIAL : 0);
+  }
+  return crc;
+}
+
+#if defined(__x86_64__)
+/* Multiply 16 bytes, the first of which have the highest powers, by the power of `by`. */
+__attribute__((target("pclmul"))) static inline __m128i folded(__m128i data, __m128i by) {
+  return _mm_xor_si128(_mm_clmulepi64_si128(data, by, 0x00), _mm_clmulepi64_si128(data, by, 0x11));
+}
+
+enum { LANES = 8, STEP = 16 * LANES };
+
+/* Multipliers of both halves of 16 bytes that move them on by a step of all lanes, or by one lane. A
+   product of two reversed numbers is one bit too low, hence the -1. */
+static uint64_t by_step[2], by_lane[2];
+
+__attribute__((constructor)) static void prepare(void) {
+  for (int half = 0; half < 2; half++) {
+    by_step[half] = (uint64_t)power(8 * STEP - 1 + 64 * !half) << 32;
+    by_lane[half] = (uint64_t)power(128 - 1 + 64 * !half) << 32;
+  }
+}
+
+__attribute__((target("pclmul"))) static uint32_t fast(uint32_t crc, const uint8_t *data, int64_t n) {
+  if (n < STEP || !__builtin_cpu_supports("pclmul")) return bytewise(crc, data, n);
+  __m128i lanes[LANES], by = _mm_loadu_si128((const __m128i *)by_step);
+  for (int i = 0; i < LANES; i++) lanes[i] = _mm_loadu_si128((const __m128i *)data + i);
+  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128((int)crc));
+  for (data += STEP, n -= STEP; n >= STEP; data += STEP, n -= STEP)
+    for (int i = 0; i < LANES; i++)
+      lanes[i] = _mm_xor_si128(folded(lanes[i], by), _mm_loadu_si128((const __m128i *)data + i));
+  __m128i last = lanes[0];
+  by = _mm_loadu_si128((const __m128i *)by_lane);
+  for (int i = 1; i < LANES; i++) last = _mm_xor_si128(folded(last, by), lanes[i]);
+  for (; n >= 16; data += 16, n -= 16)
+    last = _mm_xor_si128(folded(last, by), _mm_loadu_si128((const __m128i *)data));
+  uint8_t bytes[16];
+  _mm_storeu_si128((__m128i *)bytes, last);
+  return bytewise(bytewise(0, bytes, sizeof bytes), data, n);
+}
+#elif defined(__ARM_FEATURE_CRC32)
+/* Three thirds at a time: an instruction takes three cycles, and each cycle can begin one. */
+static uint32_t fast(uint32_t crc, const uint8_t *data, int64_t n) {
+  int64_t third = n / 24 * 8;
+  uint32_t second = 0, last = 0;
+  for (int64_t i = 0; i < third; i += 8) {
+    uint64_t words[3];
+    for (int j = 0; j < 3; j++) memcpy(&words[j], data + j * third + i, 8);
+    crc = __crc32d(crc, words[0]);
+    second = __crc32d(second, words[1]);
+    last = __crc32d(last, words[2]);
+  }
+  uint32_t by = power(8 * third);
+  crc = times(times(crc, by) ^ second, by) ^ last;
+  return bytewise(crc, data + 3 * third, n - 3 * third);
+}
+#else
+static uint32_t fast(uint32_t crc, const uint8_t *data, int64_t n) { return bytewise(crc, data, n); }
+#endif
+
+/* The checksum of `n` bytes that follow those of the checksum `crc`; 0 for none. */
+uint32_t checksum(uint32_t crc, const uint8_t *data, int64_t n) { return ~fast(~crc, data, n); }
+
+/* The share that a part of a block has in the block's checksum. */
+static uint32_t share(const Part *part) {
+  uint32_t crc = part->before ? 0 : ~0u;
+  const uint8_t *from = part->from;
+  for (int i = 0; i < part->pieces; i++) {
+    crc = fast(crc, from ? from : part->into[i], part->sizes[i]);
+    if (from) from += part->sizes[i];
+  }
+  return part->after ? times(crc, power(8 * part->after)) : ~crc;
+}
+
 /* Read at `offset`, at least `needed` of up to `room` bytes; `got` counts them, also before an error.
    A short read goes on at the last aligned offset. */
 static int fill(int fd, uint8_t *into, int64_t offset, int64_t room, int64_t needed, int64_t align,
@@ -102,10 +225,10 @@ static int fill(int fd, uint8_t *into, int64_t offset, int64_t room, int64_t nee
 }
 
 /* Read a part straight into its memory. */
-static int read_straight(Part *part, int64_t *done) {
+static int read_straight(Part *part, int fd, int64_t *done) {
   for (int i = 0; i < part->pieces; i++) {
     int64_t size = part->sizes[i], got;
-    int error = fill(part->fd, part->into[i], part->offset + *done, size, size, 1, &got);
+    int error = fill(fd, part->into[i], part->offset + *done, size, size, 1, &got);
     *done += got;
     if (error) return error;
   }
@@ -136,13 +259,13 @@ static int make_room(Hand *hand, int64_t nbytes) {
 
 /* Read a part through the hand's buffer, at an aligned offset and in an aligned length. What a
    device is to copy stays there. */
-static int read_through(Hand *hand, Part *part, int64_t *done) {
+static int read_through(Hand *hand, Part *part, int fd, int64_t *done) {
   const Pool *pool = hand->pool;
   int64_t before = part->offset % pool->alignment, needed = before + part->nbytes, got;
   int64_t room = up(needed, pool->alignment);
   if (make_room(hand, room)) return REFUSED;
   uint8_t *at = hand->memory + hand->used;
-  int error = fill(part->fd, at, part->offset - before, room, needed, pool->alignment, &got);
+  int error = fill(fd, at, part->offset - before, room, needed, pool->alignment > 1 ? SECTOR : 1, &got);
   *done = larger(0, smaller(got, needed) - before);
   part->from = at + before;
   if (pool->device.copy) hand->used += up(room, PAGE);
@@ -156,7 +279,8 @@ static void end_part(Pool *pool, Part *part, int64_t done, int error) {
   Outcome *outcome = &batch->outcomes[part->block];
   outcome->nbytes += done;
   if (error && !outcome->error)
-    *outcome = (Outcome){0, 0, part->offset, part->nbytes, done, part->fd, error};
+    *outcome = (Outcome){0, 0, part->offset, part->nbytes, done, part->file, error, 0};
+  if (!outcome->error && outcome->nbytes == batch->block_bytes && outcome->rest) outcome->error = WRONG;
   if (++batch->ended == batch->count) pthread_cond_broadcast(&pool->ended);
 }
 
@@ -185,12 +309,20 @@ static void copy_parts(Pool *pool) {
 static void read_part(Hand *hand, Part *part) {
   Pool *pool = hand->pool;
   int64_t start = now(CLOCK_MONOTONIC), done = 0;
-  int error = 0, no_file = part->fd < 0; /* to measure what remains */
-  if (no_file) done = part->nbytes;
-  else error = hand->memory ? read_through(hand, part, &done) : read_straight(part, &done);
+  int error = 0, no_file = part->file < 0; /* to measure what remains */
+  const Layer *layer = part->batch->layer;
+  uint32_t sum = 0;
+  if (no_file) {
+    done = part->nbytes;
+  } else {
+    int fd = layer->files[part->file].fd;
+    error = hand->memory ? read_through(hand, part, fd, &done) : read_straight(part, fd, &done);
+    if (layer->checksums && !error) sum = share(part);
+  }
   int64_t nanoseconds = now(CLOCK_MONOTONIC) - start;
   pthread_mutex_lock(&pool->lock);
   part->batch->outcomes[part->block].nanoseconds += nanoseconds;
+  part->batch->outcomes[part->block].rest ^= sum;
   if (error || no_file || !pool->device.copy) {
     end_part(pool, part, done, error);
   } else {
@@ -261,10 +393,15 @@ Pool *pool_open(int count, int64_t alignment, int64_t least_piece, int64_t buffe
   return NULL;
 }
 
+static int64_t block_bytes(const Layer *layer) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < layer->components; i++) total += layer->sizes[i];
+  return total;
+}
+
 /* The bytes of a part, so that all threads have one of `count` blocks and it fits in a buffer. */
 static int64_t step_of(const Pool *pool, const Layer *layer, int64_t count) {
-  int64_t total = 0, cuts = (pool->count + count - 1) / count;
-  for (int64_t i = 0; i < layer->components; i++) total += layer->sizes[i];
+  int64_t total = block_bytes(layer), cuts = (pool->count + count - 1) / count;
   int64_t step = up(total, cuts) / cuts;
   if (step < pool->least_piece) step = smaller(total, pool->least_piece);
   if (step >= 8 * PAGE) step = up(step, PAGE);
@@ -275,7 +412,7 @@ static int64_t step_of(const Pool *pool, const Layer *layer, int64_t count) {
 static void cut(Batch *batch, const Layer *layer, int64_t block, int64_t expert, int64_t slot,
                 int64_t step) {
   int contiguous = layer->order[0] >= 0;
-  int64_t position = 0, row = expert * layer->components;
+  int64_t position = 0, read = 0, row = expert * layer->components;
   for (int64_t i = 0; i < layer->components; i++) {
     int64_t c = contiguous ? layer->order[i] : i, size = layer->sizes[c], nbytes;
     uint8_t *to = (uint8_t *)layer->addresses[c] + slot * size;
@@ -283,12 +420,15 @@ static void cut(Batch *batch, const Layer *layer, int64_t block, int64_t expert,
     for (int64_t done = 0; done < size; done += nbytes, position += nbytes) {
       if (position % step == 0)
         batch->parts[batch->count++] = (Part){.batch = batch, .block = block,
-            .offset = layer->offsets[row + c] + done, .fd = layer->fds[row + c]};
+            .offset = layer->offsets[row + c] + done, .file = layer->where[row + c],
+            .before = read, .after = batch->block_bytes - read};
       Part *part = &batch->parts[batch->count - 1];
       nbytes = smaller(step - position % step, size - done);
       part->into[part->pieces] = to + done;
       part->sizes[part->pieces++] = nbytes;
       part->nbytes += nbytes;
+      part->after -= nbytes;
+      read += nbytes;
     }
   }
 }
@@ -305,9 +445,11 @@ int64_t batch_bytes(const Pool *pool, const Layer *layer, int64_t count) {
    batch_wait does. */
 void batch_begin(Pool *pool, Batch *batch, const Layer *layer, int64_t count,
                  const int64_t (*blocks)[2], Outcome *outcomes, int wake) {
-  *batch = (Batch){.outcomes = outcomes};
-  for (int64_t i = 0, step = step_of(pool, layer, count); i < count; i++)
+  *batch = (Batch){.layer = layer, .outcomes = outcomes, .block_bytes = block_bytes(layer)};
+  for (int64_t i = 0, step = step_of(pool, layer, count); i < count; i++) {
+    if (layer->checksums && layer->where[0] >= 0) outcomes[i].rest = layer->checksums[blocks[i][0]];
     cut(batch, layer, i, blocks[i][0], blocks[i][1], step);
+  }
   pthread_mutex_lock(&pool->lock);
   for (int64_t i = 0; i < batch->count; i++) {
     *pool->end = &batch->parts[i];
@@ -332,6 +474,27 @@ void batch_abandon(Pool *pool, Batch *batch) {
   pthread_mutex_unlock(&pool->lock);
 }
 
+static int is_changed(const File *file) {
+  struct stat now;
+  return stat(file->path, &now) || (int64_t)now.st_dev != file->device ||
+         (int64_t)now.st_ino != file->inode || now.st_size != file->size ||
+         now.st_mtim.tv_sec != file->seconds || now.st_mtim.tv_nsec != file->nanoseconds;
+}
+
+/* Look whether the files of a batch that has ended are still those that were opened. */
+static void check_files(Batch *batch) {
+  for (int64_t i = 0, changed = 0; i < batch->count; i++) {
+    const Part *part = &batch->parts[i];
+    if (part->file < 0) continue;
+    if (!i || part->file != part[-1].file) changed = is_changed(&batch->layer->files[part->file]);
+    Outcome *outcome = &batch->outcomes[part->block];
+    if (changed && (!outcome->error || outcome->error == WRONG)) {
+      outcome->file = part->file;
+      outcome->error = CHANGED;
+    }
+  }
+}
+
 /* Read one part if one is left, of any batch, else wait, at most `nanoseconds`. Return 1 once all
    of `batch` have ended. */
 int batch_wait(Pool *pool, Batch *batch, int64_t nanoseconds) {
@@ -348,5 +511,6 @@ int batch_wait(Pool *pool, Batch *batch, int64_t nanoseconds) {
   }
   int over = batch->ended == batch->count;
   pthread_mutex_unlock(&pool->lock);
+  if (over) check_files(batch);
   return over;
 }

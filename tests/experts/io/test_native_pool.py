@@ -109,11 +109,13 @@ def test_errors_name_file_and_offset(reader):
     assert arrived == []
     os.dup2(kept, fd)
     os.truncate(file, offset + 5)
-    error, arrived = read(1, 3, 2)
+    error, arrived = read(3, 1, 2)
     nbytes = reader.layout(layer).nbytes
     assert f"{file} ends early: expected {nbytes} bytes at offset" in str(error)
     assert f"offset {offset}, got 5" in str(error)
-    assert arrived == [1, 2]
+    error, also = read(1, 2)
+    assert str(error).startswith(f"{file} was changed")
+    assert arrived == also == []
     assert os.path.getsize(file) < size
     for other in (kept, broken):
         os.close(other)
