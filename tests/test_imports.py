@@ -23,6 +23,7 @@ RANK = {
     "tokenizer": 5,
     "detokenizer": 6,
     "models": 6,
+    "distributed": 6,
     "experts": 7,
     "cache": 7,
     "kernels": 8,

@@ -107,6 +107,11 @@ class ExpertStore:
         """
         raise NotImplementedError
 
+    def lead(self, values: mx.array) -> mx.array:
+        """Return rank 0's `values`, which every rank has in the same shape: the values where one
+        process has all experts."""
+        return values
+
     def stats(self) -> ExpertStats:
         """Return the live statistics of this store."""
         raise NotImplementedError

@@ -1,0 +1,102 @@
+"""One rank's part of a model: which experts it loads, and what must be equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux._version import __version__
+from mlx_moeflux.checkpoint.tensors import ExpertRefs
+from mlx_moeflux.distributed.placement import Placement, Places, make_placement, placed
+from mlx_moeflux.distributed.ranks import Ranks
+from mlx_moeflux.distributed.store import DistributedStore, PairMix
+from mlx_moeflux.experts.compute import ExpertMix
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.events import EventHook
+
+Experts = Mapping[int, Mapping[str, ExpertRefs]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The experts of one rank. mix: The operation with which its local store computes them."""
+
+    ranks: Ranks
+    places: Places
+    mix: PairMix
+
+    @classmethod
+    def of(cls, ranks: Ranks, placement: str | Placement, experts: Experts, mix: ExpertMix) -> Part:
+        """Place `experts`, MoE layer id -> component -> one ref per expert, on the ranks.
+
+        Raises:
+            InputError: The placement cannot be used.
+        """
+        E = len(next(iter(next(iter(experts.values())).values())))
+        places = placed(make_placement(placement), sorted(experts), E, ranks.size)
+        return cls(ranks, places, PairMix(mix))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts a layer of this rank."""
+        return self.places.counts[self.ranks.rank]
+
+    def held(self, experts: Experts) -> dict[int, dict[str, ExpertRefs]]:
+        """Return those of `experts` that this rank holds, ascending."""
+        return {
+            layer: {
+                name: [refs[e] for e in self.places.held(layer, self.ranks.rank)]
+                for name, refs in components.items()
+            }
+            for layer, components in experts.items()
+        }
+
+    def store(
+        self, local: ExpertStore, *, events: EventHook | None, exact_prompts: bool
+    ) -> DistributedStore:
+        """Return the store of all experts, of which `local` has those of this rank."""
+        kinds = self.ranks.gather(device_kind())
+        store = DistributedStore(
+            local,
+            self.ranks,
+            self.places,
+            mix=self.mix,
+            exact_prompts=exact_prompts,
+            one_kind=len(set(kinds)) == 1,
+        )
+        store.events = events
+        return store
+
+    def agree(self, model: Any, *, exact_prompts: bool) -> None:
+        """Compare versions, weights, placement and choices of kernels with the other ranks.
+
+        Raises:
+            DistributedError: They differ; all ranks raise the same.
+        """
+        rank_of = repr(sorted(self.places.rank_of.items())).encode()
+        self.ranks.agree(
+            {
+                "version of mlx_moeflux": __version__,
+                "version of mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]
+                "checkpoint": model.identity,
+                "choice of kernels": model.kernels.identity(),
+                "max_context": model.max_context,
+                "exact_prompts": exact_prompts,
+                "placement": hashlib.blake2b(rank_of, digest_size=8).hexdigest(),
+                # Samples of the trunk's weights, dtype, router and lossy options.
+                "model": model.state_spec().identity,
+            }
+        )
+
+
+def device_kind() -> str:
+    """Return what decides which bits a kernel gives: system, back end and device."""
+    device = mx.default_device()
+    kind = "cpu" if device == mx.cpu else "gpu"
+    name = mx.device_info(device).get("device_name", "")
+    return f"{platform.system()} {platform.machine()} {kind} {name}"
