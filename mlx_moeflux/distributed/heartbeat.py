@@ -120,7 +120,6 @@ class Heartbeat:
         Raises:
             DistributedError: None does.
         """
-        self = cls(rank, size, **options)
         for host in hosts:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection((host, port), LIMIT_SECONDS / len(hosts))
@@ -130,6 +129,7 @@ class Heartbeat:
                 f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}; let "
                 "the machines reach each other over TCP."
             )
+        self = cls(rank, size, **options)
         self._add(connection, 0).send(f"hello {token} {rank}")
         self._thread.start()
         return self
@@ -143,6 +143,10 @@ class Heartbeat:
             yield
         finally:
             self._count += 1
+
+    def name_the_lost(self) -> None:
+        """Wait a little, after a collective failed, for the thread to say who is lost and end."""
+        self._thread.join(2 * BEAT_SECONDS)
 
     def fail(self, reason: str) -> None:
         """End the other ranks, because this one cannot go on."""

@@ -67,6 +67,8 @@ class Ranks:
                 total = mx.distributed.all_sum(x, group=self.group)
                 mx.eval(total)
         except RuntimeError as error:
+            if self.heartbeat is not None:
+                self.heartbeat.name_the_lost()
             self.fail(error)
             raise DistributedError(f"a collective of rank {self.rank} failed: {error}.") from error
         return total

@@ -20,10 +20,11 @@ SOME = ("qwen3.5-tiny", "deepseek-tiny")
 def directory_of(tmp_path_factory):
     made = {}
 
-    def directory(name: str):
-        if name not in made:
-            made[name] = synthesize(name, tmp_path_factory.mktemp("shape") / name)
-        return str(made[name])
+    def directory(name: str, **options) -> str:
+        key = name, *options.values()
+        if key not in made:
+            made[key] = synthesize(name, tmp_path_factory.mktemp("shape") / name, **options)
+        return str(made[key])
 
     return directory
 
@@ -58,7 +59,7 @@ def test_two_ranks_have_the_bits_of_one_process(directory_of, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_at_every_budget(name, ranks, directory_of, tmp_path):
-    path = directory_of(name)
+    path = directory_of(name, experts=64)  # of which a token needs 4
     budgets = ("12.5%", "50%", "100%") if ranks == 2 else ("37.5%",)
     cases = [{"path": path, "expert_memory": memory} for memory in budgets]
     cases.append({"path": path, "expert_memory": "50%", "batch": 3, "exact_prompts": True})
