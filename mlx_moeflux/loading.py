@@ -267,8 +267,19 @@ def load_model(
     if distributed is not None:
         if store is not None or reader is not None:
             raise InputError("distributed excludes a store or a reader; leave them out.")
-        part = Part.of(distributed, placement, mapped.experts, kernels.expert_mix)
-        mapped = dataclasses.replace(mapped, experts=part.held(mapped.experts))
+        part = Part.of(
+            distributed,
+            placement,
+            layers=layouts,
+            num_experts=config.num_experts,
+            mix=kernels.expert_mix,
+        )
+        mapped = dataclasses.replace(mapped, experts=part.held(mapped.experts, checkpoint))
+    elif checkpoint.held:
+        raise InputError(
+            f"{checkpoint.directory} has one rank's experts; load with distributed, or take the "
+            "whole checkpoint."
+        )
     dtype = dtype or default_dtype()
     specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
@@ -296,7 +307,8 @@ def load_model(
             balance=make_balance(balance),
         )
         if verbose:
-            print(model.plan, file=sys.stderr)  # noqa: T201
+            whose = "" if part is None else f"rank {part.ranks.rank} of {part.ranks.size}: "
+            print(f"{whose}{model.plan}", file=sys.stderr)  # noqa: T201
             if checkpoint.approximated:
                 print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
             if unmeasured := dispatch.hint(metal.backend().name):
@@ -342,7 +354,7 @@ def _check_experts(
     for layer, components in mapped.experts.items():
         layouts[layer] = layout = BlockLayout.of(components)
         for name, refs in components.items():
-            if len(refs) != model.config.num_experts:
+            if (checkpoint.of or len(refs)) != model.config.num_experts:
                 raise CheckpointError(
                     f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', "
                     f"config.json says {model.config.num_experts}."

@@ -8,7 +8,8 @@ for so long, a connection of the ring is cut. Each other rank then writes one li
 and exits with status 1; nothing is retried.
 
 Lines: ``hello TOKEN RANK`` (to rank 0, once), ``beat N`` (N is odd inside a collective, and grows),
-``end`` (the rank needs no collective any more), ``lost REASON``.
+``end`` (the rank needs no collective any more), ``lost REASON``, ``call`` (rank 0 begins what
+others wait for outside collectives, in which MLX would keep a core busy).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import selectors
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -81,6 +83,8 @@ class Heartbeat:
         self._entered = 0.0
         self._began = monotonic()
         self._last_line = ""
+        self._outgoing: deque[str] = deque()
+        self._calls = threading.Semaphore(0)
         self._closing = False
         self._ended: set[int] = set()
         self._listener: socket.socket | None = None
@@ -144,6 +148,17 @@ class Heartbeat:
         finally:
             self._count += 1
 
+    def call(self) -> None:
+        """Let :meth:`called` return on the others. On rank 0."""
+        self._outgoing.append("call")
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\n")
+
+    def called(self) -> bool:
+        """Wait for rank 0's next :meth:`call`; return False if it has ended."""
+        self._calls.acquire()
+        return 0 not in self._ended
+
     def name_the_lost(self) -> None:
         """Wait a little, after a collective failed, for the thread to say who is lost and end."""
         self._thread.join(2 * BEAT_SECONDS)
@@ -160,7 +175,8 @@ class Heartbeat:
         if self._closing:
             return
         self._last_line, self._closing = line, True
-        self._wake.send(b"\n")
+        with contextlib.suppress(OSError):  # the thread may have ended already
+            self._wake.send(b"\n")
         self._thread.join(LIMIT_SECONDS)
 
     def _run(self) -> None:
@@ -169,6 +185,8 @@ class Heartbeat:
             for key, _ in self._selector.select(max(0.0, following - monotonic())):
                 if not self._closing:
                     self._receive(key.fileobj)
+            while self._outgoing:
+                self._tell(self._outgoing.popleft())
             now = monotonic()
             if now >= following:
                 following = now + BEAT_SECONDS
@@ -220,8 +238,11 @@ class Heartbeat:
         elif word == "beat" and rest.isdigit():
             if int(rest) != peer.count:
                 peer.count, peer.changed = int(rest), monotonic()
+        elif word == "call":
+            self._calls.release()
         elif word == "end":
             self._ended.add(peer.rank)
+            self._calls.release()
             self._drop(peer)
         elif word == "lost":
             self._lose(rest, told=peer)

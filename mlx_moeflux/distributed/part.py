@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux._version import __version__
+from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.distributed.placement import Placement, Places, make_placement, placed
 from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.distributed.store import DistributedStore, PairMix
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.events import EventHook
@@ -31,14 +33,21 @@ class Part:
     mix: PairMix
 
     @classmethod
-    def of(cls, ranks: Ranks, placement: str | Placement, experts: Experts, mix: ExpertMix) -> Part:
-        """Place `experts`, MoE layer id -> component -> one ref per expert, on the ranks.
+    def of(
+        cls,
+        ranks: Ranks,
+        placement: str | Placement,
+        *,
+        layers: Iterable[int],
+        num_experts: int,
+        mix: ExpertMix,
+    ) -> Part:
+        """Place the experts of these MoE layers on the ranks.
 
         Raises:
             InputError: The placement cannot be used.
         """
-        E = len(next(iter(next(iter(experts.values())).values())))
-        places = placed(make_placement(placement), sorted(experts), E, ranks.size)
+        places = placed(make_placement(placement), sorted(layers), num_experts, ranks.size)
         return cls(ranks, places, PairMix(mix))
 
     @property
@@ -46,15 +55,24 @@ class Part:
         """Experts a layer of this rank."""
         return self.places.counts[self.ranks.rank]
 
-    def held(self, experts: Experts) -> dict[int, dict[str, ExpertRefs]]:
-        """Return those of `experts` that this rank holds, ascending."""
-        return {
-            layer: {
-                name: [refs[e] for e in self.places.held(layer, self.ranks.rank)]
-                for name, refs in components.items()
-            }
-            for layer, components in experts.items()
-        }
+    def held(self, experts: Experts, checkpoint: Checkpoint) -> dict[int, dict[str, ExpertRefs]]:
+        """Return those of `experts`, the checkpoint's, that this rank holds, ascending.
+
+        Raises:
+            InputError: The checkpoint is the part of another rank or placement.
+        """
+        found = {}
+        for layer, components in experts.items():
+            own = self.places.held(layer, self.ranks.rank)
+            there = checkpoint.held.get(layer, range(self.places.num_experts))
+            if missing := sorted(set(own).difference(there)):
+                raise InputError(
+                    f"{checkpoint.directory} lacks expert {missing[0]} of layer {layer}, which the "
+                    f"placement gives rank {self.ranks.rank}; convert with the same placement."
+                )
+            chosen = [there.index(e) for e in own]
+            found[layer] = {name: [refs[e] for e in chosen] for name, refs in components.items()}
+        return found
 
     def store(
         self, local: ExpertStore, *, events: EventHook | None, exact_prompts: bool

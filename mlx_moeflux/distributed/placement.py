@@ -7,6 +7,7 @@ each layer, so that a rank's store looks like that of a smaller model.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -156,6 +157,28 @@ def make_placement(policy: str | Placement) -> Placement:
     raise InputError(
         f"the placement is {policy!r}; give id, memory:16GB,32GB or popularity:FILE (a trace)."
     )
+
+
+def shard_of(
+    shard: str, policy: str | Placement
+) -> Callable[[Sequence[int], int], dict[int, tuple[int, ...]]]:
+    """Return a function of MoE layer ids and the number of experts, which returns layer -> the
+    experts of rank i of N ranks. shard: ``i/N``.
+
+    Raises:
+        InputError: It is no such rank, or the placement cannot be used.
+    """
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
+    rank, ranks = map(int, match.groups()) if match else (0, 0)
+    if rank >= ranks:
+        raise InputError(f"the shard is {shard!r}; give i/N, rank i of N, such as 0/2 and 1/2.")
+    placement = make_placement(policy)
+
+    def held(layers: Sequence[int], num_experts: int) -> dict[int, tuple[int, ...]]:
+        places = placed(placement, layers, num_experts, ranks)
+        return {layer: places.held(layer, rank) for layer in layers}
+
+    return held
 
 
 PLACEMENTS: dict[str, Callable[[str], Placement]] = {

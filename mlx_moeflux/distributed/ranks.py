@@ -97,6 +97,18 @@ class Ranks:
         whole = np.array(self.sum(mx.array(joined))).astype(np.uint8).tobytes()
         return [whole[starts[i] : starts[i + 1]].decode() for i in range(self.size)]
 
+    def tell(self, text: str) -> None:
+        """Give `text` to :meth:`hear` of all others. On rank 0."""
+        if self.heartbeat is not None:
+            self.heartbeat.call()
+            self.gather(text)
+
+    def hear(self) -> str | None:
+        """Wait, without keeping a core busy, for the next text of rank 0; None: it has ended."""
+        if self.heartbeat is None or not self.heartbeat.called():
+            return None
+        return self.gather("")[0]
+
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts`, name -> a JSON value, with those of the other ranks.
 

@@ -9,6 +9,7 @@ has the bits of one process.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -209,6 +210,11 @@ class DistributedStore(ExpertStore):
         with self.ranks.reporting():
             return self.ranks.from_first(values)[0]
 
+    def agrees(self, facts: Any) -> bool:
+        """See :meth:`ExpertStore.agrees`."""
+        with self.ranks.reporting():
+            return len(set(self.ranks.gather(json.dumps(facts)))) == 1
+
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
         return self.local.stats()
@@ -235,6 +241,11 @@ class DistributedStore(ExpertStore):
             listener(event._replace(expert=held[event.expert]))  # pyright: ignore[reportCallIssue]
         else:
             listener(event)
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.leads
 
     @property
     def looks_ahead(self) -> bool:

@@ -54,7 +54,7 @@ def load(path: str, **options: Any) -> dict[str, Any]:
 
 def forever(path: str) -> dict[str, Any]:
     """Steps without end, of which FOLDER/runningR tells."""
-    with load_model(path, distributed=True, expert_memory="25%") as model:
+    with load_model(path, distributed=True, expert_memory="50%") as model:
         tokens = tokens_of(1, model.config.vocab_size)
         while True:
             cache = model.make_cache()
@@ -74,7 +74,7 @@ def cut_ring(path: str) -> dict[str, Any]:
             time.sleep(0.05)
 
     ring = connections()
-    with load_model(path, distributed=True, expert_memory="25%") as model:
+    with load_model(path, distributed=True, expert_memory="50%") as model:
         threading.Thread(target=touch, daemon=True).start()
         tokens = tokens_of(1, model.config.vocab_size)
         for round_ in itertools.count():
