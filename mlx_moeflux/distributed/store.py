@@ -20,6 +20,7 @@ import numpy as np
 
 from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
+from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns, own_pairs
 from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
 from mlx_moeflux.experts.store import ExpertStore
@@ -28,8 +29,6 @@ from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
 from mlx_moeflux.kernels.runtime import metal
 
-# Calls of more tokens are prompts, whose sums are reduced before they are sent.
-EXACT_TOKENS = 64
 # What one collective sends at most; a slow link takes a second or two for it.
 EXCHANGE_BYTES = 64 << 20
 
@@ -140,7 +139,7 @@ class DistributedStore(ExpertStore):
         """Return the sum, and the rows of the local call; pairs are exchanged."""
         (N, K), C = ids.shape, x.shape[1]
         local = self._local_ids[layer][ids]
-        token, rank = np.nonzero(local < self.places.counts[self.ranks.rank])
+        token, rank = own_pairs(local, self.places.counts[self.ranks.rank])
         P = len(token)
         grid = np.full((N, K), P)
         grid[token, rank] = np.arange(P)
@@ -170,8 +169,7 @@ class DistributedStore(ExpertStore):
         (N, K), C = ids.shape, x.shape[1]
         count = self.places.counts[self.ranks.rank]
         local = self._local_ids[layer][ids]
-        # Ids of other ranks are padding, which comes last.
-        order = np.argsort(local, axis=1, kind="stable")[:, : min(K, count)]
+        order = own_columns(local, count)
         local = np.take_along_axis(local, order, axis=1)
         y, rows = mx.full((N, C), -0.0, mx.float32), 0
         if (local < count).any():

@@ -36,13 +36,15 @@ def logits_of(model: Any, batch: int = 1) -> np.ndarray:
 
 
 def logits(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Logits of several models, and the bytes read in each."""
+    """Logits of several models; of each layer lookups, misses, bytes read and tokens."""
     found = {}
     for i, case in enumerate(cases):
         batch = case.pop("batch", 1)
         with load_model(case.pop("path"), distributed=True, **case) as model:
             found[f"logits{i}"] = logits_of(model, batch)
-            found[f"read{i}"] = model.store.stats().total.bytes_read
+            layers = model.store.stats().layers.values()
+            counts = [[one.lookups, one.misses, one.bytes_read, one.tokens] for one in layers]
+            found[f"counts{i}"] = np.array(counts)
     return found
 
 
