@@ -15,7 +15,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.distributed import part
 from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.generation.batch import BatchGenerator
+from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.loading import load_model
 
 PROMPT, STEPS = 40, 5
@@ -99,7 +103,68 @@ def connections() -> list[int]:
     return found
 
 
-JOBS = {job.__name__: job for job in (logits, load, forever, cut_ring)}
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocabulary, n).tolist() for n in (5, 17, 70, 2)]
+
+
+def reply(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    steps = generate_step(mx.array(prompt), model, max_tokens=6, **options)
+    return [int(token) for token, _ in steps]
+
+
+def batched(model: Any) -> list[list[int]]:
+    """Replies of a batch that is smaller than the number of prompts."""
+    prompts = prompts_of(model.config.vocab_size)
+    found: dict[int, list[int]] = {}
+    with BatchGenerator(
+        model, max_tokens=6, completion_batch_size=3, prefill_step_size=30
+    ) as batch:
+        batch.insert(prompts)
+        while replies := batch.next():
+            for one in replies:
+                found.setdefault(one.uid, []).append(one.token)
+    return [found[uid] for uid in sorted(found)]
+
+
+def states(path: str, saved: str) -> dict[str, Any]:
+    """Replies of a batch, of prompts with a cache, of one that only rank 0 knows, and of `saved`,
+    a state of one process after the third prompt; FOLDER/state is this run's."""
+    with load_model(path, distributed=True, expert_memory="50%", exact_prompts=True) as model:
+        prompts = prompts_of(model.config.vocab_size)
+        found: dict[str, Any] = {"batch": batched(model)}
+        cache = PromptCache(every=8)
+        for name in ("first", "second"):
+            resumed = cache.resume(model, prompts[2])
+            found[f"{name}_known"] = resumed.position
+            found[name] = reply(model, prompts[2], resumed=resumed)
+        cache = cache if RANK == 0 else PromptCache(every=8)
+        resumed = cache.resume(model, prompts[2])
+        found["third_known"] = resumed.position
+        found["third"] = reply(model, prompts[2], resumed=resumed)
+        state = model.make_cache()
+        state.load(saved)
+        found["loaded"] = reply(model, prompts[0], prompt_cache=state)
+        state = model.make_cache()
+        mx.eval(model(mx.array([prompts[2]]), state))
+        state.save(FOLDER / f"state{RANK}")
+        return found
+
+
+def law(path: str, *, one_kind: bool) -> dict[str, Any]:
+    """Logits, though the router of rank 1 differs. one_kind: What the ranks say of devices."""
+    if not one_kind:
+        part.device_kind = lambda: str(RANK)
+    with load_model(path, distributed=True) as model:
+        if RANK == 1:
+            for block in model.moe_blocks().values():
+                gate = block.gate
+                name = "scales" if "scales" in gate else "weight"
+                gate[name] = -gate[name]
+        return {"logits": logits_of(model)}
+
+
+JOBS = {job.__name__: job for job in (logits, load, forever, cut_ring, states, law)}
 
 
 def main() -> None:
