@@ -1,7 +1,6 @@
 """A trace on several machines: what each would read, and how long a token would take. No MLX.
 
-The store takes its own rows of a call with the functions of this module, so a replay reads what it
-reads.
+The store takes its rank's columns of a call as this module does, so a replay reads what it reads.
 """
 
 from __future__ import annotations
@@ -20,50 +19,35 @@ from mlx_moeflux.experts.telemetry.trace import Call, Trace
 EXACT_TOKENS = 64
 
 
-def own_pairs(local: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return token and rank in its row of the pairs that a rank computes, ``[P]`` each.
-
-    local: Ids ``[N, K]`` in its numbers, see :meth:`Places.local_ids`. count: Its experts.
-    """
-    token, rank = np.nonzero(local < count)
-    return token, rank
-
-
 def own_columns(local: np.ndarray, count: int) -> np.ndarray:
     """Return an order of the columns of `local`, ``[N, min(K, count)]``, in which each row ascends
-    and other ranks' experts, which are padding, come last."""
+    and other ranks' experts, which are padding, come last.
+
+    local: Ids ``[N, K]`` in a rank's numbers, see :meth:`Places.local_ids`. count: Its experts.
+    """
     return np.argsort(local, axis=1, kind="stable")[:, : min(local.shape[1], count)]
 
 
-def rank_trace(
-    trace: Trace, places: Places, rank: int, *, exact_prompts: bool = False
-) -> tuple[Trace, list[int]]:
-    """Return the calls that `rank` makes of its own store, and the number of each in `trace`."""
+def rank_trace(trace: Trace, places: Places, rank: int) -> Trace:
+    """Return the calls that `rank` makes of its own store."""
     info, count = trace.info, places.counts[rank]
     tables = {layer: places.local_ids(layer, rank) for layer in info.layers}
-    rows = dict.fromkeys(info.layers, 0)
     following = dict(zip(info.layers, info.layers[1:] + info.layers[:1], strict=True))
-    calls, numbers = [], []
-    for number, call in enumerate(trace):
+    calls = []
+    for call in trace:
         local = tables[call.layer][call.ids]
-        if not (local < count).any():
-            continue
-        if len(local) <= EXACT_TOKENS or exact_prompts:
-            ids = local[own_pairs(local, count)][:, None]
-        else:
-            ids = np.take_along_axis(local, own_columns(local, count), axis=1)
+        order = own_columns(local, count)
         guess = call.guess
         if guess is not None:
             own = tables[following[call.layer]][list(guess)].tolist()
             guess = tuple(e for e in own if e < count)
-        weights = np.ones(ids.shape, np.float16)
-        calls.append(Call(call.layer, rows[call.layer], ids, weights, guess=guess))
-        numbers.append(number)
-        rows[call.layer] += len(ids)
+        ids = np.take_along_axis(local, order, axis=1)
+        weights = np.take_along_axis(call.weights, order, axis=1)
+        calls.append(Call(call.layer, call.token, ids, weights, guess=guess))
     own_info = replace(
         info, num_experts=count, experts_per_token=min(info.experts_per_token, count), slots=None
     )
-    return Trace(own_info, calls), numbers
+    return Trace(own_info, calls)
 
 
 @dataclass(frozen=True)
@@ -119,15 +103,13 @@ def replay_machines(
     places = placed(placement, info.layers, info.num_experts, ranks)
     most, simulations = np.zeros(len(trace)), []
     for rank, budget in enumerate(budgets):
-        own, numbers = rank_trace(trace, places, rank)
+        own = rank_trace(trace, places, rank)
         whole = sum(info.block_bytes.values()) * places.counts[rank]
         amount = min(budget, whole) if isinstance(budget, (int, float)) else budget
         found = simulate(own, amount, eviction=eviction)
         simulations.append(found)
         blocks = np.array([info.block_bytes[call.layer] for call in own])
-        read = np.zeros(len(trace))
-        read[numbers] = np.array(found.misses) * blocks
-        most = np.maximum(most, read)
+        most = np.maximum(most, np.array(found.misses) * blocks)
     steps = np.array([len(call.ids) == 1 for call in trace], bool)
     tokens = max(1, steps.sum() / len(info.layers))
     message = 4 * (info.experts_per_token * hidden_size + 2 * ranks)

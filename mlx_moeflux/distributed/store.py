@@ -9,6 +9,7 @@ has the bits of one process.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -20,10 +21,11 @@ import numpy as np
 
 from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
-from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns, own_pairs
+from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns
 from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
 from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
@@ -119,12 +121,16 @@ class DistributedStore(ExpertStore):
             options: dict[str, Any] = {}
             if ahead is not None and self.local.looks_ahead:
                 options["ahead"] = self._local_guess(layer, ahead)
+            local = self._local_ids[layer][host]
+            order = own_columns(local, self.places.counts[self.ranks.rank])
+            own = np.take_along_axis(local, order, axis=1)
+            self._mix.tokens, self._mix.K = host.shape
             if len(host) <= EXACT_TOKENS or self.exact_prompts:
-                y, rows = self._by_pair(layer, x, host, weights, options)
+                y = self._by_pair(layer, x, host, weights, own, order, options)
             else:
-                y, rows = self._by_sum(layer, x, host, weights)
-            stats = self.local.stats().layers[layer]
-            stats.tokens += len(host) - rows
+                chosen = mx.take_along_axis(weights, indices(order), axis=1)
+                part = self.local.experts(layer, x, indices(own), chosen)
+                y = self._exchanged(layer, host, part)
             self._tokens[layer] += len(host)
             return y
 
@@ -134,54 +140,65 @@ class DistributedStore(ExpertStore):
         x: mx.array,
         ids: np.ndarray,
         weights: mx.array,
-        options: Mapping[str, Any],
-    ) -> tuple[mx.array, int]:
-        """Return the sum, and the rows of the local call; pairs are exchanged."""
+        own: np.ndarray,
+        order: np.ndarray,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """Return the sum ``[N, C]``; outputs of pairs are exchanged. own: This rank's experts in
+        its numbers, ``[N, R]``; order: Their columns in `ids`."""
         (N, K), C = ids.shape, x.shape[1]
-        local = self._local_ids[layer][ids]
-        token, rank = own_pairs(local, self.places.counts[self.ranks.rank])
-        P = len(token)
-        grid = np.full((N, K), P)
-        grid[token, rank] = np.arange(P)
-        out = mx.full((1, C), -0.0, mx.float32)
-        if P:
-            self._mix.tokens, self._mix.K = N, K
-            rows = x if N * K == 1 else x[indices(token)]
-            chosen = indices(local[token, rank])[:, None]
-            pairs = self.local.experts(layer, rows, chosen, mx.ones((P, 1)), **options)
-            out = mx.concatenate([pairs, out])
+        token, column = np.nonzero(own < self.places.counts[self.ranks.rank])
+        pairs = self._pairs(layer, x, own, token, column, options)  # [P, C]
+        grid = np.full((N, K), len(token))
+        grid[token, order[token, column]] = np.arange(len(token))
+        pairs = mx.concatenate([pairs, mx.full((1, C), -0.0, mx.float32)])
         if (ids == self.num_experts).any():
             weights = mx.where(mx.array(ids < self.num_experts), weights, 0.0)
         step = max(1, EXCHANGE_BYTES // (4 * K * C))
         totals = []
         for start in range(0, N, step):
             some = slice(start, start + step)
-            part = out[indices(grid[some])]  # [n, K, C]
-            totals.append(accumulate_experts(self._exchange(layer, ids, part), weights[some]))
+            whole = self._exchanged(layer, ids, pairs[indices(grid[some])])  # [n, K, C]
+            totals.append(accumulate_experts(whole, weights[some]))
         y = totals[0] if len(totals) == 1 else mx.concatenate(totals)
         mx.eval(y)
-        return y, P
+        return y
 
-    def _by_sum(
-        self, layer: int, x: mx.array, ids: np.ndarray, weights: mx.array
-    ) -> tuple[mx.array, int]:
-        """Return the sum, and the rows of the local call; each rank's sums are exchanged."""
-        (N, K), C = ids.shape, x.shape[1]
-        count = self.places.counts[self.ranks.rank]
-        local = self._local_ids[layer][ids]
-        order = own_columns(local, count)
-        local = np.take_along_axis(local, order, axis=1)
-        y, rows = mx.full((N, C), -0.0, mx.float32), 0
-        if (local < count).any():
-            self._mix.tokens, self._mix.K = N, K
-            own = mx.take_along_axis(weights, indices(order), axis=1)
-            y, rows = self.local.experts(layer, x, indices(local), own), N
-        step = max(1, EXCHANGE_BYTES // (4 * C))
-        parts = [self._exchange(layer, ids, y[i : i + step]) for i in range(0, N, step)]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts), rows
+    def _pairs(
+        self,
+        layer: int,
+        x: mx.array,
+        own: np.ndarray,
+        token: np.ndarray,
+        column: np.ndarray,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """Return the outputs ``[P, C]`` float32 of the pairs at `token` and `column` of `own`.
 
-    def _exchange(self, layer: int, ids: np.ndarray, part: mx.array) -> mx.array:
-        """Return the sum of `part`, float32, over the ranks, who send a hash of the ids with it."""
+        Policies see a call of N tokens; it is computed as one of P tokens with one expert each.
+        """
+        local, flat = self.local, own[token, column][:, None]
+        rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
+        y = mx.zeros((0, x.shape[1]), mx.float32)
+        if not isinstance(local, StreamedStore):
+            local.count(len(own) - len(token), layer)
+            return local.experts(layer, rows, indices(flat), ones) if len(token) else y
+        call = local.begin_load(layer, indices(own), ones, **options)
+        local.wait(call)
+        if len(token):
+            host = None if call.host is None else flat.astype(np.uint32)
+            pairs = dataclasses.replace(call, ids=indices(flat), host=host)
+            y = local.compute(pairs, rows, ones)
+        local.release_after(call, y)
+        return y
+
+    def _exchanged(self, layer: int, ids: np.ndarray, part: mx.array) -> mx.array:
+        """Return the sum of `part`, float32, over the ranks, some rows at a time. They send a hash
+        of the ids with it."""
+        step = max(1, EXCHANGE_BYTES // (part.nbytes // len(part)))
+        if len(part) > step:
+            parts = [part[i : i + step] for i in range(0, len(part), step)]
+            return mx.concatenate([self._exchanged(layer, ids, one) for one in parts])
         ranks = self.ranks
         mark = zlib.crc32(ids.tobytes(), layer)
         marks = np.zeros((ranks.size, 2), np.float32)

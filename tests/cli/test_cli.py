@@ -74,7 +74,8 @@ OPTIONS = {
     """,
     "check": "--operation --dtype",
     "plan": """
-        --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
+        --bits --context --expert-memory --json --link --link-latency --machines --memory
+        --memory-gbps --revision --ssd-gbps
     """,
     "perplexity": """
         --balance --batch-size --data-path --eviction --expert-memory --expert-reader

@@ -51,8 +51,7 @@ def test_ranks_read_what_the_replay_reads(ranks, directory, tmp_path):
         places = placed(policy, trace.info.layers, trace.info.num_experts, ranks)
         total = 0
         for rank in range(ranks):
-            exact = case.get("exact_prompts", False)
-            own, _ = rank_trace(trace, places, rank, exact_prompts=exact)
+            own = rank_trace(trace, places, rank)
             expected = simulate(
                 own,
                 case["expert_memory"],
@@ -79,25 +78,21 @@ def trace_of(calls) -> Trace:
     return Trace(info, found)
 
 
-def test_a_rank_has_its_own_pairs_of_a_trace():
+def test_a_rank_has_its_own_columns_of_a_trace():
     trace = trace_of([[[0, 5]], [[6, 7]], [[1, 2], [3, 8]]])  # 8 is padding
     places = placed(ById(), (0,), 8, 2)
-    first, numbers = rank_trace(trace, places, 0)
-    assert numbers == [0, 2]
-    assert [call.ids.tolist() for call in first] == [[[0]], [[1], [2], [3]]]
-    assert [call.token for call in first] == [0, 1]
-    second, numbers = rank_trace(trace, places, 1)
-    assert numbers == [0, 1]
-    assert [call.ids.tolist() for call in second] == [[[1]], [[2], [3]]]
+    first, second = (rank_trace(trace, places, rank) for rank in range(2))
+    assert [call.ids.tolist() for call in first] == [[[0, 4]], [[4, 4]], [[1, 2], [3, 4]]]
+    assert [call.ids.tolist() for call in second] == [[[1, 4]], [[2, 3]], [[4, 4], [4, 4]]]
+    assert [call.token for call in second] == [0, 1, 2]
     assert second.info.num_experts == 4
+    assert second.info.experts_per_token == 2
 
 
-def test_a_long_call_keeps_its_rows():
-    rows = [[0, 5]] * 70 + [[6, 7]] * 10
-    own, _ = rank_trace(trace_of([rows]), placed(ById(), (0,), 8, 2), 1)
-    assert own.calls[0].ids.tolist() == [[1, 4]] * 70 + [[2, 3]] * 10
-    own, _ = rank_trace(trace_of([rows]), placed(ById(), (0,), 8, 2), 1, exact_prompts=True)
-    assert own.calls[0].ids.tolist() == [[1]] * 70 + [[2], [3]] * 10
+def test_a_rank_with_fewer_experts_than_a_token_needs_has_fewer_columns():
+    own = rank_trace(trace_of([[[0, 5]], [[6, 7]]]), placed(ById(), (0,), 8, 8), 5)
+    assert [call.ids.tolist() for call in own] == [[[0]], [[1]]]
+    assert own.info.experts_per_token == 1
 
 
 def test_a_link_sends_a_part_to_each_neighbour():
