@@ -66,5 +66,9 @@ class ExactnessError(MoefluxError, ArithmeticError):
     """Numbers are wrong: they differ from a reference, or are not finite."""
 
 
+class DistributedError(MoefluxError, RuntimeError):
+    """The ranks of one run differ, or one of them is lost."""
+
+
 class KernelError(MoefluxError, RuntimeError):
     """A kernel does not compile or run on this GPU; the process does not launch it again."""

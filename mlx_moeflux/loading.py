@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -17,6 +18,9 @@ from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
+from mlx_moeflux.distributed.part import Part
+from mlx_moeflux.distributed.placement import ById, Placement
+from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +29,7 @@ from mlx_moeflux.errors import (
     ShapeError,
 )
 from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan, measure_memory
+from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
 from mlx_moeflux.experts.io.readers import Reader, check_reader, make_reader
@@ -79,6 +84,9 @@ class LoadOptions(TypedDict, total=False):
     events: EventHook | None
     fuse: bool | None
     strict_config: bool
+    distributed: Any
+    placement: str | Placement
+    exact_prompts: bool
     safe: bool
     verbose: bool
 
@@ -112,9 +120,10 @@ def load(
     """
     own = ("revision", "tokenizer_config")
     check_options("load", options, (*own, *LoadOptions.__annotations__))
-    directory = resolve(path_or_hub_id, revision=revision)
-    tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
-    return load_model(directory, **options), tokenizer
+    with reporting(options.get("distributed")) as ranks:
+        directory = resolve(path_or_hub_id, revision=revision)
+        tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
+        return load_model(directory, **{**options, "distributed": ranks}), tokenizer
 
 
 def _in_prepared_process(function: Callable[P, R]) -> Callable[P, R]:
@@ -131,7 +140,8 @@ def _in_prepared_process(function: Callable[P, R]) -> Callable[P, R]:
         metal.cuda_files()
         high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
         try:
-            return function(*args, **kwargs)
+            with reporting(kwargs.get("distributed")) as ranks:
+                return function(*args, **{**kwargs, "distributed": ranks})
         finally:
             mx.random.seed(high << 32 | low)
 
@@ -163,6 +173,9 @@ def load_model(
     events: EventHook | None = None,
     fuse: bool | None = None,
     strict_config: bool = True,
+    distributed: Any = None,
+    placement: str | Placement = ById.name,
+    exact_prompts: bool = False,
     safe: bool = False,
     verbose: bool = False,
 ) -> StreamingModel:
@@ -194,6 +207,13 @@ def load_model(
         events: Event hook of the expert store.
         fuse: Concatenate projections that share an input (``model.prepare()``); default on GPUs.
         strict_config: Refuse unknown keys of config.json.
+        distributed: A group of ``mx.distributed``, or True for the one of ``mx.launch``: the
+            experts are spread over its ranks, which all make the same calls of the model.
+            expert_memory and the plan are then those of this rank's experts.
+        placement: Which rank holds which experts; see
+            :func:`~mlx_moeflux.distributed.placement.make_placement`.
+        exact_prompts: Give prompts on several ranks the bits of one process, at more bytes; decode
+            steps have them always.
         safe: For bug reports: references instead of kernels, no traced steps, no prefetch.
         verbose: Print the plan, one line on stderr; on a terminal show a bar while experts load.
 
@@ -245,12 +265,30 @@ def load_model(
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
     check_scales(mapped.experts)
+    part, identified = None, mapped.experts
+    if distributed is not None:
+        if store is not None or reader is not None:
+            raise InputError("distributed excludes a store or a reader; leave them out.")
+        part = Part.of(
+            distributed,
+            placement,
+            layers=layouts,
+            num_experts=config.num_experts,
+            mix=kernels.expert_mix,
+        )
+        identified = part.identified(mapped.experts, checkpoint)
+        mapped = dataclasses.replace(mapped, experts=part.held(mapped.experts, checkpoint))
+    elif checkpoint.held:
+        raise InputError(
+            f"{checkpoint.directory} has one rank's experts; load with distributed, or take the "
+            "whole checkpoint."
+        )
     dtype = dtype or default_dtype()
     specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
     model.set_context_limit(max_context)
     model.identity = checkpoint.identity()
-    model.experts_identity = partial(experts_identity, mapped.experts)
+    model.experts_identity = partial(experts_identity, identified)
     if kv_bits is not None:
         model.quantize_cache(kv_bits, kv_group_size)
     if store is None:
@@ -262,9 +300,10 @@ def load_model(
             memory=memory,
             reader=reader or make_reader(expert_reader, mapped.experts),
             custom_reader=reader is not None,
+            part=part,
             dtype=dtype,
             threads=tuned["expert_threads"] if expert_threads is None else expert_threads,
-            events=events,
+            events=events if part is None else None,
             verbose=verbose,
             eviction=eviction,
             prefetch=prefetch,
@@ -272,7 +311,8 @@ def load_model(
             balance=make_balance(balance),
         )
         if verbose:
-            print(model.plan, file=sys.stderr)  # noqa: T201
+            whose = "" if part is None else f"rank {part.ranks.rank} of {part.ranks.size}: "
+            print(f"{whose}{model.plan}", file=sys.stderr)  # noqa: T201
             if checkpoint.approximated:
                 print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
             if checkpoint.form == "packed" and not _verified(mapped):
@@ -285,6 +325,8 @@ def load_model(
                 print(unmeasured, file=sys.stderr)  # noqa: T201
     else:
         _check_store(store, model, layouts, dtype)
+    if part is not None:
+        store = part.store(store, events=events, exact_prompts=exact_prompts)
     model.set_store(store)
     if safe:
         model.compile_steps = False
@@ -296,6 +338,8 @@ def load_model(
         store.stats().mark_lossy(f"kv_bits {kv_bits}")
     if fuse or (fuse is None and mx.default_device() != mx.cpu):
         model.prepare()
+    if part is not None:
+        part.agree(model, exact_prompts=exact_prompts)
     return model
 
 
@@ -320,7 +364,7 @@ def _check_experts(
     for layer, components in mapped.experts.items():
         layouts[layer] = layout = BlockLayout.of(components)
         for name, refs in components.items():
-            if len(refs) != model.config.num_experts:
+            if (checkpoint.of or len(refs)) != model.config.num_experts:
                 raise CheckpointError(
                     f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', "
                     f"config.json says {model.config.num_experts}."
@@ -347,6 +391,7 @@ def _make_store(
     memory: Memory,
     reader: Reader,
     custom_reader: bool,
+    part: Part | None,
     dtype: mx.Dtype,
     threads: int,
     events: EventHook | None,
@@ -355,23 +400,27 @@ def _make_store(
 ) -> tuple[ExpertStore, Plan]:
     """Plan the memory of the experts and build their store; closes `reader` unless it is used.
 
-    policies: Passed to :class:`StreamedStore`.
+    part: This rank's, whose experts alone `mapped` has; None: one process has all. policies:
+    Passed to :class:`StreamedStore`.
     """
     config = model.config
+    E, mix = config.num_experts, model.kernels.expert_mix
+    if part is not None:
+        E, mix = part.num_experts, part.mix
     try:
         if custom_reader:
             check_reader(
                 reader,
                 layers=sorted(layouts),
-                num_experts=config.num_experts,
+                num_experts=E,
                 hidden=config.hidden_size,
                 intermediate=config.moe_intermediate_size,
             )
         plan = make_plan(
             budget,
             {layer: layout.nbytes for layer, layout in layouts.items()},
-            num_experts=config.num_experts,
-            experts_per_token=model.router.num_experts_per_tok,
+            num_experts=E,
+            experts_per_token=min(model.router.num_experts_per_tok, E),
             trunk_bytes=model.trunk_bytes(),
             kv_bytes=model.state_bytes(min(KV_POSITIONS, config.max_position_embeddings)),
             memory=memory,
@@ -381,13 +430,13 @@ def _make_store(
         _check_buffers(plan, layouts)
         if plan.resident and not custom_reader:
             reader.close()
-            return _resident(model, mapped, layouts, events, dtype, verbose), plan
+            return _resident(model, mapped, layouts, E, mix, events, dtype, verbose), plan
         return StreamedStore(
             reader,
             plan.slots,
             threads=threads,
             events=events,
-            mix=model.kernels.expert_mix,
+            mix=mix,
             activation=model.activation,
             **policies,
         ), plan
@@ -418,6 +467,8 @@ def _resident(
     model: StreamingModel,
     mapped: MappedTensors,
     layouts: dict[int, BlockLayout],
+    num_experts: int,
+    mix: ExpertMix,
     events: EventHook | None,
     dtype: mx.Dtype,
     verbose: bool,
@@ -428,9 +479,9 @@ def _resident(
     return ResidentStore(
         disk.bank,
         layers=layers,
-        num_experts=model.config.num_experts,
+        num_experts=num_experts,
         events=events,
-        mix=model.kernels.expert_mix,
+        mix=mix,
         block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
         disk=disk,
     )

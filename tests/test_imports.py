@@ -25,6 +25,7 @@ RANK = {
     "sandbox": 6,
     "tokenizer_backends": 7,
     "models": 6,
+    "distributed": 6,
     "experts": 7,
     "cache": 7,
     "kernels": 8,

@@ -36,9 +36,10 @@ class Checkpoint:
 
     config: config.json. tensors: Name -> reference. blocks: MoE layer id -> component ->
     references, for forms that keep experts apart from the tensors; else empty. described_by: The
-    file that holds what config.json holds in other forms. approximated: A sentence about tensors
-    that are not read exactly. tokenizer: Files of the tokenizer that are not in the directory, name
-    -> content.
+    file that holds what config.json holds in other forms. held: MoE layer id -> the experts that
+    `blocks` has, ascending, where they are a part of `of` experts; else empty, and `of` is 0.
+    approximated: A sentence about tensors that are not read exactly. tokenizer: Files of the
+    tokenizer that are not in the directory, name -> content.
     """
 
     directory: Path
@@ -48,6 +49,8 @@ class Checkpoint:
     quantization: Quantization
     blocks: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
     described_by: Path | None = None
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    of: int = 0
     approximated: str | None = None
     tokenizer: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -72,12 +75,14 @@ class Checkpoint:
     def identity(self) -> str:
         """A hash of config, tensor headers and block layouts: changes when the model does.
 
-        Two copies of a checkpoint have one identity; file names and offsets do not count.
+        Two copies of a checkpoint have one identity; file names and offsets do not count, nor does
+        it count which experts a part of a checkpoint has.
         """
         layout = {name: [ref.dtype, list(ref.shape)] for name, ref in self.tensors.items()}
         for layer, components in self.blocks.items():
             for name, refs in components.items():
-                layout[f"{layer}/{name}"] = [refs[0].dtype, [len(refs), *refs[0].shape]]
+                count = self.of if self.held else len(refs)
+                layout[f"{layer}/{name}"] = [refs[0].dtype, [count, *refs[0].shape]]
         text = json.dumps([self.config, layout], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -100,9 +105,12 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if found is not None:
         return _open_moeflux(found, config)
     blocks: dict[int, dict[str, ExpertRefs]] = {}
+    held: Mapping[int, tuple[int, ...]] = {}
+    of = 0
     if is_packed(directory):
         packed = PackedExperts.open(directory)
         blocks = {layer: packed.refs(layer) for layer in packed.layers}
+        held, of = packed.index.held, packed.index.of
     return Checkpoint(
         directory=directory,
         form="packed" if blocks else "safetensors",
@@ -110,6 +118,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         tensors=TensorIndex.open(directory),
         quantization=Quantization.from_config(config),
         blocks=blocks,
+        held=held,
+        of=of,
     )
 
 

@@ -239,6 +239,12 @@ class Blocks(dict[str, ExpertRefs]):
     checksums: tuple[int, ...] = ()
     digest: str = ""
 
+    def take(self, experts: Sequence[int]) -> Blocks:
+        """Return the blocks of some experts, in this order."""
+        found = Blocks((name, [refs[e] for e in experts]) for name, refs in self.items())
+        found.checksums = tuple(self.checksums[e] for e in experts) if self.checksums else ()
+        return found
+
 
 def check_layer(layer: int, layers: Sequence[int], directory: Path) -> None:
     """Raise ExpertFileError unless ``layer`` is one of those in a directory."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.generate import refuse
+from mlx_moeflux.cli.generate import DISTRIBUTED, add_distributed_arguments, leads, refuse
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, trace_file
 from mlx_moeflux.errors import InputError
 
 REFUSED = {
-    "--pipeline": "one machine is measured",
+    "--pipeline": "several machines share the experts of every layer, with --distributed",
     "--quantize-activations": "activations stay in the compute dtype",
     "--trust-remote-code": "no code from a checkpoint runs",
 }
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-threads", type=int, default=8, help="default %(default)s")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
+    add_distributed_arguments(parser)
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
     add("--markdown", type=Path, metavar="FILE", help="append a table of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw the results")
@@ -67,7 +70,14 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{file.parent} is not a directory; create it or choose another.")
         if file.exists() and not file.is_file():
             raise InputError(f"{file} is no regular file; choose another.")
+    if args.distributed and (args.compare or len(args.expert_memory) > 1):
+        raise InputError("--distributed measures one budget, and nothing beside it.")
     load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
+    if args.distributed:
+        load |= {name: getattr(args, name) for name in DISTRIBUTED}
+        if not leads():
+            args.markdown = args.plot = None
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
     options = Options(
         expert_memory=args.expert_memory,
         contexts=args.context or (args.prompt_tokens,),

@@ -18,9 +18,11 @@ from mlx_moeflux.cli import say, signals
 from mlx_moeflux.cli.chat_frontend import Frontend, PlainFrontend, Reply
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
+    add_distributed_arguments,
     add_expert_arguments,
     load_options,
     prompt_cache,
+    quiet_unless_first,
     refuse,
     stats_table,
     template_options,
@@ -70,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
     add_expert_arguments(parser)
+    add_distributed_arguments(parser)
     refuse(parser, REFUSED)
 
 
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = loading.load(
         args.model or loading.BUNDLED_MODEL, **load_options(args), verbose=True
     )
+    quiet_unless_first(model)
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
         frontend = make_frontend(args)

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-d", "--dequantize", action="store_true", help="make quantised weights floats")
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the floats")
     add("--verify", action="store_true", help="read back what was written and compare hashes")
+    add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
+    add("--placement", default="id", help="of --shard: id, memory:16GB,32GB, popularity:TRACE")
     refuse(parser, REFUSED, REFUSED)
 
 
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
             dequantize=args.dequantize,
             dtype=args.dtype,
             verify_written=args.verify,
+            shard=args.shard,
+            placement=args.placement,
             progress=update,
         )
     print(f"wrote {out}", file=sys.stderr)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
-from mlx_moeflux.errors import InputError, UnsupportedError
+from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
 
 DEFAULT_PROMPT = "def binary_search(items, target):\n"
@@ -24,9 +25,12 @@ REFUSED = {
     "--quantize-activations": "activations stay in the compute dtype",
     "--max-kv-size": "the state of the recurrent layers cannot be rotated",
     "--quantized-kv-start": "keys and values are quantised from the first token on",
-    "--pipeline": "one machine runs the model",
+    "--pipeline": "several machines share the experts of every layer, with --distributed",
     "--trust-remote-code": "no code from a checkpoint runs",
 }
+
+
+DISTRIBUTED = ("distributed", "placement", "exact_prompts")
 
 
 class _Refuse(argparse.Action):
@@ -82,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser)
     add("--prompt-cache-file", metavar="FILE", help="go on from what `cache_prompt` wrote")
     add_expert_arguments(parser)
+    add_distributed_arguments(parser)
     add("--trace", metavar="FILE", help="record which experts every token chooses")
     add_profile_arguments(parser)
     refuse(parser, REFUSED)
@@ -114,6 +119,30 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
         add("-v", dest="details", action="store_true", help="with --stats: all counts, and kernels")
 
 
+def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that ``mlx.launch`` starts on several machines."""
+    add = parser.add_argument
+    add("--distributed", action="store_true", help="spread the experts over mlx.launch's ranks")
+    add("--placement", default="id", help="id, memory:16GB,32GB or popularity:TRACE")
+    add("--exact-prompts", action="store_true", help="prompts with the bits of one machine")
+
+
+def leads() -> bool:
+    """Return True on the rank of ``mlx.launch`` that talks to the user, rank 0."""
+    import mlx.core as mx
+
+    try:
+        return mx.distributed.init(strict=True).rank() == 0
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"{error}; start --distributed with mlx.launch.") from error
+
+
+def quiet_unless_first(model: Any) -> None:
+    """Leave standard output to rank 0."""
+    if not model.store.leads:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+
+
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux import loading
     from mlx_moeflux.generation import text
@@ -121,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt_cache and args.prompt_cache_file:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
     model, tokenizer = loading.load(_model_of(args), **load_options(args), verbose=True)
-    tracing = model.trace(args.trace) if args.trace else contextlib.nullcontext()
+    quiet_unless_first(model)
+    traced = args.trace and model.store.leads
+    tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
         prompt, options = _prompt(args, tokenizer)
         if args.prompt_cache_file:
@@ -149,9 +180,9 @@ def run(args: argparse.Namespace) -> int:
             for last in stream:
                 print(last.text, end="", flush=True)
         print(flush=True)
-        if args.stats:
+        if args.stats and model.store.leads:
             print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
-        if args.verbose:
+        if args.verbose and model.store.leads:
             print(text.summary(last), file=sys.stderr)
     return 0
 
@@ -161,7 +192,10 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
     names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
-    return {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
+    if getattr(args, "distributed", False):
+        options |= {name: getattr(args, name) for name in DISTRIBUTED}
+    return options
 
 
 @contextlib.contextmanager

@@ -6,8 +6,19 @@ import argparse
 import json
 import sys
 
+from mlx_moeflux.distributed.placement import parse_memory
+from mlx_moeflux.distributed.replay import Link
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.measure.plan import MEMORY_GBPS, SSD_GBPS, open_sizes, plan_model
+from mlx_moeflux.experts.budget import parse_budget
+from mlx_moeflux.measure.plan import (
+    MEMORY_GBPS,
+    SSD_GBPS,
+    ModelPlan,
+    Sizes,
+    open_sizes,
+    plan_model,
+)
+from mlx_moeflux.measure.plan_machines import MachinesPlan, plan_machines
 
 NEEDS_MLX = False
 
@@ -16,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="directory or Hugging Face id, of which only headers are read")
     add("--memory", help="of the machine, such as 32GB (default: this one's)")
+    add("--machines", metavar="SIZE,...", help="memory of several, such as 16GB,32GB")
+    add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
+    add("--link-latency", type=float, default=0.1, help="ms a message, default %(default)s")
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
     add("--context", type=int, default=8192, help="positions, default %(default)s")
     add("--bits", type=int, help="as if converted to so many bits")
@@ -29,7 +43,19 @@ def run(args: argparse.Namespace) -> int:
     if args.context < 1:
         raise InputError(f"--context is {args.context}; give at least 1.")
     sizes = open_sizes(args.model, revision=args.revision, context=args.context, bits=args.bits)
-    plan = plan_model(
+    plan = _machines(args, sizes) if args.machines else _machine(args, sizes)
+    if args.json:
+        json.dump(plan.as_dict(), sys.stdout, indent=2)
+        print()
+    else:
+        print(plan)
+    return 0
+
+
+def _machine(args: argparse.Namespace, sizes: Sizes) -> ModelPlan:
+    if args.link:
+        raise InputError("--link needs --machines, the memory of each.")
+    return plan_model(
         args.model,
         sizes,
         memory=args.memory or _measured(),
@@ -37,12 +63,22 @@ def run(args: argparse.Namespace) -> int:
         ssd_gbps=args.ssd_gbps,
         memory_gbps=args.memory_gbps,
     )
-    if args.json:
-        json.dump(plan.as_dict(), sys.stdout, indent=2)
-        print()
-    else:
-        print(plan)
-    return 0
+
+
+def _machines(args: argparse.Namespace, sizes: Sizes) -> MachinesPlan:
+    if args.memory or args.expert_memory != "auto" or not args.link:
+        raise InputError("--machines needs --link, and excludes --memory and --expert-memory.")
+    speed = parse_budget(args.link.removesuffix("/s"), 0)
+    if speed is None:
+        raise InputError("--link is auto; give a speed such as 2.5GB/s.")
+    return plan_machines(
+        args.model,
+        sizes,
+        memories=parse_memory(args.machines),
+        link=Link(speed, args.link_latency / 1e3),
+        ssd_gbps=args.ssd_gbps,
+        memory_gbps=args.memory_gbps,
+    )
 
 
 def _measured():

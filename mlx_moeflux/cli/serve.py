@@ -6,13 +6,16 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cli.generate import (
     add_cache_arguments,
+    add_distributed_arguments,
     add_expert_arguments,
+    leads,
     load_options,
     prompt_cache,
     refuse,
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help="of states in memory")
     add_cache_arguments(parser)
     add_expert_arguments(parser, stats=False)
+    add_distributed_arguments(parser)
     refuse(parser, REFUSED)
 
 
@@ -80,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("mlx_moeflux.server").setLevel(args.log_level)
     if args.log_level != "DEBUG":
         logging.getLogger("uvicorn").setLevel("CRITICAL")  # it logs tracebacks
+    if args.distributed and not leads():
+        return _follow(args)
     with listen(args.host, args.port) as bound:
         path = args.model or loading.BUNDLED_MODEL
         model, tokenizer = loading.load(path, **load_options(args), verbose=True)
@@ -93,6 +99,19 @@ def run(args: argparse.Namespace) -> int:
             line = f"serving {path} on http://{shown}:{port}\n"
             app = make_app(service, limits)
             Server(app, limits, lambda: sys.stderr.write(line)).run(sockets=[bound])
+    return 0
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Serve as another rank than 0."""
+    from mlx_moeflux import loading
+    from mlx_moeflux.server.following import follow
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
+    path = args.model or loading.BUNDLED_MODEL
+    model, _ = loading.load(path, **load_options(args), verbose=True)
+    with model, _prompt_cache(args) as states:
+        follow(model, states)
     return 0
 
 

@@ -35,6 +35,7 @@ from mlx_moeflux.checkpoint.source import CONFIG_NAME, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
 from mlx_moeflux.conversion.plan import CHUNK_ELEMENTS, CODES, LAYOUTS, Conversion, Recipe
+from mlx_moeflux.distributed.placement import ById, Placement, shard_of
 from mlx_moeflux.errors import CheckpointError, InputError, MemoryBudgetError
 from mlx_moeflux.experts.io.layout import Component
 from mlx_moeflux.models.weights import FLOATS
@@ -54,6 +55,8 @@ def convert(
     verify_written: bool = False,
     strict_config: bool = True,
     revision: str | None = None,
+    shard: str | None = None,
+    placement: str | Placement = ById.name,
     progress: Progress | None = None,
     mlx_path: str | os.PathLike[str] | None = None,
 ) -> Path:
@@ -68,6 +71,8 @@ def convert(
         dequantize: Quantised weights become floats.
         dtype: ``float32``, ``bfloat16`` or ``float16`` of the floats; default: as they are.
         verify_written: Read everything back and compare hashes.
+        shard: ``i/N`` writes the trunk and the experts of rank i of N, 0 to N - 1, as `placement`
+            of ``load(distributed=...)`` gives them (packed layout).
         progress: Called with (bytes done, bytes in all).
         mlx_path: The same as `out`, under mlx-lm's name.
 
@@ -82,12 +87,16 @@ def convert(
         raise InputError(f"dtype is {dtype!r}; there are {', '.join(CODES)}.")
     if quantize and dequantize:
         raise InputError("give either quantize or dequantize, not both.")
+    if shard is not None and layout != "packed":
+        raise InputError("shard needs the packed layout; leave out layout.")
     spec = QuantSpec.of_mode(q_mode, q_bits, q_group_size) if quantize else None
     directory = resolve(path_or_hub_id, revision=revision)
     out = Path(out if mlx_path is None else mlx_path)
     checkpoint = open_checkpoint(directory)
     if out.exists() and out.resolve() == directory.resolve():
         raise InputError(f"{out} is the checkpoint itself; give another directory.")
+    if checkpoint.held:
+        raise InputError(f"{directory} has a part of the experts; convert the whole checkpoint.")
     conversion = Conversion(
         checkpoint,
         layout=layout,
@@ -95,6 +104,7 @@ def convert(
         dequantize=dequantize,
         dtype=dtype,
         strict=strict_config,
+        held=None if shard is None else shard_of(shard, placement),
     )
     identity = conversion.identity()
     with claim(out, identity, needed=conversion.total_bytes):
@@ -152,7 +162,11 @@ def _write_experts(
 ) -> PackedWriter:
     """One blob a layer; the writer still has to be finished."""
     E = conversion.config.num_experts
-    writer = PackedWriter(out, num_experts=E, source_identity=identity)
+    held = conversion.held or dict.fromkeys(conversion.experts, tuple(range(E)))
+    count = len(next(iter(held.values())))
+    writer = PackedWriter(
+        out, count, identity, held=conversion.held, of=E if conversion.held else 0
+    )
     for layer, recipes in conversion.experts.items():
         outputs = {p: recipe.outputs() for p, recipe in recipes.items()}
         components = [
@@ -161,15 +175,15 @@ def _write_experts(
             for part, t in outputs[p].items()
         ]
         if writer.done(layer):
-            report(E * sum(c.nbytes for c in components))
+            report(count * sum(c.nbytes for c in components))
             continue
         with writer.layer(layer, components) as blob:
-            for e in range(E):
+            for place, e in enumerate(held[layer]):
                 for p in PROJECTIONS:
                     for part, position, data in conversion.expert_recipe(layer, p, e).chunks():
                         tensor = outputs[p][part]
                         row = position * tensor.shape[0] // tensor.nbytes
-                        blob.write(e, f"{p}.{part}", row, data)
+                        blob.write(place, f"{p}.{part}", row, data)
                         report(len(data))
     return writer
 

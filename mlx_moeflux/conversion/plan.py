@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -125,6 +125,7 @@ def _nbytes(recipes: Iterable[Recipe]) -> int:
     return sum(tensor.nbytes for recipe in recipes for tensor in recipe.outputs().values())
 
 
+Held = Callable[[Sequence[int], int], dict[int, tuple[int, ...]]]
 LAYOUTS = ("packed", "safetensors")
 
 
@@ -132,7 +133,8 @@ class Conversion:
     """All recipes of a conversion, under the names of the model.
 
     trunk: Parameter's name -> recipe. experts: MoE layer id -> projection -> recipe of expert 0,
-    which says what all of them become. total_bytes: Of all tensors of the output.
+    which says what all of them become. held: MoE layer id -> the experts to write, None for all;
+    made by the argument of (layers, number of experts). total_bytes: Of all tensors of the output.
 
     Raises:
         ConfigError, UnsupportedError, CheckpointError: The checkpoint is not one we know.
@@ -148,6 +150,7 @@ class Conversion:
         dequantize: bool,
         dtype: str | None,
         strict: bool,
+        held: Held | None = None,
     ):
         kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
         self.config = read_config(checkpoint, strict=strict)
@@ -161,7 +164,11 @@ class Conversion:
         }
         every_expert = [recipe for recipes in self.experts.values() for recipe in recipes.values()]
         self.total_bytes = _nbytes(self.trunk.values())
-        self.total_bytes += _nbytes(every_expert) * self.config.num_experts
+        self.held = None if held is None else held(sorted(self.experts), self.config.num_experts)
+        count = self.config.num_experts
+        if self.held is not None:
+            count = len(next(iter(self.held.values())))
+        self.total_bytes += _nbytes(every_expert) * count
 
     def output_name(self, name: str) -> str:
         """Return the name in the output of parameter or module `name`."""
@@ -170,6 +177,7 @@ class Conversion:
     def identity(self) -> str:
         """Hash of the source's files and the options; a resumed run must have the same."""
         options = [self.layout, str(self.spec), self.dequantize, self.code]
+        options += [] if self.held is None else [sorted(self.held.items())]
         files = {ref.file for ref in self.checkpoint.tensors.values()}
         files |= {refs[0].file for parts in self.mapped.experts.values() for refs in parts.values()}
         stats = {str(file.resolve()): file.stat() for file in sorted(files)}

@@ -45,17 +45,18 @@ class ExpertStore:
     but not the ways past it (`whole`, `partial`, `stays_on_device`, `parts_calls`), has none of
     them: models call its :meth:`experts` for every token.
 
-    looks_ahead: True to get ``ahead=``, ``[N, K]`` uint32, in :meth:`experts`: what the router of
-        the next MoE layer would choose now, the likeliest first; E marks padding. It is None for
-        the last layer and for long calls. generation: Grows when arrays that a trace may hold are
-        replaced. cold: True if no expert is in memory and no layer was called. slots: MoE layer id
-        -> number of slots, of a store that reads missing experts. nbytes: Bytes that experts may
-        take. block_bytes: MoE layer id -> bytes of one expert. eviction, prefetch, reader: Its
-        policies and reader, or None.
+    leads: True unless this is a rank other than 0 of several. looks_ahead: True to get ``ahead=``,
+    ``[N, K]`` uint32, in :meth:`experts`: what the router of the next MoE layer would choose now,
+    the likeliest first; E marks padding. It is None for the last layer and for long calls.
+    generation: Grows when arrays that a trace may hold are replaced. cold: True if no expert is in
+    memory and no layer was called. slots: MoE layer id -> number of slots, of a store that reads
+    missing experts. nbytes: Bytes that experts may take. block_bytes: MoE layer id -> bytes of one
+    expert. eviction, prefetch, reader: Its policies and reader, or None.
     """
 
     num_experts: int
     layers: tuple[int, ...]
+    leads = True
     looks_ahead = False
     generation = 0
     cold = True
@@ -106,6 +107,15 @@ class ExpertStore:
             returns: ``[N, C]`` float32.
         """
         raise NotImplementedError
+
+    def lead(self, values: mx.array) -> mx.array:
+        """Return rank 0's `values`, which every rank has in the same shape: the values where one
+        process has all experts."""
+        return values
+
+    def agrees(self, facts: Any) -> bool:
+        """Return True if every rank gives the same `facts`, a JSON value."""
+        return True
 
     def stats(self) -> ExpertStats:
         """Return the live statistics of this store."""

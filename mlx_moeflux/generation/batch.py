@@ -417,9 +417,9 @@ class Sampled(NamedTuple):
 
 
 def sampled(
-    logits: mx.array, sequences: list[Request], *, pending: Sequence[mx.array] = ()
+    model: Any, logits: mx.array, sequences: list[Request], *, pending: Sequence[mx.array] = ()
 ) -> Sampled:
-    """Sample tokens from logits ``[B, V]``.
+    """Sample tokens from logits ``[B, V]`` of `model`.
 
     Each row takes its own sequence's processors and sampler; rows of one sampler are sampled
     together. pending: Arrays ``[B]`` of tokens that
@@ -441,11 +441,11 @@ def sampled(
     for i, sequence in enumerate(sequences):
         groups.setdefault(sequence.sampler, []).append(i)
     if len(groups) == 1:
-        return Sampled(sequences[0].sampler(logprobs), logprobs, finite)
+        return Sampled(model.lead(sequences[0].sampler(logprobs)), logprobs, finite)
     drawn = [sampler(logprobs[mx.array(rows)]) for sampler, rows in groups.items()]
     order = [i for rows in groups.values() for i in rows]
     places = sorted(range(len(order)), key=order.__getitem__)
-    return Sampled(mx.concatenate(drawn)[mx.array(places)], logprobs, finite)
+    return Sampled(model.lead(mx.concatenate(drawn)[mx.array(places)]), logprobs, finite)
 
 
 @dataclass
@@ -784,7 +784,7 @@ class BatchGenerator:
                 # A processor may wait for `tokens`; the model goes on meanwhile.
                 mx.async_eval(logits)
                 self.model.start_eval()
-            following = sampled(logits, self._batch.names, pending=pending)
+            following = sampled(self.model, logits, self._batch.names, pending=pending)
             if self._ahead:
                 mx.async_eval(following)
                 self.model.start_eval()
@@ -808,7 +808,7 @@ class BatchGenerator:
             return
         sequences = self._prefill.sequences
         self._prefill.keep()
-        following = sampled(logits, sequences)
+        following = sampled(self.model, logits, sequences)
         mx.eval(following)
         self._batch.join(sequences, self._prefill.entries)
         if self._newest is not None:

@@ -210,7 +210,7 @@ class _Loop:
                 for processor in self.processors:
                     logits = processor(self.tokens, logits)
             logprobs, finite = normalised(logits)
-            token = self.sampler(logprobs)
+            token = self.model.lead(self.sampler(logprobs))
             mx.async_eval(token, logprobs, finite)
             self.model.start_eval()
         except BaseException:

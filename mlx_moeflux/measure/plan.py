@@ -35,7 +35,7 @@ class Sizes:
 
     blocks: MoE layer id -> bytes of one expert. trunk_bytes: On a GPU, with floats in bfloat16.
     embedding_bytes: The part of the trunk of which a token reads one row. state_bytes: Key-value
-    cache and recurrent state at `context` positions.
+    cache and recurrent state at `context` positions. hidden_size: Width of a token's hidden state.
     """
 
     model_type: str
@@ -46,6 +46,7 @@ class Sizes:
     embedding_bytes: int
     state_bytes: int
     context: int
+    hidden_size: int
 
     @property
     def expert_bytes(self) -> int:
@@ -97,6 +98,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         embedding_bytes=_held(embedding, bits),
         state_bytes=config.state_bytes(context),
         context=context,
+        hidden_size=config.hidden_size,
     )
 
 
@@ -218,7 +220,7 @@ class ModelPlan:
                 f"needs {format_bytes(sizes.bytes_per_token)} of experts: {layers} x {K} x "
                 f"{format_bytes(block)}",
             ),
-            ("speed", f"{_short(self.slow)} to {_short(self.fast)} tokens per second, estimated:"),
+            ("speed", f"{short(self.slow)} to {short(self.fast)} tokens per second, estimated:"),
             *(("", line) for line in self.arithmetic),
         ]
         return "\n".join(f"{name:8} {text}" for name, text in rows)
@@ -318,6 +320,6 @@ def _speeds(
     return speeds[0], speeds[1], tuple(lines)
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Two digits that mean something."""
     return f"{float(f'{number:.2g}'):g}"

@@ -174,6 +174,10 @@ class StreamingModel(nn.Module):
         """Make this thread's pending evaluation visible to other threads; see the store."""
         self._store.start_eval()
 
+    def lead(self, tokens: mx.array) -> mx.array:
+        """Return the sampled tokens, those of rank 0 if the experts are on several ranks."""
+        return self._store.lead(tokens)
+
     def set_context_limit(self, limit: int | None) -> None:
         """Set how many tokens a sequence may have; None for the config's own limit.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.distributed.store import DistributedStore
 from mlx_moeflux.errors import CacheError, InputError, MoefluxError
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
 from mlx_moeflux.generation.memory import LIMITS, Needs
@@ -24,6 +25,7 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
 )
 from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
 
 LOG = logging.getLogger("mlx_moeflux.server")
@@ -196,13 +198,15 @@ class Engine:
 
     def _make_generator(self) -> BatchGenerator:
         options = self.options
-        return BatchGenerator(
+        spread = isinstance(self.model.store, DistributedStore)
+        return (LeadingGenerator if spread else BatchGenerator)(
             self.model,
             stop_ids=self._stop_ids,
             completion_batch_size=options.concurrency,
             prefill_batch_size=options.prompts,
             prefill_step_size=options.prefill_step_size,
-            max_pause=options.max_pause,
+            # Ranks would pause at different layers.
+            max_pause=None if spread else options.max_pause,
             state_bytes=options.state_bytes,
             prompt_cache=self._prompt_cache,
         )

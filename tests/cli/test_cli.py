@@ -37,6 +37,7 @@ OPTIONS = {
         --adapter-path --draft-model --image --safe -v --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
+        --distributed --exact-prompts --placement
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -45,6 +46,7 @@ OPTIONS = {
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --balance --eviction --prefetch --safe -v --tuning
+        --distributed --exact-prompts --placement
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -56,6 +58,7 @@ OPTIONS = {
         --trust-remote-code --balance --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
+        --distributed --exact-prompts --placement
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
@@ -67,10 +70,12 @@ OPTIONS = {
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
         --q-mode --quant-predicate --quantize --trust-remote-code --upload-repo --verify -d -q
+        --placement --shard
     """,
     "check": "--operation --dtype",
     "plan": """
-        --bits --context --expert-memory --json --memory --memory-gbps --revision --ssd-gbps
+        --bits --context --expert-memory --json --link --link-latency --machines --memory
+        --memory-gbps --revision --ssd-gbps
     """,
     "perplexity": """
         --balance --batch-size --data-path --eviction --expert-memory --expert-reader
@@ -100,6 +105,7 @@ OPTIONS = {
         --prefill-step-size --profile --prompt-tokens
         --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
         -b -g -n -p -qa
+        --distributed --exact-prompts --placement
     """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }

@@ -142,9 +142,14 @@ class PromptCache:
             stops = set(breakpoints)
             if not cut:
                 stops |= set(range(self.every, len(ids), self.every)) if self.every else set()
+            begun = set(stops)
+            if not cut:
                 common = shared(root, ids)
                 if common - match.tokens >= LEAST_SHARED:
                     stops.add(common)
+            if not model.store.agrees([match.tokens, "logits" in arrays, sorted(map(int, stops))]):
+                # Ranks that know different beginnings read the whole prompt.
+                match, arrays, stops = Match(root, 0), {}, begun
             self._use(match.node, root)
             self._shrink()
             self.tokens_asked += len(ids)

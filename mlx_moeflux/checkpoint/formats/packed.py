@@ -21,7 +21,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,13 +136,17 @@ class TrunkFile:
 class PackedIndex:
     """The content of an index: experts a layer, files by layer id, and what they were made of.
 
-    trunk: Its files; empty in an index of before they were hashed.
+    trunk: Its files; empty in an index of before they were hashed. held: Layer id -> the experts
+    whose blocks a part of a model has, ascending; empty for all. `num_experts` is their number,
+    `of` that of the whole model.
     """
 
     num_experts: int
     layers: Mapping[int, LayerFile]
     source: str = ""
     trunk: tuple[TrunkFile, ...] = ()
+    held: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    of: int = 0
 
     def to_json(self) -> dict[str, object]:
         """The object that :meth:`from_json` reads."""
@@ -154,6 +158,9 @@ class PackedIndex:
             "source": self.source,
             "layers": layers,
         }
+        if self.held:
+            result["held"] = {str(i): list(experts) for i, experts in sorted(self.held.items())}
+            result["of"] = self.of
         if self.trunk:
             result["trunk"] = [
                 {"file": t.file, "bytes": t.nbytes, "blake2b": t.blake2b} for t in self.trunk
@@ -187,7 +194,24 @@ class PackedIndex:
         names = [layer.file for layer in parsed.values()]
         if len(set(names)) != len(names):
             raise _damaged(file, "two layers share one file")
-        return cls(num_experts, dict(sorted(parsed.items())), source, _trunk(value, file))
+        layers = dict(sorted(parsed.items()))
+        of = value.get("of", 0)
+        held = _held(value["held"], file, layers, num_experts, of) if "held" in value else {}
+        return cls(num_experts, layers, source, _trunk(value, file), held, of)
+
+
+def _held(
+    value: object, file: Path, layers: Iterable[int], num_experts: int, of: object
+) -> dict[int, tuple[int, ...]]:
+    found = value if isinstance(value, dict) and isinstance(of, int) else {}
+    held = {}
+    for layer in layers:
+        experts = found.get(str(layer))
+        right = isinstance(experts, list) and all(type(e) is int and 0 <= e < of for e in experts)
+        if not right or experts != sorted(set(experts)) or len(experts) != num_experts:
+            raise _damaged(file, f"held has no {num_experts} experts of layer {layer}")
+        held[layer] = tuple(experts)
+    return held
 
 
 def _trunk(value: Mapping[str, Any], file: Path) -> tuple[TrunkFile, ...]:
@@ -318,7 +342,7 @@ class PackedExperts:
 
     @property
     def num_experts(self) -> int:
-        """E, the same in every layer."""
+        """Experts of each layer that are there."""
         return self.index.num_experts
 
     def refs(self, layer: int) -> Blocks:
@@ -392,16 +416,23 @@ class PackedWriter:
     ``source_identity`` names what is converted and how (a hash): layers that an interrupted run
     with the same identity finished count as :meth:`done`, those of another identity are removed.
     Raises ExpertFileError if the directory already holds the finished experts of another source.
+    ``held``, ``of``: See :class:`PackedIndex`; the blocks are written under their numbers in it.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], num_experts: int, source_identity: str
+        self,
+        directory: str | os.PathLike[str],
+        num_experts: int,
+        source_identity: str,
+        held: Mapping[int, tuple[int, ...]] | None = None,
+        of: int = 0,
     ) -> None:
         if num_experts < 1:
             raise ExpertFileError(f"{directory} cannot get {num_experts} experts a layer.")
         self.directory = Path(directory)
         self.experts = self.directory / EXPERTS_DIRECTORY
         self.num_experts, self.source = num_experts, source_identity
+        self._held, self._of = dict(held or {}), of
         self._layers: dict[int, LayerFile] = {}
         try:
             self.experts.mkdir(parents=True, exist_ok=True)
@@ -489,7 +520,7 @@ class PackedWriter:
     def _write(
         self, name: str, layers: dict[int, LayerFile], trunk: tuple[TrunkFile, ...] = ()
     ) -> None:
-        index = PackedIndex(self.num_experts, layers, self.source, trunk)
+        index = PackedIndex(self.num_experts, layers, self.source, trunk, self._held, self._of)
         content = json.dumps(index.to_json(), indent=1).encode() + b"\n"
         try:
             write_atomically(self.experts / name, content)

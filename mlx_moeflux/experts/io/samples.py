@@ -26,7 +26,8 @@ LOOKED_AT, SCALES_BYTES = 4, 4096
 
 
 def experts_identity(experts: Experts) -> str:
-    """Hash each layer's experts: by the digest of its blocks, else by samples of every expert.
+    """Hash each layer's experts: by the checksums or the digest of its blocks, else by samples of
+    every expert.
 
     The samples are of all components where MOST_SAMPLES allow, else of some, which take turns.
     Two copies of the same tensors have one identity, wherever they lie in files.
@@ -36,8 +37,8 @@ def experts_identity(experts: Experts) -> str:
     """
     hasher, sampled = hashlib.blake2b(digest_size=16), {}
     for layer, parts in experts.items():
-        if isinstance(parts, Blocks) and parts.digest:
-            hasher.update(f"{layer} {parts.digest}\n".encode())
+        if isinstance(parts, Blocks) and (parts.checksums or parts.digest):
+            hasher.update(f"{layer} {parts.checksums or parts.digest}\n".encode())
         else:
             sampled[layer] = parts
     if sampled:

@@ -256,8 +256,8 @@ class _Bench:
     @contextmanager
     def _ours(self, budget: str, **more: Any) -> Iterator[Ours]:
         before, options = settled_memory(), self.options
-        more = {"expert_memory": budget, "expert_reader": options.reader} | more
-        model = load_model(self.directory, expert_threads=options.threads, **more, **options.load)
+        load = {"expert_memory": budget, "expert_reader": options.reader} | options.load | more
+        model = load_model(self.directory, expert_threads=options.threads, **load)
         with model:
             if model.plan is not None:
                 self.say(str(model.plan))
@@ -274,12 +274,12 @@ class _Bench:
 
     @contextmanager
     def _fresh(self) -> Iterator[Ours]:
-        """The model whose experts are read anew on every call."""
+        """The model whose experts are read anew on every call, all in this process."""
         given = {k: v for k, v in self.options.load.items() if k in ("kernels", "check_values")}
         kernels = choose_kernels(given.pop("kernels", None), **given)
         reader = make_reader("auto", self.mapped.experts)
         store = exact.FreshStore(reader, mix=kernels.expert_mix)
-        with self._ours("auto", store=store) as fresh:
+        with self._ours("auto", store=store, distributed=None) as fresh:
             yield fresh
 
     def _expected(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,1 @@
+"""Experts spread over the ranks of ``mx.distributed``: placement, the step, and the heartbeat."""

@@ -1,0 +1,145 @@
+"""One rank's part of a model: which experts it loads, and what must be equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux._version import __version__
+from mlx_moeflux.checkpoint.source import Checkpoint
+from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs
+from mlx_moeflux.distributed.placement import Placement, Places, make_placement, placed
+from mlx_moeflux.distributed.ranks import Ranks
+from mlx_moeflux.distributed.store import DistributedStore, PairMix
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.compute import ExpertMix
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.events import EventHook
+
+Experts = Mapping[int, Mapping[str, ExpertRefs]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The experts of one rank. mix: The operation with which its local store computes them."""
+
+    ranks: Ranks
+    places: Places
+    mix: PairMix
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Ranks,
+        placement: str | Placement,
+        *,
+        layers: Iterable[int],
+        num_experts: int,
+        mix: ExpertMix,
+    ) -> Part:
+        """Place the experts of these MoE layers on the ranks.
+
+        Raises:
+            InputError: The placement cannot be used.
+        """
+        places = placed(make_placement(placement), sorted(layers), num_experts, ranks.size)
+        return cls(ranks, places, PairMix(mix))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts a layer of this rank."""
+        return self.places.counts[self.ranks.rank]
+
+    def held(self, experts: Experts, checkpoint: Checkpoint) -> dict[int, dict[str, ExpertRefs]]:
+        """Return those of `experts`, the checkpoint's, that this rank holds, ascending.
+
+        Raises:
+            InputError: The checkpoint is the part of another rank or placement.
+        """
+        found = {}
+        for layer, components in experts.items():
+            own = self.places.held(layer, self.ranks.rank)
+            there = checkpoint.held.get(layer, range(self.places.num_experts))
+            if missing := sorted(set(own).difference(there)):
+                raise InputError(
+                    f"{checkpoint.directory} lacks expert {missing[0]} of layer {layer}, which the "
+                    f"placement gives rank {self.ranks.rank}; convert with the same placement."
+                )
+            chosen = [there.index(e) for e in own]
+            if isinstance(components, Blocks):
+                found[layer] = components.take(chosen)
+            else:
+                found[layer] = {name: [refs[e] for e in chosen] for name, refs in components.items()}
+        return found
+
+    def identified(self, experts: Experts, checkpoint: Checkpoint) -> Experts:
+        """Return what the identity of the model's experts is made of, equal on all ranks:
+        `experts` themselves, or the checksums of the ranks' blocks where one has a part of the
+        checkpoint."""
+        own: dict[str, dict[str, int]] = {}
+        for layer, blocks in experts.items():
+            if isinstance(blocks, Blocks) and blocks.checksums:
+                there = checkpoint.held.get(layer, range(self.places.num_experts))
+                own[str(layer)] = dict(zip(map(str, there), blocks.checksums, strict=True))
+        parts = [json.loads(t) for t in self.ranks.gather(json.dumps([bool(checkpoint.held), own]))]
+        if not any(is_part for is_part, _ in parts):
+            return experts
+        found: dict[int, Blocks] = {}
+        for layer in experts:
+            known: dict[str, int] = {}
+            for _, theirs in parts:
+                known |= theirs.get(str(layer), {})
+            found[layer] = Blocks()
+            found[layer].checksums = tuple(known[e] for e in sorted(known, key=int))
+        return found
+
+    def store(
+        self, local: ExpertStore, *, events: EventHook | None, exact_prompts: bool
+    ) -> DistributedStore:
+        """Return the store of all experts, of which `local` has those of this rank."""
+        kinds = self.ranks.gather(device_kind())
+        store = DistributedStore(
+            local,
+            self.ranks,
+            self.places,
+            mix=self.mix,
+            exact_prompts=exact_prompts,
+            one_kind=len(set(kinds)) == 1,
+        )
+        store.events = events
+        return store
+
+    def agree(self, model: Any, *, exact_prompts: bool) -> None:
+        """Compare versions, weights, placement and choices of kernels with the other ranks.
+
+        Raises:
+            DistributedError: They differ; all ranks raise the same.
+        """
+        rank_of = repr(sorted(self.places.rank_of.items())).encode()
+        self.ranks.agree(
+            {
+                "version of mlx_moeflux": __version__,
+                "version of mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]
+                "checkpoint": model.identity,
+                "choice of kernels": model.kernels.identity(),
+                "max_context": model.max_context,
+                "exact_prompts": exact_prompts,
+                "placement": hashlib.blake2b(rank_of, digest_size=8).hexdigest(),
+                # Samples of the trunk's weights, dtype, router and lossy options.
+                "model": model.state_spec().identity,
+            }
+        )
+
+
+def device_kind() -> str:
+    """Return what decides which bits a kernel gives: system, back end and device."""
+    device = mx.default_device()
+    kind = "cpu" if device == mx.cpu else "gpu"
+    name = mx.device_info(device).get("device_name", "")
+    return f"{platform.system()} {platform.machine()} {kind} {name}"

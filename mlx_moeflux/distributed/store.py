@@ -1,0 +1,345 @@
+"""The store of a model whose experts are spread over ranks.
+
+Every rank runs the trunk, holds the experts that the placement gives it in an ordinary store, and
+computes the (token, expert) pairs of a call that need them. One collective brings the pairs
+together: each rank fills its own of ``[N, K, C]`` float32 and -0.0 elsewhere, so the sum is exact
+in any order. The routine of every store then weights and adds them in ascending ids, and the result
+has the bits of one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_moeflux.distributed.placement import Places
+from mlx_moeflux.distributed.ranks import Ranks
+from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns
+from mlx_moeflux.errors import DistributedError
+from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
+from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
+from mlx_moeflux.kernels.runtime import metal
+
+# What one collective sends at most; a slow link takes a second or two for it.
+EXCHANGE_BYTES = 64 << 20
+
+
+class PairMix:
+    """The operation ``expert_mix`` for calls that have one row for each pair: it takes the
+    implementation that one process takes for the whole call.
+
+    tokens, K: Of the whole call; set before each call of the local store.
+    """
+
+    def __init__(self, mix: ExpertMix):
+        self._mix = mix
+        self.tokens, self.K = 1, 1
+
+    def implementation(
+        self, x: mx.array, slots: object, weights: mx.array, bank: ExpertBank
+    ) -> ExpertMix:
+        """Return the implementation for a call with K experts a token."""
+        choose = getattr(self._mix, "implementation", None)
+        if choose is None:
+            return self._mix
+        shape = self.tokens, self.K
+        whole = mx.zeros((self.tokens, x.shape[1]), x.dtype)
+        return choose(whole, slots, mx.zeros(shape, weights.dtype), bank)
+
+
+class DistributedStore(ExpertStore):
+    """A store whose experts are on several ranks. See
+    :class:`~mlx_moeflux.experts.store.ExpertStore`.
+
+    local: The store of this rank's experts, which are numbered from 0 in ascending ids and computed
+    by `mix`; closed with this one. exact_prompts: Calls of more than EXACT_TOKENS tokens have the
+    bits of one process too, and send K times as much. Otherwise each rank adds its own experts
+    first, which changes the order of K float32 additions. one_kind: All ranks have the same kind of
+    device, so that they choose the same experts; otherwise rank 0's choice is sent to the others.
+
+    Ids, slots and events of this rank's experts have the numbers of the whole model. Slots, bytes
+    and statistics are those of this rank.
+
+    Every rank makes the same calls. After an error in one of them, the others end.
+
+    Evaluates: every call.
+    """
+
+    def __init__(
+        self,
+        local: ExpertStore,
+        ranks: Ranks,
+        places: Places,
+        *,
+        mix: PairMix,
+        exact_prompts: bool = False,
+        one_kind: bool = True,
+    ):
+        self.local, self.ranks, self.places = local, ranks, places
+        self.exact_prompts, self.one_kind = exact_prompts, one_kind
+        self.layers, self.num_experts = tuple(local.layers), places.num_experts
+        self._mix = mix
+        self._events: EventHook | None = None
+        self._local_ids = {i: places.local_ids(i, ranks.rank) for i in self.layers}
+        self._held = {i: places.held(i, ranks.rank) for i in self.layers}
+        self._tokens = dict.fromkeys(self.layers, 0)
+
+    def experts(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: mx.array,
+        weights: mx.array,
+        *,
+        ahead: mx.array | None = None,
+    ) -> mx.array:
+        """See :meth:`ExpertStore.experts`.
+
+        Raises:
+            DistributedError: The ranks have chosen different experts, or a collective failed.
+        """
+        check_call(layer, x, ids, weights)
+        with self.ranks.reporting(), self.exclusive():
+            if not self.one_kind:
+                ids, weights = self.ranks.from_first(ids, weights)
+            mx.eval(x, ids, weights, ahead)
+            host = np.array(ids)
+            check_ids(layer, host, self.num_experts)
+            if self._events is not None:
+                self._events(Chosen(layer, self._tokens[layer], host, np.array(weights)))
+            options: dict[str, Any] = {}
+            if ahead is not None and self.local.looks_ahead:
+                options["ahead"] = self._local_guess(layer, ahead)
+            local = self._local_ids[layer][host]
+            order = own_columns(local, self.places.counts[self.ranks.rank])
+            own = np.take_along_axis(local, order, axis=1)
+            self._mix.tokens, self._mix.K = host.shape
+            if len(host) <= EXACT_TOKENS or self.exact_prompts:
+                y = self._by_pair(layer, x, host, weights, own, order, options)
+            else:
+                chosen = mx.take_along_axis(weights, indices(order), axis=1)
+                part = self.local.experts(layer, x, indices(own), chosen)
+                y = self._exchanged(layer, host, part)
+            self._tokens[layer] += len(host)
+            return y
+
+    def _by_pair(
+        self,
+        layer: int,
+        x: mx.array,
+        ids: np.ndarray,
+        weights: mx.array,
+        own: np.ndarray,
+        order: np.ndarray,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """Return the sum ``[N, C]``; outputs of pairs are exchanged. own: This rank's experts in
+        its numbers, ``[N, R]``; order: Their columns in `ids`."""
+        (N, K), C = ids.shape, x.shape[1]
+        token, column = np.nonzero(own < self.places.counts[self.ranks.rank])
+        pairs = self._pairs(layer, x, own, token, column, options)  # [P, C]
+        grid = np.full((N, K), len(token))
+        grid[token, order[token, column]] = np.arange(len(token))
+        pairs = mx.concatenate([pairs, mx.full((1, C), -0.0, mx.float32)])
+        if (ids == self.num_experts).any():
+            weights = mx.where(mx.array(ids < self.num_experts), weights, 0.0)
+        step = max(1, EXCHANGE_BYTES // (4 * K * C))
+        totals = []
+        for start in range(0, N, step):
+            some = slice(start, start + step)
+            whole = self._exchanged(layer, ids, pairs[indices(grid[some])])  # [n, K, C]
+            totals.append(accumulate_experts(whole, weights[some]))
+        y = totals[0] if len(totals) == 1 else mx.concatenate(totals)
+        mx.eval(y)
+        return y
+
+    def _pairs(
+        self,
+        layer: int,
+        x: mx.array,
+        own: np.ndarray,
+        token: np.ndarray,
+        column: np.ndarray,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """Return the outputs ``[P, C]`` float32 of the pairs at `token` and `column` of `own`.
+
+        Policies see a call of N tokens; it is computed as one of P tokens with one expert each.
+        """
+        local, flat = self.local, own[token, column][:, None]
+        rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
+        y = mx.zeros((0, x.shape[1]), mx.float32)
+        if not isinstance(local, StreamedStore):
+            local.count(len(own) - len(token), layer)
+            return local.experts(layer, rows, indices(flat), ones) if len(token) else y
+        call = local.begin_load(layer, indices(own), ones, **options)
+        local.wait(call)
+        if len(token):
+            host = None if call.host is None else flat.astype(np.uint32)
+            pairs = dataclasses.replace(call, ids=indices(flat), host=host)
+            y = local.compute(pairs, rows, ones)
+        local.release_after(call, y)
+        return y
+
+    def _exchanged(self, layer: int, ids: np.ndarray, part: mx.array) -> mx.array:
+        """Return the sum of `part`, float32, over the ranks, some rows at a time. They send a hash
+        of the ids with it."""
+        step = max(1, EXCHANGE_BYTES // (part.nbytes // len(part)))
+        if len(part) > step:
+            parts = [part[i : i + step] for i in range(0, len(part), step)]
+            return mx.concatenate([self._exchanged(layer, ids, one) for one in parts])
+        ranks = self.ranks
+        mark = zlib.crc32(ids.tobytes(), layer)
+        marks = np.zeros((ranks.size, 2), np.float32)
+        marks[ranks.rank] = mark >> 16, mark & 0xFFFF  # whole numbers that float32 has
+        flat = mx.concatenate([part.reshape(-1), mx.array(marks.reshape(-1))])
+        metal.settle()
+        total = ranks.sum(flat)
+        found = np.array(total[part.size :]).reshape(marks.shape)
+        for rank, theirs in enumerate(found):
+            if not np.array_equal(theirs, found[0]):
+                raise DistributedError(
+                    f"rank {rank} chose other experts than rank 0 in layer {layer}; the ranks "
+                    "differ in hardware, software or prompts: start all with the same."
+                )
+        return total[: part.size].reshape(part.shape)
+
+    def _local_guess(self, layer: int, ahead: mx.array) -> mx.array:
+        """Return the guess of the next layer's experts in this rank's numbers."""
+        following = self.layers[(self.layers.index(layer) + 1) % len(self.layers)]
+        return indices(self._local_ids[following][np.array(ahead)])
+
+    def lead(self, values: mx.array) -> mx.array:
+        """See :meth:`ExpertStore.lead`."""
+        with self.ranks.reporting():
+            return self.ranks.from_first(values)[0]
+
+    def agrees(self, facts: Any) -> bool:
+        """See :meth:`ExpertStore.agrees`."""
+        with self.ranks.reporting():
+            return len(set(self.ranks.gather(json.dumps(facts)))) == 1
+
+    def stats(self) -> ExpertStats:
+        """See :meth:`ExpertStore.stats`."""
+        return self.local.stats()
+
+    @property
+    def events(self) -> EventHook | None:
+        """The listener of events; those of other ranks' experts are theirs."""
+        return self._events
+
+    @events.setter
+    def events(self, listener: EventHook | None) -> None:
+        self._events = listener
+        self.local.events = None if listener is None else self._pass_on
+
+    def _pass_on(self, event: Event) -> None:
+        """Pass an event of the local store on, with the model's numbers."""
+        listener = self._events
+        if listener is None or isinstance(event, Chosen):
+            return
+        held = self._held[event.layer]
+        if isinstance(event, Guess):
+            listener(event._replace(experts=tuple(held[e] for e in event.experts)))
+        elif "expert" in event._fields:
+            listener(event._replace(expert=held[event.expert]))  # pyright: ignore[reportCallIssue]
+        else:
+            listener(event)
+
+    @property
+    def leads(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.leads
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the local store takes a guess."""
+        return self.local.looks_ahead
+
+    @property
+    def generation(self) -> int:
+        """Of the local store."""
+        return self.local.generation
+
+    @property
+    def cold(self) -> bool:
+        """True if this rank's store is cold."""
+        return self.local.cold
+
+    @property
+    def slots(self) -> Mapping[int, int]:
+        """MoE layer id -> slots of this rank."""
+        return self.local.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's experts may take."""
+        return self.local.nbytes
+
+    @property
+    def block_bytes(self) -> Mapping[int, int]:
+        """MoE layer id -> bytes of one expert."""
+        return self.local.block_bytes
+
+    @property
+    def eviction(self) -> Any:
+        """This rank's policy."""
+        return self.local.eviction
+
+    @property
+    def prefetch(self) -> Any:
+        """This rank's prefetcher, or None."""
+        return self.local.prefetch
+
+    @property
+    def reader(self) -> Any:
+        """This rank's reader, or None."""
+        return self.local.reader
+
+    def residents(self, layer: int) -> dict[int, int]:
+        """See :meth:`ExpertStore.residents`."""
+        held = self._held[layer]
+        return {held[e]: slot for e, slot in self.local.residents(layer).items()}
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """See :meth:`ExpertStore.exclusive`."""
+        return self.local.exclusive()
+
+    def read_missing(
+        self, layer: int, experts: Iterable[int], *, protected: Collection[int]
+    ) -> bool | None:
+        """See :meth:`ExpertStore.read_missing`; experts of other ranks are left to them."""
+        if layer not in self._held:
+            return None
+        local = {e: i for i, e in enumerate(self._held[layer])}
+        own = [local[e] for e in experts if e in local]
+        kept = [local[e] for e in protected if e in local]
+        return self.local.read_missing(layer, own, protected=kept)
+
+    def start_eval(self) -> None:
+        """See :meth:`ExpertStore.start_eval`."""
+        self.local.start_eval()
+
+    def release(self) -> None:
+        """See :meth:`ExpertStore.release`."""
+        self.local.release()
+
+    def restore(self) -> None:
+        """See :meth:`ExpertStore.restore`."""
+        self.local.restore()
+
+    def close(self) -> None:
+        """See :meth:`ExpertStore.close`; this rank takes part in no more calls."""
+        self.ranks.close()
+        self.local.close()

@@ -1,0 +1,83 @@
+"""A server whose experts are on several ranks: rank 0 answers requests, the others repeat what its
+batch does. Their sampled tokens are rank 0's, so they need neither samplers nor grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.distributed.heartbeat import leave
+from mlx_moeflux.errors import MoefluxError
+from mlx_moeflux.generation.batch import BatchGenerator, BatchReply
+
+
+class LeadingGenerator(BatchGenerator):
+    """The batch of rank 0, which tells each call to the others before it makes it.
+
+    A call that fails within a step ends all ranks: the others cannot take it back.
+    """
+
+    def __init__(self, model: Any, *, prompt_cache: PromptCache | None, **options: Any):
+        self._ranks = model.store.ranks
+        options["stop_ids"] = sorted(options["stop_ids"])
+        self._tell("open", **options)
+        super().__init__(model, prompt_cache=prompt_cache, **options)
+
+    def insert(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Any = None, **options: Any
+    ) -> list[int]:
+        """See :meth:`BatchGenerator.insert`; without ``caches``."""
+        breakpoints = options.get("breakpoints")
+        known = None if breakpoints is None else [list(map(int, b or ())) for b in breakpoints]
+        rows = [list(map(int, prompt)) for prompt in prompts]
+        self._tell("insert", prompts=rows, max_tokens=max_tokens, breakpoints=known)
+        return super().insert(prompts, max_tokens, **options)
+
+    def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
+        """See :meth:`BatchGenerator.remove`."""
+        uids = list(uids)
+        self._tell("remove", uids=uids)
+        return super().remove(uids, return_prompt_caches)
+
+    def step(self) -> list[BatchReply]:
+        """See :meth:`BatchGenerator.step`."""
+        self._tell("step")
+        try:
+            return super().step()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the ranks end
+            self._ranks.fail(error)
+            leave(f"a step failed on rank 0: {error}")
+
+    def warm_up(self, prompt_tokens: int = 32) -> None:
+        """See :meth:`BatchGenerator.warm_up`."""
+        self._tell("warm_up", prompt_tokens=prompt_tokens)
+        super().warm_up(prompt_tokens)
+
+    def close(self) -> None:
+        """See :meth:`BatchGenerator.close`."""
+        self._tell("close")
+        super().close()
+
+    def _tell(self, call: str, **options: Any) -> None:
+        self._ranks.tell(json.dumps([call, options]))
+
+
+def follow(model: Any, prompt_cache: PromptCache | None) -> None:
+    """Repeat what the :class:`LeadingGenerator` of rank 0 does, until rank 0 ends."""
+    ranks = model.store.ranks
+    generator: Any = None
+    with ranks.reporting():
+        while (text := ranks.hear()) is not None:
+            call, options = json.loads(text)
+            if call == "open":
+                generator = BatchGenerator(model, prompt_cache=prompt_cache, **options)
+                continue
+            method: Callable[..., Any] = getattr(generator, call)
+            try:
+                method(**options)
+            except MoefluxError:
+                # Rank 0 refuses the same prompt, and tells its client.
+                if call != "insert":
+                    raise

@@ -1,0 +1,121 @@
+"""The heartbeat alone, between threads of one process, with short times. Oracle: the reasons."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+
+import pytest
+
+from mlx_moeflux.distributed import heartbeat
+from mlx_moeflux.distributed.heartbeat import Heartbeat
+from mlx_moeflux.errors import DistributedError
+
+LIMIT = 1.0
+SECONDS = 20  # that a test waits for what must come
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", LIMIT / 10)
+    monkeypatch.setattr(heartbeat, "LIMIT_SECONDS", LIMIT)
+
+
+@pytest.fixture
+def ranks():
+    """Three ranks, and the queues of what each calls a loss."""
+    losses = [queue.Queue() for _ in range(3)]
+    first = Heartbeat.listening(3, on_loss=losses[0].put)
+    where = {"hosts": ["127.0.0.1"], "port": first.port, "token": first.token}
+    others = [Heartbeat.connected(i, 3, **where, on_loss=losses[i].put) for i in (1, 2)]
+    every = [first, *others]
+    yield every, losses
+    for each in every:
+        each.end()
+
+
+def none_for(losses, seconds: float) -> bool:
+    time.sleep(seconds)
+    return all(each.empty() for each in losses)
+
+
+@pytest.mark.slow
+def test_ranks_that_work_and_end_are_not_lost(ranks):
+    every, losses = ranks
+    for _ in range(3):
+        for each in every:
+            with each.collective():
+                time.sleep(0.01)
+    assert none_for(losses, 2 * LIMIT)
+    for each in every:
+        each.end()
+        each.end()
+    assert none_for(losses, LIMIT)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_others_hear_of_a_closed_connection(ranks, rank):
+    every, losses = ranks
+    for peer in every[rank]._peers:
+        peer.connection.shutdown(socket.SHUT_RDWR)
+    for other in {0, 1, 2} - {rank}:
+        assert "lost: its connection closed" in losses[other].get(timeout=SECONDS)
+
+
+def test_the_others_hear_why_a_rank_failed(ranks):
+    every, losses = ranks
+    every[1].fail("rank 1 failed: the\ndisk is full")
+    for other in (0, 2):
+        assert losses[other].get(timeout=SECONDS) == "rank 1 failed: the disk is full"
+    assert losses[1].empty()
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_silent_rank_is_lost(ranks, rank):
+    """A stopped process keeps its connections, and says nothing."""
+    every, losses = ranks
+    every[rank]._tell = lambda line: None
+    for other in {0, 1, 2} - {rank}:
+        assert f"rank {rank} is lost: silent" in losses[other].get(timeout=SECONDS)
+
+
+@pytest.mark.slow
+def test_ranks_that_all_wait_are_lost(ranks):
+    """The collectives' own connections are cut."""
+    every, losses = ranks
+    with every[0].collective(), every[2].collective():
+        assert none_for(losses, 2 * LIMIT)  # rank 1 may compute for long
+        with every[1].collective():
+            for each in losses:
+                assert "wait for each other" in each.get(timeout=SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [0, 1])
+def test_nobody_waits_for_a_rank_that_has_ended(ranks, ended):
+    every, losses = ranks
+    every[ended].end()
+    waiting = 2
+    with every[waiting].collective():
+        if ended:
+            with every[0].collective():
+                assert "wait for each other" in losses[0].get(timeout=SECONDS)
+        assert "wait for each other" in losses[waiting].get(timeout=SECONDS)
+
+
+def test_a_rank_that_never_connects_is_lost():
+    losses: queue.Queue = queue.Queue()
+    first = Heartbeat.listening(2, on_loss=losses.put)
+    with socket.create_connection(("127.0.0.1", first.port)) as stranger:
+        stranger.sendall(b"hello 0123 1\n")
+        assert losses.get(timeout=SECONDS).startswith("rank 1 is lost: it does not answer")
+    first.end()
+
+
+def test_an_address_where_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(DistributedError, match="rank 1 cannot connect to rank 0 at port"):
+            Heartbeat.connected(1, 2, hosts=["127.0.0.1"], port=port, token="")
