@@ -75,7 +75,9 @@ class Part:
             if isinstance(components, Blocks):
                 found[layer] = components.take(chosen)
             else:
-                found[layer] = {name: [refs[e] for e in chosen] for name, refs in components.items()}
+                found[layer] = {
+                    name: [refs[e] for e in chosen] for name, refs in components.items()
+                }
         return found
 
     def identified(self, experts: Experts, checkpoint: Checkpoint) -> Experts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlx_moeflux.distributed.placement import Placement, Places, placed
-from mlx_moeflux.experts.policies.eviction_policies import DEFAULT_EVICTION
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
 from mlx_moeflux.experts.telemetry.simulate import Simulation, simulate
 from mlx_moeflux.experts.telemetry.trace import Call, Trace
 
