@@ -315,10 +315,3 @@ def _lines(face: Face, model: Any, idle_release: float | None) -> Iterator[str]:
         except EOFError:
             return
         yield line
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.chat``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("chat")

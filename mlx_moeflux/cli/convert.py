@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mlx_moeflux.cli import bar_of_bytes
 from mlx_moeflux.cli.generate import refuse
 
 REFUSED = {
@@ -30,16 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mlx_moeflux.conversion.convert import convert
 
-    with tqdm(unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with bar_of_bytes("convert") as progress:
         out = convert(
             args.model,
             args.mlx_path,
@@ -51,14 +45,7 @@ def run(args: argparse.Namespace) -> int:
             dequantize=args.dequantize,
             dtype=args.dtype,
             verify_written=args.verify,
-            progress=update,
+            progress=progress,
         )
     print(f"wrote {out}", file=sys.stderr)
     return 0
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.convert``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("convert")
