@@ -8,7 +8,9 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 from mlx_moeflux._version import __version__
@@ -41,9 +43,12 @@ COMMANDS = {
 ALIASES = {"server": "serve"}
 
 
+def _own_name(command: str) -> str:
+    return ALIASES.get(command, command)
+
+
 def command_module(name: str) -> ModuleType:
-    name = ALIASES.get(name, name)
-    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    return importlib.import_module(f"{__name__}.{_own_name(name).replace('-', '_')}")
 
 
 class Version(argparse.Action):
@@ -82,7 +87,7 @@ def _run(arguments: Sequence[str]) -> int:
             help=purpose,
             description=f"{purpose[0].upper()}{purpose[1:]}.",
         )
-        if arguments and ALIASES.get(arguments[0], arguments[0]) == name:
+        if arguments and _own_name(arguments[0]) == name:
             command_module(name).add_arguments(chosen)
     args = parser.parse_args(arguments)
     if args.command is None:
@@ -91,13 +96,15 @@ def _run(arguments: Sequence[str]) -> int:
     return _run_command(args.command, args)
 
 
-def run_command(name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run one command as the script ``mlx_moeflux.NAME`` and return the exit status."""
+def script() -> int:
+    """Run the script ``mlx_moeflux.COMMAND`` that was called, and return the exit status."""
+    program = Path(sys.argv[0]).name
+    command = program.removeprefix("mlx_moeflux.")
 
     def run() -> int:
-        parser = argparse.ArgumentParser(prog=f"mlx_moeflux.{name}", description=COMMANDS[name])
-        command_module(name).add_arguments(parser)
-        return _run_command(name, parser.parse_args(arguments))
+        parser = argparse.ArgumentParser(prog=program, description=COMMANDS[_own_name(command)])
+        command_module(command).add_arguments(parser)
+        return _run_command(command, parser.parse_args())
 
     return _guarded(run)
 
@@ -117,6 +124,20 @@ def say(kind: str, message: object) -> None:
     cannot be written, the exit status is all that is left to say."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
+
+
+@contextmanager
+def bar_of_bytes(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows (bytes done, in all) on a terminal's stderr."""
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -178,10 +178,3 @@ def _counts(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in _words(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.benchmark``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("benchmark")

@@ -66,10 +66,3 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.cache_prompt``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("cache_prompt")

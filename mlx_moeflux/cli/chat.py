@@ -333,10 +333,3 @@ def _lines(frontend: Frontend, model: Any, idle_release: float | None) -> Iterat
         except EOFError:
             return
         yield line
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.chat``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("chat")

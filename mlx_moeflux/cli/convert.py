@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mlx_moeflux.cli import bar_of_bytes
 from mlx_moeflux.cli.generate import refuse
 
 REFUSED = {
@@ -32,16 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mlx_moeflux.conversion.convert import convert
 
-    with tqdm(unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with bar_of_bytes("convert") as progress:
         out = convert(
             args.model,
             args.mlx_path,
@@ -55,14 +49,7 @@ def run(args: argparse.Namespace) -> int:
             verify_written=args.verify,
             shard=args.shard,
             placement=args.placement,
-            progress=update,
+            progress=progress,
         )
     print(f"wrote {out}", file=sys.stderr)
     return 0
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.convert``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("convert")

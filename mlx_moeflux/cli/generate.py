@@ -368,10 +368,3 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "t", "f"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in ("true", "1", "t")
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.generate``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("generate")

@@ -223,10 +223,3 @@ def _engine_options(args: argparse.Namespace, model: Any) -> Any:
         max_pause=args.max_pause,
         idle_release=args.idle_release,
     )
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.serve``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("serve")

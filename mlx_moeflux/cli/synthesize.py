@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mlx_moeflux.cli import bar_of_bytes
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -21,16 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mlx_moeflux.conversion.synthesize import measure_skew, synthesize
 
-    with tqdm(unit="B", unit_scale=True, desc="write", disable=not sys.stderr.isatty()) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with bar_of_bytes("write") as progress:
         out = synthesize(
             args.like,
             args.out,
@@ -39,16 +34,9 @@ def run(args: argparse.Namespace) -> int:
             bits=args.bits,
             skew=args.skew,
             seed=args.seed,
-            progress=update,
+            progress=progress,
         )
     print(f"wrote {out}", file=sys.stderr)
     if args.measure:
         print(f"skew on {measure_skew(out, tokens=args.measure, seed=args.seed)}")
     return 0
-
-
-def main() -> int:
-    """Run the script ``mlx_moeflux.synthesize``."""
-    from mlx_moeflux.cli import run_command
-
-    return run_command("synthesize")

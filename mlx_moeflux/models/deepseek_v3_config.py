@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from mlx_moeflux.checkpoint.config import check_groups, not_negative, only, parse_config, positive
+from mlx_moeflux.checkpoint.config import check_groups, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
 from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models.config import TINY, BaseConfig
 from mlx_moeflux.models.rope import Rope
 from mlx_moeflux.models.state_sizes import latent_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(BaseConfig):
     """The keys of config.json that this architecture uses.
 
     Source of the defaults: transformers' `DeepseekV3Config`.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     n_routed_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     rope: Rope
     n_shared_experts: int | None = 1
     routed_scaling_factor: float = 2.5
@@ -44,10 +38,9 @@ class Config:
     norm_topk_prob: bool = True
     num_nextn_predict_layers: int = 1
     rope_interleave: bool = True
-    tie_word_embeddings: bool = False
     attention_bias: bool = False
-    hidden_act: str = "silu"
 
+    MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
             "auto_map",
@@ -68,6 +61,9 @@ class Config:
     )
     DEFAULT_THETA: ClassVar[float] = 10000.0
     EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
+    MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset(
+        ["first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"]
+    )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
@@ -80,17 +76,10 @@ class Config:
         positions = config.get("max_position_embeddings")
         positions = positions if isinstance(positions, int) else 0
         rope = Rope.from_config(config, file, theta=cls.DEFAULT_THETA, positions=positions)
-        parsed = parse_config(
-            cls, config | {"rope": rope}, file=file, inert=cls.INERT, strict=strict
-        )
-        only(file, "hidden_act", parsed.hidden_act, "silu")
+        parsed = cls.parse(config | {"rope": rope}, file=file, strict=strict)
         only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
         only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")
-        maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
-        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
-        positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
-        not_negative(parsed, file, *maybe_zero)
         check_groups(parsed, file)
         if parsed.qk_rope_head_dim % 2:
             raise ConfigError(f"{file}: 'qk_rope_head_dim' {parsed.qk_rope_head_dim} is odd.")
@@ -111,9 +100,9 @@ class Config:
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
-        keys = {k: v for k, v in asdict(self).items() if k != "rope"} | self.rope.published()
-        kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+        keys = super().published() | self.rope.published()
+        del keys["rope"]
+        return keys
 
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; the layers of multi-token prediction are
@@ -158,21 +147,16 @@ SHAPES = {
     ),
     "deepseek-tiny": replace(
         _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
+        **TINY,
         intermediate_size=256,
         moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
         n_routed_experts=32,
-        num_experts_per_tok=4,
         first_k_dense_replace=1,
         q_lora_rank=64,
         kv_lora_rank=64,
         qk_nope_head_dim=64,
         qk_rope_head_dim=64,
         v_head_dim=64,
-        max_position_embeddings=8192,
     ),
 }
 """Published shapes by name."""

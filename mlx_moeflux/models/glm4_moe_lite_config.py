@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v3_config
+from mlx_moeflux.models.config import TINY
 from mlx_moeflux.models.rope import Rope, rope_parameters
 
 DENSE, SPARSE = "dense", "sparse"
@@ -29,6 +30,7 @@ class Config(deepseek_v3_config.Config):
     topk_group: int = 1
     first_k_dense_replace: int = 1
 
+    MODEL_TYPE, ARCHITECTURE = "glm4_moe_lite", "Glm4MoeLiteForCausalLM"
     INERT: ClassVar[frozenset[str]] = deepseek_v3_config.Config.INERT | {
         "mlp_layer_types",
         "partial_rotary_factor",
@@ -48,11 +50,6 @@ class Config(deepseek_v3_config.Config):
         found = rope_parameters(config, file, ("partial_rotary_factor",))
         only(file, "partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 1.0)
         return super().from_dict(config, file=file, strict=strict)
-
-    def published(self) -> dict[str, Any]:
-        """Return the keys of config.json."""
-        kind = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
-        return super().published() | kind
 
 
 def _dense_layers(kinds: Any, config: dict[str, Any], file: Path | str) -> int:
@@ -88,18 +85,14 @@ SHAPES = {
     "glm-4.7-flash": _PUBLISHED,
     "glm-flash-tiny": replace(
         _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
+        **TINY,
         intermediate_size=256,
         moe_intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
         n_routed_experts=32,
         q_lora_rank=64,
         kv_lora_rank=64,
         qk_nope_head_dim=64,
         v_head_dim=64,
-        max_position_embeddings=8192,
     ),
 }
 """Published shapes by name."""

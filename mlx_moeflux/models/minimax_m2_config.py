@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
-from mlx_moeflux.models.rope import Rope, rope_keys, stretched
-from mlx_moeflux.models.state_sizes import kv_bytes
+from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
+from mlx_moeflux.models.rope import rope_keys
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionConfig):
     """The keys of config.json that this architecture uses; ``intermediate_size`` is an expert's.
 
     Source of the defaults: transformers' `MiniMaxM2Config`.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     num_local_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    rope_theta: float
-    partial_rotary_factor: float
-    max_position_embeddings: int
-    yarn: Rope | None = None
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
 
+    MODEL_TYPE, ARCHITECTURE = "minimax_m2", "MiniMaxM2ForCausalLM"
     # Multi-token prediction, training, and choices that have one value (checked below).
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
@@ -67,23 +54,12 @@ class Config:
         """
         keys = {k: v for k, v in config.items() if v is not None}
         keys |= rope_keys({"rope_theta": 5e6} | keys, file, partial=1.0)
-        parsed = parse_config(
-            cls, _with_rotary_dim(keys, config, file), file=file, inert=cls.INERT, strict=strict
-        )
-        only(file, "hidden_act", parsed.hidden_act, "silu")
+        parsed = cls.parse(_with_rotary_dim(keys, config, file), file=file, strict=strict)
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
         only(file, "qk_norm_type", config.get("qk_norm_type", "per_layer"), "per_layer")
         for name in ("use_qk_norm", "use_routing_bias"):
             only(file, name, config.get(name, True), True)
         parsed._check_layers(config.get("attn_type_list"), file)
-        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
-        positive(parsed, file, *sizes)
-        divides(parsed, file, "num_key_value_heads", "num_attention_heads")
-        if parsed.num_experts_per_tok > parsed.num_local_experts:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {parsed.num_experts_per_tok} is more than "
-                f"'num_local_experts' {parsed.num_local_experts}."
-            )
         return parsed
 
     def _check_layers(self, kinds: Any, file: Path | str) -> None:
@@ -115,12 +91,10 @@ class Config:
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
-        keys = stretched(self, asdict(self))
+        keys = super().published()
         del keys["partial_rotary_factor"]
-        # mlx-lm requires the two keys in the middle.
-        keys |= {"rotary_dim": self.rotary_dims, "shared_intermediate_size": 0}
-        kind = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
-        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+        # mlx-lm requires these keys.
+        return keys | {"rotary_dim": self.rotary_dims, "shared_intermediate_size": 0}
 
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names."""
@@ -131,10 +105,6 @@ class Config:
             (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
         )
         return NameRules(renames=renames, experts=EXPERT_NAMES)
-
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16."""
-        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
 
 
 def _with_rotary_dim(
@@ -177,16 +147,10 @@ SHAPES = {
     "minimax-m2": _PUBLISHED,
     "minimax-tiny": replace(
         _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
+        **TINY,
+        **TINY_HEADS,
         intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         num_local_experts=32,
-        num_experts_per_tok=4,
-        max_position_embeddings=8192,
     ),
 }
 """Published shapes by name."""

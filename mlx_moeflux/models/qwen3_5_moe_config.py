@@ -6,28 +6,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.config import divides, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.rope import Rope, rope_keys
+from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
+from mlx_moeflux.models.rope import rope_keys
 from mlx_moeflux.models.state_sizes import kv_bytes, recurrent_bytes
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(AttentionConfig):
     """The keys of config.json that this architecture uses.
 
     Source of the defaults: transformers' `Qwen3_5MoeTextConfig`.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -36,20 +31,13 @@ class Config:
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     num_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    rope_theta: float
-    partial_rotary_factor: float
-    max_position_embeddings: int
-    yarn: Rope | None = None
     layer_types: tuple[str, ...] = ()
     full_attention_interval: int = 4
-    tie_word_embeddings: bool = False
     norm_topk_prob: bool = True
     attention_bias: bool = False
     attn_output_gate: bool = True
-    hidden_act: str = "silu"
 
+    MODEL_TYPE, ARCHITECTURE = "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"
     # Unused at inference: multi-token prediction, training, images, and position sections, which
     # coincide for text.
     INERT: ClassVar[frozenset[str]] = frozenset(
@@ -86,24 +74,16 @@ class Config:
             if "tie_word_embeddings" in config:
                 text["tie_word_embeddings"] = config["tie_word_embeddings"]
         text |= rope_keys(text, file, partial=0.25)
-        parsed = parse_config(cls, text, file=file, inert=cls.INERT, strict=strict)
-        parsed._check(file, text)
+        parsed = cls.parse(text, file=file, strict=strict)
+        parsed._check_sparse(file, text)
         return parsed
 
-    def _check(self, file: Path | str, raw: dict[str, Any]) -> None:
-        only(file, "hidden_act", self.hidden_act, "silu")
+    def check(self, file: Path | str) -> None:
+        """See :meth:`BaseConfig.check`."""
+        super().check(file)
         only(file, "attention_bias", self.attention_bias, False)
         only(file, "attn_output_gate", self.attn_output_gate, True)
-        self._check_sparse(file, raw)
-        sizes = [n for n, kind in self.__annotations__.items() if kind in ("int", "float")]
-        positive(self, file, *sizes)
-        divides(self, file, "num_key_value_heads", "num_attention_heads")
         divides(self, file, "linear_num_key_heads", "linear_num_value_heads")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than "
-                f"'num_experts' {self.num_experts}."
-            )
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ConfigError(
                 f"{file}: 'layer_types' names {len(self.layer_types)} layers, "
@@ -122,10 +102,6 @@ class Config:
         if self.layer_types:
             return self.layer_types[layer] == LINEAR
         return (layer + 1) % self.full_attention_interval != 0
-
-    @property
-    def rotary_dims(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def key_dim(self) -> int:
@@ -184,8 +160,8 @@ class Config:
         ]
         text["model_type"] = "qwen3_5_moe_text"
         return {
-            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-            "model_type": "qwen3_5_moe",
+            "architectures": [self.ARCHITECTURE],
+            "model_type": self.MODEL_TYPE,
             "eos_token_id": self.vocab_size - 1,
             "tie_word_embeddings": self.tie_word_embeddings,
             "text_config": text,
@@ -245,11 +221,8 @@ SHAPES = {
     ),
     "qwen3.5-tiny": replace(
         _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        head_dim=64,
+        **TINY,
+        **TINY_HEADS,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=32,
@@ -257,8 +230,6 @@ SHAPES = {
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         num_experts=32,
-        num_experts_per_tok=4,
-        max_position_embeddings=8192,
     ),
 }
 """Published shapes by name."""

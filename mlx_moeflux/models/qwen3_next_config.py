@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import qwen3_5_moe_config
+from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
 from mlx_moeflux.models.qwen3_5_moe_config import FULL, LINEAR
-from mlx_moeflux.models.rope import stretched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +18,14 @@ class Config(qwen3_5_moe_config.Config):
     Source of the defaults: transformers' `Qwen3NextConfig`.
     """
 
+    MODEL_TYPE, ARCHITECTURE = "qwen3_next", "Qwen3NextForCausalLM"
+
     intermediate_size: int = 5632
     mlp_only_layers: tuple[int, ...] = ()
     decoder_sparse_step: int = 1
 
     def _check_sparse(self, file: Path | str, raw: dict[str, Any]) -> None:
-        for name in ("intermediate_size", "decoder_sparse_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{file}: '{name}' is {getattr(self, name)}, must be positive.")
+        """Accept any."""
 
     def is_sparse(self, layer: int) -> bool:
         """Return True if `layer` has a MoE block, False if it has a dense MLP."""
@@ -34,10 +33,8 @@ class Config(qwen3_5_moe_config.Config):
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
-        kind = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
         kinds = [LINEAR if self.is_linear(i) else FULL for i in range(self.num_hidden_layers)]
-        more = {"layer_types": kinds, "eos_token_id": self.vocab_size - 1}
-        return kind | stretched(self, asdict(self)) | more
+        return AttentionConfig.published(self) | {"layer_types": kinds}
 
 
 _PUBLISHED = replace(
@@ -52,11 +49,8 @@ SHAPES = {
     "qwen3-next-80b-a3b": _PUBLISHED,
     "qwen3-next-tiny": replace(
         _PUBLISHED,
-        vocab_size=1024,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        head_dim=64,
+        **TINY,
+        **TINY_HEADS,
         linear_num_key_heads=2,
         linear_num_value_heads=6,
         linear_key_head_dim=32,
@@ -65,8 +59,6 @@ SHAPES = {
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         num_experts=32,
-        num_experts_per_tok=4,
-        max_position_embeddings=8192,
     ),
 }
 """Published shapes by name."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_moeflux import generate, load, stream_generate
-from mlx_moeflux.cli import COMMANDS, command_module, main
+from mlx_moeflux.cli import COMMANDS, command_module, main, script
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
@@ -129,6 +129,16 @@ def test_options_are_frozen(command):
     command_module(command).add_arguments(parser)
     found = {name for action in parser._actions for name in action.option_strings}
     assert found == set(OPTIONS[command].split())
+
+
+def test_a_script_runs_the_command_of_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/mlx_moeflux.server", "--help"])
+    with pytest.raises(SystemExit) as end:
+        script()
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: mlx_moeflux.server")
+    assert "--api-key" in text
 
 
 def test_text_on_stdout_and_the_account_on_stderr():

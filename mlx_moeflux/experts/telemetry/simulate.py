@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
 from mlx_moeflux.experts.budget import parse_budget, slots_for_budget
@@ -31,50 +31,27 @@ from mlx_moeflux.experts.policies.prefetch import (
 from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
 from mlx_moeflux.experts.telemetry.bounds import Belady
+from mlx_moeflux.experts.telemetry.stats import LayerStats, total_of
 from mlx_moeflux.experts.telemetry.trace import Trace, TraceInfo, requests_of
 
 
 @dataclass
-class Counts:
-    """The counts of one layer, in the terms of
-    :class:`~mlx_moeflux.experts.telemetry.stats.LayerStats`."""
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    bytes_read: int = 0
-    prefetches: int = 0
-    prefetched_hits: int = 0
-    proposed: int = 0
-    foreseen: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits by lookups; 1 when nothing had to be looked up."""
-        return self.hits / self.lookups if self.lookups else 1.0
-
-
-@dataclass
 class Simulation:
-    """The result of a replay. layers: MoE layer id -> counts. misses, ahead: For every call, in the
-    trace's order, the number of blocks that it had to read, and that were prefetched for it."""
+    """The result of a replay. layers: MoE layer id -> counts, without reads and times. misses,
+    ahead: For every call, in the trace's order, the number of blocks that it had to read, and that
+    were prefetched for it."""
 
     info: TraceInfo
     eviction: str
     slots: dict[int, int]
-    layers: dict[int, Counts]
+    layers: dict[int, LayerStats]
     misses: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
 
     @property
-    def total(self) -> Counts:
+    def total(self) -> LayerStats:
         """The sum over the layers."""
-        total = Counts()
-        for counts in self.layers.values():
-            for each in fields(Counts):
-                setattr(total, each.name, getattr(total, each.name) + getattr(counts, each.name))
-        return total
+        return total_of(self.layers.values())
 
     @property
     def hit_rate(self) -> float:
@@ -202,7 +179,7 @@ class _Replay:
     def __init__(self, info: TraceInfo, policy: Eviction, slots: Mapping[int, int]):
         self.policy, self.layers, self.info = policy, info.layers, info
         self.banks = {layer: _Bank(slots[layer]) for layer in info.layers}
-        self.counts = {layer: Counts() for layer in info.layers}
+        self.counts = {layer: LayerStats() for layer in info.layers}
 
     def call(self, layer: int, request: ExpertRequest) -> int:
         """One call of a layer; its misses."""

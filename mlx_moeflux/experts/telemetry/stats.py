@@ -55,6 +55,16 @@ class LayerStats:
         return {**asdict(self), "hit_rate": self.hit_rate}
 
 
+def total_of(layers: Iterable[LayerStats]) -> LayerStats:
+    """Return the sum of all counts; tokens are those of the layer that saw most."""
+    total, layers = LayerStats(), list(layers)
+    for field in fields(LayerStats):
+        values = [getattr(stats, field.name) for stats in layers]
+        combine = max if field.name == "tokens" else sum
+        setattr(total, field.name, combine(values) if values else 0)
+    return total
+
+
 class ExpertStats:
     """The account of a store: `layers` by MoE layer id, and the marks of lossy choices.
 
@@ -73,12 +83,7 @@ class ExpertStats:
     @property
     def total(self) -> LayerStats:
         """The sum over the layers; tokens are those of the layer that saw most."""
-        total = LayerStats()
-        for field in fields(LayerStats):
-            values = [getattr(stats, field.name) for stats in self.layers.values()]
-            combine = max if field.name == "tokens" else sum
-            setattr(total, field.name, combine(values) if values else 0)
-        return total
+        return total_of(self.layers.values())
 
     def mark_lossy(self, what: str) -> None:
         """Note once that results differ from the full model's."""

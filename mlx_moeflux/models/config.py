@@ -1,0 +1,117 @@
+"""Keys of config.json that families share, with their checks. No MLX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mlx_moeflux.checkpoint.config import divides, not_negative, only, parse_config, positive
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
+from mlx_moeflux.errors import ConfigError
+from mlx_moeflux.models.rope import Rope, stretched
+from mlx_moeflux.models.state_sizes import kv_bytes
+
+TINY: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 8192,
+}
+"""Sizes of the shapes called tiny; those with heads of their own keys have TINY_HEADS too."""
+TINY_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The keys that every family uses. A subclass is one family: it adds its own, names its
+    architecture, and defines ``from_dict``, which calls :meth:`parse`.
+
+    INERT: Keys that are read elsewhere or change nothing. EXPERTS_KEY: Name of the number of
+    experts. MAY_BE_ZERO: Sizes that need not be positive.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_experts_per_tok: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+
+    MODEL_TYPE: ClassVar[str]
+    ARCHITECTURE: ClassVar[str]
+    INERT: ClassVar[frozenset[str]]
+    EXPERTS_KEY: ClassVar[str] = "num_experts"
+    MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def parse(cls, keys: dict[str, Any], *, file: Path | str, strict: bool) -> Self:
+        """Build the config from `keys` and check it.
+
+        Raises:
+            ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
+            UnsupportedError: The checkpoint uses something that is not computed.
+        """
+        config = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
+        config.check(file)
+        return config
+
+    def check(self, file: Path | str) -> None:
+        """Raise what :meth:`parse` does for keys that contradict each other."""
+        only(file, "hidden_act", self.hidden_act, "silu")
+        sizes = [field.name for field in fields(self) if field.type in ("int", "float")]
+        positive(self, file, *(name for name in sizes if name not in self.MAY_BE_ZERO))
+        not_negative(self, file, *self.MAY_BE_ZERO)
+        experts = getattr(self, self.EXPERTS_KEY)
+        if self.num_experts_per_tok > experts:
+            raise ConfigError(
+                f"{file}: 'num_experts_per_tok' {self.num_experts_per_tok} is more than "
+                f"'{self.EXPERTS_KEY}' {experts}."
+            )
+
+    def published(self) -> dict[str, Any]:
+        """Return the keys of config.json."""
+        kind = {"architectures": [self.ARCHITECTURE], "model_type": self.MODEL_TYPE}
+        return kind | stretched(self, asdict(self)) | {"eos_token_id": self.vocab_size - 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(BaseConfig):
+    """The keys of families with grouped-query attention; every layer has keys and values unless
+    :meth:`state_bytes` says otherwise."""
+
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    partial_rotary_factor: float
+    yarn: Rope | None = None
+
+    def check(self, file: Path | str) -> None:
+        """See :meth:`BaseConfig.check`."""
+        super().check(file)
+        divides(self, file, "num_key_value_heads", "num_attention_heads")
+
+    @property
+    def rotary_dims(self) -> int:
+        """Numbers of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def name_rules(self) -> NameRules:
+        """Return the rename rules of tensor names."""
+        return NameRules(experts=EXPERT_NAMES)
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16."""
+        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+
+
+def with_head_dim(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return `keys` with ``head_dim``, by default the hidden size divided by the heads."""
+    if keys.get("head_dim") is None and keys.get("num_attention_heads"):
+        return keys | {"head_dim": keys.get("hidden_size", 0) // keys["num_attention_heads"]}
+    return keys
