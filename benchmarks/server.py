@@ -108,8 +108,8 @@ def serving(model: Any, tokens: int, options: EngineOptions) -> Iterator[int]:
         try:
             while not (started and service.ready):  # its warm-up
                 time.sleep(0.01)
-                if not thread.is_alive():
-                    raise RuntimeError("the server ended")
+                if started and not service.engine.alive:
+                    raise RuntimeError("the engine ended; the log says why")
             yield bound.getsockname()[1]
         finally:
             server.handle_exit(0, None)

@@ -211,6 +211,17 @@ def test_grammars_of_calls_allow_what_is_published_and_nothing_else(grammars, na
     assert grammars._matcher(grammar).deep_copy().try_consume_tokens(ids) < len(ids)
 
 
+def test_a_grammar_is_compiled_once(grammars):
+    grammar = grammars.json_schema({"type": "object", "properties": {"once": {"const": 1}}})
+    before = grammars._matcher.cache_info()
+    grammars.check(grammar, "response_format")
+    for _ in range(3):
+        grammars.check(grammar, "response_format")
+        grammars.constraint(grammar, 5)
+    after = grammars._matcher.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 6)
+
+
 def test_what_cannot_be_compiled_names_its_field(grammars):
     with pytest.raises(RequestError, match="'response_format' cannot be enforced") as caught:
         grammars.check(grammars.json_schema({"type": "nothing"}), "response_format")

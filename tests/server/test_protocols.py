@@ -390,6 +390,27 @@ def test_claude_code_reads_on_although_its_line_changes(server):
     assert usage["input_tokens"] < 30
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_mark_is_a_place_to_continue_from(server, marked):
+    """Another conversation behind the same marked system prompt reads its own tokens alone."""
+    system = [{"type": "text", "text": f"You are {marked}." + " Read the long file." * 20}]
+    if marked:
+        system[0]["cache_control"] = {"type": "ephemeral"}
+    cached = []
+    for text in ("What is a list?", "Sort the words."):
+        body = {"system": system, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        status, reply = server.ask("/v1/messages", body)
+        assert status == 200
+        usage = reply["usage"]
+        cached.append(usage["cache_read_input_tokens"])
+    assert cached[0] == 0
+    if marked:
+        assert cached[1] > 50
+        assert usage["input_tokens"] < 20
+    else:
+        assert cached[1] == 0
+
+
 def test_tokens_are_counted_as_they_are_read(server):
     body = claude_code(1, "read the file")
     status, counted = server.ask("/v1/messages/count_tokens", body)
