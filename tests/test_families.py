@@ -61,6 +61,7 @@ def test_streamed_is_resident_bit_for_bit(directory, tmp_path):
     for path, memory, reader in (
         (directory, "13%", "pread"),
         (directory, "40%", "mmap"),
+        (directory, "50%", "direct"),
         (packed, "13%", "pread"),
         (packed, "99%", "memory"),
     ):

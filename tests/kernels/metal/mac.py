@@ -98,6 +98,7 @@ def main() -> int:
         status = command(sys.argv[2:])
     sys.stderr.write(
         f"kernels launched: {len(mac.device.launched)}\n"
+        f"launches: {mac.device.launches}\n"
         f"files past the page cache: {len(mac.uncached)}\n"
     )
     return status

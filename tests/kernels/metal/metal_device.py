@@ -30,13 +30,15 @@ class MetalDevice(MetalBackend):
     Integers count along the last axis, because a router must choose different experts.
 
     emulator: What runs the other launches. traced, launched: Names of the kernels launched in a
-    trace, and otherwise. broken: Names of kernels that Metal's compiler refuses, which MLX says
-    when it evaluates their results. most: Threads that a threadgroup may have; more fail alike.
+    trace, and otherwise; launches: How many of the latter. broken: Names of kernels that Metal's
+    compiler refuses, which MLX says when it evaluates their results. most: Threads that a
+    threadgroup may have; more fail alike.
     """
 
     emulator: Emulator
     traced: list[str]
     launched: set[str]
+    launches: int
     broken: frozenset[str]
     most: int
 
@@ -71,6 +73,7 @@ def _launch(
         device.traced.append(name)
         return mx.depends(each(_blank), list(inputs))
     device.launched.add(name)
+    device.launches += 1
     if name in device.broken or math.prod(options["threadgroup"]) > device.most:
         return each(_failing)
     shapes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
@@ -110,7 +113,8 @@ def on_metal(cache: Path) -> Iterator[MetalDevice]:
     require_emulator()
     device = MetalDevice()
     device.emulator = Emulator(schedules=Emulator.FIRST, partly_written=BETWEEN)
-    device.traced, device.launched, device.broken, device.most = [], set(), frozenset(), 1024
+    device.traced, device.launched, device.launches = [], set(), 0
+    device.broken, device.most = frozenset(), 1024
     before = set_backend(device)
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -48,6 +48,8 @@ SIZES = [
     (21, 4, 6, 96, 160, "mxfp4", 32, mx.bfloat16, None, True, True),
     (40, 2, 3, 128, 64, "mxfp4", 32, mx.float32, 4, True, False),
     (18, 2, 4, 64, 96, "mxfp4", 32, mx.float16, None),
+    (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None, True, True),
+    (18, 2, 4, 64, 96, 4, 32, mx.float16, "mxfp4", True, True),
 ]
 
 
@@ -319,10 +321,11 @@ def tabled() -> Case:
     return Case("table", lambda: [expert_tiles.list_tiles(given, pairs, 16)], lambda: [table], 0.0)
 
 
-BIASED_FEW = [mixed(SIZES[14], absent=0.3), mixed(SIZES[15])]
+BIASED_FEW = [mixed(SIZES[14], absent=0.3), mixed(SIZES[15]), mixed(SIZES[20])]
 BIASED_MANY = [
     mixed(SIZES[17], absent=0.3, tile=expert_tiles.SMALL),
     mixed(SIZES[18], tile=expert_tiles.SMALL),
+    mixed(SIZES[21], tile=expert_tiles.SMALL),
 ]
 FEW = [
     mixed(SIZES[1], absent=0.3),
@@ -380,6 +383,9 @@ EQUIVALENT = {
         "part_of_rows: off by one ROWS) && (FULL || after < IN)) -> + 1 <": STEP,
     },
     "expert_pairs.metal": {
+        "add_expert_rows: swapped arguments 1 and 2 of metal::fma: "
+        "of_tiny(uint(rows[r].scale)), dot": PRODUCT,
+        "add_expert_rows: swapped arguments 1 and 2 of metal::fma: q[j], x[i * per + j]": PRODUCT,
         "inner_rows: off by one IN % (32 * N) == 0 || at < IN) -> + 1 <": STEP,
         "outer_rows: off by one at < IN -> + 1 <": STEP,
         "inner_parts: swapped arguments 2 and 3 of share: N, SIMDGROUPS": SHARE,
