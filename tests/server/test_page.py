@@ -373,6 +373,8 @@ class TestInChromium:
         # Before it: a prompt longer than the context.
         user.ask("x " * 9000)
         assert "context" in tab.texts(".error")[1]
+        assert tab.texts(".numbers")[1] == ""
+        assert tab.run("document.documentElement.scrollHeight") == 800  # the messages scroll
         tab.run("[...document.querySelectorAll('[data-act=edit]')].pop().click()")
         tab.run("document.querySelector('.edit textarea').select()")
         tab.type("short")

@@ -68,7 +68,7 @@ export class Run {
     clearInterval(polling);
     clearInterval(saving);
     await this.poll();
-    message.numbers = this.numbers();
+    message.numbers = this.tokens ? this.numbers() : null;
     this.changed();
     this.saved();
   }
