@@ -62,7 +62,8 @@ def main() -> None:
     assert disk is not None
     links = " | ".join(f"exchange, {name}" for name in LINKS)
     print(
-        f"| machines | placement | hits | read a token | one machine, N x memory | wait for | {links} |"
+        "| machines | placement | hits | read a token | one machine, N x memory | wait for "
+        f"| {links} |"
     )
     print(f"| ---: | --- | ---: | ---: | ---: | ---: |{' ---: |' * len(LINKS)}")
     tokens = sum(len(call.ids) for call in trace) / len(trace.info.layers)

@@ -40,7 +40,7 @@ from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.policies.rebalance import Balance, make_balance
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_result
-from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, check_threads
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.kernels import dispatch
@@ -235,6 +235,8 @@ def load_model(
         if tuned["model"] != checkpoint.identity():
             raise InputError(f"{tuning} was written for another model than {path}; tune this one.")
     expert_memory = None if expert_memory == "auto" else expert_memory
+    threads = tuned["expert_threads"] if expert_threads is None else expert_threads
+    check_threads(threads)
     expert_reader = tuned["expert_reader"] if expert_reader == "auto" else expert_reader
     prefetch = make_prefetch(tuned["prefetch"] if prefetch is None else prefetch)
     kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
@@ -302,7 +304,7 @@ def load_model(
             custom_reader=reader is not None,
             part=part,
             dtype=dtype,
-            threads=tuned["expert_threads"] if expert_threads is None else expert_threads,
+            threads=threads,
             events=events if part is None else None,
             verbose=verbose,
             eviction=eviction,

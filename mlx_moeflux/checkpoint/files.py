@@ -166,7 +166,7 @@ def read_whole(
             size = os.fstat(handle.fileno()).st_size
             if size > most:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", str(file))
-            return handle.read(most)
+            return handle.read(size)
     except OSError as cause:
         raise unreadable(file, cause, error=error) from cause
 

@@ -11,6 +11,7 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
+from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
@@ -52,6 +53,7 @@ from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.kernels.runtime import metal
 
 DEFAULT_THREADS = 8
+MOST_THREADS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +121,7 @@ class StreamedStore(ExpertStore):
         scratch_bytes: int | None = None,
         activation: Activation = swiglu,
     ):
-        if threads < 1:
-            raise InputError(f"{threads} threads cannot read experts; give at least 1.")
+        check_threads(threads)
         self.reader, self.threads = reader, threads
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
@@ -574,6 +575,12 @@ class StreamedStore(ExpertStore):
         blocks = blocks_ahead(prefetch, proposal, state.table, state.table.slots)
         if blocks:
             state.read_ahead(blocks, state.proposal, self.events)
+
+
+def check_threads(threads: int) -> None:
+    """Raise InputError unless `threads` is an integer between 1 and MOST_THREADS."""
+    if not is_positive(threads) or threads > MOST_THREADS:
+        raise InputError(f"{threads!r} threads cannot read experts; give 1 to {MOST_THREADS}.")
 
 
 def _account(state: StreamedLayer, start: float, stalled: float) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,15 @@ def open_tuning(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         InputError: It is no such file.
     """
-    names = ("model", "expert_memory", "expert_reader", "expert_threads", "prefetch")
-    return _fields(path, names)
+    kinds: dict[str, type | UnionType] = {
+        "model": str, "expert_memory": str | int, "expert_reader": str, "expert_threads": int,
+        "prefetch": str,
+    }  # fmt: skip
+    data = _fields(path, tuple(kinds))
+    for name, kind in kinds.items():
+        if not isinstance(data[name], kind) or isinstance(data[name], bool):
+            raise InputError(f"{path}: '{name}' is {data[name]!r}; write the file anew with tune.")
+    return data
 
 
 def _fields(path: str | os.PathLike[str], names: Sequence[str]) -> dict[str, Any]:
