@@ -60,12 +60,16 @@ def main() -> None:
     memory, disk = (parse_budget(text, 0) for text in (args.memory, args.disk))
     assert memory is not None
     assert disk is not None
-    links = " | ".join(f"exchange, {name}" for name in LINKS)
-    print(
-        "| machines | placement | hits | read a token | one machine, N x memory | wait for "
-        f"| {links} |"
-    )
-    print(f"| ---: | --- | ---: | ---: | ---: | ---: |{' ---: |' * len(LINKS)}")
+    columns = [
+        "machines",
+        "placement",
+        "hits",
+        "read a token",
+        "one machine, N x memory",
+        "wait for",
+    ]
+    columns += [f"exchange, {name}" for name in LINKS]
+    print(f"| {' | '.join(columns)} |\n|{' ---: |' * len(columns)}")
     tokens = sum(len(call.ids) for call in trace) / len(trace.info.layers)
     whole = sum(trace.info.block_bytes.values()) * trace.info.num_experts
     for count in range(1, 9):

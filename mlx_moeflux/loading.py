@@ -84,6 +84,7 @@ class LoadOptions(TypedDict, total=False):
     events: EventHook | None
     fuse: bool | None
     strict_config: bool
+    expert_path: str | os.PathLike[str] | None
     distributed: Any
     placement: str | Placement
     exact_prompts: bool
@@ -173,6 +174,7 @@ def load_model(
     events: EventHook | None = None,
     fuse: bool | None = None,
     strict_config: bool = True,
+    expert_path: str | os.PathLike[str] | None = None,
     distributed: Any = None,
     placement: str | Placement = ById.name,
     exact_prompts: bool = False,
@@ -207,6 +209,9 @@ def load_model(
         events: Event hook of the expert store.
         fuse: Concatenate projections that share an input (``model.prepare()``); default on GPUs.
         strict_config: Refuse unknown keys of config.json.
+        expert_path: Checkpoint directory of the same model from which the experts are read; default
+            `path`. On several ranks it may be the part that ``convert(shard=...)`` wrote, and
+            ``{rank}`` in it stands for the rank.
         distributed: A group of ``mx.distributed``, or True for the one of ``mx.launch``: the
             experts are spread over its ranks, which all make the same calls of the model.
             expert_memory and the plan are then those of this rank's experts.
@@ -256,7 +261,11 @@ def load_model(
         check_router(router, config.num_experts)
     assert router is not None
     rules = config.name_rules()
-    mapped = checkpoint.mapped(rules)
+    mapped, stored = checkpoint.mapped(rules), checkpoint
+    if expert_path is not None:
+        rank = 0 if distributed is None else distributed.rank
+        stored = open_checkpoint(os.fspath(expert_path).replace("{rank}", str(rank)))
+        mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
     try:
         model = kind(config, router=router, kernels=kernels)
     except OverflowError as error:
@@ -265,7 +274,7 @@ def load_model(
             "config.json and the weights are of different models."
         ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)
-    layouts = _check_experts(model, mapped, checkpoint)
+    layouts = _check_experts(model, mapped, stored)
     check_scales(mapped.experts)
     part, identified = None, mapped.experts
     if distributed is not None:
@@ -278,11 +287,13 @@ def load_model(
             num_experts=config.num_experts,
             mix=kernels.expert_mix,
         )
-        identified = part.identified(mapped.experts, checkpoint)
-        mapped = dataclasses.replace(mapped, experts=part.held(mapped.experts, checkpoint))
-    elif checkpoint.held:
+        identified = part.identified(mapped.experts, stored)
+        mapped = dataclasses.replace(mapped, experts=part.held(mapped.experts, stored))
+    elif exact_prompts or placement != ById.name:
+        raise InputError("placement and exact_prompts are for several ranks; give distributed too.")
+    elif stored.held:
         raise InputError(
-            f"{checkpoint.directory} has one rank's experts; load with distributed, or take the "
+            f"{stored.directory} has one rank's experts; load with distributed, or take the "
             "whole checkpoint."
         )
     dtype = dtype or default_dtype()

@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed and (args.compare or len(args.expert_memory) > 1):
         raise InputError("--distributed measures one budget, and nothing beside it.")
     load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
-    if args.distributed:
-        load |= {name: getattr(args, name) for name in DISTRIBUTED}
-        if not leads():
-            args.markdown = args.plot = None
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    spread = {name: getattr(args, name) for name in DISTRIBUTED}
+    load |= {name: value for name, value in spread.items() if value not in (None, False, "id")}
+    if args.distributed and not leads():
+        args.markdown = args.plot = None
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
     options = Options(
         expert_memory=args.expert_memory,
         contexts=args.context or (args.prompt_tokens,),

@@ -30,7 +30,7 @@ REFUSED = {
 }
 
 
-DISTRIBUTED = ("distributed", "placement", "exact_prompts")
+DISTRIBUTED = ("distributed", "expert_path", "placement", "exact_prompts")
 
 
 class _Refuse(argparse.Action):
@@ -123,6 +123,7 @@ def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that ``mlx.launch`` starts on several machines."""
     add = parser.add_argument
     add("--distributed", action="store_true", help="spread the experts over mlx.launch's ranks")
+    add("--expert-path", metavar="DIR", help="read experts there; {rank} stands for the rank")
     add("--placement", default="id", help="id, memory:16GB,32GB or popularity:TRACE")
     add("--exact-prompts", action="store_true", help="prompts with the bits of one machine")
 
@@ -192,10 +193,8 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
     names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
-    options = {name: getattr(args, name) for name in names}
-    if getattr(args, "distributed", False):
-        options |= {name: getattr(args, name) for name in DISTRIBUTED}
-    return options
+    names += DISTRIBUTED if hasattr(args, "distributed") else ()
+    return {name: getattr(args, name) for name in names}
 
 
 @contextlib.contextmanager

@@ -133,12 +133,14 @@ def shares(num_experts: int, ranks: int, memory: Sequence[float] | None = None) 
             f"the placement has the memory of {len(memory)} machines, and there are {ranks} ranks; "
             "give one amount for each."
         )
-    spare, total = num_experts - ranks, sum(memory)
-    exact = [spare * part / total for part in memory]
-    counts = [1 + int(part) for part in exact]
-    by_rest = sorted(range(ranks), key=lambda rank: int(exact[rank]) - exact[rank])
-    for rank in by_rest[: num_experts - sum(counts)]:
-        counts[rank] += 1
+    exact = [num_experts * part / sum(memory) for part in memory]
+    counts = [max(1, int(part)) for part in exact]
+    while (short := num_experts - sum(counts)) != 0:
+        # The rank that is furthest from its part gets one more, or one less.
+        step = 1 if short > 0 else -1
+        open_ranks = [rank for rank in range(ranks) if counts[rank] + step >= 1]
+        rank = max(open_ranks, key=lambda rank: step * (exact[rank] - counts[rank]))
+        counts[rank] += step
     return counts
 
 

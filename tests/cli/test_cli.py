@@ -37,7 +37,7 @@ OPTIONS = {
         --adapter-path --draft-model --image --safe -v --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
-        --distributed --exact-prompts --placement
+        --distributed --exact-prompts --expert-path --placement
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -46,7 +46,7 @@ OPTIONS = {
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --balance --eviction --prefetch --safe -v --tuning
-        --distributed --exact-prompts --placement
+        --distributed --exact-prompts --expert-path --placement
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -58,7 +58,7 @@ OPTIONS = {
         --trust-remote-code --balance --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
-        --distributed --exact-prompts --placement
+        --distributed --exact-prompts --expert-path --placement
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
@@ -105,7 +105,7 @@ OPTIONS = {
         --prefill-step-size --profile --prompt-tokens
         --quantize-activations --seed --skew --synthetic --synthetic-dir --trust-remote-code
         -b -g -n -p -qa
-        --distributed --exact-prompts --placement
+        --distributed --exact-prompts --expert-path --placement
     """,
     "synthesize": "--bits --experts --layers --like --measure --out --seed --skew",
 }

@@ -144,13 +144,15 @@ def test_each_rank_has_its_experts_only(placement, directory, tmp_path):
     whole = convert(directory, tmp_path / "whole")
     sizes = [sum(f.stat().st_size for f in p.glob("experts/*.bin")) for p in (*parts, whole)]
     assert sizes[0] + sizes[1] == sizes[2]
-    cases = [{"placement": placement, "expert_memory": "50%"}]
-    jobs = [{"cases": [{"path": str(part), **case} for case in cases]} for part in parts]
+    options = {"placement": placement, "expert_memory": "50%"}
+    elsewhere = {"path": str(directory), "expert_path": str(tmp_path / "part{rank}")}
+    jobs = [{"cases": [{"path": str(part), **options}, {**elsewhere, **options}]} for part in parts]
     found = results(tmp_path / "run", 2, "logits", *jobs)
     with load_model(whole) as model:
         expected = logits_of(model)
     for one in found:
         assert np.array_equal(one["logits0"], expected)
+        assert np.array_equal(one["logits1"], expected)
 
 
 def test_a_part_is_no_checkpoint_by_itself(directory, tmp_path):

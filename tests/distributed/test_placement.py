@@ -31,7 +31,13 @@ def test_by_id_gives_neighbours_and_remainders():
 
 @pytest.mark.parametrize(
     ("memory", "ranks", "counts"),
-    [(None, 1, [8]), ([1, 3], 2, [3, 5]), ([1, 100], 2, [1, 7]), ([2, 1, 1], 3, [4, 2, 2])],
+    [
+        (None, 1, [8]),
+        ([1, 3], 2, [2, 6]),
+        ([1, 1, 1, 97], 4, [1, 1, 1, 5]),
+        ([1, 100], 2, [1, 7]),
+        ([2, 1, 1], 3, [4, 2, 2]),
+    ],
 )
 def test_shares_follow_the_memory(memory, ranks, counts):
     assert shares(E, ranks, memory) == counts
@@ -49,7 +55,7 @@ def test_popular_experts_are_on_different_ranks():
 
 def test_by_text(tmp_path):
     assert placed(make_placement("id"), LAYERS, E, 2).counts == (4, 4)
-    assert placed(make_placement("memory:1GB,3GB"), LAYERS, E, 2).counts == (3, 5)
+    assert placed(make_placement("memory:1GB,3GB"), LAYERS, E, 2).counts == (2, 6)
     with pytest.raises(InputError, match="none"):
         make_placement(f"popularity:{tmp_path / 'none'}")
     for wrong in ("ids", "id:3", "memory", "memory:", "popularity:"):

@@ -1,0 +1,111 @@
+"""Plans for several machines. Oracle: the arithmetic by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from mlx_moeflux.cli import main
+from mlx_moeflux.distributed.replay import Link
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.measure.plan import MEMORY_SHARE, SYNC_SECONDS, Sizes
+from mlx_moeflux.measure.plan_machines import mean_of_most, plan_machines
+
+# 10 layers of 100 experts of 10 MB, 4 a token: 10 GB.
+SIZES = Sizes(
+    model_type="qwen3_moe",
+    num_experts=100,
+    experts_per_token=4,
+    blocks=dict.fromkeys(range(10), 10**7),
+    trunk_bytes=10**9,
+    embedding_bytes=2 * 10**8,
+    state_bytes=10**8,
+    context=8192,
+    hidden_size=1000,
+)
+LINK = Link(1e9, latency=1e-3)
+
+
+def memory(expert_bytes: float) -> int:
+    return int((expert_bytes + 1.1e9) / MEMORY_SHARE) + 10
+
+
+def test_a_token_by_hand():
+    plan = plan_machines(
+        "m",
+        SIZES,
+        memories=[memory(1.25e9), memory(3.75e9)],
+        link=LINK,
+        ssd_gbps=2.0,
+        memory_gbps=100.0,
+    )
+    assert [one.experts for one in plan.machines] == [25, 75]
+    assert [one.slots for one in plan.machines] == [12, 37]
+    assert plan.fits
+    trunk = 0.8e9 / 100e9
+    exchange = 10 * 2 * (1e-3 + 4 * (4 * 1000 + 4) / 2 / 1e9)
+    hits = [12 / 25, 37 / 75]
+    costs = tuple(1e7 * ((1 - hit) / 2e9 + 1 / 100e9) for hit in hits)
+    work = 10 * mean_of_most((25, 75), 4, costs)
+    assert plan.slow == pytest.approx(1 / (trunk + exchange + work + 10 * max(SYNC_SECONDS)))
+    assert plan.fast > plan.slow
+    text = str(plan)
+    assert "rank 0   3.62 GB: 25 experts a layer, 12 slots (48 %)" in text
+    assert "exchange 20.2 ms: 10 x 16 kB at 1 GB/s and 1 ms a message" in text
+
+
+def test_the_busiest_of_two_machines():
+    """4 of 6 experts, 3 on each machine: all choices have equal chances."""
+    choices = list(itertools.combinations(range(6), 4))
+    most = [max(sum(e < 3 for e in chosen), sum(e >= 3 for e in chosen)) for chosen in choices]
+    expected = sum(most) / len(most)
+    assert mean_of_most((3, 3), 4, (1.0, 1.0)) == pytest.approx(expected, rel=0.01)
+    assert mean_of_most((6,), 4, (2.0,)) == 8.0
+    assert mean_of_most((3, 3), 4, (1.0, 0.0)) == pytest.approx(2.0, rel=0.02)
+
+
+def test_one_machine_exchanges_nothing():
+    plan = plan_machines("m", SIZES, memories=[memory(5e9)], link=LINK)
+    assert plan.machines[0].slots == 50
+    assert "exchange 0.0 ms" in plan.arithmetic[0]
+
+
+def test_more_machines_read_less():
+    plans = [
+        plan_machines("m", SIZES, memories=[memory(2e9)] * n, link=Link(1e10, latency=1e-5))
+        for n in (1, 2, 4)
+    ]
+    assert plans[0].slow < plans[1].slow < plans[2].slow
+    assert plans[2].machines[0].share == pytest.approx(0.8, abs=0.01)
+
+
+def test_a_machine_that_holds_no_token():
+    plan = plan_machines("m", SIZES, memories=[memory(2e9), 2 * 10**9], link=LINK)
+    assert not plan.fits
+    assert "does not fit" in str(plan)
+
+
+def test_the_command_line(capsys):
+    path = str(BUNDLED_MODEL)
+    arguments = ["plan", path, "--machines", "16GB,32GB", "--link", "2.5GB/s", "--json"]
+    assert main(arguments) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [one["experts"] for one in data["machines"]] == [11, 21]
+    assert data["fits"]
+    for wrong in (
+        ["--machines", "16GB"],
+        ["--link", "1GB/s"],
+        ["--machines", "16GB", "--link", "auto"],
+        ["--machines", "16GB,auto", "--link", "1GB/s"],
+        ["--machines", "16GB", "--link", "1GB/s", "--memory", "8GB"],
+        ["--machines", "16GB", "--link", "quick"],
+    ):
+        assert main(["plan", path, *wrong]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(InputError, match="ssd_gbps"):
+        plan_machines("m", SIZES, memories=[10**10], link=LINK, ssd_gbps=0)
+    with pytest.raises(InputError, match="link"):
+        plan_machines("m", SIZES, memories=[10**10], link=Link(1e9, latency=-1.0))
