@@ -475,6 +475,21 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
     assert lookups[0.0] - lookups[None] == step * pauses
 
 
+def test_the_share_of_padded_prompts_grows_by_layers(model, padded):
+    with BatchGenerator(model, prefill_step_size=20, max_pause=0.0) as generator:
+        generator.insert([prompt_of(seed, 30 + seed) for seed in range(2)], [2, 2])
+        works = []
+        while not generator.step():
+            works.append(generator.workload())
+    layers, columns = len(model.layers), 30  # of the longest prompt without its last token
+    calls = [(0, 20), (20, 10)]
+    steps = [(read, size, layer) for read, size in calls for layer in range(1, layers + 1)]
+    expected = [(read + size * layer / layers) / columns for read, size, layer in steps]
+    assert sorted({w.share for w in works}) == pytest.approx(sorted({*expected}))
+    assert {w.layers for w in works} == {*range(layers + 1)}
+    assert all(w[:3] == (0, 2, 0) for w in works)
+
+
 def test_what_leaves_during_a_pause_frees_its_place(hybrid, alone):
     prompts = [prompt_of(seed, 30) for seed in range(3)]
     with BatchGenerator(hybrid, prefill_step_size=None, max_pause=0.0) as generator:

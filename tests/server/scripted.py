@@ -25,7 +25,7 @@ class Forced:
 
 
 class Script:
-    """What a model says. texts: Replies in order; the last one is said again and again.
+    """Replies of a model. texts: In order; the last one is repeated.
 
     prompts, jobs: What was asked, as text and as the engine got it.
     """

@@ -37,6 +37,7 @@ export class MessageView {
     this.element.classList.toggle("running", running);
     this.part("thinking").hidden = !reasoning;
     const thinking = running && !content;
+    this.part("thinking").classList.toggle("active", thinking);
     this.part("thinking-title").textContent = thinking ? "Thinking…" : thought(thoughtSeconds);
     const thoughts = this.part("thoughts");
     if (thoughts.textContent !== reasoning) thoughts.textContent = reasoning;
