@@ -24,7 +24,7 @@ from mlx_moeflux.generation.sampling import (
     make_logits_processors,
     make_sampler,
 )
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
 
@@ -177,7 +177,7 @@ class Engine:
         try:
             self._generator.fitting(prompt_tokens, limit)
         except CacheError as error:
-            raise RequestError(str(error), code="context_length_exceeded") from error
+            raise RequestError(str(error), code=CONTEXT_EXCEEDED) from error
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue prompts of one request.

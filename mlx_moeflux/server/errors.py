@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mlx_moeflux.errors import MoefluxError
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
 
 class RequestError(MoefluxError, ValueError):
     """A request is not served; a protocol turns this into its own error object.

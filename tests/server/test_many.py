@@ -11,6 +11,7 @@ import resource
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -155,6 +156,16 @@ def test_a_long_prompt_reads_each_expert_once_while_a_stream_goes_on(tmp_path, t
                 original(told)
 
             monkeypatch.setattr(engine, "_tell", tell)
+            # The stream's calls have one row; the prompt's read an expert once a call.
+            calls, experts = Counter(), type(store).experts
+
+            def counted(self, layer, x, ids, *arguments, **options):
+                rows = ids.size // ids.shape[-1]
+                if rows > 1:
+                    calls[layer, rows] += 1
+                return experts(self, layer, x, ids, *arguments, **options)
+
+            monkeypatch.setattr(type(store), "experts", counted)
             wait_until(lambda: steps[0] > 3)
             slices.clear()
             status, beside = server.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1})
@@ -162,6 +173,7 @@ def test_a_long_prompt_reads_each_expert_once_while_a_stream_goes_on(tmp_path, t
             connection.close()
             assert beside["choices"][0]["text"] == alone["choices"][0]["text"]
     LOG.info("%d tokens: pauses of the stream up to %.3f s", tokens, max(pauses))
+    assert calls == {(layer, tokens): 1 for layer in store.layers}
     # A layer is one slice if it takes longer than the pause.
     assert len(slices) >= layers
 

@@ -390,6 +390,14 @@ def test_claude_code_reads_on_although_its_line_changes(server):
     assert usage["input_tokens"] < 30
 
 
+def test_claude_code_is_told_that_a_prompt_is_too_long(server):
+    long = [{"role": "user", "content": "def f(x):" * 3000}]
+    body = {"messages": long, "max_tokens": 2, "stream": True}
+    status, reply = server.ask("/v1/messages", body)
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert reply["error"]["message"].startswith("prompt is too long: ")
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_mark_is_a_place_to_continue_from(server, marked):
     """Another conversation behind the same marked system prompt reads its own tokens alone."""

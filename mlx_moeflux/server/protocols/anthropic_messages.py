@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from mlx_moeflux.server.assemble import CALLS, LENGTH, Delta
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
 from mlx_moeflux.server.fields import Fields, required
 from mlx_moeflux.server.protocols.openai import event
 from mlx_moeflux.server.request import (
@@ -41,7 +41,9 @@ KINDS = {
 def error(found: RequestError) -> dict[str, Any]:
     """Return Anthropic's error object."""
     kind = "api_error" if found.status >= 500 else "invalid_request_error"
-    inner = {"type": KINDS.get(found.status, kind), "message": str(found)}
+    # Claude Code shortens a conversation when it reads these words.
+    words = "prompt is too long: " if found.code == CONTEXT_EXCEEDED else ""
+    inner = {"type": KINDS.get(found.status, kind), "message": f"{words}{found}"}
     return {"type": "error", "error": inner, "request_id": None}
 
 
