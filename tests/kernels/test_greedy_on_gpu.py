@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 LOG = logging.getLogger(__name__)
 PROMPT, COUNT, RELATIVE = 40, 32, 1e-4
-MODELS = ("bundled", "qwen3.5-small", "deepseek-tiny", "qwen3-tiny")
+MODELS = ("bundled", "qwen3.5-small", "deepseek-tiny", "qwen3-tiny", "glm-tiny", "gpt-oss-tiny")
 
 
 @dataclass(frozen=True)

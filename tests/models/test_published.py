@@ -113,6 +113,8 @@ LONG = (
     "cogito-v2-671b",
     "kimi-k2",
     "kimi-k2-thinking",
+    "kimi-k2.5",
+    "minimax-m2",
     "qwen3-next-80b-a3b",
 )
 

@@ -31,13 +31,16 @@ ROUNDING = 0.05
 QUANTISED = ("text_top3", "qwen3_moe_top2", "qwen3_next_top3", "deepseek_v3_yarn40")
 # Bits of each projection of the experts, as mixed recipes choose them.
 MIXED = {"gate_proj": 4, "up_proj": 3, "down_proj": 8}
-# Published widths with few experts: layers that hold each kind of layer once. DeepSeek's first
-# three layers are dense.
+# Published widths with few experts: layers that hold each kind of layer once. DeepSeek's and GLM's
+# first three layers are dense.
 PUBLISHED = {
     "qwen3.5-35b-a3b": 4,
     "qwen3-30b-a3b": 1,
     "qwen3-next-80b-a3b": 4,
     "deepseek-v3": 4,
+    "glm-4.6": 4,
+    "minimax-m2": 1,
+    "gpt-oss-120b": 2,
 }
 
 

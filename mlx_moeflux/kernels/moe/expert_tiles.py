@@ -95,7 +95,7 @@ _TILE = """
     threadgroup pack<T, 16 / sizeof(T)> b[{matrices} * BN * (BK * sizeof(T) / 16 + 1)];
     threadgroup uint pairs[BM];
     expert_tile<BM, BN, BK, WM, WN, K, {gated}, IN, OUT, BITS, GROUP, WORDS, EACH, {biased},
-                ALPHA, LIMIT>(
+                {activation}>(
         x, order, offsets, tiles, {weights}, {biases}, out, (threadgroup T*)a, (threadgroup T*)b,
         pairs, threadgroup_position_in_grid, thread_index_in_threadgroup,
         simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -112,6 +112,7 @@ _GATED = {
         body=_TILE.format(
             matrices=2,
             gated="true",
+            activation="ALPHA, LIMIT",
             weights=", ".join(INNER_INPUTS),
             biases=", ".join(INNER_BIASES) if biased else "x, x",
             biased="true" if biased else "false",
@@ -128,6 +129,7 @@ _DOWN = {
         body=_TILE.format(
             matrices=1,
             gated="false",
+            activation="0, 0",
             weights="down, scales, biases, down, scales, scales",
             biases="bias, bias" if biased else "x, x",
             biased="true" if biased else "false",
@@ -206,13 +208,13 @@ def _tile_launch(
     OUT: int,
     matrix: Matrix,
     dtype: mx.Dtype,
-    clamp: tuple[float, float] | None = None,
+    **activation: int,
 ) -> dict[str, Any]:
     BK = tile.bytes // dtype.size
     words = tile.BN * BK // tile.threads * (matrix.bits or 32) // 32
     template = {"T": dtype, "BM": tile.BM, "BN": tile.BN, "BK": BK, "WM": tile.WM, "WN": tile.WN}
     template |= {"K": K, "IN": IN, "OUT": OUT, "BITS": matrix.bits, "GROUP": matrix.group}
-    template |= {"WORDS": words, "EACH": min(words, 4), **activation_template(clamp)}
+    template |= {"WORDS": words, "EACH": min(words, 4), **activation}
     return launch_of(template, (-(-OUT // tile.BN), tiles), tile.threads, [(pairs, OUT)], dtype)
 
 
@@ -230,7 +232,8 @@ def grouped(x, slots, weights, bank, initial, *, tiles=None) -> mx.array:
     table = list_tiles(offsets, P, gated.BM)
     lists, entries = (order, offsets, table), table.shape[0]
     of_inner, of_down = bank.bias_arrays
-    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype, layout.clamp)
+    activation = activation_template(layout.clamp)
+    launch = _tile_launch(gated, entries, P, K, C, F, layout.inner, x.dtype, **activation)
     h = _GATED[layout.biased](x, *lists, *gate, *up, *of_inner, **launch)[0]
     launch = _tile_launch(narrow, entries, P, K, F, C, layout.down, x.dtype)
     out = _DOWN[layout.biased](h, *lists, *down, *of_down, **launch)[0]
