@@ -454,6 +454,7 @@ def latent_attention(
             scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, h, T, -1)
             scores = _masked(scores, mask, begin, length, start).reshape(B, 1, h * T, -1)
             sums = _softmax_sums(scores, keys[..., :R], sums)
+        assert sums is not None, "there is a first block"
         _, weight, total = sums
         parts.append((total / weight).reshape(B, h, T, R).astype(q_latent.dtype))
         if heads < H:
@@ -495,6 +496,7 @@ def latent_prefill(
             scores = scores + q_r @ r.astype(mx.float32).swapaxes(-1, -2)
             scores = _masked(scores, mask, begin, length, start)
             sums = _softmax_sums(scores, v.astype(mx.float32), sums)
+        assert sums is not None, "there is a first block"
         _, weight, total = sums
         parts.append((total / weight).astype(q_nope.dtype))
         if heads < H:
