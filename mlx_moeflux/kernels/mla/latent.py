@@ -1,5 +1,7 @@
-"""Multi-head latent attention over a cache of one latent and one rotary key per position: what its
-projections give is prepared, and matrices of each head take latents to keys and values.
+"""Multi-head latent attention over a cache of one latent and one rotary key per position.
+
+``latent_prepare`` splits and rotates what the projections give, ``head_product`` applies the
+matrices of each head, and ``latent_attention`` or ``latent_prefill`` attends.
 
 Head h has keys ``k_s = [W_K(h) c_s, r_s]`` and values ``v_s = W_V(h) c_s`` of the latent c_s and
 the rotary key r_s of position s, which all heads share. Two forms of the same sum:
