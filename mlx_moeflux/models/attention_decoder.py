@@ -43,13 +43,7 @@ class AttentionDecoder(DecoderModel):
 
     def make_moe(self, layer: int) -> SparseMoeBlock:
         """Build the MoE block of layer number `layer`."""
-        return SparseMoeBlock(
-            layer=layer,
-            hidden_size=self.config.hidden_size,
-            num_experts=self.config.num_experts,
-            router=self._router,
-            kernels=self._kernels,
-        )
+        return self.moe_block(layer)
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer."""

@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import DecoderLayer, on_gpu, weights_of
-from mlx_moeflux.models.moe import Router, SoftmaxRouter
+from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
 # builds the rest. A hidden state of MANY_NUMBERS elements or more is submitted after each layer,
@@ -101,6 +101,19 @@ class DecoderModel(StreamingModel):
     def make_layer(self, layer: int) -> DecoderLayer:
         """Build layer number `layer`."""
         raise NotImplementedError
+
+    def moe_block(
+        self, layer: int, kind: type[SparseMoeBlock] = SparseMoeBlock, **options: Any
+    ) -> SparseMoeBlock:
+        """Build the MoE block of layer number `layer`; options: Further arguments of `kind`."""
+        return kind(
+            layer=layer,
+            hidden_size=self.config.hidden_size,
+            num_experts=self.config.num_experts,
+            router=self._router,
+            kernels=self._kernels,
+            **options,
+        )
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer."""

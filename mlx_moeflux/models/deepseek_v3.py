@@ -47,14 +47,8 @@ class Model(DecoderModel):
         """Build a layer of latent attention, then MoE block or dense MLP."""
         config, kernels = self.config, self._kernels
         if config.is_sparse(layer):
-            mlp = SigmoidMoeBlock(
-                layer=layer,
-                hidden_size=config.hidden_size,
-                num_experts=config.num_experts,
-                shared_intermediate_size=config.shared_intermediate_size,
-                router=self._router,
-                kernels=kernels,
-            )
+            shared = config.shared_intermediate_size
+            mlp = self.moe_block(layer, SigmoidMoeBlock, shared_intermediate_size=shared)
         else:
             mlp = DenseMlp(config.hidden_size, config.intermediate_size, kernels)
         attention = LatentAttention(config, kernels)

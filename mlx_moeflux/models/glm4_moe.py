@@ -11,7 +11,13 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.glm4_moe_config import Config
-from mlx_moeflux.models.moe import Router, SigmoidMoeBlock, grouped_router, routes_in_float32
+from mlx_moeflux.models.moe import (
+    Router,
+    SigmoidMoeBlock,
+    SparseMoeBlock,
+    grouped_router,
+    routes_in_float32,
+)
 
 
 class Model(AttentionDecoder):
@@ -34,13 +40,7 @@ class Model(AttentionDecoder):
         bias = self.config.attention_bias
         return Attention(self.config, self._kernels, qk_norm=norm, bias=bias, output_bias=False)
 
-    def make_moe(self, layer: int) -> SigmoidMoeBlock:
+    def make_moe(self, layer: int) -> SparseMoeBlock:
         """See :meth:`AttentionDecoder.make_moe`."""
-        return SigmoidMoeBlock(
-            layer=layer,
-            hidden_size=self.config.hidden_size,
-            num_experts=self.config.num_experts,
-            shared_intermediate_size=self.config.shared_intermediate_size,
-            router=self._router,
-            kernels=self._kernels,
-        )
+        shared = self.config.shared_intermediate_size
+        return self.moe_block(layer, SigmoidMoeBlock, shared_intermediate_size=shared)

@@ -11,7 +11,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.minimax_m2_config import Config
-from mlx_moeflux.models.moe import GroupedRouter, Router, SigmoidMoeBlock
+from mlx_moeflux.models.moe import GroupedRouter, Router, SigmoidMoeBlock, SparseMoeBlock
 
 
 class Model(AttentionDecoder):
@@ -36,16 +36,9 @@ class Model(AttentionDecoder):
         """See :meth:`AttentionDecoder.make_attention`."""
         return Attention(self.config, self._kernels, bias=False, qk_norm="all heads")
 
-    def make_moe(self, layer: int) -> SigmoidMoeBlock:
+    def make_moe(self, layer: int) -> SparseMoeBlock:
         """See :meth:`AttentionDecoder.make_moe`."""
-        return SigmoidMoeBlock(
-            layer=layer,
-            hidden_size=self.config.hidden_size,
-            num_experts=self.config.num_experts,
-            router=self._router,
-            kernels=self._kernels,
-            precise_gate=False,
-        )
+        return self.moe_block(layer, SigmoidMoeBlock, precise_gate=False)
 
     @staticmethod
     def keeps_float32(name: str) -> bool:

@@ -411,21 +411,13 @@ class SigmoidMoeBlock(SparseMoeBlock):
     def __init__(
         self,
         *,
-        layer: int,
         hidden_size: int,
         num_experts: int,
-        router: Router,
-        kernels: Kernels,
         shared_intermediate_size: int = 0,
         precise_gate: bool = True,
+        **block: Any,
     ):
-        super().__init__(
-            layer=layer,
-            hidden_size=hidden_size,
-            num_experts=num_experts,
-            router=router,
-            kernels=kernels,
-        )
+        super().__init__(hidden_size=hidden_size, num_experts=num_experts, **block)
         if precise_gate:
             self.gate = Gate(hidden_size, num_experts)
         else:

@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import DecoderLayer, DenseMlp, joined_weight, weights_of
-from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from mlx_moeflux.models.moe import SharedExpertMoeBlock, SparseMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
 
@@ -142,17 +142,10 @@ class Model(DecoderModel):
             mixer = "linear_attn", self.DELTA_NET(config, kernels)
         return DecoderLayer(config, mixer=mixer, mlp=self.make_mlp(layer))
 
-    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+    def make_mlp(self, layer: int) -> DenseMlp | SparseMoeBlock:
         """Build the second half of layer number `layer`."""
-        config = self.config
-        return SharedExpertMoeBlock(
-            layer=layer,
-            hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-            router=self._router,
-            kernels=self._kernels,
-        )
+        shared = self.config.shared_expert_intermediate_size
+        return self.moe_block(layer, SharedExpertMoeBlock, shared_intermediate_size=shared)
 
     def make_cache(self) -> SequenceState:
         """Return an empty state: one entry per layer."""

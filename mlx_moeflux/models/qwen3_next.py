@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from mlx_moeflux.models import qwen3_5_moe
 from mlx_moeflux.models.layers import DenseMlp, weights_of
-from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.qwen3_next_config import Config
 from mlx_moeflux.models.rope import stretched
 
@@ -73,7 +73,7 @@ class Model(qwen3_5_moe.Model):
         del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
 
-    def make_mlp(self, layer: int) -> DenseMlp | SharedExpertMoeBlock:
+    def make_mlp(self, layer: int) -> DenseMlp | SparseMoeBlock:
         """Build a MoE block with a gated shared expert, or a dense MLP."""
         config = self.config
         if config.is_sparse(layer):

@@ -1,4 +1,4 @@
-"""How much Python a layer runs for a token: its calls are a cost of every step on the host."""
+"""Counts the Python calls of a layer for a token, which every step costs the host."""
 
 import sys
 from dataclasses import replace

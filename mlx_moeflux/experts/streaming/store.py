@@ -294,12 +294,10 @@ class StreamedStore(ExpertStore):
         one pass, or in waves. Evaluates: long calls of incomplete layers."""
         state, form, bank = call.state, self._form, call.state.bank.current.experts
         start, stalled = perf_counter(), state.stats.stall_seconds
+        few, slot_of = form.takes_few(weights.size, x.shape[0], bank), state.table.slots_by_expert
         if call.host is None:
             y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
-            _account(state, start, stalled)
-            return y
-        slot_of, few = state.table.slots_by_expert, form.takes_few(weights.size, x.shape[0], bank)
-        if few and call.waves is None and call.host.max() < self.num_experts:
+        elif few and call.waves is None and call.host.max() < self.num_experts:
             slots = mx.array(slot_of[call.host].astype(np.uint32))
             y = from_whole_bank(x, slots, weights, bank, form, padded=False)
         else:
@@ -309,10 +307,10 @@ class StreamedStore(ExpertStore):
             else:
                 total.add(pairs, slot_of, bank)
             y = total.total
-        if weights.size > FEW_PAIRS:
-            # Evaluate a long output now rather than keep it pending.
-            metal.settle()
-            mx.eval(y)
+            if weights.size > FEW_PAIRS:
+                # Evaluate a long output now rather than keep it pending.
+                metal.settle()
+                mx.eval(y)
         _account(state, start, stalled)
         return y
 

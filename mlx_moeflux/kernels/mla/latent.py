@@ -1,5 +1,7 @@
-"""Multi-head latent attention over a cache of one latent and one rotary key per position: what its
-projections give is prepared, and matrices of each head take latents to keys and values.
+"""Multi-head latent attention over a cache of one latent and one rotary key per position.
+
+``latent_prepare`` splits and rotates what the projections give, ``head_product`` applies the
+matrices of each head, and ``latent_attention`` or ``latent_prefill`` attends.
 
 Head h has keys ``k_s = [W_K(h) c_s, r_s]`` and values ``v_s = W_V(h) c_s`` of the latent c_s and
 the rotary key r_s of position s, which all heads share. Two forms of the same sum:
@@ -454,6 +456,7 @@ def latent_attention(
             scores = (rows @ keys.swapaxes(-1, -2)).reshape(B, h, T, -1)
             scores = _masked(scores, mask, begin, length, start).reshape(B, 1, h * T, -1)
             sums = _softmax_sums(scores, keys[..., :R], sums)
+        assert sums is not None, "there is a first block"
         _, weight, total = sums
         parts.append((total / weight).reshape(B, h, T, R).astype(q_latent.dtype))
         if heads < H:
@@ -495,6 +498,7 @@ def latent_prefill(
             scores = scores + q_r @ r.astype(mx.float32).swapaxes(-1, -2)
             scores = _masked(scores, mask, begin, length, start)
             sums = _softmax_sums(scores, v.astype(mx.float32), sums)
+        assert sums is not None, "there is a first block"
         _, weight, total = sums
         parts.append((total / weight).astype(q_nope.dtype))
         if heads < H:
