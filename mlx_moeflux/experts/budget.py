@@ -47,7 +47,7 @@ def parse_budget(value: str | float, total_bytes: int) -> int | None:
         raise _unreadable(value)
     number, unit = float(match["number"]), match["unit"].lower()
     factor = total_bytes / 100 if unit == "%" else _UNITS_BY_LOWER.get(unit)
-    if factor is None or number * factor < 1:
+    if factor is None or not 1 <= number * factor < float("inf"):
         raise _unreadable(value)
     return int(number * factor)
 

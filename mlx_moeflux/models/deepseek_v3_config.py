@@ -90,6 +90,8 @@ class Config:
         maybe_zero = ("first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts")
         sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
         positive(parsed, file, *(n for n in sizes if n not in maybe_zero))
+        if parsed.q_lora_rank is not None:
+            positive(parsed, file, "q_lora_rank")
         not_negative(parsed, file, *maybe_zero)
         check_groups(parsed, file)
         if parsed.qk_rope_head_dim % 2:
