@@ -14,6 +14,7 @@ from mlx_moeflux.checkpoint.config import (
     parse_config,
     positive,
 )
+from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
 from mlx_moeflux.models.rope import Rope, rope_keys, stretched
 from mlx_moeflux.models.state_sizes import kv_bytes
@@ -67,8 +68,9 @@ class Config:
             UnsupportedError: The checkpoint uses something this architecture does not compute.
         """
         keys = config | rope_keys(config, file, partial=0.5)
-        if keys.get("head_dim") is None and keys.get("num_attention_heads"):
-            keys["head_dim"] = keys.get("hidden_size", 0) // keys["num_attention_heads"]
+        sizes = [keys.get(name) for name in ("hidden_size", "num_attention_heads")]
+        if keys.get("head_dim") is None and all(map(is_positive, sizes)):
+            keys["head_dim"] = sizes[0] // sizes[1]
         parsed = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
         only(file, "hidden_act", parsed.hidden_act, "silu")
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")

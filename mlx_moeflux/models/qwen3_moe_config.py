@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope, rope_keys, stretched
@@ -58,8 +59,9 @@ class Config:
             UnsupportedError: The checkpoint uses something this architecture does not compute.
         """
         keys = config | rope_keys(config, file, partial=1.0)
-        if keys.get("head_dim") is None and keys.get("num_attention_heads"):
-            keys["head_dim"] = keys.get("hidden_size", 0) // keys["num_attention_heads"]
+        sizes = [keys.get(name) for name in ("hidden_size", "num_attention_heads")]
+        if keys.get("head_dim") is None and all(map(is_positive, sizes)):
+            keys["head_dim"] = sizes[0] // sizes[1]
         if keys.get("num_experts") is None:
             keys["num_experts"] = keys.get("num_local_experts")
         parsed = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
