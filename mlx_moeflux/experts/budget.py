@@ -56,7 +56,7 @@ def format_bytes(count: float) -> str:
     """Bytes in decimal units with three digits: ``1.77 MB``."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
-            return f"{count / factor:.3g} {unit}"
+            return f"{min(count, 10**30) / factor:.3g} {unit}"
     return f"{int(count)} B"
 
 

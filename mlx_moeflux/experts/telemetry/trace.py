@@ -108,7 +108,7 @@ class TraceInfo:
         per_layer = [self.block_bytes] + ([] if self.slots is None else [self.slots])
         return (
             all(is_positive(n) for n in (self.num_experts, self.experts_per_token))
-            and self.num_experts < MAX_U16
+            and self.experts_per_token <= self.num_experts < MAX_U16
             and all(is_natural(layer) and layer <= MAX_U16 for layer in self.layers)
             and all(set(of) == set(self.layers) for of in per_layer)
             and all(is_positive(n) and n < 1 << 63 for of in per_layer for n in of.values())
