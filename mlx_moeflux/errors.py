@@ -8,15 +8,16 @@ import re
 
 MOST_CHARACTERS = 300  # of a message, besides the paths in it
 _VALUE = re.compile(r"""(?<!\w)'[^']{81,}'|"[^"]{81,}"|[\[{(][^\]})]{81,}|\S{81,}""")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]+")
 _PATH = re.compile(r"(?<![^\s'\"(])/[^\s'\"]{1,255}(?![^\s'\"])")
 
 
 class MoefluxError(Exception):
-    """Base of all errors that this package raises. A long message is shortened: the values that
-    it repeats from a file first, then its middle. Paths stay whole."""
+    """Base of all errors that this package raises. A message is one line. A long one is shortened:
+    the values that it repeats from a file first, then its middle. Paths stay whole."""
 
     def __init__(self, message: object = ""):
-        text = str(message)
+        text = _CONTROL.sub(" ", str(message))
         super().__init__(text if len(text) <= MOST_CHARACTERS else _shortened(text))
 
 

@@ -26,6 +26,7 @@ from mlx_moeflux.errors import (
     ConfigError,
     InputError,
     MemoryBudgetError,
+    MoefluxError,
     ShapeError,
 )
 from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan, measure_memory
@@ -268,7 +269,10 @@ def load_model(
         mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
     try:
         model = kind(config, router=router, kernels=kernels)
-    except OverflowError as error:
+    except MoefluxError:
+        raise
+    # MLX raises one of these, by how far a dimension is out of range.
+    except (OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{checkpoint.config_file}: its sizes multiply to more than an array can have; "
             "config.json and the weights are of different models."

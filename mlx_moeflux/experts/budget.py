@@ -47,7 +47,7 @@ def parse_budget(value: str | float, total_bytes: int) -> int | None:
         raise _unreadable(value)
     number, unit = float(match["number"]), match["unit"].lower()
     factor = total_bytes / 100 if unit == "%" else _UNITS_BY_LOWER.get(unit)
-    if factor is None or number * factor < 1:
+    if factor is None or not 1 <= number * factor < float("inf"):
         raise _unreadable(value)
     return int(number * factor)
 
@@ -56,7 +56,7 @@ def format_bytes(count: float) -> str:
     """Bytes in decimal units with three digits: ``1.77 MB``."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
-            return f"{count / factor:.3g} {unit}"
+            return f"{min(count, 10**30) / factor:.3g} {unit}"
     return f"{int(count)} B"
 
 

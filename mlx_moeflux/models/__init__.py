@@ -55,7 +55,7 @@ def published_shapes() -> dict[str, Any]:
 
 
 def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise UnsupportedError(
             f"{file}: model_type {model_type!r} is not one of {', '.join(MODEL_TYPES)}."
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, not_negative, only, parse_config, positive
+from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope, stretched
@@ -112,6 +113,7 @@ class AttentionConfig(BaseConfig):
 
 def with_head_dim(keys: dict[str, Any]) -> dict[str, Any]:
     """Return `keys` with ``head_dim``, by default the hidden size divided by the heads."""
-    if keys.get("head_dim") is None and keys.get("num_attention_heads"):
-        return keys | {"head_dim": keys.get("hidden_size", 0) // keys["num_attention_heads"]}
+    sizes = [keys.get(name) for name in ("hidden_size", "num_attention_heads")]
+    if keys.get("head_dim") is None and all(map(is_positive, sizes)):
+        return keys | {"head_dim": sizes[0] // sizes[1]}
     return keys

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from mlx_moeflux.checkpoint.config import check_groups, only
+from mlx_moeflux.checkpoint.config import check_groups, only, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import TINY, BaseConfig
@@ -80,6 +80,8 @@ class Config(BaseConfig):
         only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
         only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")
+        if parsed.q_lora_rank is not None:
+            positive(parsed, file, "q_lora_rank")
         check_groups(parsed, file)
         if parsed.qk_rope_head_dim % 2:
             raise ConfigError(f"{file}: 'qk_rope_head_dim' {parsed.qk_rope_head_dim} is odd.")

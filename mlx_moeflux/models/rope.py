@@ -74,6 +74,8 @@ def rope_parameters(
 
 # Keys beside YaRN's; the sections of vision-language wrappers coincide for text positions.
 _NOT_OF_YARN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+# Of the numbers of a rope: with others its formulas divide by zero or overflow.
+LEAST, MOST = 1e-6, 1e15
 YARN_KINDS = ("yarn", "deepseek_yarn")
 _YARN_KEYS = {
     "factor",
@@ -130,7 +132,7 @@ class Rope:
         found = dict(found)
         kind, theta = found.pop("rope_type"), found.pop("rope_theta", theta)
         if kind == "default":
-            return cls(theta=_number(theta, "rope_theta", file))
+            return cls(theta=_base(theta, file))
         if kind not in YARN_KINDS:
             raise UnsupportedError(
                 f"{file}: rope type {kind!r} is not computed; only 'default' and 'yarn'."
@@ -146,9 +148,11 @@ class Rope:
                 f"{file}: YaRN needs 'original_max_position_embeddings' in the rope parameters."
             )
         factor = numbers.get("factor", positions / original)
+        if not factor:
+            raise ConfigError(f"{file}: 'factor' of the rope is 0, must be positive.")
         mscale, all_dim = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
         return cls(
-            theta=_number(theta, "rope_theta", file),
+            theta=_base(theta, file),
             factor=factor,
             original=original,
             attention_factor=numbers.get("attention_factor", _attention(factor, mscale, all_dim)),
@@ -218,6 +222,15 @@ def _attention(factor: float, mscale: float, all_dim: float) -> float:
 
 
 def _number(value: Any, key: str, file: Path | str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ConfigError(f"{file}: '{key}' of the rope is {value!r}, expected a number.")
+    if type(value) not in (int, float) or not (value == 0 or LEAST <= value <= MOST):
+        raise ConfigError(
+            f"{file}: '{key}' of the rope is {value!r}, expected 0 or {LEAST:g} to {MOST:g}."
+        )
     return value
+
+
+def _base(value: Any, file: Path | str) -> float:
+    theta = _number(value, "rope_theta", file)
+    if theta <= 1:
+        raise ConfigError(f"{file}: 'rope_theta' is {theta}, must be more than 1.")
+    return theta

@@ -22,7 +22,7 @@ from mlx_moeflux.generation.text import stream_generate
 from mlx_moeflux.loading import BUNDLED_MODEL
 
 PROMPTS = ["def binary_search(", "import os\n", "class Stack:\n", "for i in", "try:\n    "]
-TOKENS = 3
+TOKENS = 2
 LOADED = {
     "streamed": {"expert_memory": "50%"},
     "prefetched": {"expert_memory": "25%", "prefetch": "ahead"},
@@ -38,7 +38,7 @@ STREAMED = [pytest.param(name, marks=[pytest.mark.slow] * (name != "streamed")) 
 def loaded(request):
     model, tokenizer = load(BUNDLED_MODEL, **LOADED[request.param])
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
+    sys.setswitchinterval(1e-3)
     with model:
         yield model, tokenizer
     sys.setswitchinterval(before)

@@ -18,7 +18,8 @@ KEY_BYTES = 20
 
 def child_key(parent: str, tokens: np.ndarray) -> str:
     """Return the key of the node that adds `tokens` (int32) to `parent`: a hash of both."""
-    text = parent.encode() + tokens.astype("<i4").tobytes()
+    # A damaged file can name a parent of lone surrogates.
+    text = parent.encode("utf-8", "surrogatepass") + tokens.astype("<i4").tobytes()
     return hashlib.blake2b(text, digest_size=KEY_BYTES).hexdigest()
 
 

@@ -200,6 +200,8 @@ KINDS = {
 
 
 ARCHITECTURE = "qwen3moe"
+# Of a header: Qwen3 has 150,000 tokens, and as many types and merges.
+MOST_VALUES = 700_000
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
@@ -326,7 +328,7 @@ def _shards(path: Path) -> list[Path]:
 
 def _reader(file: Path):
     try:
-        from gguf import GGUFReader
+        reader = _bounded_reader()
     except ImportError as error:
         raise UnsupportedError(
             f"{file} needs the gguf package; pip install 'mlx_moeflux[gguf]'."
@@ -334,12 +336,40 @@ def _reader(file: Path):
     with opened(file):
         pass  # a regular file
     try:
-        return GGUFReader(file)
+        return reader(file)
     except (OSError, ValueError, LookupError, OverflowError, MemoryError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise CheckpointError(
             f"{file} is damaged, truncated or no GGUF file ({reason}); download it again."
         ) from error
+
+
+def _bounded_reader() -> Any:
+    """Return gguf's reader, which alone would go on behind the end of a file, with an end.
+
+    Raises:
+        ImportError: The package gguf is missing.
+    """
+    from gguf import GGUFReader, GGUFValueType
+
+    class Bounded(GGUFReader):
+        read_values = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, **options: Any) -> Any:
+            found = super()._get(offset, dtype, count, **options)
+            if len(found) < count:
+                raise ValueError("the file ends early")
+            return found
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            array = raw_type == GGUFValueType.ARRAY
+            coming = int(self._get(orig_offs + 4, np.uint64)[0]) if array else 0
+            self.read_values += 1
+            if self.read_values + coming > MOST_VALUES:
+                raise ValueError(f"the header has more than {MOST_VALUES} values")
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return Bounded
 
 
 def _metadata(reader, path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mlx_moeflux.experts.telemetry.trace import Trace
 
 # Decode steps from which a trace gives times.
 MEASURED_TOKENS = 8
+MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Profile:
 
     def __post_init__(self):
         numbers = (self.token_seconds, self.sync_seconds, self.host_seconds, *self.read_seconds)
-        if not self.read_seconds or any(not n >= 0 for n in numbers):
-            raise InputError("a profile needs times that are not negative, one read at least.")
+        if not self.read_seconds or any(not 0 <= n <= MOST_SECONDS for n in numbers):
+            raise InputError(
+                f"a profile needs times of 0 to {MOST_SECONDS:g} s, and one read at least."
+            )
 
     @classmethod
     def of_disk(

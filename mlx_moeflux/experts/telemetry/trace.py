@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import read_whole, unwritable
+from mlx_moeflux.checkpoint.files import is_natural, is_positive, read_whole, unwritable
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.telemetry.events import (
@@ -35,6 +35,7 @@ from mlx_moeflux.experts.telemetry.events import (
 FORMAT, VERSION = "mlx_moeflux.trace", 1
 MAX_HEADER_BYTES = 1 << 20
 MOST_TRACE_BYTES = 1 << 32
+MAX_U16 = 65535  # layers and experts of the records
 
 CALL = struct.Struct("<cBHIQQ")  # kind, K, layer, N, token, nanoseconds
 RESULT = struct.Struct("<cxHIIIQd")  # kind, layer, hits, prefetched, misses, bytes, seconds
@@ -97,7 +98,24 @@ class TraceInfo:
         for name in ("block_bytes", "slots"):
             if known.get(name) is not None:
                 known[name] = {int(layer): int(n) for layer, n in known[name].items()}
-        return cls(**{**known, "layers": tuple(known["layers"])})
+        info = cls(**{**known, "layers": tuple(known["layers"])})
+        if not info.plausible():
+            raise ValueError("a field has another type or is out of range")
+        return info
+
+    def plausible(self) -> bool:
+        """Return True if every field has its type, and numbers that the records can hold."""
+        per_layer = [self.block_bytes] + ([] if self.slots is None else [self.slots])
+        return (
+            all(is_positive(n) for n in (self.num_experts, self.experts_per_token))
+            and self.experts_per_token <= self.num_experts < MAX_U16
+            and all(is_natural(layer) and layer <= MAX_U16 for layer in self.layers)
+            and all(set(of) == set(self.layers) for of in per_layer)
+            and all(is_positive(n) and n < 1 << 63 for of in per_layer for n in of.values())
+            and len(set(self.layers)) == len(self.layers) > 0
+            and all(isinstance(s, str) for s in (self.model, self.eviction, self.prefetch))
+            and isinstance(self.cold, bool)
+        )
 
 
 @dataclass
@@ -401,7 +419,7 @@ def _header(path: str | os.PathLike[str], line: bytes) -> TraceInfo:
             raise KeyError("format")
         version = data["version"]
         info = TraceInfo.from_json(data)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise InputError(f"{path} is not a trace; record one with --trace FILE.") from None
     if version != VERSION:
         raise InputError(f"{path} is a trace of version {version}; this package reads {VERSION}.")
