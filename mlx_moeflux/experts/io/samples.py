@@ -19,8 +19,8 @@ from mlx_moeflux.experts.io.byte_ranges import ByteRanges
 from mlx_moeflux.experts.io.decoding import Experts, stored_form
 
 SAMPLE_BYTES = 64
-# Python makes so many reads in about 0.3 s.
-MOST_SAMPLES = 50_000
+# A slow SSD makes so many reads in about a second.
+MOST_SAMPLES = 25_000
 # Experts of each layer, and bytes of each of their scales.
 LOOKED_AT, SCALES_BYTES = 4, 4096
 
