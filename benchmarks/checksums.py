@@ -1,4 +1,4 @@
-"""What checksums cost a streamed token: two models of one packed directory take turns.
+"""Measure the cost of checksums: tokens of two models of one packed directory alternate.
 
 python benchmarks/checksums.py DIR [--budget 25%] [--reader pread] [--cold]
 """
@@ -52,7 +52,7 @@ def main() -> None:
     vocabulary = models["verified"].config.vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, WARM + args.tokens)
     for i, token in enumerate(ids.tolist()):
-        # The same token for both; who begins takes turns.
+        # Both get the same token, and each begins every second time.
         for name in sorted(models, reverse=bool(i % 2)):
             stats = models[name].store.stats()
             if args.cold:

@@ -137,7 +137,7 @@ def open_regular(file: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 class Stamp(NamedTuple):
-    """What tells one content of a path from another without reading it."""
+    """Facts of a file that change when its content does."""
 
     device: int
     inode: int

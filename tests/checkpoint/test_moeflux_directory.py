@@ -16,7 +16,8 @@ import pytest
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.conversion.convert import convert
-from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 
 E, LAYERS, C, F = 32, 6, 256, 64
 PROMPT = "import os\n\ndef main(argv):\n"
@@ -154,6 +155,17 @@ def test_a_whole_directory_gives_the_logits_of_safetensors(sources, tmp_path, bi
         assert same_text == text
         for actual, right in zip(logits, expected, strict=True):
             assert actual.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_layer_file_of_zeros_is_one_line(tmp_path, layer):
+    packed = pack(BUNDLED_MODEL, tmp_path, bits=4, places="one directory")
+    file = packed / "packed_experts" / f"layer_{layer:02d}.bin"
+    size = file.stat().st_size
+    file.write_bytes(bytes(size))
+    for memory in ("25%", "100%"):
+        with pytest.raises(ExpertFileError, match=rf"{file.name} has zeros as 'gate_proj\.scales'"):
+            load_model(packed, expert_memory=memory)
 
 
 @pytest.mark.parametrize("layout", ["packed", "safetensors"])

@@ -19,8 +19,8 @@ from mlx_moeflux.experts.io.byte_ranges import ByteRanges
 from mlx_moeflux.experts.io.decoding import Experts, stored_form
 
 SAMPLE_BYTES = 64
-# Python makes so many reads in about 0.3 s.
-MOST_SAMPLES = 50_000
+# A slow SSD makes so many reads in about a second.
+MOST_SAMPLES = 25_000
 # Experts of each layer, and bytes of each of their scales.
 LOOKED_AT, SCALES_BYTES = 4, 4096
 
@@ -29,8 +29,9 @@ def experts_identity(experts: Experts) -> str:
     """Hash each layer's experts: by the checksums or the digest of its blocks, else by samples of
     every expert.
 
-    The samples are of all components where MOST_SAMPLES allow, else of some, which take turns.
-    Two copies of the same tensors have one identity, wherever they lie in files.
+    An expert gives a sample of as many components as MOST_SAMPLES allows, at least of one; the
+    next expert goes on with the next component. Two copies of the same tensors have one identity,
+    wherever they lie in files.
 
     Raises:
         ExpertFileError: A file cannot be read.
@@ -73,7 +74,7 @@ def _samples(
     starts = offsets + (random * (sizes - lengths)).astype(np.int64)
     places = [(array[rows, chosen].ravel()).tolist() for array in (files, starts)]
     reads = list(zip(*places, lengths[chosen].ravel().tolist(), strict=True))
-    # A disk is quick if it has many requests at once.
+    # A disk answers many waiting requests in little more time than one.
     for file, start, length in reads:
         page = start - start % mmap.PAGESIZE
         maps[file].madvise(mmap.MADV_WILLNEED, page, start + length - page)

@@ -7,12 +7,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CacheError, ExpertFileError
 from mlx_moeflux.experts.io import samples
 from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.loading import load_model
 from tests.experts.helpers import IMPLEMENTATIONS, E, random_experts, write_experts
+from tests.models_at_hand import reply, texts
 
 TWIN = Path(__file__).parents[2] / "golden" / "text_top3"
 
@@ -75,6 +77,18 @@ def test_a_state_of_the_same_trunk_with_other_experts_is_refused(tmp_path, packe
             assert not mx.array_equal(other(ids), model(ids))
             with pytest.raises(CacheError, match="saved by another model"):
                 other.make_cache().load(tmp_path / "state")
+
+
+def test_a_prompt_cache_serves_no_model_with_other_experts(tmp_path):
+    options = {"expert_memory": "75%", "dtype": mx.float32}
+    (prompt,) = texts(1)
+    read = []
+    for path in (TWIN, other_experts(TWIN, tmp_path / "other"), TWIN):
+        with load_model(path, **options) as model, PromptCache(tmp_path / "cache") as cache:
+            ids, count = reply(model, prompt, cache)
+            assert ids == reply(model, prompt)[0]
+            read.append(count)
+    assert read == [len(prompt), len(prompt), 0]
 
 
 def zero(file: Path, start: int = 0) -> None:
