@@ -269,13 +269,23 @@ class DistributedStore(ExpertStore):
 
     @property
     def generation(self) -> int:
-        """Of the local store."""
+        """Number of the local store's banks so far."""
         return self.local.generation
 
     @property
     def cold(self) -> bool:
         """True if this rank's store is cold."""
         return self.local.cold
+
+    @property
+    def most_slots(self) -> int:
+        """Experts a layer of this rank."""
+        return self.places.counts[self.ranks.rank]
+
+    @property
+    def bank_bytes(self) -> int:
+        """Bytes of this rank's slots."""
+        return self._streamed().bank_bytes
 
     @property
     def slots(self) -> Mapping[int, int]:
@@ -330,6 +340,18 @@ class DistributedStore(ExpertStore):
     def start_eval(self) -> None:
         """See :meth:`ExpertStore.start_eval`."""
         self.local.start_eval()
+
+    def resize(self, layer: int, slots: int) -> None:
+        """Change a layer's number of slots on this rank."""
+        self._streamed().resize(layer, slots)
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """See :meth:`ExpertStore.resize_all`; on this rank."""
+        self.local.resize_all(slots)
+
+    def _streamed(self) -> StreamedStore:
+        assert isinstance(self.local, StreamedStore), "a store without slots"
+        return self.local
 
     def release(self) -> None:
         """See :meth:`ExpertStore.release`."""

@@ -133,6 +133,7 @@ def states(path: str, saved: str) -> dict[str, Any]:
     with load_model(path, distributed=True, expert_memory="50%", exact_prompts=True) as model:
         prompts = prompts_of(model.config.vocab_size)
         found: dict[str, Any] = {"batch": batched(model)}
+        model.set_expert_memory("40%")
         cache = PromptCache(every=8)
         for name in ("first", "second"):
             resumed = cache.resume(model, prompts[2])
