@@ -213,6 +213,8 @@ class Conversation:
                         text += self._last.text
                         shown.add(self._last.text)
             except KeyboardInterrupt:
+                if self._args.distributed:
+                    raise  # the other ranks are in the middle of the reply
                 shown.interrupted()
             shown.end(self._last)
         return text

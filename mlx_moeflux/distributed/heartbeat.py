@@ -204,9 +204,9 @@ class Heartbeat:
         if source is self._woken:
             self._woken.recv(64)
             return
-        if source is self._listener:
+        if self._listener is not None and source is self._listener:
             with contextlib.suppress(OSError):
-                self._add(source.accept()[0], -1)
+                self._add(self._listener.accept()[0], -1)
             return
         peer = next(peer for peer in self._peers if peer.connection is source)
         try:

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.distributed.launch import REPOSITORY, SECONDS, free_ports, results, start
 from tests.distributed.program import logits_of
@@ -161,6 +161,21 @@ def test_a_part_is_no_checkpoint_by_itself(directory, tmp_path):
         load_model(part)
     with pytest.raises(InputError, match="has a part of the experts"):
         convert(part, tmp_path / "again")
+    index = part / "experts" / "index.json"
+    right = json.loads(index.read_text())
+    assert right["of"] == 4 * right["num_experts"]
+    held = dict(right["held"])
+    layer = next(iter(held))
+    for damage in (
+        {"of": right["num_experts"]},
+        {"held": []},
+        {"held": {**held, layer: held[layer][1:]}},
+        {"held": {**held, layer: held[layer][::-1]}},
+        {"held": {**held, layer: [True, *held[layer][1:]]}},
+    ):
+        index.write_text(json.dumps(right | damage))
+        with pytest.raises(ExpertFileError, match=f"experts of layer {layer}"):
+            load_model(part)
     for wrong in ("2/2", "1", "0/0", "-1/2", "a/b"):
         with pytest.raises(InputError, match="give i/N"):
             convert(directory, tmp_path / "wrong", shard=wrong)
