@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -90,7 +91,10 @@ def cut_ring(path: str) -> dict[str, Any]:
                 if RANK == 1 and round_ == 0 and t == 10:
                     (FOLDER / "cut").write_text(str(time.time()))
                     for number in ring:
-                        with socket.socket(fileno=os.dup(number)) as one:
+                        with (
+                            socket.socket(fileno=os.dup(number)) as one,
+                            contextlib.suppress(OSError),  # the other end is closed already
+                        ):
                             one.shutdown(socket.SHUT_RDWR)
 
 
