@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     quiet_unless_first(model)
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
-        talk = Conversation(args, model, tokenizer, cache, options, make_face(args))
+        face = make_face(args, quiet=not model.store.leads)
+        talk = Conversation(args, model, tokenizer, cache, options, face)
         talk.face.note("/help lists the commands")
         for line in _lines(talk.face, model, args.idle_release):
             if not talk.take(line):
@@ -293,14 +294,15 @@ def _is_message(found: Any) -> bool:
     )
 
 
-def make_face(args: argparse.Namespace) -> Face:
-    """Return the face for this terminal; the plain one without a terminal or the extra."""
+def make_face(args: argparse.Namespace, *, quiet: bool) -> Face:
+    """Return the face for this terminal; the plain one without a terminal or the extra, which shows
+    notes unless `quiet`."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ModuleNotFoundError):
             from mlx_moeflux.cli.chat_terminal import TerminalFace
 
             return TerminalFace(COMMANDS, hidden=args.hide_thinking)
-    return PlainFace(hidden=args.hide_thinking)
+    return PlainFace(hidden=args.hide_thinking, quiet=quiet)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,27 @@ def test_generate_prints_once(tmp_path):
 
 
 @pytest.mark.slow
+def test_chat_takes_the_same_lines(tmp_path):
+    lines = "import os\n/stats\ndef f\n/quit\n"
+    command = [*MODULE, "chat", "-m", "6"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    options = {"input": lines, "capture_output": True, "text": True, "timeout": SECONDS}
+    expected = subprocess.run(command, check=True, env=environment, **options)
+    input_file = tmp_path / "lines"
+    input_file.write_text(lines)
+    with open(input_file) as first, open(input_file) as second:
+        processes = start(tmp_path, [[*command, "--distributed"]] * 2, inputs=[first, second])
+        (first_out, notes), (second_out, errors) = [
+            process.communicate(timeout=SECONDS) for process in processes
+        ]
+    assert [process.returncode for process in processes] == [0, 0], (notes, errors)
+    assert first_out == expected.stdout
+    assert second_out == ""
+    assert "/help lists the commands" in notes
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.slow
 def test_drawn_tokens_are_rank_0s(tmp_path):
     arguments = [*MODULE, "generate", "-p", "import", "-m", "16", "--temp", "1.5", "--distributed"]
     commands = [[*arguments, "--trace", str(tmp_path / "trace"), "--seed", s] for s in "12"]
