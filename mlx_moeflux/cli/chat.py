@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_unless_first(model)
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
-        frontend = make_frontend(args)
+        frontend = make_frontend(args, quiet=not model.store.leads)
         conversation = Conversation(args, model, tokenizer, cache, options, frontend)
         frontend.note("/help lists the commands")
         for line in _lines(frontend, model, args.idle_release):
@@ -227,6 +227,8 @@ class Conversation:
                         text += self._last.text
                         shown.add(self._last.text)
             except KeyboardInterrupt as interrupt:
+                if self._args.distributed:
+                    raise  # the other ranks are in the middle of the reply
                 signals.handled(interrupt)
                 shown.interrupted()
             shown.end(self._last)
@@ -305,14 +307,15 @@ def _is_message(found: Any) -> bool:
     )
 
 
-def make_frontend(args: argparse.Namespace) -> Frontend:
-    """Return the front end for this terminal; the plain one without a terminal or the extra."""
+def make_frontend(args: argparse.Namespace, *, quiet: bool) -> Frontend:
+    """Return the front end for this terminal; the plain one without a terminal or the extra, which
+    shows notes unless `quiet`."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ModuleNotFoundError):
             from mlx_moeflux.cli.chat_terminal import TerminalFrontend
 
             return TerminalFrontend(COMMANDS, hidden=args.hide_thinking)
-    return PlainFrontend(hidden=args.hide_thinking)
+    return PlainFrontend(hidden=args.hide_thinking, quiet=quiet)
 
 
 @contextlib.contextmanager

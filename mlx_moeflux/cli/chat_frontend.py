@@ -52,18 +52,20 @@ class Frontend(Protocol):
 
 
 class PlainFrontend:
-    """Reads standard input; replies go to stdout as they are. hidden: Leave thinking out."""
+    """Reads standard input; replies go to stdout as they are. hidden: Leave thinking out. quiet:
+    Show no notes."""
 
     keys = "Ctrl-C ends a reply."
 
-    def __init__(self, *, hidden: bool):
-        self._hidden = hidden
+    def __init__(self, *, hidden: bool, quiet: bool = False):
+        self._hidden, self._quiet = hidden, quiet
 
     def line(self) -> str:
         return input(">> " if sys.stdin.isatty() else "")
 
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        if not self._quiet:
+            print(text, file=sys.stderr)
 
     def reply(self, splitter: Splitter, *, markdown: bool) -> Reply:
         return PlainReply(splitter if self._hidden else None)

@@ -36,7 +36,7 @@ ADVICE = "end all ranks and start them again"
 
 
 def leave(message: str) -> NoReturn:
-    """Write one line to stderr and end the process at once, with status 1."""
+    """Write one line to stderr and end the process with status 1, without cleaning up."""
     # Another thread may be inside a write to stdout and never leave it.
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
     flush.start()
@@ -90,7 +90,7 @@ class Heartbeat:
         self._listener: socket.socket | None = None
         self._peers: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
-        # Wakes the thread at once for what is to be sent.
+        # Wakes the thread when there is something to send.
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -160,7 +160,7 @@ class Heartbeat:
         return 0 not in self._ended
 
     def name_the_lost(self) -> None:
-        """Wait a little, after a collective failed, for the thread to say who is lost and end."""
+        """Give the thread time to name the lost rank and end, after a collective failed."""
         self._thread.join(2 * BEAT_SECONDS)
 
     def fail(self, reason: str) -> None:
@@ -204,9 +204,9 @@ class Heartbeat:
         if source is self._woken:
             self._woken.recv(64)
             return
-        if source is self._listener:
+        if self._listener is not None and source is self._listener:
             with contextlib.suppress(OSError):
-                self._add(source.accept()[0], -1)
+                self._add(self._listener.accept()[0], -1)
             return
         peer = next(peer for peer in self._peers if peer.connection is source)
         try:
@@ -259,7 +259,7 @@ class Heartbeat:
         if missing and now - self._began > LIMIT_SECONDS:
             self._lose(f"rank {min(missing)} is lost: it does not answer; {ADVICE}.")
             return
-        # Rank 0 knows where all are; when it has ended, nobody may wait.
+        # Rank 0 knows where all are. No rank may wait after it has ended.
         knows = self.rank == 0 or 0 in self._ended
         waits = self._count % 2 and now - self._entered > LIMIT_SECONDS
         if knows and waits and all(p.waits(now) for p in peers):

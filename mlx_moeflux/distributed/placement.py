@@ -111,7 +111,7 @@ def _balanced(uses: np.ndarray, counts: Sequence[int]) -> list[int]:
         rank = min(open_ranks, key=lambda rank: (load[rank] / counts[rank], rank))
         rank_of[expert] = rank
         room[rank] -= 1
-        load[rank] += uses[expert]
+        load[rank] += float(uses[expert])
     return rank_of
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.distributed.heartbeat import Heartbeat
+from mlx_moeflux.distributed.heartbeat import ADVICE, Heartbeat
 from mlx_moeflux.errors import DistributedError, MoefluxError
 
 
@@ -69,8 +69,9 @@ class Ranks:
         except RuntimeError as error:
             if self.heartbeat is not None:
                 self.heartbeat.name_the_lost()
-            self.fail(error)
-            raise DistributedError(f"a collective of rank {self.rank} failed: {error}.") from error
+            failure = DistributedError(f"a collective failed: {error}; {ADVICE}.")
+            self.fail(failure)
+            raise failure from error
         return total
 
     def from_first(self, *arrays: mx.array) -> tuple[mx.array, ...]:

@@ -26,7 +26,7 @@ from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.store import StreamedStore
-from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess
+from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
 from mlx_moeflux.kernels.runtime import metal
@@ -45,6 +45,9 @@ class PairMix:
     def __init__(self, mix: ExpertMix):
         self._mix = mix
         self.tokens, self.K = 1, 1
+
+    def __call__(self, *args: Any, **options: Any) -> mx.array:
+        return self._mix(*args, **options)
 
     def implementation(
         self, x: mx.array, slots: object, weights: mx.array, bank: ExpertBank
@@ -153,7 +156,7 @@ class DistributedStore(ExpertStore):
         grid[token, order[token, column]] = np.arange(len(token))
         pairs = mx.concatenate([pairs, mx.full((1, C), -0.0, mx.float32)])
         if (ids == self.num_experts).any():
-            weights = mx.where(mx.array(ids < self.num_experts), weights, 0.0)
+            weights = mx.where(indices(ids) < self.num_experts, weights, 0.0)
         step = max(1, EXCHANGE_BYTES // (4 * K * C))
         totals = []
         for start in range(0, N, step):
@@ -252,10 +255,10 @@ class DistributedStore(ExpertStore):
         held = self._held[event.layer]
         if isinstance(event, Guess):
             listener(event._replace(experts=tuple(held[e] for e in event.experts)))
-        elif "expert" in event._fields:
-            listener(event._replace(expert=held[event.expert]))  # pyright: ignore[reportCallIssue]
-        else:
+        elif isinstance(event, Resize):
             listener(event)
+        else:
+            listener(event._replace(expert=held[event.expert]))
 
     @property
     def leads(self) -> bool:
@@ -269,13 +272,23 @@ class DistributedStore(ExpertStore):
 
     @property
     def generation(self) -> int:
-        """Of the local store."""
+        """Number of the local store's banks so far."""
         return self.local.generation
 
     @property
     def cold(self) -> bool:
         """True if this rank's store is cold."""
         return self.local.cold
+
+    @property
+    def most_slots(self) -> int:
+        """Experts a layer of this rank."""
+        return self.places.counts[self.ranks.rank]
+
+    @property
+    def bank_bytes(self) -> int:
+        """Bytes of this rank's slots."""
+        return self._streamed().bank_bytes
 
     @property
     def slots(self) -> Mapping[int, int]:
@@ -330,6 +343,18 @@ class DistributedStore(ExpertStore):
     def start_eval(self) -> None:
         """See :meth:`ExpertStore.start_eval`."""
         self.local.start_eval()
+
+    def resize(self, layer: int, slots: int) -> None:
+        """Change a layer's number of slots on this rank."""
+        self._streamed().resize(layer, slots)
+
+    def resize_all(self, slots: Mapping[int, int]) -> None:
+        """See :meth:`ExpertStore.resize_all`; on this rank."""
+        self.local.resize_all(slots)
+
+    def _streamed(self) -> StreamedStore:
+        assert isinstance(self.local, StreamedStore), "a store without slots"
+        return self.local
 
     def release(self) -> None:
         """See :meth:`ExpertStore.release`."""

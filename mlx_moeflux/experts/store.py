@@ -83,6 +83,11 @@ class ExpertStore:
                 setattr(cls, name, vars(ExpertStore)[name])
 
     @property
+    def most_slots(self) -> int:
+        """Experts a layer that this store may hold."""
+        return self.num_experts
+
+    @property
     def events(self) -> EventHook | None:
         """The listener of events, or None. A class that reports events sets ``events = None``; its
         listener may be replaced between steps.

@@ -350,14 +350,15 @@ class StreamingModel(nn.Module):
         if not store.slots:
             raise InputError("these experts are not streamed; load with a smaller expert_memory.")
         with self.lock:
-            nbytes = parse_budget(budget, sum(store.block_bytes.values()) * store.num_experts)
+            most = store.most_slots
+            nbytes = parse_budget(budget, sum(store.block_bytes.values()) * most)
             if nbytes is None:
                 raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
             slots = slots_for_budget(
                 nbytes,
                 store.block_bytes,
-                num_experts=store.num_experts,
-                experts_per_token=self._router.num_experts_per_tok,
+                num_experts=most,
+                experts_per_token=min(self._router.num_experts_per_tok, most),
                 staging_bytes=store.nbytes - store.bank_bytes,
             )
             # A trace would keep the old banks in memory.

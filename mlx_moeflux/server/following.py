@@ -46,7 +46,7 @@ class LeadingGenerator(BatchGenerator):
         self._tell("step")
         try:
             return super().step()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the ranks end
+        except BaseException as error:  # noqa: BLE001  # of any kind: the ranks end
             self._ranks.fail(error)
             leave(f"a step failed on rank 0: {error}")
 

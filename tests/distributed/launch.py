@@ -28,8 +28,10 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def start(folder: Path, commands: Sequence[Sequence[str]], **options: Any) -> list[Any]:
-    """Start one command for each rank."""
+def start(
+    folder: Path, commands: Sequence[Sequence[str]], *, inputs: Sequence[Any] = ()
+) -> list[Any]:
+    """Start one command for each rank; inputs: Its standard input."""
     folder.mkdir(parents=True, exist_ok=True)
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(commands))]))
@@ -38,18 +40,16 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **options: Any) -> li
         "MLX_HOSTFILE": str(hosts),
         "PYTHONPATH": str(REPOSITORY),
         "OPENBLAS_NUM_THREADS": "1",
-        **options.pop("environment", {}),
     }
     return [
         subprocess.Popen(
             list(command),
             cwd=REPOSITORY,
             env={**environment, "MLX_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
+            stdin=inputs[rank] if inputs else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            **options,
         )
         for rank, command in enumerate(commands)
     ]

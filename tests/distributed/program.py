@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -90,7 +91,10 @@ def cut_ring(path: str) -> dict[str, Any]:
                 if RANK == 1 and round_ == 0 and t == 10:
                     (FOLDER / "cut").write_text(str(time.time()))
                     for number in ring:
-                        with socket.socket(fileno=os.dup(number)) as one:
+                        with (
+                            socket.socket(fileno=os.dup(number)) as one,
+                            contextlib.suppress(OSError),  # the other end is closed already
+                        ):
                             one.shutdown(socket.SHUT_RDWR)
 
 
@@ -133,6 +137,7 @@ def states(path: str, saved: str) -> dict[str, Any]:
     with load_model(path, distributed=True, expert_memory="50%", exact_prompts=True) as model:
         prompts = prompts_of(model.config.vocab_size)
         found: dict[str, Any] = {"batch": batched(model)}
+        model.set_expert_memory("40%")
         cache = PromptCache(every=8)
         for name in ("first", "second"):
             resumed = cache.resume(model, prompts[2])

@@ -17,7 +17,7 @@ import pytest
 
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.distributed.launch import REPOSITORY, SECONDS, free_ports, results, start
 from tests.distributed.program import logits_of
@@ -58,6 +58,27 @@ def test_generate_prints_once(tmp_path):
     assert second == ""
     assert "total" in stats
     assert errors.startswith("rank 1 of 2: experts streamed")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_chat_takes_the_same_lines(tmp_path):
+    lines = "import os\n/stats\ndef f\n/quit\n"
+    command = [*MODULE, "chat", "-m", "6"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    options = {"input": lines, "capture_output": True, "text": True, "timeout": SECONDS}
+    expected = subprocess.run(command, check=True, env=environment, **options)
+    input_file = tmp_path / "lines"
+    input_file.write_text(lines)
+    with open(input_file) as first, open(input_file) as second:
+        processes = start(tmp_path, [[*command, "--distributed"]] * 2, inputs=[first, second])
+        (first_out, notes), (second_out, errors) = [
+            process.communicate(timeout=SECONDS) for process in processes
+        ]
+    assert [process.returncode for process in processes] == [0, 0], (notes, errors)
+    assert first_out == expected.stdout
+    assert second_out == ""
+    assert "/help lists the commands" in notes
     assert errors.count("\n") == 1
 
 
@@ -161,6 +182,21 @@ def test_a_part_is_no_checkpoint_by_itself(directory, tmp_path):
         load_model(part)
     with pytest.raises(InputError, match="has a part of the experts"):
         convert(part, tmp_path / "again")
+    index = part / "experts" / "index.json"
+    right = json.loads(index.read_text())
+    assert right["of"] == 4 * right["num_experts"]
+    held = dict(right["held"])
+    layer = next(iter(held))
+    for damage in (
+        {"of": right["num_experts"]},
+        {"held": []},
+        {"held": {**held, layer: held[layer][1:]}},
+        {"held": {**held, layer: held[layer][::-1]}},
+        {"held": {**held, layer: [True, *held[layer][1:]]}},
+    ):
+        index.write_text(json.dumps(right | damage))
+        with pytest.raises(ExpertFileError, match=f"experts of layer {layer}"):
+            load_model(part)
     for wrong in ("2/2", "1", "0/0", "-1/2", "a/b"):
         with pytest.raises(InputError, match="give i/N"):
             convert(directory, tmp_path / "wrong", shard=wrong)

@@ -10,7 +10,7 @@ from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.shapes import SHAPES
 from tests.distributed.launch import results, start_job
-from tests.distributed.program import batched, logits_of, prompts_of, reply
+from tests.distributed.program import PROMPT, STEPS, batched, logits_of, prompts_of, reply
 
 FAMILIES = sorted(name for name in SHAPES if name.endswith("-tiny"))
 # One has a delta net and a shared expert, the other latent attention and a layer without experts.
@@ -46,6 +46,18 @@ def check(folder, ranks: int, cases: list[dict]) -> None:
         want = known[key] if key in known else known.setdefault(key, expected(*key))
         for rank in range(ranks):
             assert np.array_equal(found[rank][f"logits{i}"], want), (rank, case)
+
+
+@pytest.mark.parametrize("memory", ["100%", "20%"])
+def test_a_group_of_one_process(memory, directory_of):
+    """Every step but the exchange, on pairs (one sequence) and sums (three: 120 tokens)."""
+    path, group = directory_of(SOME[0]), mx.distributed.init()
+    assert group.size() == 1
+    for batch in (1, 3):
+        with load_model(path, distributed=group, expert_memory=memory) as model:
+            assert np.array_equal(logits_of(model, batch), expected(path, batch))
+            tokens = {one.tokens for one in model.store.stats().layers.values()}
+            assert tokens == {batch * (PROMPT + STEPS)}
 
 
 def test_two_ranks_have_the_bits_of_one_process(directory_of, tmp_path):

@@ -203,11 +203,11 @@ class PackedIndex:
 def _held(
     value: object, file: Path, layers: Iterable[int], num_experts: int, of: object
 ) -> dict[int, tuple[int, ...]]:
-    found = value if isinstance(value, dict) and isinstance(of, int) else {}
-    held = {}
+    found: dict[str, Any] = value if isinstance(value, dict) else {}
+    most, held = of if isinstance(of, int) else 0, {}
     for layer in layers:
-        experts = found.get(str(layer))
-        right = isinstance(experts, list) and all(type(e) is int and 0 <= e < of for e in experts)
+        experts: Any = found.get(str(layer))
+        right = isinstance(experts, list) and all(type(e) is int and 0 <= e < most for e in experts)
         if not right or experts != sorted(set(experts)) or len(experts) != num_experts:
             raise _damaged(file, f"held has no {num_experts} experts of layer {layer}")
         held[layer] = tuple(experts)
