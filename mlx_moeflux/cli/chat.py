@@ -307,7 +307,7 @@ def _is_message(found: Any) -> bool:
     )
 
 
-def make_frontend(args: argparse.Namespace, *, quiet: bool) -> Frontend:
+def make_frontend(args: argparse.Namespace, *, quiet: bool = False) -> Frontend:
     """Return the front end for this terminal; the plain one without a terminal or the extra, which
     shows notes unless `quiet`."""
     if sys.stdin.isatty() and sys.stdout.isatty():
