@@ -194,12 +194,12 @@ def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None
     """Return the prefill of several prompts: padded on a GPU, unpadded on a CPU.
 
     On a GPU padding costs less than a launch per prompt; on a CPU it costs as much as tokens.
-    cache: Stores the prompts' states.
+    Prompts with states to store within them are never padded. cache: Stores the states.
     """
     padded = (
         len(sequences) > 1
         and mx.default_device() != mx.cpu
-        and all(s.read < len(s.prompt) for s in sequences)
+        and all(s.read < len(s.prompt) and not s.stops for s in sequences)
     )
     return (PaddedPrefill if padded else Prefill)(model, sequences, cache)
 

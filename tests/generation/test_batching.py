@@ -275,6 +275,20 @@ def run(model, prompts, *, caches=None, keep):
     return [(ids[uid], states[uid]) for uid in uids]
 
 
+def test_prompts_with_states_to_store_are_not_padded(model, monkeypatch):
+    """A padded prompt stores the state at its end alone: the next turn of a chat needs others."""
+
+    def kind(*stops):
+        sequences = [
+            Request(i, [1, 2, 3], 1, model.make_cache(), None, [], 4, stops=stops) for i in range(2)
+        ]
+        with monkeypatch.context() as patched:
+            patched.setattr(batch.mx, "default_device", lambda: mx.gpu)
+            return type(batch.make_prefill(model, sequences))
+
+    assert (kind(), kind(2)) == (PaddedPrefill, Prefill)
+
+
 @pytest.mark.parametrize("way", ["apart", "padded"])
 def test_removed_wherever_they_are(hybrid, way, request):
     if way == "padded":
