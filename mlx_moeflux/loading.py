@@ -245,7 +245,7 @@ def load_model(
         ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, checkpoint)
-    check_scales(mapped.experts)
+    check_scales(checkpoint.blocks)
     dtype = dtype or default_dtype()
     specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
