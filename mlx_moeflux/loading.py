@@ -279,7 +279,7 @@ def load_model(
         ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)
     layouts = _check_experts(model, mapped, stored)
-    check_scales(mapped.experts)
+    check_scales(stored.blocks)
     part, identified = None, mapped.experts
     if distributed is not None:
         if store is not None or reader is not None:

@@ -38,7 +38,8 @@ GROUP_BYTES = 256 << 20
 class Stack(NamedTuple):
     """All experts of one component, loaded as one array ``[E, ...]``.
 
-    checksums: Takes the CRC-32 of each expert's bytes, uint32 ``[E]``, if anyone asks.
+    checksums: An array uint32 ``[E]`` that takes the CRC-32 of each expert's bytes; None if they
+    are not needed.
     """
 
     refs: ExpertRefs
@@ -58,8 +59,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(components: Mapping[str, ExpertRefs]) -> list[Stack]:
-    """Return a stack of each component of a layer; :func:`verify` checks them once they are
-    loaded."""
+    """Return a stack of each component of a layer, for :func:`check_stacks`."""
     checked = isinstance(components, Blocks) and components.checksums
     return [
         Stack(refs, np.empty(len(refs), np.uint32) if checked else None)
@@ -67,7 +67,7 @@ def stacks_of(components: Mapping[str, ExpertRefs]) -> list[Stack]:
     ]
 
 
-def verify(components: Mapping[str, ExpertRefs], stacks: Sequence[Stack]) -> None:
+def check_stacks(components: Mapping[str, ExpertRefs], stacks: Sequence[Stack]) -> None:
     """Compare what was loaded as `stacks` with the checksums of the blocks, if there are any.
 
     Raises:

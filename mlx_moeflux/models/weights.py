@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from mlx_moeflux.checkpoint.load import load_all, load_groups, stacks_of, verify
+from mlx_moeflux.checkpoint.load import check_stacks, load_all, load_groups, stacks_of
 from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
@@ -252,7 +252,7 @@ def load_experts(
     for (components, specs), stacks, arrays in zip(
         layers, groups, load_groups(groups), strict=True
     ):
-        verify(components, stacks)
+        check_stacks(components, stacks)
         switch = _empty(SwitchGLU)
         for projection in PROJECTIONS:
             switch[projection] = _empty(ExpertProjection)

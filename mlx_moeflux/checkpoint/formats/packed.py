@@ -2,7 +2,8 @@
 
 ``experts/layer_NN.bin`` holds E blocks at a fixed stride, a multiple of 16 KiB. A block is the
 components of one expert, one after the other in :data:`COMPONENT_ORDER`; their offsets follow
-from the shapes and are stored nowhere. The rest of the stride is zero.
+from the shapes and are stored nowhere. The rest of the stride is zero. The index holds a checksum
+of each block, which readers verify, and a hash of each file.
 
 A crash while writing loses at most one layer: it is written to ``layer_NN.bin.tmp``, hashed, synced
 and renamed; only then is it listed in ``.progress.json``, which a later run with the same source

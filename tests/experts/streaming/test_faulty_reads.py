@@ -19,6 +19,7 @@ from tests.experts.helpers import (
     write_experts,
 )
 
+FORMS = "packed", *(pytest.param(form, marks=pytest.mark.slow) for form in IMPLEMENTATIONS[1:])
 READERS = {"pread": PreadReader, "direct": DirectReader, "mmap": MmapReader}
 
 
@@ -47,7 +48,7 @@ def faulty(kind, fault, chance):
     return Faulty
 
 
-@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("fault", ["short", "fails", "interrupted", "slow", "gone"])
 def test_reads_that_go_wrong_cost_one_line(tmp_path, open_store, form, name, fault):
