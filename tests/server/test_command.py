@@ -104,7 +104,7 @@ def test_two_signals_end_it_at_once(talking):
         (["--temp", "-1"], "at least 0"),
         (["--tool-parser", "none"], "there are qwen3_xml"),
         (["--chat-template", "/nowhere"], "cannot be read"),
-        (["--chat-template-args", "5"], "no JSON object"),
+        (["--chat-template-args", "5"], "--chat-template-args must be a JSON object"),
         (["--kv-memory", "x"], "x"),
         (["--trust-remote-code"], "does not apply"),
     ],
