@@ -68,9 +68,9 @@ class Config:
             UnsupportedError: The checkpoint uses something this architecture does not compute.
         """
         keys = config | rope_keys(config, file, partial=0.5)
-        sizes = [keys.get(name) for name in ("hidden_size", "num_attention_heads")]
-        if keys.get("head_dim") is None and all(map(is_positive, sizes)):
-            keys["head_dim"] = sizes[0] // sizes[1]
+        width, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+        if keys.get("head_dim") is None and is_positive(width) and is_positive(heads):
+            keys["head_dim"] = width // heads
         parsed = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
         only(file, "hidden_act", parsed.hidden_act, "silu")
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
