@@ -20,7 +20,8 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
     ``partial_rotary_factor`` at the top level.
 
     Raises:
-        ConfigError: Two places contradict each other, YaRN lacks a key, or a number is out of range.
+        ConfigError: Two places contradict each other, YaRN lacks a key, or a number is out of
+            range.
         UnsupportedError: The rope is neither plain nor YaRN.
     """
     keys = ("rope_theta", "partial_rotary_factor")
