@@ -38,7 +38,10 @@ class BytePairs:
             return self.backend.decode(ids, skip_special_tokens=skip_special)
 
     def id_of(self, token: str) -> int | None:
-        return self.backend.token_to_id(token)
+        try:
+            return self.backend.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair is in no vocabulary
+            return None
 
     def token_of(self, i: int) -> str | None:
         return self.backend.id_to_token(i)
@@ -73,7 +76,10 @@ class SentencePieces:
             return self.backend.decode([i for i in ids if i < size and i not in control])
 
     def id_of(self, token: str) -> int | None:
-        i = self.backend.piece_to_id(token)
+        try:
+            i = self.backend.piece_to_id(token)
+        except UnicodeEncodeError:
+            return None
         return None if i == self.backend.unk_id() and token != self.token_of(i) else i
 
     def token_of(self, i: int) -> str | None:

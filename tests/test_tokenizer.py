@@ -128,6 +128,7 @@ def test_what_mlx_lms_wrapper_asks(tokenizer):
     assert detokenizer.text == TEXT
     ids = tokenizer.convert_tokens_to_ids(["def", "nonesuch"])
     assert ids[1] is None
+    assert tokenizer.convert_tokens_to_ids("\udcff") is None
     assert tokenizer.convert_ids_to_tokens(ids[:1]) == ["def"]
     assert tokenizer.get_vocab()["def"] == ids[0]
     assert tokenizer.vocab_size == 4096

@@ -32,6 +32,10 @@ BOOKKEEPING = frozenset(
 )
 
 
+# Numbers beyond them fit no argument of MLX; NaN is not below.
+MOST_INT, MOST_FLOAT = 1 << 63, 1e30
+
+
 def _matches(value: Any, kind: Any) -> bool:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
@@ -40,9 +44,9 @@ def _matches(value: Any, kind: Any) -> bool:
         inner = typing.get_args(kind)[0]
         return isinstance(value, (list, tuple)) and all(_matches(v, inner) for v in value)
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return type(value) in (int, float) and abs(value) <= MOST_FLOAT
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return type(value) is int and abs(value) < MOST_INT
     return kind is Any or isinstance(value, kind)
 
 
@@ -66,6 +70,8 @@ def parse_config(
     for field in fields:
         value, kind = data.get(field.name), hints[field.name]
         if _matches(value, kind) and field.name in data:
+            if kind in (float, float | None) and value is not None:
+                value = float(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
         elif value is not None:
             name = kind.__name__ if isinstance(kind, type) else kind

@@ -179,9 +179,12 @@ def _report(error: BaseException) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Replace closed standard streams. Otherwise the next file that is opened becomes stdout, or
-    what is for stderr goes to stdout. What cannot be said on stderr is dropped; writing to stdout
-    fails, because the text that was asked for would be lost."""
+    """Replace closed standard streams.
+
+    Otherwise the next file that is opened becomes stdout, and ``print(file=sys.stderr)`` writes to
+    stdout. Messages to a closed stderr are dropped. Writing to a closed stdout fails, because the
+    result of the command would be lost.
+    """
     for name, descriptor, flags in (
         ("stdin", 0, os.O_RDONLY),
         ("stdout", 1, os.O_RDONLY),

@@ -272,13 +272,18 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, An
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """Parse ``--chat-template-config``."""
+    return json_object("--chat-template-config", args.chat_template_config)
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that a flag was given."""
     try:
-        options = json.loads(args.chat_template_config)
-    except json.JSONDecodeError as error:
-        raise InputError(f"--chat-template-config is not JSON ({error}).") from None
-    if not isinstance(options, dict):
-        raise InputError("--chat-template-config must be a JSON object.")
-    return options
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{flag} is not JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{flag} must be a JSON object.")
+    return found
 
 
 def read_prompt(text: str) -> str:
@@ -299,7 +304,10 @@ def _standard_input() -> str:
 
 def _extra_ends(tokens: Sequence[str], tokenizer: Any) -> list[int]:
     """Return ids of tokens given as text or, as in mlx-lm, as ids."""
-    ids = [int(t) if t.isdecimal() else tokenizer.convert_tokens_to_ids(t) for t in tokens]
+    ids = [
+        int(t) if t.isdecimal() and len(t) < 10 else tokenizer.convert_tokens_to_ids(t)
+        for t in tokens
+    ]
     if None in ids:
         raise InputError(f"--extra-eos-token {tokens[ids.index(None)]!r} is not in the vocabulary.")
     return ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_distributed_arguments,
     add_expert_arguments,
+    json_object,
     leads,
     load_options,
     prompt_cache,
@@ -176,12 +176,7 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
 
     make_sampler(args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
     check_integer("--max-tokens", args.max_tokens, 1)
-    try:
-        variables = json.loads(args.chat_template_args)
-    except ValueError:
-        variables = None
-    if not isinstance(variables, dict):
-        raise InputError("--chat-template-args is no JSON object.")
+    variables = json_object("--chat-template-args", args.chat_template_args)
     for flag, name, known in (
         ("--tool-parser", args.tool_parser, SYNTAXES),
         ("--reasoning-parser", args.reasoning_parser, REASONING),

@@ -16,7 +16,7 @@ _received: list[int] = []
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM. A second one ends the process at once."""
+    """SIGTERM. A second one ends the process without unwinding."""
 
 
 def status() -> int | None:

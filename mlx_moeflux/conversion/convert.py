@@ -8,7 +8,6 @@ until it is done. A killed conversion goes on where it stopped (packed layout).
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from mlx_moeflux.checkpoint.files import (
     Progress,
     Report,
     counted,
+    read_json_object,
     read_whole,
     unwritable,
     write_output,
@@ -310,8 +310,8 @@ def _check_content(out: Path, identity: str) -> bool:
     if not out.exists() or all(file.name in _NOTHING_YET for file in out.iterdir()):
         return False
     try:
-        before = json.loads(marker.read_text())["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
+        before = read_json_object(marker)["identity"]
+    except (CheckpointError, KeyError):
         raise InputError(
             f"{out} is not empty and holds no unfinished conversion; give another directory."
         ) from None

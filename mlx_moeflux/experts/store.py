@@ -90,7 +90,7 @@ class ExpertStore:
     @property
     def events(self) -> EventHook | None:
         """The listener of events, or None. A class that reports events sets ``events = None``; its
-        listener may be replaced between steps.
+        listener may be replaced at any time.
 
         Raises:
             InputError: When set: this store reports no events.

@@ -113,7 +113,7 @@ class AttentionConfig(BaseConfig):
 
 def with_head_dim(keys: dict[str, Any]) -> dict[str, Any]:
     """Return `keys` with ``head_dim``, by default the hidden size divided by the heads."""
-    sizes = [keys.get(name) for name in ("hidden_size", "num_attention_heads")]
-    if keys.get("head_dim") is None and all(map(is_positive, sizes)):
-        return keys | {"head_dim": sizes[0] // sizes[1]}
+    width, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+    if keys.get("head_dim") is None and is_positive(width) and is_positive(heads):
+        return keys | {"head_dim": width // heads}
     return keys

@@ -20,15 +20,22 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
     ``partial_rotary_factor`` at the top level.
 
     Raises:
-        ConfigError: Two places contradict each other, or YaRN lacks a key.
+        ConfigError: Two places contradict each other, YaRN lacks a key, or a number is out of
+            range.
         UnsupportedError: The rope is neither plain nor YaRN.
     """
     keys = ("rope_theta", "partial_rotary_factor")
     found = rope_parameters(config, file, keys)
     positions = config.get("max_position_embeddings")
     stretched = {k: v for k, v in found.items() if k not in _NOT_OF_YARN}
+    turned = found.get("partial_rotary_factor", partial)
+    if type(turned) in (int, float) and not 0 < turned <= 1:
+        raise ConfigError(
+            f"{file}: 'partial_rotary_factor' is {turned!r}, must be more than 0 and at most 1."
+        )
+    # The caller names a missing base or number of positions.
     rope = Rope.of(
-        stretched, file, theta=0.0, positions=positions if isinstance(positions, int) else 0
+        stretched, file, theta=1e4, positions=positions if isinstance(positions, int) else 0
     )
     yarn = None if rope.factor is None else rope
     return {"partial_rotary_factor": partial, "yarn": yarn} | {

@@ -19,8 +19,35 @@ SUBJECTS = (
 )  # fmt: skip
 NUMBER = st.integers(0, 2**16 - 1)
 OPS = st.lists(st.tuples(NUMBER, NUMBER, NUMBER), min_size=1, max_size=3)
-# Cases that once ended otherwise: (subject, ops).
-CORPUS = json.loads('''[]''')
+# Cases that once ended otherwise.
+CORPUS = [
+    ("configs", [[17740, 27665, 20909], [36443, 47103, 3977], [53218, 59804, 32228]]),
+    ("configs", [[48199, 60724, 34930], [54569, 27495, 40996]]),
+    ("configs", [[25449, 3365, 21011]]),
+    ("configs", [[59684, 2229, 9490], [1088, 51678, 6205]]),
+    ("configs", [[44728, 10709, 47004], [59732, 28808, 36250], [51967, 26330, 19634]]),
+    ("configs", [[25945, 63038, 61503]]),
+    ("configs", [[7045, 15785, 7045]]),
+    ("configs", [[14985, 12287, 45600], [9270, 9433, 2986]]),
+    ("configs", [[45303, 41157, 16900]]),
+    ("flags", [[10885, 62053, 10885]]),
+    ("indexes", [[10717, 18148, 29897]]),
+    ("nodes", [[29555, 42883, 40078], [24486, 34870, 18228]]),
+    ("traces", [[49164, 64845, 40804], [5435, 24545, 17045], [25067, 50571, 35183]]),
+    ("traces", [[45031, 5825, 46021]]),
+    ("traces", [[56050, 43527, 16853]]),
+    ("traces", [[12476, 54455, 18357]]),
+    ("traces", [[24379, 35677, 64465]]),
+    ("traces", [[20303, 32267, 48301]]),
+    ("tunings", [[7382, 63599, 6361]]),
+    ("tunings", [[59435, 26583, 54301]]),
+    ("tunings", [[22587, 57050, 4634]]),
+    ("tunings", [[7443, 19193, 21265]]),
+    ("tunings", [[49286, 20860, 305], [2500, 14365, 38861]]),
+    ("tunings", [[56337, 63425, 46573], [60170, 50337, 20636], [31672, 54578, 59174]]),
+    ("gguf", [[32807, 3476, 9982]]),
+    ("gguf", [[60666, 47536, 38703]]),
+]
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
@@ -78,7 +105,6 @@ class TestTheHarness:
             ("while True: pass", "hang"),
             ("return 'other text'", "changed"),
             ("raise MoefluxError('one line')", "line"),
-            ("raise MoefluxError('two\\nlines')", "traceback"),
             ("return None", "ok"),
         ],
     )

@@ -81,7 +81,8 @@ def reading(model, folder, name) -> None:
     assert stats.since(before).total.tokens >= 0
     model.state_bytes(100)
     for layer in model.store.layers:
-        assert len(set(model.store.residents(layer).values())) == len(model.store.residents(layer))
+        residents = model.store.residents(layer)
+        assert len(set(residents.values())) == len(residents)
 
 
 def stress(loaded, folder, rounds: int, disturb) -> None:

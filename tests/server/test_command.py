@@ -131,7 +131,7 @@ def test_another_process_reads_the_new_tokens_alone(talking, tmp_path):
         (["--temp", "-1"], "at least 0"),
         (["--tool-parser", "none"], "there are qwen3_xml"),
         (["--chat-template", "/nowhere"], "cannot be read"),
-        (["--chat-template-args", "5"], "no JSON object"),
+        (["--chat-template-args", "5"], "--chat-template-args must be a JSON object"),
         (["--kv-memory", "x"], "x"),
         (["--trust-remote-code"], "does not apply"),
     ],

@@ -81,7 +81,7 @@ class StateFile:
     def number(self, name: str) -> int:
         """Return a fact that must be an integer >= 0."""
         text = self.facts.get(name, "")
-        if not (text.isascii() and text.isdecimal()):
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise CacheError(f"{self.path} has {name!r} {text!r}, not a number; remove the file.")
         return int(text)
 

@@ -381,7 +381,7 @@ def _metadata(reader, path: Path) -> dict[str, Any]:
 
 def _take(found: GgufFile, tensor, file: Path) -> None:
     """Put one tensor of a file where it belongs."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+    match = re.fullmatch(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)", tensor.name)
     if match is None or match[2] not in _NAMES | _EXPERTS:
         raise CheckpointError(f"{file}: the tensor '{tensor.name}' is none of Qwen3-MoE's.")
     prefix = "" if match[1] is None else f"model.layers.{match[1]}."

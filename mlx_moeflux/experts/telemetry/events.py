@@ -143,7 +143,7 @@ def joined(present: EventHook | None, new: EventHook) -> EventHook:
 
 
 def parted(present: EventHook | None, old: EventHook) -> EventHook | None:
-    """Return `present` without `old`; whatever was joined since `old` stays."""
+    """Return `present` without `old`. Listeners that were joined later stay."""
     left = [listener for listener in _parts(present) if listener is not old]
     return Listeners(left) if len(left) > 1 else left[0] if left else None
 

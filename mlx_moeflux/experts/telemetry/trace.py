@@ -306,7 +306,7 @@ class TraceWriter:
 
     def _write(self, *pieces: bytes) -> None:
         try:
-            # At once: several threads may call a resident store.
+            # In one write, because several threads may call a resident store.
             self._file.write(b"".join(pieces))
         except OSError as cause:
             raise unwritable(self.path, cause) from cause
