@@ -3,9 +3,9 @@
 MLX's ring waits for ever for a rank that has stopped or died. So each rank keeps a plain TCP
 connection to rank 0, and a thread that needs neither MLX nor the other threads sends a line a
 second. Rank 0 watches all others; they watch rank 0. A rank is lost when its connection closes
-without ``end``, when it is silent for LIMIT_SECONDS. When all ranks have been inside collectives
-for so long, a connection of the ring is cut. Each other rank then writes one line
-and exits with status 1; nothing is retried.
+without ``end``, or when it is silent for LIMIT_SECONDS. When all ranks have been inside collectives
+for so long, a connection of the ring is cut. Each other rank then writes one line and exits with
+status 1; nothing is retried.
 
 Lines: ``hello TOKEN RANK`` (to rank 0, once), ``beat N`` (N is odd inside a collective, and grows),
 ``end`` (the rank needs no collective any more), ``lost REASON``, ``call`` (rank 0 begins what
@@ -24,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import NoReturn
 
@@ -81,7 +82,7 @@ class Heartbeat:
         self.port = 0
         self._count = 0
         self._entered = 0.0
-        self._began = monotonic()
+        self._expected_at = inf
         self._last_line = ""
         self._outgoing: deque[str] = deque()
         self._calls = threading.Semaphore(0)
@@ -137,6 +138,10 @@ class Heartbeat:
         self._add(connection, 0).send(f"hello {token} {rank}")
         self._thread.start()
         return self
+
+    def expect(self) -> None:
+        """Note that the other ranks know where to connect. On rank 0."""
+        self._expected_at = monotonic()
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -256,7 +261,7 @@ class Heartbeat:
                 return
         there = self._ended.union(peer.rank for peer in peers)
         missing = set(range(1, self.size)) - there if self.rank == 0 else set()
-        if missing and now - self._began > LIMIT_SECONDS:
+        if missing and now - self._expected_at > LIMIT_SECONDS:
             self._lose(f"rank {min(missing)} is lost: it does not answer; {ADVICE}.")
             return
         # Rank 0 knows where all are. No rank may wait after it has ended.

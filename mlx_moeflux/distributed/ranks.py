@@ -151,6 +151,7 @@ class Ranks:
         if self.leads:
             watch = Heartbeat.listening(self.size)
             self.gather(json.dumps([addresses(), watch.port, watch.token]))
+            watch.expect()
             return watch
         hosts, port, token = json.loads(self.gather("")[0])
         return Heartbeat.connected(self.rank, self.size, hosts=hosts, port=port, token=token)

@@ -23,7 +23,7 @@ from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns
 from mlx_moeflux.errors import DistributedError
-from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
+from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices, on_cpu
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
@@ -36,7 +36,7 @@ EXCHANGE_BYTES = 64 << 20
 
 
 class PairMix:
-    """The operation ``expert_mix`` for calls that have one row for each pair: it takes the
+    """The operation ``expert_mix`` for calls that have one row for each pair. It takes the
     implementation that one process takes for the whole call.
 
     tokens, K: Of the whole call; set before each call of the local store.
@@ -179,18 +179,21 @@ class DistributedStore(ExpertStore):
         """Return the outputs ``[P, C]`` float32 of the pairs at `token` and `column` of `own`.
 
         Policies see a call of N tokens; it is computed as one of P tokens with one expert each.
+        Kernels split the work on an expert by the columns that they are given, so there are K.
         """
-        local, flat = self.local, own[token, column][:, None]
+        local, width = self.local, 1 if on_cpu() else self._mix.K
+        flat = np.full((len(token), width), self.most_slots, np.uint32)
+        flat[:, 0] = own[token, column]
         rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
         y = mx.zeros((0, x.shape[1]), mx.float32)
         if not isinstance(local, StreamedStore):
             local.count(len(own) - len(token), layer)
-            return local.experts(layer, rows, indices(flat), ones) if len(token) else y
+            return local.experts(layer, rows, mx.array(flat), ones) if len(token) else y
         call = local.begin_load(layer, indices(own), ones, **options)
         local.wait(call)
         if len(token):
-            host = None if call.host is None else flat.astype(np.uint32)
-            pairs = dataclasses.replace(call, ids=indices(flat), host=host)
+            host = None if call.host is None else flat
+            pairs = dataclasses.replace(call, ids=mx.array(flat), host=host)
             y = local.compute(pairs, rows, ones)
         local.release_after(call, y)
         return y

@@ -53,9 +53,19 @@ def logits(cases: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def load(path: str, **options: Any) -> dict[str, Any]:
-    """Nothing but loading."""
+def load(path: str, version: str = "", **options: Any) -> dict[str, Any]:
+    """Nothing but loading, as another version of the package."""
+    part.__version__ = version
     with load_model(path, distributed=True, **options):
+        return {}
+
+
+def prompts(path: str, lengths: list[int]) -> dict[str, Any]:
+    """Each rank reads a prompt of its own length."""
+    with load_model(path, distributed=True) as model:
+        tokens = tokens_of(1, model.config.vocab_size)
+        for _ in range(3):
+            mx.eval(model(tokens[:, : lengths[RANK]], model.make_cache()))
         return {}
 
 
@@ -169,7 +179,7 @@ def law(path: str, *, one_kind: bool) -> dict[str, Any]:
         return {"logits": logits_of(model)}
 
 
-JOBS = {job.__name__: job for job in (logits, load, forever, cut_ring, states, law)}
+JOBS = {job.__name__: job for job in (logits, load, forever, cut_ring, states, law, prompts)}
 
 
 def main() -> None:

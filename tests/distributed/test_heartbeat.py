@@ -28,8 +28,12 @@ def ranks():
     losses = [queue.Queue() for _ in range(3)]
     first = Heartbeat.listening(3, on_loss=losses[0].put)
     where = {"hosts": ["127.0.0.1"], "port": first.port, "token": first.token}
+    first.expect()
     others = [Heartbeat.connected(i, 3, **where, on_loss=losses[i].put) for i in (1, 2)]
-    every = [first, *others]
+    every, end = [first, *others], time.monotonic() + SECONDS
+    while {peer.rank for peer in first._peers} != {1, 2}:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     yield every, losses
     for each in every:
         each.end()
@@ -107,6 +111,8 @@ def test_nobody_waits_for_a_rank_that_has_ended(ranks, ended):
 def test_a_rank_that_never_connects_is_lost():
     losses: queue.Queue = queue.Queue()
     first = Heartbeat.listening(2, on_loss=losses.put)
+    assert none_for([losses], 1.5 * LIMIT)  # the other may load for long before it hears of us
+    first.expect()
     with socket.create_connection(("127.0.0.1", first.port)) as stranger:
         stranger.sendall(b"hello 0123 1\n")
         assert losses.get(timeout=SECONDS).startswith("rank 1 is lost: it does not answer")

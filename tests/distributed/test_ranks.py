@@ -49,8 +49,10 @@ def check(folder, ranks: int, cases: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("memory", ["100%", "20%"])
-def test_a_group_of_one_process(memory, directory_of):
-    """Every step but the exchange, on pairs (one sequence) and sums (three: 120 tokens)."""
+def test_a_group_of_one_process(memory, directory_of, monkeypatch):
+    """Every step but the exchange, on pairs (one sequence) and sums (three: 120 tokens), with the
+    columns of the CPU and those of kernels."""
+    monkeypatch.setattr("mlx_moeflux.distributed.store.on_cpu", lambda: memory == "100%")
     path, group = directory_of(SOME[0]), mx.distributed.init()
     assert group.size() == 1
     for batch in (1, 3):

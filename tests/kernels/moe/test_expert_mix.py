@@ -12,7 +12,11 @@ import pytest
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.moe import expert_mix as module
 from mlx_moeflux.kernels.moe import expert_tiles
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    ExpertBank,
+    ProjectionBank,
+    accumulate_experts,
+)
 from mlx_moeflux.kernels.moe.expert_mix import (
     ABSENT,
     expert_mix,
@@ -180,6 +184,19 @@ def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):
     upper = mx.where(first, mx.array(ABSENT, mx.uint32), slots)
     part = form_of(sizes)(x, lower, weights, bank)
     assert mx.array_equal(y, form_of(sizes)(x, upper, weights, bank, initial=part)).item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0], SIZES[6], *slow(SIZES[1], SIZES[8], SIZES[12], SIZES[13])]
+)
+def test_pairs_apart_give_the_same_bits(whole_device, sizes):
+    """As several machines compute them: a row for each pair, whose other columns are absent."""
+    x, slots, weights, bank = case(*sizes)
+    N, K = slots.shape
+    alone = mx.where(mx.arange(K) == 0, slots.reshape(-1, 1), mx.array(ABSENT, mx.uint32))
+    apart = form_of(sizes)(mx.repeat(x, K, axis=0), alone, mx.ones(alone.shape), bank)
+    together = accumulate_experts(apart.reshape(N, K, -1), weights)
+    assert mx.array_equal(together, form_of(sizes)(x, slots, weights, bank)).item()
 
 
 @pytest.mark.parametrize(
