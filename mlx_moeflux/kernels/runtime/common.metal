@@ -82,9 +82,10 @@ inline void tiny_numbers(thread float* to, uint word) {
   }
 }
 
-// What tiny numbers are multiplied with: 2^14 and the scale, 2^(byte - 127).
+// What tiny numbers are multiplied with: 2^14 and the scale, 2^(byte - 127). The smallest scale is no
+// normal float, which Metal may take for zero.
 inline float of_tiny(uint byte) {
-  return as_type<float>(byte == 0 ? 0x00400000u : byte << 23) * 16384.0f;
+  return byte == 0 ? as_type<float>(14u << 23) : as_type<float>(byte << 23) * 16384.0f;
 }
 
 // ---- Elementwise
