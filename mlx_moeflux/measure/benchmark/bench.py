@@ -256,7 +256,8 @@ class _Bench:
     @contextmanager
     def _ours(self, budget: str, **more: Any) -> Iterator[Ours]:
         before, options = settled_memory(), self.options
-        load = {"expert_memory": budget, "expert_reader": options.reader} | options.load | more
+        load: dict[str, Any] = {"expert_memory": budget, "expert_reader": options.reader}
+        load |= options.load | more
         model = load_model(self.directory, expert_threads=options.threads, **load)
         with model:
             if model.plan is not None:
