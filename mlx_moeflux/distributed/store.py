@@ -79,6 +79,8 @@ class DistributedStore(ExpertStore):
     Evaluates: every call.
     """
 
+    waits = True
+
     def __init__(
         self,
         local: ExpertStore,

@@ -68,6 +68,8 @@ class ExpertStore:
     reader: Any = None
     stays_on_device = False
     """Whether all calls are lazy, and a trace may stand for them."""
+    waits = False
+    """Whether a call waits for others, so that work beside the experts should begin before it."""
     parts_calls = False
     """Whether a call may be made in the steps of
     :class:`~mlx_moeflux.experts.streaming.store.StreamedStore`."""

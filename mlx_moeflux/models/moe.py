@@ -224,6 +224,8 @@ class SparseMoeBlock(nn.Module):
                 return y
         post, ids, weights, shared, ahead = self.prepare(x, norm, mask)
         options = {} if ahead is None else {"ahead": ahead}
+        if self._store.waits and shared:
+            mx.async_eval(shared)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
         if getattr(experts, "dtype", None) != mx.float32 or experts.shape != post.shape:
             check_result(self._store, self.layer, post, experts)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import socket
 import sys
 import threading
@@ -79,6 +80,19 @@ def forever(path: str) -> dict[str, Any]:
                 mx.eval(model(tokens[:, t : t + 1], cache))
                 if t == 2:
                     (FOLDER / f"running{RANK}").touch()
+
+
+def full_disk(path: str) -> dict[str, Any]:
+    """Steps and saved states without end; the disk of rank 1 takes no file of more than 4 KiB."""
+    with load_model(path, distributed=True, expert_memory="50%") as model:
+        if RANK == 1:
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+        tokens = tokens_of(1, model.config.vocab_size)
+        while True:
+            cache = model.make_cache()
+            mx.eval(model(tokens, cache))
+            cache.save(FOLDER / f"state{RANK}")
 
 
 def cut_ring(path: str) -> dict[str, Any]:
@@ -179,7 +193,10 @@ def law(path: str, *, one_kind: bool) -> dict[str, Any]:
         return {"logits": logits_of(model)}
 
 
-JOBS = {job.__name__: job for job in (logits, load, forever, cut_ring, states, law, prompts)}
+JOBS = {
+    job.__name__: job
+    for job in (logits, load, forever, cut_ring, full_disk, states, law, prompts)
+}
 
 
 def main() -> None:

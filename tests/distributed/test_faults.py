@@ -136,6 +136,19 @@ def test_a_failed_read_ends_all(directory, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_full_disk_ends_all(directory, tmp_path):
+    """Rank 1 cannot write its state; rank 0 waits for it in the next step."""
+    processes = start_job(tmp_path, 2, "full_disk", {"path": directory})
+    try:
+        first, second = ends(processes, STARTED)
+        assert "state1" in second
+        causes = "rank 1 is lost", "wait for each other", "a collective failed"
+        assert any(cause in first for cause in causes), first
+    finally:
+        kill_all(processes)
+
+
+@pytest.mark.slow
 def test_other_weights_on_one_rank(directory, tmp_path):
     other = str(synthesize(SHAPE, tmp_path / "other", seed=1))
     processes = start_job(
