@@ -272,9 +272,9 @@ def load_model(
     except MoefluxError:
         raise
     # MLX raises one of these, by how far a dimension is out of range.
-    except (OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{checkpoint.config_file}: its sizes multiply to more than an array can have; "
+            f"{checkpoint.config_file}: its sizes multiply to 0 or to more than an array can have; "
             "config.json and the weights are of different models."
         ) from error
     check_layers(model, mapped.trunk, checkpoint.directory)

@@ -154,7 +154,9 @@ class Rope:
             raise ConfigError(
                 f"{file}: YaRN needs 'original_max_position_embeddings' in the rope parameters."
             )
-        factor = numbers.get("factor", positions / original)
+        if "factor" not in numbers:
+            numbers["factor"] = _number(positions, "max_position_embeddings", file) / original
+        factor = numbers["factor"]
         if not factor:
             raise ConfigError(f"{file}: 'factor' of the rope is 0, must be positive.")
         mscale, all_dim = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
