@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,13 @@ os.environ.setdefault("MOEFLUX_DISPATCH", str(TABLE))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--model", type=Path, help="a published checkpoint, for -m real")
+
+
+def pytest_configure() -> None:
+    """Handle Ctrl-C, which the background processes of some shells ignore from their start: tests
+    send it to themselves and to their children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

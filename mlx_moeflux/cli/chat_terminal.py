@@ -119,15 +119,19 @@ class TerminalReply:
         split = self._splitter.add(text, final=final)
         self._thoughts += printable(split.reasoning)
         self._answer += printable(split.content)
+        thoughts = ""
         if self._answer.strip() or final:
-            self._print_thoughts()
+            thoughts, self._thoughts = self._thoughts.strip(), ""
         finished, self._answer = whole_blocks(self._answer)
         if final:
             finished, self._answer = finished + self._answer, ""
+        # Before printing, which redraws the growing part below what it prints.
+        self._live.update(self._growing())
+        if thoughts and not self._hidden:
+            self._live.console.print(Text(f"{thoughts}\n", style=THINKING))
         if finished.strip():
             # Text keeps its line breaks; Markdown has its own at the end.
             self._live.console.print(self._rendered(finished), end="")
-        self._live.update(self._growing())
 
     def interrupted(self) -> None:
         self.add("", final=True)
@@ -137,11 +141,6 @@ class TerminalReply:
         self.add("", final=True)
         if last is not None:
             self._live.console.print(Text(_numbers(last), style="dim"))
-
-    def _print_thoughts(self) -> None:
-        if self._thoughts.strip() and not self._hidden:
-            self._live.console.print(Text(self._thoughts.strip() + "\n", style=THINKING))
-        self._thoughts = ""
 
     def _rendered(self, answer: str) -> RenderableType:
         if self._markdown:

@@ -227,7 +227,11 @@ class SparseMoeBlock(nn.Module):
         if self._store.waits and shared:
             mx.async_eval(shared)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
-        if getattr(experts, "dtype", None) != mx.float32 or experts.shape != post.shape:
+        if (
+            not isinstance(experts, mx.array)
+            or experts.dtype != mx.float32
+            or experts.shape != post.shape
+        ):
             check_result(self._store, self.layer, post, experts)
         return self.combine(x, experts, shared)
 

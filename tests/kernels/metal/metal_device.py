@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mlx_moeflux.kernels.runtime.metal import Launcher, MetalBackend, MetalKerne
 from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import require_emulator
 from tests.kernels.metal.emulator import Emulator
+from tests.kernels.metal.variant import plain_name
 
 
 class MetalDevice(MetalBackend):
@@ -45,11 +45,6 @@ class MetalDevice(MetalBackend):
     def build(self, kernel: MetalKernel) -> Launcher:
         run = self.emulator.build(kernel)
         return functools.partial(_launch, self, plain_name(kernel.name), run)
-
-
-def plain_name(name: str) -> str:
-    """Without the digest of a text for inputs that lie in one buffer."""
-    return re.sub(r"_[0-9a-f]{6}$", "", name)
 
 
 def _launch(

@@ -17,7 +17,8 @@ from mlx_moeflux.kernels.runtime.metal import MetalBackend
 from mlx_moeflux.loading import load_model
 from tests.kernels.cases import all_cases
 from tests.kernels.harness import error, on_the_cpu
-from tests.kernels.metal.metal_device import MetalDevice, on_metal, plain_name
+from tests.kernels.metal.metal_device import MetalDevice, on_metal
+from tests.kernels.metal.variant import plain_name
 
 PROMPT, STEPS = 9, 2
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 1000, (1, PROMPT + STEPS)))

@@ -27,6 +27,12 @@ class EmulatorError(AssertionError):
     """A kernel did what it must not: one sentence with its name and the place."""
 
 
+def plain_name(name: str) -> str:
+    """Without the digest of a text for inputs that lie in one buffer, or of which one is given
+    twice while a model is loaded."""
+    return re.sub(r"_[0-9a-f]{6}$", "", name)
+
+
 @dataclass(frozen=True)
 class Argument:
     """One parameter of the generated kernel: a buffer of the given C type, or an attribute."""
