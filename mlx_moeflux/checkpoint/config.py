@@ -107,6 +107,7 @@ def not_negative(config: Any, file: Path | str, *names: str) -> None:
 
 def divides(config: Any, file: Path | str, small: str, large: str) -> None:
     """Raise :class:`ConfigError` unless field `small` divides field `large`."""
+    positive(config, file, small)
     if getattr(config, large) % getattr(config, small):
         raise ConfigError(
             f"{file}: '{small}' {getattr(config, small)} does not divide "
