@@ -70,6 +70,8 @@ def test_imports_point_one_way(file):
     ("module", "banned"),
     [
         ("mlx_moeflux", "mlx"),
+        ("mlx_moeflux", "pydantic"),
+        ("mlx_moeflux.server.tools", "pydantic"),
         ("mlx_moeflux.experts.policies.eviction", "mlx"),
         ("mlx_moeflux.cli.policies", "mlx"),
         ("mlx_moeflux.cli.plan", "mlx"),

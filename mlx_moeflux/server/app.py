@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields, read_json
+from mlx_moeflux.server.fields import Fields, read_body
 from mlx_moeflux.server.guard import CLIENT_LEFT, Guard, Limits
 from mlx_moeflux.server.protocols import (
     anthropic_messages,
@@ -53,16 +53,17 @@ class Events(Interface):
 
 @dataclass(frozen=True)
 class Protocol:
-    """Reader, whole reply and streamed reply of one path, from a module of `protocols`."""
+    """Body, reader, whole reply and streamed reply of one path, from a module of `protocols`."""
 
-    read: Callable[[Fields, Service], GenerationRequest]
+    body: type[Fields]
+    read: Callable[[Any, Service], GenerationRequest]
     reply: Callable[[Generation, Service], Coroutine[Any, Any, dict[str, Any]]]
     stream: Callable[[Generation, Service], Events]
 
     @classmethod
     def of(cls, module: Any) -> Protocol:
-        """Return the functions of a module."""
-        return cls(module.read, module.reply, module.Stream)
+        """Return the body and the functions of a module."""
+        return cls(module.Body, module.read, module.reply, module.Stream)
 
 
 PROTOCOLS = {
@@ -101,12 +102,12 @@ def make_app(service: Service, limits: Limits) -> Guard:
         Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()
     ]
     post = {
-        "/v1/messages/count_tokens": info.count_tokens,
-        "/tokenize": info.tokenize,
-        "/detokenize": info.detokenize,
+        "/v1/messages/count_tokens": (anthropic_messages.CountedBody, info.count_tokens),
+        "/tokenize": (info.Text, info.tokenize),
+        "/detokenize": (info.Tokens, info.detokenize),
     }
-    for path, compute in post.items():
-        routes.append(Route(path, _compute(service, compute), methods=["POST"]))
+    for path, (body, compute) in post.items():
+        routes.append(Route(path, _compute(service, body, compute), methods=["POST"]))
     for path, protocol in PROTOCOLS.items():
         routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
     routes += page_routes()
@@ -145,14 +146,14 @@ def _answer(answer: Callable[[Request], Response]) -> Callable[[Request], Awaita
 
 
 def _compute(
-    service: Service, compute: Callable[[Fields, Service], dict[str, Any]]
+    service: Service, body: type[Fields], compute: Callable[[Any, Service], dict[str, Any]]
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint of an answer that needs the tokenizer and not the model."""
 
     async def endpoint(request: Request) -> Response:
-        fields = Fields(read_json(await request.body()))
+        given = read_body(body, await request.body())
         async with service.rendering:
-            return JSONResponse(await asyncio.to_thread(compute, fields, service))
+            return JSONResponse(await asyncio.to_thread(compute, given, service))
 
     return endpoint
 
@@ -163,8 +164,8 @@ def _generate(
     """Return the endpoint of a protocol."""
 
     async def endpoint(request: Request) -> Response:
-        fields = Fields(read_json(await request.body()))
-        generation = await service.start(protocol.read(fields, service))
+        given = read_body(protocol.body, await request.body())
+        generation = await service.start(protocol.read(given, service))
         if generation.request.stream:
             return EventStream(generation, protocol, service, limits)
         try:

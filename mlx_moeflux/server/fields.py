@@ -1,199 +1,168 @@
-"""Strict reader of a request's JSON: checks every value and refuses fields that were not read."""
+"""Base of the models of a request's JSON: strict types, null as unset, one error for all faults."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core.core_schema import no_info_plain_validator_function
 
 from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.json_guard import read_json
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound="Fields")
 
-MOST_DEPTH = 100
-LARGEST_INTEGER = 2**63 - 1
+NOTHING = (None, False, 0, "", [], {})
+"""Values that ask for nothing, also in fields that are not known."""
 
 
-def read_json(body: bytes | str) -> Any:
-    """Return the value of a JSON text whose strings are Unicode and whose numbers are finite.
+class Fields(BaseModel):
+    """The fields of a JSON object; one that is null counts as missing.
+
+    inert: Names of fields that are known and change nothing in a reply. Others that are not the
+    model's are refused unless their value is in NOTHING.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    inert: ClassVar[tuple[str, ...]] = ()
+    own: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.own = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError("give an object")
+        own, inert = cls.own, cls.inert
+        given = {name: inner for name, inner in value.items() if inner is not None and name in own}
+        for name, inner in value.items():
+            if name not in own and name not in inert and inner not in NOTHING:
+                # One is enough to refuse the object, which may have millions.
+                return given | {name: inner}
+        return given
+
+
+class OpenFields(Fields, extra="ignore"):
+    """The fields of an object whose other fields are ignored."""
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole), Field(le=2**63 - 1)]
+"""An integer; 1.0 is one, true is none."""
+
+Count = Annotated[Integer, Field(ge=0)]
+Positive = Annotated[Integer, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+Items = Annotated[list[T], FailFast()]
+"""A list that is read to its first fault."""
+
+
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or any(not isinstance(t, str) or not t for t in texts):
+        raise ValueError("give texts that are not empty")
+    return texts
+
+
+Texts = Annotated[list[str], BeforeValidator(_texts)]
+"""A text or a list of texts, none of them empty."""
+
+
+def joined(parts: Any, separator: str = "") -> PlainValidator:
+    """Return the validator of a text that is a string, or `parts`: a list of objects with a text.
+
+    Images and files are no such objects, and are never fetched.
+    """
+    items = TypeAdapter(parts)
+
+    def join(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return separator.join(part.text for part in items.validate_python(value))
+
+    return PlainValidator(join)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a union of models: the Literal `field` of an object says of which it is.
+
+    Pydantic's own unions would put the model's name into the dotted place of a fault. other: The
+    model of objects of all other kinds; without it they are refused.
+    """
+
+    field: str
+    other: type[Fields] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> CoreSchema:
+        kinds: dict[Any, type[Fields]] = {
+            kind: model
+            for model in get_args(source)
+            if model is not self.other
+            for kind in get_args(model.model_fields[self.field].annotation)
+        }
+        known: Any = {self.field: (Literal[tuple(kinds)], ...)}
+        other = self.other or create_model("Kind", __base__=OpenFields, **known)
+
+        def choose(value: Any) -> Fields:
+            kind = value.get(self.field) if isinstance(value, dict) else None
+            model = kinds.get(kind) if kind is None or isinstance(kind, str) else None
+            return (model or other).model_validate(value)
+
+        return no_info_plain_validator_function(choose)
+
+
+def read_body(model: type[Model], body: bytes | str) -> Model:
+    """Return the JSON text of a request as a model.
 
     Raises:
-        RequestError: It is no JSON, is nested deeper than MOST_DEPTH, or has NaN, an infinity or a
-            lone surrogate.
+        RequestError: It is no JSON or not of the model; the message names the first field at fault.
     """
+    value = read_json(body)
     try:
-        value = json.loads(body, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError(f"the body is nested deeper than {MOST_DEPTH} levels.") from None
-    except ValueError as error:  # wrong UTF-8 and overlong integers too
-        raise RequestError(f"the body is no JSON: {error}.") from None
-    level: list[Any] = [value]
-    for _ in range(MOST_DEPTH):
-        level = [inner for outer in level for inner in _checked(outer)]
-        if not level:
-            return value
-    raise RequestError(f"the body is nested deeper than {MOST_DEPTH} levels.")
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+def _refusal(fault: ErrorDetails) -> RequestError:
+    place = ".".join(str(name)[:60] for name in fault["loc"])
+    subject = f"'{place}'" if place else "the body"
+    if fault["type"] == "extra_forbidden":
+        text = f"{subject} is not offered; leave it out."
+        return RequestError(text, param=place, code="unsupported_parameter")
+    if fault["type"] == "missing":
+        return RequestError(f"{subject} is missing; give it.", param=place)
+    hint = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    hint = hint.replace("a valid dictionary", "an object").rstrip(".")
+    text = f"{subject} is {_shown(fault['input'])}; {hint[:1].lower()}{hint[1:]}."
+    return RequestError(text[:300], param=place or None)
 
 
-def _checked(value: Any) -> Iterator[Any]:
-    """Check a value that holds no others; yield what the others hold."""
-    if isinstance(value, dict):
-        yield from value
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise RequestError("the body has a number that is too large.")
-    elif isinstance(value, str) and not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RequestError("the body has a lone surrogate, which is no character.") from None
-
-
-class Fields:
-    """A JSON object that is being read. A field that is null counts as missing.
-
-    where: Its dotted place in the body, for messages. Methods named after a kind of value check
-    and return one field, and note that it was read; :meth:`finish` refuses those that were not.
-    """
-
-    def __init__(self, value: Any, where: str = ""):
-        if not isinstance(value, dict):
-            raise RequestError(f"{where or 'the body'} is {_kind(value)}; give an object.")
-        self._value = {name: inner for name, inner in value.items() if inner is not None}
-        self._where, self._read = where, set[str]()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._value
-
-    def place(self, name: str) -> str:
-        """Return the dotted place of a field."""
-        return f"{self._where}.{name}" if self._where else name
-
-    def wrong(self, name: str, expected: str, *, code: str | None = None) -> RequestError:
-        """Return the error of a field whose value is not as expected."""
-        place = self.place(name)
-        if name not in self._value:
-            return RequestError(f"'{place}' is missing; {expected}.", param=place, code=code)
-        value = self._value[name]
-        shown = json.dumps(value) if isinstance(value, int | float | bool) else _kind(value)
-        return RequestError(f"'{place}' is {shown[:80]}; {expected}.", param=place, code=code)
-
-    def any(self, name: str, default: Any = None) -> Any:
-        """Return a field of any type."""
-        self._read.add(name)
-        return self._value.get(name, default)
-
-    def text(self, name: str, default: T = None) -> str | T:
-        return self._typed(name, str, "give a string", default)
-
-    def flag(self, name: str, default: T = False) -> bool | T:
-        return self._typed(name, bool, "give true or false", default)
-
-    def integer(
-        self, name: str, default: T = None, *, low: int = 0, high: int = LARGEST_INTEGER
-    ) -> int | T:
-        """Return an integer from `low` to `high`; a boolean or 1.5 is none, 1.0 is one."""
-        value = self.any(name)
-        if value is None:
-            return default
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, f"give an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, default: T = None, *, low: float, high: float) -> float | T:
-        """Return a number from `low` to `high`; a boolean is none."""
-        value = self.any(name)
-        if value is None:
-            return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not low <= value <= high
-        ):
-            raise self.wrong(name, f"give a number from {low} to {high}")
-        return float(value)
-
-    def choice(self, name: str, choices: Collection[str], default: T = None) -> str | T:
-        value = self.text(name)
-        if value is None:
-            return default
-        if value not in choices:
-            place, known = self.place(name), ", ".join(choices)
-            raise RequestError(f"'{place}' is '{value[:40]}'; give one of {known}.", param=place)
-        return value
-
-    def object(self, name: str) -> Fields | None:
-        """Return a field that is an object, whose own fields are to be read."""
-        value = self.any(name)
-        return None if value is None else Fields(value, self.place(name))
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        """Return a field that is an object, with everything in it."""
-        return self._typed(name, dict, "give an object", None) or {}
-
-    def items(self, name: str) -> list[Any]:
-        return self._typed(name, list, "give a list", None) or []
-
-    def objects(self, name: str) -> list[Fields]:
-        """Return the objects of a list, each of which is to be read."""
-        items = enumerate(self.items(name))
-        return [Fields(item, f"{self.place(name)}.{i}") for i, item in items]
-
-    def texts(self, name: str) -> list[str]:
-        """Return a field that is a text or a list of texts, none of them empty."""
-        value = self.any(name, [])
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or any(not isinstance(t, str) or not t for t in texts):
-            raise self.wrong(name, "give texts that are not empty")
-        return texts
-
-    def ignore(self, *names: str) -> None:
-        """Accept any value of fields that change nothing in a reply."""
-        self._read.update(names)
-
-    def finish(self) -> None:
-        """Refuse the first field that was not read and asks for something."""
-        for name, value in self._value.items():
-            if name not in self._read and value not in (False, 0, "", [], {}):
-                place = self.place(name[:60])
-                raise RequestError(
-                    f"'{place}' is not offered; leave it out.",
-                    param=place,
-                    code="unsupported_parameter",
-                )
-
-    def _typed(self, name: str, kind: type, expected: str, default: Any) -> Any:
-        value = self.any(name)
-        if value is None:
-            return default
-        if not isinstance(value, kind):
-            raise self.wrong(name, expected)
-        return value
-
-
-def required(fields: Fields, read: Callable[[str], T | None], name: str, expected: str) -> T:
-    """Return ``read(name)``; refuse a missing field."""
-    value = read(name)
-    if value is None:
-        raise fields.wrong(name, expected)
-    return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "a boolean",
-        type(None): "null",
-    }
-    return kinds.get(type(value), "a number")
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return json.dumps(value[:40] if isinstance(value, str) else value, ensure_ascii=False)[:80]

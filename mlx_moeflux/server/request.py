@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
@@ -25,6 +24,11 @@ class Defaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    def sampling(self, given: Mapping[str, Any]) -> Sampling:
+        """Return the sampling of a request that gives these options."""
+        own = {name: value for name, value in asdict(self).items() if name in SAMPLING}
+        return Sampling(**{**own, **given})
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+SAMPLING = {option.name for option in fields(Sampling)}
 
 
 @dataclass
@@ -81,66 +88,6 @@ class GenerationRequest:
     @property
     def answer(self) -> bool:
         return self.prompt is None
-
-
-def read_sampling(
-    body: Fields, defaults: Defaults, vocabulary: int, *, hottest: float = 2.0
-) -> Sampling:
-    """Return the sampling of a body in OpenAI's names, with mlx-lm's besides.
-
-    hottest: Largest temperature.
-    """
-    return Sampling(
-        temperature=body.number("temperature", defaults.temperature, low=0, high=hottest),
-        top_p=body.number("top_p", defaults.top_p, low=0, high=1),
-        top_k=body.integer("top_k", defaults.top_k, low=0),
-        min_p=body.number("min_p", defaults.min_p, low=0, high=1),
-        seed=body.integer("seed", None, low=-(2**63)),
-        xtc_probability=body.number("xtc_probability", 0.0, low=0, high=1),
-        xtc_threshold=body.number("xtc_threshold", 0.1, low=0, high=0.5),
-        presence_penalty=body.number("presence_penalty", 0.0, low=-2, high=2),
-        frequency_penalty=body.number("frequency_penalty", 0.0, low=-2, high=2),
-        # Smaller ones would divide logits to infinity.
-        repetition_penalty=body.number("repetition_penalty", 1.0, low=0.01, high=10),
-        logit_bias=_logit_bias(body, vocabulary),
-    )
-
-
-def _logit_bias(body: Fields, vocabulary: int) -> tuple[tuple[int, float], ...]:
-    given = body.mapping("logit_bias")
-    fields, found = Fields(given, "logit_bias"), []
-    for key in given:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
-            raise RequestError(
-                f"'logit_bias' names '{key[:40]}', which is no token id below {vocabulary}.",
-                param="logit_bias",
-            )
-        found.append((int(key), fields.number(key, 0.0, low=-100, high=100)))
-    return tuple(sorted(found))
-
-
-def read_stop(body: Fields, name: str = "stop") -> list[str]:
-    """Return the stop texts of a body."""
-    stop = body.texts(name)
-    if len(stop) > MOST_STOPS:
-        raise body.wrong(name, f"give at most {MOST_STOPS}")
-    return stop
-
-
-def function_tool(function: Fields) -> dict[str, Any]:
-    """Return a function, with its fields at one level, as a tool in OpenAI's form."""
-    name = function.text("name")
-    if not name or len(name) > 256 or any(c in name for c in "<>\"'`\n\\") or name != name.strip():
-        raise function.wrong("name", "give a name of letters, digits, - and _")
-    schema = function.mapping("parameters")
-    for key, kind in (("properties", dict), ("required", list)):
-        if not isinstance(schema.get(key, kind()), kind):
-            raise function.wrong("parameters", f"its '{key}' must be of another type")
-    found = {"name": name, "parameters": {"type": "object", "properties": {}, **schema}}
-    if description := function.text("description"):
-        found["description"] = description
-    function.ignore("strict")
-    return {"type": "function", "function": found}
 
 
 def check_tools(tools: list[dict[str, Any]], choice: str, place: str = "tools") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.constrain import WHITE_SPACE
-from mlx_moeflux.server.fields import read_json
+from mlx_moeflux.server.json_guard import read_json
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a function -> JSON schema of its arguments."""

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
+pytest.importorskip("pydantic")
 pytest.importorskip("llguidance")
 
 from mlx_moeflux import load

@@ -11,7 +11,6 @@ from mlx_moeflux.detokenizer import StopText
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar, choose_syntax
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -311,15 +310,3 @@ def test_the_vocabulary_tells_the_syntax_of_reasoning():
 def test_a_stop_text_is_named():
     stop = StopText(["cd", "b"])
     assert (stop.add("a"), stop.add("bcd"), stop.stop) == ("a", "", "b")
-
-
-def test_fields_refuse_what_nobody_reads():
-    fields = Fields({"a": 1, "b": None, "c": [], "d": False, "e": {"f": 2}})
-    inner = fields.object("e")
-    with pytest.raises(RequestError, match=r"'e\.f' is not offered"):
-        inner.finish()
-    with pytest.raises(RequestError, match="'a' is not offered"):
-        fields.finish()
-    fields.ignore("a")
-    fields.finish()
-    assert "b" not in fields

@@ -86,6 +86,8 @@ WRONG = {
     "audio": {"modalities": ["text", "audio"]},
     "arguments": {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{"}}]}]},
+    "deep arguments": {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "look", "arguments": "[" * 9999}}]}]},
     "long": {"messages": [{"role": "user", "content": "def f(x):" * 3000}]},
 }  # fmt: skip
 

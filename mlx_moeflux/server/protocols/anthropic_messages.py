@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import CALLS, LENGTH, Delta
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
-from mlx_moeflux.server.fields import Fields, required
-from mlx_moeflux.server.protocols.openai import event
+from mlx_moeflux.server.fields import (
+    Count,
+    Fields,
+    Items,
+    OneOf,
+    OpenFields,
+    Positive,
+    Share,
+    Texts,
+    joined,
+)
+from mlx_moeflux.server.protocols.openai import Function, Parameters, event, shown_arguments
 from mlx_moeflux.server.request import (
     AUTO,
+    MOST_STOPS,
     NONE,
     REQUIRED,
+    SAMPLING,
     GenerationRequest,
-    Sampling,
     check_tools,
-    function_tool,
-    read_stop,
 )
 from mlx_moeflux.server.service import Generation, Service
-
-INERT = ("metadata", "service_tier", "container", "context_management", "betas", "inference_geo",
-         "cache_control")  # fmt: skip
-"""Fields of requests that change nothing in a reply."""
 
 # Claude Code writes a line of this name, which changes from turn to turn, into the system prompt:
 # with it no prompt would continue the one before.
 CHANGING_LINE = "x-anthropic-billing-header:"
 MOST_CHECKPOINTS = 4
-ROLES = ("user", "assistant", "system")
+CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
@@ -47,205 +55,220 @@ def error(found: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": inner, "request_id": None}
 
 
-def read(body: Fields, service: Service) -> GenerationRequest:
+class Block(OpenFields):
+    """A block of a content. cache_control: Marks a place to continue from."""
+
+    cache_control: Any = None
+
+
+class SystemBlock(Block):
+    text: str
+
+
+class TextBlock(SystemBlock):
+    type: Literal["text"]
+
+
+class ResultPart(OpenFields):
+    type: Literal["text"]
+    text: str = ""
+
+
+class ToolResult(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[str, joined(Items[ResultPart], "\n")] = ""
+
+
+class Thinking(Block):
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+class ToolUse(Block):
+    type: Literal["tool_use"]
+    id: str = ""
+    name: str
+    input: dict[str, Any] = Field({})
+
+
+def _blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+UserBlock = Annotated[TextBlock | ToolResult, OneOf("type")]
+AssistantBlock = Annotated[TextBlock | Thinking | ToolUse, OneOf("type")]
+
+
+class UserMessage(Fields):
+    role: Literal["user", "system"]
+    content: Annotated[Items[UserBlock], BeforeValidator(_blocks)]
+
+
+class AssistantMessage(Fields):
+    role: Literal["assistant"]
+    content: Annotated[Items[AssistantBlock], BeforeValidator(_blocks)]
+
+
+Message = Annotated[UserMessage | AssistantMessage, OneOf("role")]
+
+
+class Tool(Function, extra="forbid"):
+    inert = ("cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples")
+    type: Literal["custom"] = "custom"
+    parameters: Parameters = Field(alias="input_schema")
+
+
+class AnyToolChoice(Fields):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool = False
+
+
+class OneToolChoice(Fields):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+ToolChoice = Annotated[AnyToolChoice | OneToolChoice, OneOf("type")]
+
+
+class ThinkingOptions(Fields):
+    """A budget of tokens is the model's own business."""
+
+    inert = ("budget_tokens", "display")
+    type: Literal["enabled", "disabled", "adaptive"] = "enabled"
+
+
+class OutputFormat(OpenFields):
+    type: Literal["json_schema"] = "json_schema"
+    value: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Body(Fields):
+    """The body of a request."""
+
+    inert = ("metadata", "service_tier", "container", "context_management", "betas",
+             "inference_geo", "cache_control")  # fmt: skip
+    model: str | None = None
+    system: Annotated[Items[SystemBlock], BeforeValidator(_blocks)] = Field([])
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    max_tokens: Positive
+    stream: bool = False
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    stop_sequences: Annotated[Texts, Field(max_length=MOST_STOPS)] = Field([])
+    tools: Items[Tool] = Field([])
+    tool_choice: ToolChoice = AnyToolChoice(type="auto")
+    thinking: ThinkingOptions | None = None
+    output_format: OutputFormat | None = None
+    output_config: OutputConfig = OutputConfig()
+
+
+class CountedBody(Body):
+    """The body of a request whose tokens are counted."""
+
+    max_tokens: Positive | None = None
+
+
+def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
-    if body.integer("max_tokens", low=1) is None:
-        raise body.wrong("max_tokens", "give the most tokens of the reply")
-    return read_prompt(body, service)
-
-
-def read_prompt(body: Fields, service: Service) -> GenerationRequest:
-    """Return the request of a body that may lack max_tokens, as one to be counted does."""
-    service.check_model(body.text("model"))
-    defaults = service.options.defaults
-    sampling = Sampling(
-        temperature=body.number("temperature", defaults.temperature, low=0, high=1),
-        top_p=body.number("top_p", defaults.top_p, low=0, high=1),
-        top_k=body.integer("top_k", defaults.top_k, low=0),
-        min_p=defaults.min_p,
-    )
-    tools = [_tool(tool) for tool in body.objects("tools")]
-    choice, parallel = _tool_choice(body.object("tool_choice"))
-    check_tools(tools, choice)
+    service.check_model(body.model)
+    tools = [tool.tool() for tool in body.tools]
+    choice = body.tool_choice
+    named = choice.name if isinstance(choice, OneToolChoice) else CHOICES[choice.type]
+    check_tools(tools, named)
     messages, checkpoints = _messages(body, service)
-    schema, options = _output(body)
-    request = GenerationRequest(
-        sampling=sampling,
+    sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
+    options: dict[str, Any] = {}
+    if body.thinking is not None:
+        options["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config.effort:
+        options["reasoning_effort"] = body.output_config.effort
+    form = body.output_config.format or body.output_format
+    return GenerationRequest(
+        sampling=service.options.defaults.sampling(sampling),
         messages=messages,
-        max_tokens=body.integer("max_tokens", low=1),
-        stop=read_stop(body, "stop_sequences"),
-        schema=schema,
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        schema=() if form is None else (form.value,),
         tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=parallel,
-        template_options={**_thinking(body.object("thinking")), **options},
-        checkpoints=sorted(set(checkpoints))[-MOST_CHECKPOINTS:],
-        stream=body.flag("stream"),
+        tool_choice=named,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        template_options=options,
+        checkpoints=checkpoints[-MOST_CHECKPOINTS:],
+        stream=body.stream,
     )
-    body.ignore(*INERT)
-    body.finish()
-    return request
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    tool.choice("type", ("custom",))
-    if "input_schema" not in tool:
-        raise tool.wrong("input_schema", "give the schema of a tool of the client's")
-    function = {
-        "name": tool.any("name"),
-        "description": tool.any("description"),
-        "parameters": tool.mapping("input_schema"),
-    }
-    tool.ignore(
-        "cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples"
-    )
-    tool.finish()
-    return function_tool(Fields(function, "tools"))
-
-
-def _tool_choice(choice: Fields | None) -> tuple[str, bool]:
-    """Return the choice in OpenAI's words, and whether a reply may have several calls."""
-    if choice is None:
-        return AUTO, True
-    kinds = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
-    kind = required(choice, lambda name: choice.choice(name, kinds), "type", "give a type")
-    name = required(choice, choice.text, "name", "name the tool") if kind == "tool" else ""
-    parallel = not choice.flag("disable_parallel_tool_use")
-    choice.finish()
-    return kinds[kind] or name, parallel
-
-
-def _thinking(thinking: Fields | None) -> dict[str, Any]:
-    """Return the template's variable; a budget of tokens is the model's own business."""
-    if thinking is None:
-        return {}
-    kind = thinking.choice("type", ("enabled", "disabled", "adaptive"), "enabled")
-    thinking.ignore("budget_tokens", "display")
-    thinking.finish()
-    return {"enable_thinking": kind != "disabled"}
-
-
-def _output(body: Fields) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the schema of the answer, and the template's variables of the effort."""
-    config, options = body.object("output_config"), {}
-    form = body.object("output_format")
-    if config is not None:
-        form = config.object("format") or form
-        if effort := config.text("effort"):
-            options["reasoning_effort"] = effort
-        config.finish()
-    if form is None:
-        return (), options
-    form.choice("type", ("json_schema",))
-    if "schema" not in form:
-        raise form.wrong("schema", "give a JSON schema")
-    return (form.mapping("schema"),), options
-
-
-def _messages(body: Fields, service: Service) -> tuple[list[dict[str, Any]], list[int]]:
+def _messages(body: Body, service: Service) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the messages in OpenAI's form, and the numbers of those after which a mark stands."""
     messages: list[dict[str, Any]] = []
     checkpoints: list[int] = []
-    system, marked = _system(body)
-    if system:
+    if system := _system(body.system):
         messages.append({"role": "system", "content": system})
-    if marked:
+    if _marked(body.system):
         checkpoints.append(len(messages))
-    given = body.objects("messages")
-    if not given:
-        raise body.wrong("messages", "give at least one message")
-    for message in given:
-        role = message.choice("role", ROLES)
-        if role is None:
-            raise message.wrong("role", "give a role")
-        blocks, marked = _blocks(message)
-        messages += _assistant(blocks, service) if role == "assistant" else _user(blocks, role)
-        message.finish()
-        if marked:
+    for message in body.messages:
+        if isinstance(message, AssistantMessage):
+            messages.append(_assistant(message, service))
+        else:
+            messages += _user(message)
+        if _marked(message.content):
             checkpoints.append(len(messages))
     return messages, checkpoints
 
 
-def _system(body: Fields) -> tuple[str, bool]:
-    """Return the system prompt without its changing line, and whether it is marked."""
-    whole = body.any("system")
-    if isinstance(whole, str):
-        texts, marked = [whole], False
-    else:
-        blocks = body.objects("system")
-        texts = [required(block, block.text, "text", "give a text") for block in blocks]
-        marked = any("cache_control" in block for block in blocks)
+def _marked(blocks: Sequence[Block]) -> bool:
+    return any(block.cache_control is not None for block in blocks)
+
+
+def _system(blocks: Sequence[SystemBlock]) -> str:
+    """Return the system prompt without its changing line."""
     kept = []
-    for text in texts:
-        lines = text.split("\n")
+    for block in blocks:
+        lines = block.text.split("\n")
         stable = [line for line in lines if not line.lstrip().lower().startswith(CHANGING_LINE)]
         if "\n".join(stable).strip() or len(stable) == len(lines):
             kept.append("\n".join(stable))
-    return "\n\n".join(text for text in kept if text), marked
+    return "\n\n".join(text for text in kept if text)
 
 
-def _blocks(message: Fields) -> tuple[list[Fields], bool]:
-    """Return the blocks of a message, and whether one is marked."""
-    content = message.any("content")
-    if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, message.place("content"))], False
-    if content is None:
-        raise message.wrong("content", "give a text or blocks")
-    blocks = message.objects("content")
-    return blocks, any("cache_control" in block for block in blocks)
-
-
-def _user(blocks: list[Fields], role: str) -> list[dict[str, Any]]:
+def _user(message: UserMessage) -> list[dict[str, Any]]:
     """Return a message for each tool's result, and one for the texts behind them."""
-    messages, texts = [], []
-    for block in blocks:
-        kind = block.text("type")
-        if kind == "text":
-            texts.append(required(block, block.text, "text", "give a text"))
-        elif kind == "tool_result":
-            text = _result(block)
-            call = required(block, block.text, "tool_use_id", "name the call")
-            messages.append({"role": "tool", "content": text, "tool_call_id": call})
-        else:
-            raise block.wrong("type", "this server reads text and tool_result, and fetches nothing")
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id}
+        for block in message.content
+        if isinstance(block, ToolResult)
+    ]
+    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
     if texts or not messages:
-        messages.append({"role": role, "content": "\n".join(texts)})
+        messages.append({"role": message.role, "content": "\n".join(texts)})
     return messages
 
 
-def _result(block: Fields) -> str:
-    if isinstance(block.any("content", ""), str):
-        return block.text("content", "")
-    parts = block.objects("content")
-    for part in parts:
-        if part.text("type") != "text":
-            raise part.wrong("type", "this server reads text alone, and fetches nothing")
-    return "\n".join(part.text("text", "") for part in parts)
-
-
-def _assistant(blocks: list[Fields], service: Service) -> list[dict[str, Any]]:
+def _assistant(message: AssistantMessage, service: Service) -> dict[str, Any]:
     texts, reasoning, calls = [], [], []
-    for block in blocks:
-        kind = block.text("type")
-        if kind == "text":
-            texts.append(required(block, block.text, "text", "give a text"))
-        elif kind == "thinking":
-            reasoning.append(block.text("thinking", ""))
-        elif kind == "tool_use":
-            arguments: Any = block.mapping("input")
-            if service.tool_syntax is not None and service.tool_syntax.text_arguments:
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            name = required(block, block.text, "name", "name the tool")
-            call = {"name": name, "arguments": arguments}
-            calls.append({"id": block.text("id", ""), "type": "function", "function": call})
-        elif kind != "redacted_thinking":
-            raise block.wrong("type", "this server reads text, thinking and tool_use")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    for block in message.content:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": shown_arguments(service, block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            reasoning.append(block.thinking)
+    found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if any(reasoning):
-        message["reasoning_content"] = "".join(reasoning)
+        found["reasoning_content"] = "".join(reasoning)
     if calls:
-        message["tool_calls"] = calls
-    return [message]
+        found["tool_calls"] = calls
+    return found
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import Field
+
 from mlx_moeflux._version import __version__
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields, required
+from mlx_moeflux.server.fields import Fields
 from mlx_moeflux.server.protocols import anthropic_messages
 from mlx_moeflux.server.service import Service
 
@@ -52,29 +54,40 @@ def props(service: Service) -> dict[str, Any]:
     }
 
 
-def count_tokens(body: Fields, service: Service) -> dict[str, Any]:
+def count_tokens(body: anthropic_messages.CountedBody, service: Service) -> dict[str, Any]:
     """Return the tokens of the prompt of Anthropic's messages."""
-    request = anthropic_messages.read_prompt(body, service)
+    request = anthropic_messages.read(body, service)
     return {"input_tokens": len(service.render(request).ids)}
 
 
-def tokenize(body: Fields, service: Service) -> dict[str, Any]:
-    """Return the ids of a text (``content``); with special tokens if ``add_special``."""
-    text = required(body, body.text, "content", "give a text")
-    special = body.flag("add_special")
-    body.ignore("model")
-    body.finish()
-    return {"tokens": service.tokenizer.encode(text, add_special_tokens=special)}
+class Text(Fields):
+    """The body of a text to tokenize; with special tokens if add_special."""
+
+    inert = ("model",)
+    content: str
+    add_special: bool = False
 
 
-def detokenize(body: Fields, service: Service) -> dict[str, Any]:
-    """Return the text of ids (``tokens``)."""
-    tokens = body.items("tokens")
-    if any(type(i) is not int or not 0 <= i < service.vocabulary for i in tokens):
-        raise body.wrong("tokens", f"give ids from 0 to {service.vocabulary - 1}")
-    body.ignore("model")
-    body.finish()
-    return {"content": service.tokenizer.decode(tokens)}
+def tokenize(body: Text, service: Service) -> dict[str, Any]:
+    """Return the ids of a text."""
+    ids = service.tokenizer.encode(body.content, add_special_tokens=body.add_special)
+    return {"tokens": ids}
+
+
+class Tokens(Fields):
+    """The body of ids to detokenize."""
+
+    inert = ("model",)
+    tokens: list[Any] = Field([])
+
+
+def detokenize(body: Tokens, service: Service) -> dict[str, Any]:
+    """Return the text of ids."""
+    if any(type(i) is not int or not 0 <= i < service.vocabulary for i in body.tokens):
+        raise RequestError(
+            f"'tokens' must be ids from 0 to {service.vocabulary - 1}.", param="tokens"
+        )
+    return {"content": service.tokenizer.decode(body.tokens)}
 
 
 def health(service: Service) -> dict[str, Any]:

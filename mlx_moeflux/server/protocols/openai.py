@@ -1,25 +1,192 @@
-"""Parts of all of OpenAI's protocols: errors, log-probabilities, usage, content of messages."""
+"""Parts of all of OpenAI's protocols: fields of bodies, errors, log-probabilities, usage."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, field_validator
 
 from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.engine import TokenLogprobs
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields
+from mlx_moeflux.server.fields import Count, Fields, Integer, OpenFields, Positive, Share, Texts
+from mlx_moeflux.server.json_guard import read_json
+from mlx_moeflux.server.request import (
+    AUTO,
+    MOST_CHOICES,
+    MOST_STOPS,
+    NONE,
+    REQUIRED,
+    SAMPLING,
+    Sampling,
+)
 from mlx_moeflux.server.service import Generation, Service
 
 # Log-probability of a token that cannot occur; JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
-INERT = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "client_metadata",
-)  # fmt: skip
-"""Fields of requests that change nothing in a reply."""
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class OpenAIBody(Fields):
+    """Base of the bodies of OpenAI's protocols, with mlx-lm's options of sampling."""
+
+    inert = (
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "prediction", "client_metadata",
+    )  # fmt: skip
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    min_p: Share | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63))] | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # Smaller ones would divide logits to infinity.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    logit_bias: dict[str, Any] = Field({})
+
+    def sampling(self, service: Service) -> Sampling:
+        """Return the options of sampling, with the server's where the body has none."""
+        given = self.model_dump(include=SAMPLING, exclude_unset=True)
+        given["logit_bias"] = self._biases(service.vocabulary)
+        return service.options.defaults.sampling(given)
+
+    def _biases(self, vocabulary: int) -> tuple[tuple[int, float], ...]:
+        found = []
+        for key, bias in self.logit_bias.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
+                raise RequestError(
+                    f"'logit_bias' names '{key[:40]}', which is no token id below {vocabulary}.",
+                    param="logit_bias",
+                )
+            bias = 0 if bias is None else bias
+            if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                place = f"logit_bias.{key}"
+                raise RequestError(f"'{place}' must be a number from -100 to 100.", param=place)
+            found.append((int(key), float(bias)))
+        return tuple(sorted(found))
+
+
+class StreamOptions(Fields):
+    inert = ("include_obfuscation",)
+    include_usage: bool = False
+
+
+class ChunkBody(OpenAIBody):
+    """Base of the bodies of chat completions and completions."""
+
+    max_tokens: Positive | None = None
+    n: Annotated[Positive, Field(le=MOST_CHOICES)] = 1
+    stop: Annotated[Texts, Field(max_length=MOST_STOPS)] = Field([])
+    stream_options: StreamOptions | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, value: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        if not info.data.get("stream"):
+            raise ValueError("it is for streams alone")
+        return value
+
+    @property
+    def usage(self) -> bool:
+        """Return True if a stream ends with counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def _name(name: str) -> str:
+    if any(c in name for c in "<>\"'`\n\\") or name != name.strip():
+        raise ValueError("give a name of letters, digits, - and _")
+    return name
+
+
+def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(key, kind()), kind):
+            raise ValueError(f"its '{key}' must be of another type")
+    return schema
+
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_name)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+
+
+class Function(OpenFields):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Parameters = Field({})
+
+    def tool(self, name: str | None = None) -> dict[str, Any]:
+        """Return the function, under another name if one is given, as chat templates take it."""
+        schema = {"type": "object", "properties": {}, **self.parameters}
+        found: dict[str, Any] = {"name": name or self.name, "parameters": schema}
+        if self.description:
+            found["description"] = self.description
+        return {"type": "function", "function": found}
+
+
+class _Named(OpenFields):
+    name: str
+
+
+class _Choice(OpenFields):
+    type: Literal["function"] = "function"
+    function: _Named | None = None
+
+
+def _tool_choice(value: Any) -> str:
+    if isinstance(value, str):
+        if value not in (AUTO, NONE, REQUIRED):
+            raise ValueError(f"give {AUTO}, {NONE}, {REQUIRED} or a function")
+        return value
+    # Responses name the function at the top.
+    return (_Choice.model_validate(value).function or _Named.model_validate(value)).name
+
+
+ToolChoice = Annotated[str, PlainValidator(_tool_choice)]
+"""Auto, none, required, or the name of a function."""
+
+
+class _Schema(OpenFields):
+    value: dict[str, Any] = Field(alias="schema")
+
+
+class _Format(OpenFields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
+def _format(value: Any) -> tuple[Any, ...]:
+    form = _Format.model_validate(value)
+    if form.type == "json_schema":
+        # Responses have the schema at the top.
+        return ((form.json_schema or _Schema.model_validate(value)).value,)
+    return (None,) if form.type == "json_object" else ()
+
+
+Format = Annotated[tuple[Any, ...], PlainValidator(_format)]
+"""The schema of an answer: (schema,), (None,) for any object, () for any text."""
+
+
+def _arguments(text: Any) -> dict[str, Any]:
+    try:
+        arguments = read_json(text or "{}") if isinstance(text, str) else None
+    except RequestError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("give the JSON text of an object")
+    return arguments
+
+
+Arguments = Annotated[dict[str, Any], PlainValidator(_arguments)]
+"""The arguments of an earlier call, of the JSON text of an object."""
 
 
 def error(found: RequestError) -> dict[str, Any]:
@@ -100,49 +267,12 @@ def logprobs(service: Service, delta: Delta) -> dict[str, Any]:
     return {"content": [full(one) for one in delta.logprobs], "refusal": None}
 
 
-def read_stream(body: Fields) -> tuple[bool, bool]:
-    """Return whether a reply is streamed, and whether its stream ends with a usage."""
-    stream, options, counted = body.flag("stream"), body.object("stream_options"), False
-    if options is not None:
-        if not stream:
-            raise RequestError("'stream_options' is for streams alone.", param="stream_options")
-        counted = options.flag("include_usage")
-        options.ignore("include_obfuscation")
-        options.finish()
-    return stream, counted
-
-
-def text_of(fields: Fields, name: str, kinds: Iterable[str] = ("text",)) -> str | None:
-    """Return the text of a message's content: a string, or parts of these kinds, concatenated.
-
-    Raises:
-        RequestError: A part is no text. Images and files are never fetched.
-    """
-    value = fields.any(name)
-    if value is None or isinstance(value, str):
-        return value
-    texts = []
-    for part in fields.objects(name):
-        if (part.text("type") or "") not in kinds:
-            raise part.wrong(
-                "type", f"this server reads {', '.join(kinds)} alone, and fetches nothing"
-            )
-        texts.append(part.text("text", ""))
-    return "".join(texts)
-
-
-def parsed_arguments(service: Service, text: str, fields: Fields, name: str) -> Any:
+def shown_arguments(service: Service, arguments: dict[str, Any]) -> Any:
     """Return the arguments of an earlier call as the chat template wants them."""
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
-        raise fields.wrong(name, "give the JSON text of an object") from None
-    if not isinstance(arguments, dict):
-        raise fields.wrong(name, "give the JSON text of an object")
     syntax = service.tool_syntax
-    return (
-        json.dumps(arguments, ensure_ascii=False) if syntax and syntax.text_arguments else arguments
-    )
+    if syntax is not None and syntax.text_arguments:
+        return json.dumps(arguments, ensure_ascii=False)
+    return arguments
 
 
 def merged_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

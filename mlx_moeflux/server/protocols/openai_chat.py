@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from mlx_moeflux.server.assemble import Delta
-from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields, required
+from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, Positive, joined
 from mlx_moeflux.server.protocols.openai import (
-    INERT,
+    Arguments,
+    ChunkBody,
     ChunkStream,
+    Format,
+    Function,
+    ToolChoice,
     logprobs,
     merged_system,
-    parsed_arguments,
-    read_stream,
-    text_of,
+    shown_arguments,
     usage,
 )
-from mlx_moeflux.server.request import (
-    AUTO,
-    MOST_CHOICES,
-    MOST_LOGPROBS,
-    NONE,
-    REQUIRED,
-    GenerationRequest,
-    check_tools,
-    function_tool,
-    read_sampling,
-    read_stop,
-)
+from mlx_moeflux.server.request import AUTO, MOST_LOGPROBS, GenerationRequest, check_tools
 from mlx_moeflux.server.service import Generation, Service
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-ROLES |= {"tool": "tool"}
 
 # Arguments of the rendering itself, which are no variables of a template.
 RESERVED = {
@@ -44,125 +33,129 @@ RESERVED = {
 }  # fmt: skip
 
 
-def read(body: Fields, service: Service) -> GenerationRequest:
+class TextPart(OpenFields):
+    type: Literal["text"]
+    text: str = ""
+
+
+Content = Annotated[str, joined(Items[TextPart])]
+
+
+class Message(Fields):
+    inert = ("name",)
+    role: Literal["system", "developer", "user"]
+    content: Content
+
+
+class ToolMessage(Fields):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class CalledFunction(OpenFields):
+    name: str
+    arguments: Arguments
+
+
+class Call(OpenFields):
+    type: Literal["function"] = "function"
+    id: str = ""
+    function: CalledFunction
+
+
+class AssistantMessage(Fields):
+    inert = ("name", "refusal", "annotations", "function_call", "audio")
+    role: Literal["assistant"]
+    content: Content = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_calls: Items[Call] = Field([])
+
+
+AnyMessage = Annotated[Message | ToolMessage | AssistantMessage, OneOf("role")]
+
+
+class Tool(OpenFields):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+def _template_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name in RESERVED & options.keys():
+        raise ValueError(f"it cannot set '{name}'")
+    return options
+
+
+class Body(ChunkBody):
+    """The body of a request."""
+
+    messages: Annotated[Items[AnyMessage], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] = Field([])
+    tools: Items[Tool] = Field([])
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    response_format: Format = ()
+    logprobs: bool = False
+    top_logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] = 0
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_options)] = Field({})
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_logprobs(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("it needs 'logprobs': true")
+        return value
+
+
+def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
-    service.check_model(body.text("model"))
-    stream, counted = read_stream(body)
-    tools = [_tool(tool) for tool in body.objects("tools")]
-    choice = read_tool_choice(body)
-    check_tools(tools, choice)
-    request = GenerationRequest(
-        sampling=read_sampling(body, service.options.defaults, service.vocabulary),
-        messages=merged_system([_message(m, service) for m in body.objects("messages")]),
-        max_tokens=body.integer("max_completion_tokens", body.integer("max_tokens", low=1), low=1),
-        n=body.integer("n", 1, low=1, high=MOST_CHOICES),
-        stop=read_stop(body),
-        logprobs=_logprobs(body),
-        schema=read_format(body.object("response_format")),
+    service.check_model(body.model)
+    tools = [tool.function.tool() for tool in body.tools]
+    check_tools(tools, body.tool_choice)
+    options = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    return GenerationRequest(
+        sampling=body.sampling(service),
+        messages=merged_system([_message(message, service) for message in body.messages]),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        n=body.n,
+        stop=body.stop,
+        logprobs=body.top_logprobs if body.logprobs else None,
+        schema=body.response_format,
         tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=body.flag("parallel_tool_calls", True),
-        template_options=_template_options(body),
-        stream=stream,
-        usage=counted,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_options=options,
+        stream=body.stream,
+        usage=body.usage,
     )
-    if not request.messages:
-        raise body.wrong("messages", "give at least one message")
-    if body.any("modalities", ["text"]) != ["text"]:
-        raise body.wrong("modalities", 'replies are ["text"]')
-    body.ignore(*INERT)
-    body.finish()
-    return request
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    tool.choice("type", ("function",))
-    return function_tool(required(tool, tool.object, "function", "give the function"))
-
-
-def read_tool_choice(body: Fields) -> str:
-    """Return "auto", "none", "required", or the name of a function."""
-    value = body.any("tool_choice", AUTO)
-    if isinstance(value, str):
-        return body.choice("tool_choice", (AUTO, NONE, REQUIRED), AUTO)
-    choice = Fields(value, "tool_choice")
-    choice.choice("type", ("function",))
-    # Responses name the function at the top.
-    function = choice.object("function") or choice
-    return required(function, function.text, "name", "name the function")
-
-
-def _message(message: Fields, service: Service) -> dict[str, Any]:
-    role = ROLES[required(message, lambda name: message.choice(name, ROLES), "role", "give a role")]
-    found: dict[str, Any] = {"role": role, "content": text_of(message, "content") or ""}
-    if role == "assistant":
-        reasoning = message.text("reasoning_content") or message.text("reasoning")
-        if reasoning:
+def _message(message: Message | ToolMessage | AssistantMessage, service: Service) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": message.content}
+    if isinstance(message, ToolMessage):
+        found["tool_call_id"] = message.tool_call_id
+        if message.name:
+            found["name"] = message.name
+    elif isinstance(message, AssistantMessage):
+        if reasoning := message.reasoning_content or message.reasoning:
             found["reasoning_content"] = reasoning
-        calls = [_call(call, service) for call in message.objects("tool_calls")]
-        if calls:
-            found["tool_calls"] = calls
-        message.ignore("refusal", "annotations", "reasoning", "function_call", "audio")
-    elif "content" not in message:
-        raise message.wrong("content", "give a text")
-    if role == "tool":
-        found["tool_call_id"] = message.text("tool_call_id", "")
-        if name := message.text("name"):
-            found["name"] = name
-    message.ignore("name")
-    message.finish()
+        if message.tool_calls:
+            found["tool_calls"] = [_call(call, service) for call in message.tool_calls]
     return found
 
 
-def _call(call: Fields, service: Service) -> dict[str, Any]:
-    call.choice("type", ("function",))
-    function = required(call, call.object, "function", "give the function")
-    text = required(function, function.text, "arguments", "give the JSON text of an object")
-    return {
-        "id": call.text("id", ""),
-        "type": "function",
-        "function": {
-            "name": required(function, function.text, "name", "name the function"),
-            "arguments": parsed_arguments(service, text, function, "arguments"),
-        },
-    }
-
-
-def _logprobs(body: Fields) -> int | None:
-    top = body.integer("top_logprobs", high=MOST_LOGPROBS)
-    if body.flag("logprobs"):
-        return top or 0
-    if top:
-        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
-    return None
-
-
-def read_format(form: Fields | None) -> tuple[Any, ...]:
-    """Return a request's schema from ``response_format``, or from ``text.format`` of a response."""
-    if form is None:
-        return ()
-    kinds = ("text", "json_object", "json_schema")
-    kind = required(form, lambda name: form.choice(name, kinds), "type", "give a type")
-    if kind == "text":
-        return ()
-    if kind == "json_object":
-        return (None,)
-    # Responses have the schema at the top.
-    inner = form.object("json_schema") or form
-    if "schema" not in inner:
-        raise inner.wrong("schema", "give a JSON schema")
-    return (inner.mapping("schema"),)
-
-
-def _template_options(body: Fields) -> dict[str, Any]:
-    options = body.mapping("chat_template_kwargs")
-    if (effort := body.text("reasoning_effort")) is not None:
-        options = {"reasoning_effort": effort, **options}
-    for name in RESERVED & options.keys():
-        raise RequestError(
-            f"'chat_template_kwargs' cannot set '{name}'.", param="chat_template_kwargs"
-        )
-    return options
+def _call(call: Call, service: Service) -> dict[str, Any]:
+    arguments = shown_arguments(service, call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _message_of(delta: Delta) -> dict[str, Any]:

@@ -4,57 +4,47 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
 
 from mlx_moeflux.server.assemble import Delta
-from mlx_moeflux.server.fields import Fields
-from mlx_moeflux.server.protocols.openai import (
-    INERT,
-    LEAST_LOGPROB,
-    ChunkStream,
-    read_stream,
-    usage,
-)
-from mlx_moeflux.server.request import (
-    MOST_CHOICES,
-    MOST_LOGPROBS,
-    GenerationRequest,
-    read_sampling,
-    read_stop,
-)
+from mlx_moeflux.server.fields import Count, Positive
+from mlx_moeflux.server.protocols.openai import LEAST_LOGPROB, ChunkBody, ChunkStream, usage
+from mlx_moeflux.server.request import MOST_LOGPROBS, GenerationRequest
 from mlx_moeflux.server.service import Generation, Service
 
 
-def read(body: Fields, service: Service) -> GenerationRequest:
-    """Return the request of a body; refuse what would not act."""
-    service.check_model(body.text("model"))
-    stream, counted = read_stream(body)
-    request = GenerationRequest(
-        sampling=read_sampling(body, service.options.defaults, service.vocabulary),
-        prompt=_prompt(body),
-        max_tokens=body.integer("max_tokens", low=1),
-        n=body.integer("n", 1, low=1, high=MOST_CHOICES),
-        stop=read_stop(body),
-        logprobs=body.integer("logprobs", high=MOST_LOGPROBS),
-        stream=stream,
-        usage=counted,
-    )
-    body.integer("best_of", low=1, high=1)
-    body.ignore(*INERT)
-    body.finish()
-    return request
-
-
-def _prompt(body: Fields) -> str | list[int]:
-    """Return the one prompt: text, or ids."""
-    value = body.any("prompt")
+def _prompt(value: Any) -> str | list[int]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
-    if isinstance(value, list) and value and all(type(i) is int for i in value):
-        return value
-    if not isinstance(value, str) or not value:
-        raise body.wrong("prompt", "give one text or one list of ids, not empty")
+    ids = isinstance(value, list) and all(type(i) is int for i in value)
+    if not value or not (isinstance(value, str) or ids):
+        raise ValueError("give one text or one list of ids, not empty")
     return value
+
+
+class Body(ChunkBody):
+    """The body of a request."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] | None = None
+    best_of: Annotated[Positive, Field(le=1)] = 1
+
+
+def read(body: Body, service: Service) -> GenerationRequest:
+    """Return the request of a body; refuse what would not act."""
+    service.check_model(body.model)
+    return GenerationRequest(
+        sampling=body.sampling(service),
+        prompt=body.prompt,
+        max_tokens=body.max_tokens,
+        n=body.n,
+        stop=body.stop,
+        logprobs=body.logprobs,
+        stream=body.stream,
+        usage=body.usage,
+    )
 
 
 class _Logprobs:

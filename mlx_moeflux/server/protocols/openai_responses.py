@@ -4,73 +4,151 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import LENGTH, Delta
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Fields, required
+from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, Positive, joined
 from mlx_moeflux.server.protocols.openai import (
-    INERT,
+    Arguments,
+    Format,
+    Function,
+    OpenAIBody,
+    ToolChoice,
     event,
     logprobs,
     merged_system,
-    parsed_arguments,
-    text_of,
+    shown_arguments,
 )
-from mlx_moeflux.server.protocols.openai_chat import ROLES, read_format, read_tool_choice
-from mlx_moeflux.server.request import (
-    MOST_LOGPROBS,
-    GenerationRequest,
-    check_tools,
-    function_tool,
-    read_sampling,
-)
+from mlx_moeflux.server.request import AUTO, MOST_LOGPROBS, GenerationRequest, check_tools
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.tools import ToolCall
 
-TEXTS = ("input_text", "output_text", "text")
 WITH_LOGPROBS = "message.output_text.logprobs"
 
 
-def read(body: Fields, service: Service) -> GenerationRequest:
+class TextPart(OpenFields):
+    type: Literal["input_text", "output_text", "text"]
+    text: str = ""
+
+
+class ReasoningPart(OpenFields):
+    text: str = ""
+
+
+Content = Annotated[str, joined(Items[TextPart])]
+
+
+class Message(OpenFields):
+    type: Literal["message", None] = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+
+
+class FunctionCall(OpenFields):
+    type: Literal["function_call"]
+    namespace: str | None = None
+    name: str
+    arguments: Arguments
+    call_id: str
+
+
+class FunctionCallOutput(OpenFields):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content = ""
+
+
+class ReasoningItem(OpenFields):
+    type: Literal["reasoning"]
+    content: Items[ReasoningPart] = Field([])
+
+
+Item = Annotated[FunctionCall | FunctionCallOutput | ReasoningItem | Message, OneOf("type")]
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+
+class OtherTool(OpenFields):
+    """A tool that the provider would run; it is not offered to the model."""
+
+    type: str
+
+
+class OtherGroupedTool(OpenFields):
+    type: str | None = None
+
+
+GroupedTool = Annotated[FunctionTool | OtherGroupedTool, OneOf("type", other=OtherGroupedTool)]
+
+
+class Namespace(OpenFields):
+    type: Literal["namespace"]
+    name: str
+    tools: Items[GroupedTool] = Field([])
+
+
+Tool = Annotated[FunctionTool | Namespace | OtherTool, OneOf("type", other=OtherTool)]
+
+
+class Reasoning(Fields):
+    inert = ("summary", "generate_summary", "context")
+    effort: str | None = None
+
+
+class TextOptions(Fields):
+    inert = ("verbosity",)
+    format: Format = ()
+
+
+class StreamOptions(Fields):
+    inert = ("include_obfuscation",)
+
+
+def _input(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class Body(OpenAIBody):
+    """The body of a request."""
+
+    instructions: str | None = None
+    input: Annotated[Items[Item], Field(min_length=1), BeforeValidator(_input)]
+    max_output_tokens: Positive | None = None
+    tools: Items[Tool] = Field([])
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    text: TextOptions = TextOptions()
+    stream_options: StreamOptions | None = None
+    include: list[Any] = Field([])
+    top_logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] = 0
+    truncation: Literal["disabled"] = "disabled"
+
+
+def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
-    service.check_model(body.text("model"))
+    service.check_model(body.model)
     tools, namespaces = _tools(body)
-    choice = read_tool_choice(body)
-    check_tools(tools, choice)
-    options: dict[str, Any] = {}
-    if (reasoning := body.object("reasoning")) is not None:
-        if effort := reasoning.text("effort"):
-            options["reasoning_effort"] = effort
-        reasoning.ignore("summary", "generate_summary", "context")
-        reasoning.finish()
-    schema: tuple[Any, ...] = ()
-    if (text := body.object("text")) is not None:
-        schema = read_format(text.object("format"))
-        text.ignore("verbosity")
-        text.finish()
-    stream = body.flag("stream")
-    if (streaming := body.object("stream_options")) is not None:
-        streaming.ignore("include_obfuscation")
-        streaming.finish()
-    top = body.integer("top_logprobs", 0, high=MOST_LOGPROBS)
-    request = GenerationRequest(
-        sampling=read_sampling(body, service.options.defaults, service.vocabulary),
+    check_tools(tools, body.tool_choice)
+    effort, top = body.reasoning.effort, body.top_logprobs
+    return GenerationRequest(
+        sampling=body.sampling(service),
         messages=merged_system(_messages(body, service)),
-        max_tokens=body.integer("max_output_tokens", low=1),
-        logprobs=top if WITH_LOGPROBS in body.items("include") or top else None,
-        schema=schema,
+        max_tokens=body.max_output_tokens,
+        logprobs=top if WITH_LOGPROBS in body.include or top else None,
+        schema=body.text.format,
         tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=body.flag("parallel_tool_calls", True),
-        template_options=options,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_options={"reasoning_effort": effort} if effort else {},
         namespaces=namespaces,
-        stream=stream,
+        stream=body.stream,
     )
-    body.choice("truncation", ("disabled",))
-    body.ignore(*INERT)
-    body.finish()
-    return request
 
 
 def _qualified(group: str | None, name: str) -> str:
@@ -78,75 +156,44 @@ def _qualified(group: str | None, name: str) -> str:
     return f"{group}__{name}" if group else name
 
 
-def _tools(body: Fields) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
-    """Return the functions, and the group and the name in it of each that is in one.
-
-    Other kinds of tools, which the provider would run, are not offered to the model.
-    """
+def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Return the functions, and the group and the name in it of each that is in one."""
     tools, namespaces = [], {}
-    for tool in body.objects("tools"):
-        kind = required(tool, tool.text, "type", "give a type")
-        if kind == "function":
-            tools.append(function_tool(tool))
-        elif kind == "namespace":
-            group = required(tool, tool.text, "name", "name the group")
-            for inner in tool.objects("tools"):
-                if inner.text("type") == "function":
-                    tools.append(function_tool(inner))
-                    function = tools[-1]["function"]
-                    name = function["name"]
-                    function["name"] = _qualified(group, name)
-                    namespaces[function["name"]] = group, name
+    for tool in body.tools:
+        if isinstance(tool, FunctionTool):
+            tools.append(tool.tool())
+        elif isinstance(tool, Namespace):
+            for inner in tool.tools:
+                if isinstance(inner, FunctionTool):
+                    name = _qualified(tool.name, inner.name)
+                    tools.append(inner.tool(name))
+                    namespaces[name] = tool.name, inner.name
     return tools, namespaces
 
 
-def _messages(body: Fields, service: Service) -> list[dict[str, Any]]:
+def _messages(body: Body, service: Service) -> list[dict[str, Any]]:
+    """Return the history as messages; what one turn of the assistant says is one."""
     messages: list[dict[str, Any]] = []
-    if instructions := body.text("instructions"):
-        messages.append({"role": "system", "content": instructions})
-    given = body.any("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    items = body.objects("input")
-    if not items:
-        raise body.wrong("input", "give a text or items")
-    for item in items:
-        _add_item(messages, item, service)
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], item: Fields, service: Service) -> None:
-    """Append an item of the history; what one turn of the assistant says is one message."""
-    kinds = ("message", "function_call", "function_call_output", "reasoning")
-    kind = item.choice("type", kinds, "message")
-    if kind == "message":
-        role = ROLES[required(item, lambda name: item.choice(name, ROLES), "role", "give a role")]
-        text = text_of(item, "content", TEXTS)
-        if text is None:
-            raise item.wrong("content", "give a text")
-        if role == "assistant":
-            message = _assistant(messages, with_text=True)
-            message["content"] += text
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in body.input:
+        if isinstance(item, FunctionCall):
+            name = _qualified(item.namespace, item.name)
+            function = {"name": name, "arguments": shown_arguments(service, item.arguments)}
+            calls = _assistant(messages).setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, FunctionCallOutput):
+            result = {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
+            messages.append(result)
+        elif isinstance(item, ReasoningItem):
+            if reasoning := "".join(part.text for part in item.content):
+                _assistant(messages)["reasoning_content"] = reasoning
+        elif item.role == "assistant":
+            _assistant(messages, with_text=True)["content"] += item.content
         else:
-            messages.append({"role": role, "content": text})
-    elif kind == "function_call":
-        text = required(item, item.text, "arguments", "give the JSON text of an object")
-        name = required(item, item.text, "name", "name the function")
-        function = {
-            "name": _qualified(item.text("namespace"), name),
-            "arguments": parsed_arguments(service, text, item, "arguments"),
-        }
-        call = required(item, item.text, "call_id", "give the id")
-        calls = _assistant(messages).setdefault("tool_calls", [])
-        calls.append({"id": call, "type": "function", "function": function})
-    elif kind == "function_call_output":
-        call = required(item, item.text, "call_id", "give the id")
-        text = text_of(item, "output", TEXTS) or ""
-        messages.append({"role": "tool", "content": text, "tool_call_id": call})
-    else:
-        parts = item.objects("content")
-        if reasoning := "".join(part.text("text", "") for part in parts):
-            _assistant(messages)["reasoning_content"] = reasoning
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": item.content})
+    return messages
 
 
 def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:
