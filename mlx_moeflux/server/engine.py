@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,6 +34,9 @@ LOG = logging.getLogger("mlx_moeflux.server")
 
 # Tokens of a prompt whose activations may stay allocated between two prompts.
 KEPT_PROMPT = 8192
+
+# An idle engine waits so long for prompts that are being rendered.
+GATHER_SECONDS = 0.02
 
 # Penalties count the whole reply, however long.
 WHOLE = 1 << 30
@@ -102,6 +107,7 @@ class Engine:
     error, and later ones are answered.
 
     stop_ids: Ids that end every reply. workload: What there was to do after the last step.
+    expected: Number of replies whose prompts are being rendered; the event loop counts them.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Engine:
         self._samplers = functools.lru_cache(64)(_shared_sampler)
         self._generator = self._make_generator()
         self.workload = Workload()
+        self.expected = 0
 
     def start(self) -> None:
         """Start the thread; compile the kernels of a GPU before the first request."""
@@ -237,8 +244,16 @@ class Engine:
         """Carry out all commands; wait for one if there is nothing else to do."""
         if not len(self._generator) and not self._stopped:
             self._wait_for_command()()
+            self._gather()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _gather(self) -> None:
+        """Wait a little for prompts that are being rendered: read together they take less time."""
+        until = time.monotonic() + GATHER_SECONDS
+        while self.expected and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=left)()
 
     def _wait_for_command(self) -> Callable[[], None]:
         try:

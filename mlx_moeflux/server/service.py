@@ -79,7 +79,6 @@ class Service:
         self.draining = False
         # Rendering and encoding take both cores' time from the engine if many do it at once.
         self.rendering = asyncio.Semaphore(2)
-        self._expected = 0  # replies whose prompts are being rendered
 
     @property
     def ready(self) -> bool:
@@ -103,14 +102,15 @@ class Service:
         """
         if self.draining:
             raise RequestError("the server is shutting down.", status=503, retry_after=10)
-        self.engine.check_room(request.n, expected=self._expected)
-        self._expected += request.n
+        engine = self.engine
+        engine.check_room(request.n, expected=engine.expected)
+        engine.expected += request.n
         try:
             async with self.rendering:
                 prompt, grammar = await asyncio.to_thread(self._prepare, request)
+            return Generation(self, request, prompt, grammar)
         finally:
-            self._expected -= request.n
-        return Generation(self, request, prompt, grammar)
+            engine.expected -= request.n
 
     def _prepare(self, request: GenerationRequest) -> tuple[Prompt, str | None]:
         prompt = self.render(request)

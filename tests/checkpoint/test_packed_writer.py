@@ -300,6 +300,7 @@ print(point)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_kill_before_or_after_any_system_call_loses_at_most_one_layer(tmp_path):
     """Every point of a conversion at which the files can change, one killed process each."""

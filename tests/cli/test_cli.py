@@ -286,6 +286,7 @@ def test_no_arguments_print_help_and_version_prints_the_device(capsys):
     assert re.fullmatch(r"mlx_moeflux \d+\.\d+\.\d+ \(mlx [\d.]+, .+\)\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -108,6 +108,7 @@ def test_nobody_waits_for_a_rank_that_has_ended(ranks, ended):
         assert "wait for each other" in losses[waiting].get(timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_connects_is_lost():
     losses: queue.Queue = queue.Queue()
     first = Heartbeat.listening(2, on_loss=losses.put)

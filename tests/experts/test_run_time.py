@@ -68,6 +68,7 @@ def storm(right, tokens, *, traced=None, **options):
         assert max(peaks) > 1.3 * min(peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prefetch", [pytest.param("none", marks=pytest.mark.slow), "ahead"])
 def test_a_storm_of_budgets_changes_no_token(right, prefetch, traced):

@@ -425,6 +425,7 @@ def joins_and_leaves(model, count):
     return mx.get_active_memory()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_joins_and_leaves(hybrid):
     before = joins_and_leaves(hybrid, 20)
     assert joins_and_leaves(hybrid, 100) <= before + SLACK

@@ -186,6 +186,7 @@ def test_a_router_of_ones_own_is_asked_for_every_token(memory):
     assert mx.array_equal(*logits).item()
 
 
+@pytest.mark.slow
 def test_two_threads_take_turns():
     with opened() as model:
         tokens = [tokens_of(40 + i) for i in range(2)]

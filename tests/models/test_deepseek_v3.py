@@ -110,6 +110,7 @@ def test_absorbed_is_materialised(case, monkeypatch):
         assert relative_error(answers[True], answers[False]) <= LIMIT
 
 
+@pytest.mark.slow
 def test_64k_positions_keep_to_their_arithmetic(monkeypatch):
     """512 + 64 numbers a position, and scores of some keys at a time: those of 16 heads, 2 queries
     and 65536 keys would take 8 MB in float32, twice over."""
@@ -141,6 +142,7 @@ def test_64k_positions_keep_to_their_arithmetic(monkeypatch):
     assert held < H * T * S * 4 / 4
 
 
+@pytest.mark.slow
 def test_a_prefill_holds_scores_of_some_heads_only():
     """All of 128 heads, 256 queries and 1024 keys would take 134 MB in float32."""
     H, T, S, D = 128, 256, 1024, 8

@@ -16,6 +16,7 @@ from mlx_moeflux.server.protocols import (
     openai_completions,
     openai_responses,
 )
+from mlx_moeflux.server.protocols.openai import OpenAIBody
 
 USER = {"role": "user", "content": "a"}
 CALL = {"function": {"name": "f", "arguments": "{}"}}
@@ -168,3 +169,11 @@ def test_messages_are_one_short_line(given):
         read(*given)
     assert len(str(caught.value)) <= 300
     assert "\n" not in str(caught.value)
+
+
+def test_a_repetition_penalty_of_0_is_none():
+    assert read_body(OpenAIBody, b'{"repetition_penalty": 0}').repetition_penalty == 1
+    assert read_body(OpenAIBody, b'{"repetition_penalty": 0.5}').repetition_penalty == 0.5
+    for wrong in (b"1e-38", b"-1", b"11", b"true"):
+        with pytest.raises(RequestError, match="repetition_penalty"):
+            read_body(OpenAIBody, b'{"repetition_penalty": %s}' % wrong)

@@ -26,7 +26,17 @@ from mlx_moeflux.server.service import Generation, Service
 # Log-probability of a token that cannot occur; JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
+# Smaller ones would divide logits to infinity.
+LEAST_REPETITION_PENALTY = 0.01
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _repetition_penalty(value: float) -> float:
+    """Return 1, no penalty, for 0, which mlx-lm's clients send for none."""
+    if 0 < value < LEAST_REPETITION_PENALTY:
+        raise ValueError(f"give 0 for none, or at least {LEAST_REPETITION_PENALTY}")
+    return value or 1.0
 
 
 class OpenAIBody(Fields):
@@ -47,8 +57,9 @@ class OpenAIBody(Fields):
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    # Smaller ones would divide logits to infinity.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=0, le=10), AfterValidator(_repetition_penalty)] | None
+    ) = None
     logit_bias: dict[str, Any] = Field({})
 
     def sampling(self, service: Service) -> Sampling:

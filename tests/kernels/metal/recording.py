@@ -16,6 +16,7 @@ import pytest
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, set_backend
+from tests.kernels.metal.variant import plain_name
 
 # Bytes of the types of threadgroup arrays.
 SIZES = {"float": 4, "uint": 4, "int": 4, "half": 2, "bfloat": 2, "char": 1, "uchar": 1}
@@ -110,7 +111,7 @@ class Recorder:
 
     def names(self) -> set[str]:
         """Of the kernels that were launched."""
-        return {launch.name for launch in self.launches}
+        return {plain_name(launch.name) for launch in self.launches}
 
     def build(self, kernel: MetalKernel):
         def launch(*, inputs, template, grid, threadgroup, output_shapes, output_dtypes):

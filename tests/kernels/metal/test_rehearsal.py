@@ -88,6 +88,7 @@ def test_a_second_process_tries_nothing(tmp_path):
     print(f"{first} launches in the first process, {later[0]} in later ones")  # noqa: T201
 
 
+@pytest.mark.slow
 def test_buffers_stay_below_the_largest(tmp_path):
     """The experts of a layer, 885 kB in nine arrays, of which the largest have 262 kB."""
     limits = {"all in one": 1 << 20, "one each": 300_000, "none": 200_000}

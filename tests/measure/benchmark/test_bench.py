@@ -67,6 +67,7 @@ def with_prediction_layer(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_layers_of_multi_token_prediction_are_left_out(with_prediction_layer):
     found = benchmark(with_prediction_layer, Options(("100%",), **SMALL))
     assert found.card["layers"] == 1
@@ -144,6 +145,7 @@ def test_results_add_up(found):
     assert json.loads(json.dumps(report.as_dict()))["runs"][1]["streaming"]["sync"] == 4
 
 
+@pytest.mark.slow
 def test_a_wrong_expert_gets_no_speed(checkpoint, monkeypatch):
     lines, original = [], StreamedStore.experts
 

@@ -92,6 +92,7 @@ def test_pause_of_the_store(memory):
     run_paused("experts", 6, memory, kernels={"expert_mix": slow(expert_mix)})
 
 
+@pytest.mark.slow
 def test_pause_of_a_read_is_a_stall(monkeypatch):
     monkeypatch.setattr(PreadReader, "read", slow(PreadReader.read, 0.1))
     monkeypatch.setattr(read_pool, "SMALL_BYTES", 0)
