@@ -117,6 +117,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
+        "rows": small_batch.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
         "blas": blas.add_shared_blas,
     },

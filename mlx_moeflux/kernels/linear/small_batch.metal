@@ -6,15 +6,22 @@
 // 16 bytes of a row at once, and a product's columns may be any, if they are the same on both
 // sides. What a token gets does not depend on which others are there, nor on MT and NT.
 
-// What a row of x goes through: nothing, or times the norm's weight (the factor comes at the end).
+// What a row of x goes through, with another beside it: nothing; times the norm's weight (the
+// factor comes at the end); silu(x) other.
 #define PLAIN 0
 #define NORM 1
+#define SWIGLU 2
 
 // Which of 8 neighbours of a lane stand in columns e, e + 1 of half m of product s. 4-bit numbers
 // go by pairs four apart, as two 16-bit halves of a word have them.
 template <int BITS>
 inline int place(int s, int m, int e) {
   return BITS == 4 ? 2 * s + m + 4 * e : 4 * s + 2 * m + e;
+}
+
+template <int FORM>
+inline float formed(float x, float other) {
+  return FORM == NORM ? x * other : FORM == SWIGLU ? silu(x) * other : x;
 }
 
 // Where token `first` + n is, no later than `last`; `listed` says it where LISTED.
@@ -44,14 +51,17 @@ inline void load_tokens(
     const ulong from =
         token_at<LISTED>(8 * n + fragment_row(lane), first, last, listed) * IN + at;
     pack<T, 8> values = load_pack<8>(x + from);
+    if (FORM == SWIGLU) {
+      beside = load_pack<8>(other + from);
+    }
     for (int i = 0; i < 8; i += 2) {
       const int s = i / 4, m = i / 2 % 2, p = place<BITS>(s, m, 0), q = place<BITS>(s, m, 1);
       if (FORM == PLAIN) {
         b[2 * n + s].e[2 * m] = values.at[p];
         b[2 * n + s].e[2 * m + 1] = values.at[q];
       } else {
-        narrow(b[2 * n + s].e + 2 * m, float(values.at[p]) * float(beside.at[p]),
-               float(values.at[q]) * float(beside.at[q]));
+        narrow(b[2 * n + s].e + 2 * m, formed<FORM>(float(values.at[p]), float(beside.at[p])),
+               formed<FORM>(float(values.at[q]), float(beside.at[q])));
       }
     }
   }
@@ -63,8 +73,11 @@ inline void load_tokens(
         const int column = at + k % 8 / 2 * N + place<BITS>(s, k / 8, k % 2);
         const int n8 = 8 * n + b[2 * n + s].col(i, lane);
         const ulong from = token_at<LISTED>(n8, first, last, listed) * IN + column;
-        const float value = float(x[from]);
-        b[2 * n + s].e[i] = T(FORM == NORM ? value * float(other[column]) : value);
+        float beside = 0.0f;
+        if (FORM != PLAIN) {
+          beside = float(other[FORM == NORM ? ulong(column) : from]);
+        }
+        b[2 * n + s].e[i] = T(formed<FORM>(float(x[from]), beside));
       }
     }
   }
@@ -303,5 +316,39 @@ inline void norm_rows(
       part.at[i] = T(float(part.at[i]) * inverse[p / IN] * float(scale.at[i]));
     }
     store_pack(y + at, part);
+  }
+}
+
+// y = residual + experts + sigmoid(score) w (silu(gate) up); no experts without ROUTED, and without
+// SCORED the factor is 1.
+template <int MT, int NT, int W, int IN, int OUT, int BITS, int GROUP, int V, bool ROUTED,
+          bool SCORED, typename T, typename Q, typename S>
+inline void add_shared_rows(
+    const device T* residual,
+    const device float* experts,
+    const device T* gate,
+    const device T* up,
+    const device T* score,
+    const device Q* w,
+    const device S* scales,
+    const device S* biases,
+    device T* y,
+    threadgroup float* partial,
+    int row,
+    int first,
+    int tokens,
+    uint index) {
+  multiply_tile<MT, NT, W, IN, BITS, GROUP, V, SWIGLU, false>(
+      partial, gate, up, w, scales, biases, row, OUT - 1, first, tokens, nullptr, index / 32,
+      index % 32);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int p = index; p < 16 * MT * 8 * NT; p += 32 * W) {
+    const int n = p / (16 * MT), r = p % (16 * MT);
+    if (first + n < tokens && row + r < OUT) {
+      const ulong at = ulong(first + n) * OUT + row + r;
+      const float factor = SCORED ? sigmoid(float(score[first + n])) : 1.0f;
+      const float before = float(residual[at]) + (ROUTED ? experts[at] : 0.0f);
+      y[at] = T(before + factor * whole_sum<MT, NT, W>(partial, n, r));
+    }
   }
 }

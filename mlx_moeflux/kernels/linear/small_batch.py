@@ -1,8 +1,9 @@
-"""``project`` for some dozens of rows: every weight is read once for up to 32.
+"""``project`` and ``add_shared`` for some dozens of rows: every weight is read once for up to 32.
 
-Formulas and shapes are those of :mod:`mlx_moeflux.kernels.linear.project`. Weights, and x where a
-norm comes before, are rounded to the dtype of x; products are summed in float32. What a row gets
-depends on nothing but the row: tokens may be computed together or apart, without changing a bit.
+Formulas and shapes are those of :mod:`mlx_moeflux.kernels.linear.project` and
+:mod:`mlx_moeflux.kernels.moe.add_shared`. Weights, and x where a norm or SwiGLU comes before, are
+rounded to the dtype of x; products are summed in float32. What a row gets depends on nothing but
+the row: tokens may be computed together or apart, without changing a bit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from mlx_moeflux.kernels.linear.project import (
     operands,
     project,
 )
-from mlx_moeflux.kernels.linear.quantised import Matrix
+from mlx_moeflux.kernels.linear.quantised import Matrix, arrays_of
+from mlx_moeflux.kernels.moe.add_shared import Shared, add_shared, checked
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
@@ -199,3 +201,48 @@ def _launch(call: Call, memory: int) -> dict[str, Any]:
         shapes.append(call.shape)
     dtypes = [call.dtype] * len(shapes)
     return launch_of(template, (groups, -(-tokens // (8 * NT))), 32 * W, shapes, *dtypes)
+
+
+_SHARED = MetalKernel(
+    "add_shared_rows",
+    file="small_batch.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "tokens", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float partial[PARTIAL];
+        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, ROUTED, SCORED>(
+            residual, experts, gate, up, score, w, scales, biases, y, partial,
+            threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
+            tokens[0], thread_index_in_threadgroup);
+    """,
+)
+
+
+@launches(_SHARED)
+def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
+    """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in one launch; float32 goes to the
+    reference.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    if residual.dtype == mx.float32:
+        return add_shared(residual, experts, gate, up, down, score=score)
+    summed, scores, known = checked(residual, experts, gate, up, down, score)
+    launch = _shared_launch(known, most_bytes())
+    tokens = _count(residual.size // residual.shape[-1])
+    return _SHARED(residual, summed, gate, up, scores, tokens, *arrays_of(down), **launch)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_launch(known: Shared, memory: int) -> dict[str, Any]:
+    (*leading, C), F, dtype = known.shape, known.F, known.dtype
+    tokens = math.prod(leading)
+    tile, W = tiling(known.matrix, (C,), F), simdgroups(F)
+    NT = token_tiles(tokens, W * tile.groups(C), most_token_tiles(tile.MT, W, memory))
+    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
+    template |= {"ROUTED": known.routed, "SCORED": known.scored}
+    template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
+    groups = tile.groups(C), -(-tokens // (8 * NT))
+    return launch_of(template, groups, 32 * W, [known.shape], dtype)

@@ -15,6 +15,7 @@ from mlx_moeflux.kernels.linear.project import Weight, project
 from mlx_moeflux.kernels.linear.quantised import Matrix
 from mlx_moeflux.kernels.linear.small_batch import (
     _KERNELS,
+    add_shared_rows,
     most_token_tiles,
     project_rows,
     tiling,
@@ -24,6 +25,7 @@ from mlx_moeflux.kernels.runtime import metal
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64, patched
 from tests.kernels.linear import test_project
+from tests.kernels.moe import test_add_shared
 
 EPS = test_project.EPS
 # tokens, C, (rows, bits, group) of each matrix, dtype
@@ -39,7 +41,9 @@ SIZES = [
 
 def many_at_once():
     """Meanwhile small launches take as many tokens at once as large ones."""
-    return patched(small_batch, small_batch._launch, ENOUGH_SIMDGROUPS=1)
+    return patched(
+        small_batch, small_batch._launch, small_batch._shared_launch, ENOUGH_SIMDGROUPS=1
+    )
 
 
 @pytest.fixture(params=["eight at once", "many at once"])
@@ -135,6 +139,38 @@ def test_wrong_arguments():
     for weights in ([precise], [precise, weight]):
         with pytest.raises(UnsupportedError, match="float32"):
             project_rows(x, weights, norm=mx.ones((64,)))
+    (residual, experts, gate, up, down), options, _ = shared_arguments(SHARED[0], scored=True)
+    for wrong in (
+        (residual[:, :8], experts, gate, up, down),
+        (residual, experts.astype(mx.float16), gate, up, down),
+        (residual, experts, gate, up.astype(mx.float16), down),
+        (residual[:1], experts, gate, up, down),
+    ):
+        with pytest.raises(ShapeError):
+            add_shared_rows(*wrong, **options)
+
+
+# tokens, C, F, bits, group, dtype
+SHARED = [
+    (5, 37, 96, 8, 32, mx.bfloat16),
+    (11, 128, 512, 4, 64, mx.bfloat16),
+    (17, 66, 256, 2, 128, mx.float16),
+    (2, 64, 128, 0, 32, mx.bfloat16),
+]
+shared_arguments = test_add_shared.arguments
+
+
+@pytest.mark.parametrize("routed", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "scored"),
+    [(sizes, i > 0) for i, sizes in enumerate(SHARED)],
+    ids=[f"{sizes[0]}-{sizes[3]} bits" for sizes in SHARED],
+)
+def test_shared_expert_agrees_with_float64(device, at_once, sizes, scored, routed):
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
+    y = add_shared_rows(*args, **options)
+    assert y.dtype == args[0].dtype
+    assert error(y, truth) <= test_add_shared.limit_of(args, options, truth)
 
 
 def test_tilings():
@@ -184,6 +220,14 @@ def case(structure, ends, *, norm=True, tokens=10, width=128, bits=(4, 8, 2, 8))
     return Case(name, call, lambda: truths, limit, within=many_at_once)
 
 
+def shared_case(scored: bool, routed: bool = True, sizes=SHARED[0]) -> Case:
+    args, options, truth = shared_arguments(sizes, scored=scored, routed=routed)
+    limit = test_add_shared.limit_of(args, options, truth)
+    name = f"{sizes[0]} {'scored' if scored else 'plain'}{', dense' * (not routed)}"
+    call = functools.partial(add_shared_rows, *args, **options)
+    return Case(name, lambda: [call()], lambda: [truth], limit, within=many_at_once)
+
+
 EIGHTS = "both sides are multiples of eight"
 PAST = "past the end of a thread's array, and nothing reads it"
 WHICH = "where an element lies is the same in every fragment"
@@ -218,3 +262,8 @@ CASES["project_rows_1"] += [
 ]
 for structure in ((2,), (1, 1)):
     CASES[_KERNELS[structure, ""].name].append(case(structure, "", norm=False))
+CASES["add_shared_rows"] = [
+    *(shared_case(scored) for scored in (True, False)),
+    shared_case(False, routed=False),
+    shared_case(True, sizes=(34, 37, 1024, 4, 32, mx.bfloat16)),
+]
