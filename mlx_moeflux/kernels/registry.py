@@ -99,6 +99,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "head_product": {
         "reference": latent.head_product,
         "fused": latent.head_product_fused,
+        "dequantised": latent.head_product_dequantised,
     },
     "softmax_top_k": {
         "reference": router.softmax_top_k,

@@ -55,7 +55,7 @@ from mlx_moeflux.kernels.attention.attention import (
     run,
 )
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence, offsets
-from mlx_moeflux.kernels.linear.dequantise import dequantise
+from mlx_moeflux.kernels.linear.dequantise import dequantise, made_dense
 from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.mla import latent_token
@@ -234,6 +234,12 @@ class HeadMatrices:
             arrays.append(array)
         return arrays
 
+    def dense(self, dtype: mx.Dtype, make: Callable = made_dense) -> mx.array:
+        """``[H, out, in]`` in `dtype`; make: :func:`dequantise` or another that does the same."""
+        weight, scales, biases = self.parts()
+        assert weight is not None
+        return make(Weight(weight, scales, biases, self.spec), dtype)
+
 
 def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = False) -> mx.array:
     """Products of rows with one matrix for each head, in stock MLX.
@@ -250,15 +256,24 @@ def head_product(x: mx.array, matrices: HeadMatrices, *, transposed: bool = Fals
     """
     _check_product(x, matrices, transposed)
     spec = matrices.spec
+    if spec is None or (mx.default_device().type == mx.gpu and on_nvidia()):
+        return _dense_product(x, matrices.dense(x.dtype, dequantise), transposed)
     weight, scales, biases = matrices.parts()
     assert weight is not None
-    if spec is None or (mx.default_device().type == mx.gpu and on_nvidia()):
-        dense = dequantise(Weight(weight, scales, biases, spec), x.dtype)
-        return x @ (dense if transposed else dense.swapaxes(-1, -2))
     assert scales is not None
     return mx.quantized_matmul(
         x, weight, scales, biases, not transposed, spec.group_size, spec.bits, spec.mode
     )
+
+
+def head_product_dequantised(x, matrices, *, transposed=False):
+    """:func:`head_product` with matrices made dense first, in the dtype of x."""
+    _check_product(x, matrices, transposed)
+    return _dense_product(x, matrices.dense(x.dtype), transposed)
+
+
+def _dense_product(x: mx.array, weight: mx.array, transposed: bool) -> mx.array:
+    return x @ (weight if transposed else weight.swapaxes(-1, -2))
 
 
 _MATVEC = MetalKernel(
@@ -315,7 +330,7 @@ NARROW_SIMDGROUPS, MOST_NARROW = 4, 4
 @launches(_MATVEC, _NARROW, _VECMAT)
 def head_product_fused(x, matrices, *, transposed=False):
     """:func:`head_product` in one launch, for a few rows of each head. Rows that heads share, and
-    some heads only, go to the reference.
+    some heads only, go to :func:`head_product_dequantised`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together, or there are too many rows.
@@ -324,7 +339,7 @@ def head_product_fused(x, matrices, *, transposed=False):
     _check_product(x, matrices, transposed)
     B, H, T, _ = x.shape
     if matrices.heads is not None or matrices.number != H:
-        return head_product(x, matrices, transposed=transposed)
+        return head_product_dequantised(x, matrices, transposed=transposed)
     if not 0 < B * H * T <= _MOST_ROWS or x.dtype not in FLOATS:
         raise ShapeError(
             f"head_product: x is {x.dtype} {list(x.shape)}; expected {_MOST_ROWS} rows at most."

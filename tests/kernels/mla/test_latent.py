@@ -14,6 +14,7 @@ from mlx_moeflux.kernels.mla import latent as fused
 from mlx_moeflux.kernels.mla.latent import (
     HeadMatrices,
     head_product,
+    head_product_dequantised,
     head_product_fused,
     latent_attention,
     latent_prefill,
@@ -71,13 +72,13 @@ def test_products_of_heads(device, sizes):
     assert error(y, wanted) <= limit
     # Matrices in the dtype of x are rounded once more, each.
     rounded = limit + 2 * half(sizes[-2], wanted)
-    assert error(head_product(*args, **options), wanted) <= max(rounded, allowed)
+    assert error(head_product_dequantised(*args, **options), wanted) <= max(rounded, allowed)
 
 
 def test_some_heads_and_shared_rows():
     for transposed in (False, True):
         (x, matrices), _, wanted = product(2, 6, 3, 24, 5, 19, 64, 4, 32, F32, transposed)
-        for form in (head_product, head_product_fused):
+        for form in (head_product, head_product_dequantised, head_product_fused):
             some = HeadMatrices(
                 matrices.weight, matrices.scales, matrices.biases, matrices.spec, 5, 19, (2, 5)
             )
@@ -85,7 +86,7 @@ def test_some_heads_and_shared_rows():
             shared = form(x[:, 3:4], some, transposed=transposed)
             assert shared.shape[:3] == (2, 3, 3)
             assert error(shared[:, 1:2], wanted[:, 3:4]) <= 1e-5
-        for form in (head_product, head_product_fused):
+        for form in (head_product, head_product_dequantised, head_product_fused):
             with pytest.raises(ShapeError, match="expected"):
                 form(x[..., :8], matrices, transposed=transposed)
 
@@ -271,7 +272,7 @@ def test_64k_positions_on_a_gpu():
 
     def expand(latent, first, last):
         some = [dataclasses.replace(m, heads=(first, last)) for m in matrices]
-        return tuple(head_product(latent, m) for m in some)
+        return tuple(head_product_dequantised(latent, m) for m in some)
 
     options = {"length": S, "scale": 192**-0.5, "mask": "causal"}
     mx.eval(q, q2, k, k2, parts)
@@ -288,7 +289,7 @@ def test_64k_positions_on_a_gpu():
     some = q[:, few[0], few[1]], q2[:, few[1], few[0]]
     wanted = latent_prefill(*some, k, k2, expand=heads, **options)
     assert error(y[:, few[1], few[0]], wanted) <= 0.02 * float(mx.abs(wanted).max())
-    q_latent = head_product(nope[:, :, -1:], matrices[0], transposed=True)
+    q_latent = head_product_dequantised(nope[:, :, -1:], matrices[0], transposed=True)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     y = fused.latent_attention_fused(q_latent, q2[:, :, -1:], k, k2, **options | {"mask": None})
