@@ -70,6 +70,7 @@ def test_held_out_files_take_at_most_one_and_a_half_bits_a_byte():
     assert measured < xz(texts)
 
 
+@pytest.mark.slow
 def test_routing_has_a_natural_skew():
     """At half the experts, an LRU hits more often on the real order than on a shuffled one."""
     traces: dict[int, list[np.ndarray]] = {}

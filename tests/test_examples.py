@@ -28,6 +28,7 @@ def run(*arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_generate_writes_python():
     out = run("examples/generate.py")
     assert "class Stack:" not in out  # the prompt is not repeated
@@ -47,6 +48,7 @@ def test_swap_router_trades_reads_for_text():
     assert bits[-1] > bits[0]
 
 
+@pytest.mark.slow
 def test_a_replay_gives_the_live_hits_and_policies_are_ordered():
     out = run("examples/trace_and_replay.py")
     live, replayed = re.search(r"hits live (\d+), replayed (\d+)", out).groups()

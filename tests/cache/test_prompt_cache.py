@@ -222,6 +222,7 @@ def test_wrong_states_and_limits_are_refused(hybrid, tmp_path):
         PromptCache(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_and_the_oldest_prompt_goes(hybrid, directory):
     prompts = texts(*range(6))
     expected = [reply(hybrid, prompt)[0] for prompt in prompts]

@@ -215,8 +215,8 @@ def test_other_types_are_refused_by_name(tmp_path, kind):
     refused(path, UnsupportedError, rf"ffn_gate_exps\.weight' is {kind}; only Q8_0, Q4_K")
 
 
-WRONG = ["text", [1], 2_000_000_000]
-MORE = [[], {"a": 1}, None, True, -1, 0, 1.5, float("nan")]
+WRONG = ["text", 2_000_000_000]
+MORE = [[1], [], {"a": 1}, None, True, -1, 0, 1.5, float("nan")]
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,7 @@ def write_sparse(name: str, directory: Path) -> Sparse:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_opening_twenty_gigabytes_reads_no_expert(tmp_path, name):
     made = write_sparse(name, tmp_path)

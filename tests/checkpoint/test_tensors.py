@@ -279,6 +279,7 @@ def test_every_truncation_and_every_extension_is_noticed(tmp_path):
         TensorIndex.open(tmp_path)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_file_with_any_bytes_changed_opens_or_is_refused_in_one_sentence(data):

@@ -72,6 +72,7 @@ def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
     assert out == "".join(f"{reply}\n" for reply in expected_replies(BUNDLED_MODEL, queries))
 
 
+@pytest.mark.slow
 def test_only_what_is_new_is_read(monkeypatch, capsys, talking, tmp_path):
     seen = []
     original = text.stream_generate

@@ -85,6 +85,7 @@ def test_scratch_changes_no_bit(experts, open_store):
             assert same_bits(store.experts(3, *call), expected)
 
 
+@pytest.mark.slow
 def test_half_precision(experts, open_store):
     store, resident = open_store(4, **FUSED), experts.resident(**FUSED)
     for dtype in (mx.float16, mx.bfloat16):
@@ -138,6 +139,7 @@ def test_kernels_are_there_before_sums_are_evaluated(open_store, monkeypatch, n,
     assert "eval" in seen
 
 
+@pytest.mark.slow
 def test_no_kernel_knows_the_number_of_slots(experts, open_store):
     """Each would be compiled anew for each: a second for some on an H100."""
     seen, calls = [], [random_call(n, seed=n) for n in (1, 40)]

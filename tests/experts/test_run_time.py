@@ -80,6 +80,7 @@ def test_a_long_storm_of_budgets(right):
     storm(right, 2000, eviction="lfu", prefetch="ahead")
 
 
+@pytest.mark.slow
 def test_a_budget_may_change_from_another_thread(right):
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="20%")
     done, failures = threading.Event(), []
@@ -122,6 +123,7 @@ def test_what_a_budget_cannot_be():
         assert set(model.store.slots.values()) == {32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [pytest.param("none", marks=pytest.mark.slow), "ahead"])
 def test_one_read_in_a_hundred_fails_and_no_token_is_wrong(right, monkeypatch, prefetch):
     """An I/O error ends a call and leaves its cache as it was: the call is made again."""

@@ -139,6 +139,7 @@ def test_a_process_that_sleeps_and_wakes_says_the_same():
     assert asleep >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
 def test_a_page_cache_that_is_taken_away_changes_no_text(reader):

@@ -385,6 +385,7 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     assert "no operation is called 'softmax'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_runs_its_parts_in_processes(capsys):
     assert main(["check"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -62,7 +62,10 @@ def test_every_operation_with_a_kernel_has_a_workload():
         assert operation in measured or not any(hasattr(f, "kernels") for f in forms.values())
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n.startswith("delta") else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS],
+)
 def test_forms_take_the_workloads(name):
     args, kwargs = workload(name, TINY, 2, mx.float32)
     forms = IMPLEMENTATIONS[name.partition(" ")[0]]

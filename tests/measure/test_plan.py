@@ -136,6 +136,7 @@ def test_bits_are_what_a_conversion_would_give():
         sizes_at("qwen3.5-35b-a3b", bits=7)
 
 
+@pytest.mark.slow
 def test_fp8_is_held_decoded_and_its_scales_vanish_when_converted():
     weights = 3 * 2048 * 7168
     assert set(sizes_at("deepseek-v3").blocks.values()) == {2 * weights}

@@ -37,6 +37,7 @@ def fake_times(monkeypatch):
     monkeypatch.setattr(tuning, "_decode", decode)
 
 
+@pytest.mark.slow
 def test_the_knee_is_found_not_the_most(fake_times, tmp_path):
     lines = []
     found = tune(BUNDLED_MODEL, budgets=["25%", "50%", "75%"], report=lines.append)

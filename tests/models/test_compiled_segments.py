@@ -150,6 +150,7 @@ def test_an_interrupt_while_ids_are_awaited_leaves_the_cache(whole, monkeypatch)
         assert mx.array_equal(mx.concatenate(parts, axis=1), expected).item()
 
 
+@pytest.mark.slow
 def test_what_segments_cannot_do_goes_another_way():
     with opened(expert_memory="15%") as model:  # 4 slots of 32
         tokens = tokens_of(20, 2)

@@ -256,6 +256,7 @@ def lifted(directory: Path, out: Path, by: float) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_mlx_lm_agrees_with_positive_scores(tmp_path, bits):
     """On its own layout, ``embed_q`` and ``unembed_out``, as mlx-community publishes it."""

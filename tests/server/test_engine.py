@@ -93,7 +93,8 @@ def test_the_engine_ends_with_its_thread(tiny, monkeypatch):
     with served(*tiny) as server:
         monkeypatch.setattr(type(server.service.engine), "_obey", close)
         status, reply = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 8000})
-        assert (status, reply["error"]["type"]) == (500, "server_error")
+        assert reply["error"]["type"] == "server_error"
+        assert status in (500, 503)  # it came before or after the thread's end
         wait_until(lambda: not server.service.engine.alive)
         assert server.ask(PATH, {"messages": MESSAGES})[0] == 503
         assert server.ask("/health")[0] == 503

@@ -228,7 +228,7 @@ def test_groups_may_have_functions_of_one_name(server):
 @pytest.mark.parametrize(
     ("path", "body", "last"),
     [
-        ("/v1/responses", {"input": "a"}, "response.failed"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 4000}, "response.failed"),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4000}, "error"),
     ],
 )

@@ -149,6 +149,7 @@ def test_other_readers_and_machines_without_a_compiler_read_in_python(
         native_pool.library.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_library_is_built_once(monkeypatch, tmp_path):
     monkeypatch.setenv("MOEFLUX_CACHE_DIR", str(tmp_path / "cache"))
     first = native_pool._built()

@@ -75,6 +75,7 @@ def test_the_bits_of_the_launches_that_it_replaces(device, sizes):
     assert mx.array_equal(y, expected).item()
 
 
+@pytest.mark.slow
 def test_more_experts_than_a_threadgroup_has_room_for():
     for K, inner in ((16, 0), (12, 64)):
         sizes = 2, K, 16, 64, 32, inner, False, 4, 4, 32, mx.bfloat16, True, True

@@ -47,6 +47,7 @@ NUMBER = r"\d+\.\d{3}"
 SPEEDS = rf"prompt_tps={NUMBER}, generation_tps={NUMBER}, peak_memory={NUMBER}"
 
 
+@pytest.mark.slow
 def test_lines_are_those_of_mlx_lm(checkpoint):
     lines = []
     benchmark(checkpoint, Options(("50%",), **SMALL), say=lines.append)
