@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import threading
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ READ_BYTES = 16 << 20
 MOST_VIEWS = 512
 # Tensors of a model's trunk are loaded in groups of about so many bytes.
 GROUP_BYTES = 256 << 20
+MOST_WAIT_SECONDS = 5.0
 
 
 class Stack(NamedTuple):
@@ -121,8 +124,14 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
 
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
     with _VirtualFile(tensors, readers) as file:
+        held = sys.getrefcount(file)
         # Any object with a file's methods will do.
         arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
+        # MLX's threads drop the file a little after the arrays are there, which takes the
+        # interpreter. One that has not done so when the interpreter ends aborts the process.
+        until = time.monotonic() + MOST_WAIT_SECONDS
+        while sys.getrefcount(file) > held and time.monotonic() < until:
+            time.sleep(0.001)
         if file.error is not None:
             raise file.error
     assert isinstance(arrays, dict)

@@ -1,4 +1,4 @@
-"""Give the experts' memory back while nobody asks for text."""
+"""Give the experts' memory back while no text is asked for."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def kept_file() -> Path:
 
 
 def hint(backend: str) -> str:
-    """Return a line that says, once on each machine, that nobody measured kernels there."""
+    """Return a line that says, once on each machine, that kernels were not measured there."""
     operations = [of for name, of in read().items() if name != MEASURED]
     if any("us" in row for of in operations for row in of.get(backend, ())):
         return ""
