@@ -189,7 +189,8 @@ class _VirtualFile(ExitStack):
             try:
                 self._fill(self._tensors[bisect_right(self._starts, start) - 1], view)
             except Exception as error:  # noqa: BLE001 (raised again where MLX has returned)
-                self.error = error
+                # Frames of a traceback would hold this file, which _load waits to be dropped.
+                self.error = error.with_traceback(None)
         return view.nbytes
 
     def _fill(self, tensor: Any, view: memoryview) -> None:
