@@ -353,8 +353,8 @@ class _Records:
     def _call(self) -> None:
         _, K, layer, N, token, nanoseconds = self._fields(CALL)
         info = self._trace.info
-        if layer not in info.block_bytes or not K or not N:
-            self._damaged(f"a call of layer {layer} with {N} tokens of {K} experts")
+        if layer not in info.block_bytes or not K or not N or token >> 62:
+            self._damaged(f"a call of layer {layer} with {N} tokens of {K} experts after {token}")
         ids, weights = self._array("<u2", N * K), self._array("<f2", N * K)
         if ids.max() > info.num_experts:
             self._damaged(f"expert {ids.max()} of {info.num_experts}")
