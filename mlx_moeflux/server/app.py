@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from mlx_moeflux.server.assemble import Delta
@@ -98,7 +98,7 @@ def make_app(service: Service, limits: Limits) -> Guard:
         "/props": lambda request: JSONResponse(info.props(service)),
         "/metrics": lambda request: PlainTextResponse(info.metrics(service)),
     }
-    routes: list[BaseRoute] = [
+    routes: list[Route | Mount] = [
         Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()
     ]
     post = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -50,7 +50,7 @@ class PageFiles(StaticFiles):
         return response
 
 
-def page_routes() -> list[BaseRoute]:
+def page_routes() -> list[Route | Mount]:
     """Return the routes of ``/`` and of the files that it names, under ``/page``."""
     files = PageFiles()
 
