@@ -24,7 +24,7 @@ from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 
 
 class Disk(Protocol):
-    """Where the experts of a resident model come from."""
+    """The source from which a resident model reads its experts again."""
 
     def free(self) -> None:
         """Free their arrays."""
