@@ -1,5 +1,6 @@
 """Counts the Python calls of a layer for a token, which every step costs the host."""
 
+import gc
 import sys
 from dataclasses import replace
 from functools import partial
@@ -27,11 +28,14 @@ def calls_in_package(function) -> list[tuple[str, str]]:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             calls.append((frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name))
 
+    # Otherwise what other tests left may be collected meanwhile, and its finalisers are calls too.
+    gc.disable()
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
