@@ -265,8 +265,8 @@ def test_experts_that_were_in_memory_come_back(tmp_path, directory):
     prompt = np.random.default_rng(3).integers(0, 4096, 60).tolist()
     with model, PromptCache(directory) as cache:
         reply(model, prompt, cache)
-        (node,) = directory.glob("*/*.safetensors")
         cache.flush()
+        (node,) = directory.glob("*/*.safetensors")
         data = node.read_bytes()
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         kept = json.loads(header["__metadata__"]["experts"])
