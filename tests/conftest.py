@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 MOST_PROCESSES = 8
 # Each process has a core: libraries that start a thread for every core only get in the way.
@@ -20,6 +21,10 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # The package's own choice of kernels, not what somebody measured on this machine.
 TABLE = Path(__file__).parents[1] / "mlx_moeflux" / "kernels" / "dispatch.json"
 os.environ.setdefault("MOEFLUX_DISPATCH", str(TABLE))
+
+# On a busy machine every time limit is too short.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -96,7 +96,7 @@ def test_the_config_may_name_the_parser_of_tool_calls(directory):
     assert not load_tokenizer(directory).has_tool_calling
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4200), max_size=40))
 def test_pieces_are_the_whole(ids):
     tokenizer = load_tokenizer(BUNDLED_MODEL)
@@ -105,7 +105,7 @@ def test_pieces_are_the_whole(ids):
     assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=30))
 def test_every_text_streams_without_replacement_characters(text):
     tokenizer = load_tokenizer(BUNDLED_MODEL)

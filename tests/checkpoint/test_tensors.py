@@ -66,7 +66,7 @@ def named_arrays(draw):
     return arrays
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(named_arrays(), st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5)))
 def test_any_file_of_the_safetensors_package_opens_to_the_same_bytes(arrays, metadata):
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +280,7 @@ def test_every_truncation_and_every_extension_is_noticed(tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_file_with_any_bytes_changed_opens_or_is_refused_in_one_sentence(data):
     header = json.dumps({"a": entry(0, 4, "F32", [1]), "b": entry(4, 10, "U8", [2, 3])}).encode()

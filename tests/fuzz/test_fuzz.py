@@ -52,7 +52,7 @@ CORPUS = [
     ("gguf", [[32807, 3476, 9982]]),
     ("gguf", [[60666, 47536, 38703]]),
 ]
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+COMMON = {"suppress_health_check": list(HealthCheck), "database": None}
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ calls = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), m
 
 @pytest.mark.parametrize("name", EVICTIONS)
 @given(calls=calls, slots=st.integers(4, EXPERTS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_residents_are_neither_lost_nor_doubled(name, calls, slots):
     policy, plain = make_eviction(name), ListLRU()
     bank = Bank(policy, slots)
@@ -249,7 +249,7 @@ steps = st.lists(
 
 @pytest.mark.parametrize("name", EVICTIONS)
 @given(steps=steps)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whatever_happens_the_contract_is_kept(name, steps):
     """Prefetches, resizes, answers that are not followed, changes that nobody tells of."""
     bank = Bank(make_eviction(name), 5)

@@ -178,7 +178,7 @@ rows = st.lists(
 
 
 @given(rows=rows, slots=st.integers(2, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_belady_is_the_best_that_is_possible(rows, slots):
     trace = trace_of(*rows)
     best = simulate(trace, {0: slots}, eviction="belady")
