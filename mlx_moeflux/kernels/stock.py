@@ -29,7 +29,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # unless MLX_ENABLE_TF32=0.
 LIMITS = {mx.float32: 2e-5, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
 LIMIT_OF_TF32 = 4e-3
-# The CPU adds 2,048 quantised products up in the dtype of x, and so comes to these limits in 16 bits.
+# The CPU adds 2,048 quantised products up in the dtype of x, and comes to these limits in 16 bits.
 TIMES_ON_CPU = 2.0
 
 # in, out of a matrix: widths that are no multiples of 64, of 32, of 8; then published ones.
