@@ -1,4 +1,4 @@
-"""Give the experts' memory back while no text is asked for."""
+"""Give the experts' memory back while a program waits for its next prompt."""
 
 from __future__ import annotations
 

@@ -254,9 +254,12 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Errors(NamedTuple):
-    """Of an array: the largest root mean square of a row by the truth's, the largest error by the
-    largest number, how much longer or shorter a row is in the truth's direction, and the length of
-    rows. All infinite for NaN and for integers that differ."""
+    """The errors of an array. They are infinite for NaN, and for integers that differ.
+
+    rms: Root mean square of a row's error, divided by that of the true row; the largest. worst: The
+    largest error, divided by the largest true number. slope: How much longer or shorter a row is in
+    the direction of the true one, as a share; the largest. size: Numbers in a row.
+    """
 
     rms: float
     worst: float

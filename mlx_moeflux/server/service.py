@@ -77,7 +77,7 @@ class Service:
         visible = self.tool_syntax.visible if self.tool_syntax else ()
         self.grammars = Grammars(tokenizer, self.vocabulary, visible)
         self.draining = False
-        # Rendering and encoding take both cores' time from the engine if many do it at once.
+        # Two requests render and encode at a time: more would take the engine's processor time.
         self.rendering = asyncio.Semaphore(2)
 
     @property

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a cache of one latent and one rotary key per position.
+"""Multi-head latent attention. Its cache has one latent and one rotary key per position.
 
 ``latent_prepare`` splits and rotates what the projections give, ``head_product`` applies the
 matrices of each head, and ``latent_attention`` or ``latent_prefill`` attends.
