@@ -313,7 +313,7 @@ inline void outer_parts(
         for (int i = 0; i < PARTS; ++i) {
           sum += partial[index * STRIDE + k * PARTS + i];
         }
-        total += weights[token * K + k] * sum;
+        total += rounded_product(weights[token * K + k], sum);
       }
     }
     y[at] = total;

@@ -339,7 +339,7 @@ inline void combine_pairs(
     if (slots[pair] < num_slots) {
       pack<T, 4> part = load_pack<4>(out + ulong(pair) * C + col);
       for (int j = 0; j < 4; ++j) {
-        total.at[j] += weights[pair] * float(part.at[j]);
+        total.at[j] += rounded_product(weights[pair], float(part.at[j]));
       }
     }
   }

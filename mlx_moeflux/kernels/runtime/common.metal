@@ -90,6 +90,14 @@ inline float of_tiny(uint byte) {
 
 // ---- Elementwise
 
+// a b, rounded before it is added to anything: compilers may fuse a product with a sum.
+#ifndef MOEFLUX_CUDA
+inline float rounded_product(float a, float b) {
+#pragma METAL fp contract(off)
+  return a * b;
+}
+#endif
+
 // 1 / x, two units in the last place off at most. On CUDA it is in the dialect: there a division has
 // branches, which keep the loads behind it from starting.
 #ifndef MOEFLUX_CUDA

@@ -43,7 +43,8 @@ RESERVED = frozenset(
     )
 )
 
-DIRECTIVES = ("ifdef", "ifndef", "else", "endif", "define", "pragma unroll")
+PRAGMAS = ("pragma unroll", "pragma METAL fp contract(off)")
+DIRECTIVES = ("ifdef", "ifndef", "else", "endif", "define", *PRAGMAS)
 SPACES = ("device", "threadgroup", "thread", "constant")
 # Metal finds them without a scope, a C++ compiler takes those of <math.h>, in double.
 MATHS = (
@@ -53,7 +54,7 @@ MATHS = (
 
 _POINTER = re.compile(r"[\w>][*&](?=\s+\w|\s*[)>,]|operator)")
 _STATEMENT = re.compile(r"[(),;{}\n<]")
-_DIRECTIVE = re.compile(r"^\s*#\s*(pragma unroll|\w+)", re.M)
+_DIRECTIVE = re.compile(rf"^\s*#\s*({'|'.join(map(re.escape, PRAGMAS))}|\w+)", re.M)
 _DOUBLE = re.compile(r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?[lL]?(?![\w.])")
 _LEFT = re.compile(r"\b(?:float|half|bfloat|u?int|T|P|auto)\s+[*&]\w")
 _UNSCOPED = re.compile(rf"(?<![\w:.])({MATHS})\s*\(")

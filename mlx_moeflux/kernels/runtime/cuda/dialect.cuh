@@ -138,6 +138,7 @@ template <int N, typename T> inline pack<T, N> load_once(const T* p) {
 }
 inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 inline float reciprocal(float x) { return __fdividef(1.0f, x); }
+inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 // ---- Tiles: mma.sync m16n8k16. Shared memory is read with ldmatrix, other memory in pairs.
 
