@@ -11,6 +11,7 @@ import pytest
 
 from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError, InputError
+from mlx_moeflux.experts.io.read_pool import Fetch
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies import prefetch
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
@@ -109,14 +110,21 @@ def test_events_and_counts_in_order(open_store, experts):
     assert "read ahead 2, of which 1 used" in str(store.stats())
 
 
-def test_what_is_not_needed_and_not_begun_is_given_up(wrapped, experts):
-    begun = threading.Event()
+def test_what_is_not_needed_and_not_begun_is_given_up(wrapped, experts, monkeypatch):
+    begun, given_up, dropped, abandon = threading.Event(), threading.Event(), [], Fetch.abandon
 
     def before(layer, expert, into):
-        if layer == 5:
+        if layer == 5 and not begun.is_set():
             begun.set()
-        time.sleep(0.02)
+            assert given_up.wait(60)
 
+    def noted(fetch):
+        abandon(fetch)
+        dropped.append(fetch)
+        if len(dropped) == 2:
+            given_up.set()
+
+    monkeypatch.setattr(Fetch, "abandon", noted)
     slow = wrapped(before, slots=4, prefetch=Fixed(0, 1, 2), threads=1)
     events = []
     slow.events = lambda e: events.append(e) if isinstance(e, PrefetchDrop) else None
