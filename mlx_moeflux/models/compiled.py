@@ -269,7 +269,8 @@ class SegmentedStep:
                 ids, weights, *carry = carry
                 ahead = carry.pop(0) if segment.looks_ahead else None
                 call = store.begin_load(layer, ids, weights, ahead=ahead)
-                slots, bank = store.slots_of(call), _arrays(store.bank(layer))
+                # Not the bank itself: a trace would keep it alive.
+                slots, bank = store.slots_of(call), store.bank(layer).flat
                 carry = [weights, *carry]
             return carry[0]
 
@@ -338,13 +339,8 @@ def _entries(kinds: Sequence[type], states: Sequence[Any], *counts: Any) -> list
     return [KINDS[kind](arrays, *counts) for kind, arrays in zip(kinds, states, strict=True)]
 
 
-def _arrays(bank: ExpertBank) -> list[mx.array]:
-    """Return the arrays of a bank. They are inputs of a trace, so that it keeps no bank alive."""
-    return [array for part in (bank.gate, bank.up, bank.down) for array in part.arrays()]
-
-
 def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
-    """Return a bank of `arrays`, the inverse of :func:`_arrays`, structured as `like`."""
+    """Return a bank whose arrays are `arrays`, as in its ``flat``, structured as `like`."""
     left = iter(arrays)
 
     def part(p: ProjectionBank) -> ProjectionBank:

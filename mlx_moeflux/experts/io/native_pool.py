@@ -23,6 +23,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
+from itertools import chain
 from pathlib import Path
 from typing import TypeGuard
 
@@ -35,7 +36,7 @@ from mlx_moeflux.experts.io import cuda_upload, file_readers, read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
-from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory, Target
+from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory
 from mlx_moeflux.experts.io.readers import Reader
 
 SOURCE = Path(__file__).with_name("native_reads.c")
@@ -186,7 +187,7 @@ class NativePool:
         self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]
     ) -> NativeFetch:
         """Return a batch of reads, not begun: for each block its expert and its slot."""
-        return NativeFetch(self, layer, slots, [Target(*block) for block in blocks])
+        return NativeFetch(self, layer, slots, list(blocks))
 
     def close(self) -> None:
         """Wait for the reads and end the threads."""
@@ -242,27 +243,28 @@ class Place:
 class NativeFetch:
     """A batch of reads: blocks of one layer into their slots.
 
-    Has the methods of :class:`~mlx_moeflux.experts.io.read_pool.Fetch`. in_caller: True if the
-    caller reads.
+    Has the methods of :class:`~mlx_moeflux.experts.io.read_pool.Fetch`. blocks: Experts and their
+    slots. in_caller: True if the caller reads.
     """
 
-    def __init__(self, pool: NativePool, layer: int, slots: SlotMemory, targets: Sequence[Target]):
-        self.targets, self._layer = targets, layer
+    def __init__(
+        self, pool: NativePool, layer: int, slots: SlotMemory, blocks: Sequence[tuple[int, int]]
+    ):
+        self.blocks, self._layer = blocks, layer
         self._pool, self._place = pool, pool.place(layer, slots)
         self.in_caller = False
         self._slots = slots  # the memory that the threads write
-        self._outcomes = (_Outcome * len(targets))()
+        self._outcomes = (_Outcome * len(blocks))()
         self._over = True
 
     def start(self, *, urgent: bool = False) -> None:
         """Begin all reads: on the threads, or in the caller if blocks are small and `urgent`."""
-        count, pool, place = len(self.targets), self._pool, self._place
+        count, pool, place = len(self.blocks), self._pool, self._place
         if not count:
             return
         self.in_caller = urgent and pool.reads_in_caller(place.nbytes)
         self._batch, self._over = place.batch(pool, count), False
-        numbers = [number for t in self.targets for number in (t.expert, t.slot)]
-        blocks = struct.pack(f"{2 * count}q", *numbers)
+        blocks = struct.pack(f"{2 * count}q", *chain.from_iterable(self.blocks))
         pool.library.batch_begin(
             *(pool.handle, self._batch, place.layer, count, blocks),
             *(self._outcomes, not self.in_caller),
@@ -275,8 +277,10 @@ class NativeFetch:
         self._wait()
         if self._pool.uploads is not None:
             self._pool.uploads.finish()
-        pairs = zip(self.targets, self._outcomes, strict=True)
-        return next((self._error(t.expert, o) for t, o in pairs if o.error), None)
+        for (expert, _), outcome in zip(self.blocks, self._outcomes, strict=True):
+            if outcome.error:
+                return self._error(expert, outcome)
+        return None
 
     def abandon(self) -> None:
         """Let no further read begin."""
@@ -302,12 +306,12 @@ class NativeFetch:
             raise interrupt
 
     def arrivals(self) -> list[Arrival]:
-        """Return the blocks that were read completely, in the order of the targets. Seconds of
-        pieces add up."""
+        """Return the blocks that were read completely, in the order of `blocks`. Seconds of pieces
+        add up."""
         nbytes = self._place.nbytes
         return [
-            Arrival(target.expert, target.slot, outcome.nbytes, 1e-9 * outcome.nanoseconds)
-            for target, outcome in zip(self.targets, self._outcomes, strict=True)
+            Arrival(*block, nbytes, 1e-9 * outcome.nanoseconds)
+            for block, outcome in zip(self.blocks, self._outcomes, strict=True)
             if outcome.nbytes == nbytes and not outcome.error
         ]
 

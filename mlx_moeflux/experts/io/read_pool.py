@@ -141,8 +141,8 @@ class Job(NamedTuple):
 class Fetch:
     """A batch of reads: blocks of one layer into their slots.
 
-    Fewer blocks than threads are cut into pieces, if the reader can. in_caller: False once threads
-    may be reading.
+    Fewer blocks than threads are cut into pieces, if the reader can. blocks: Experts and their
+    slots. in_caller: False once threads may be reading.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class Fetch:
         *,
         uploads: Uploads | None = None,
     ):
-        self.targets, self._threads = targets, threads
+        self.blocks = [(target.expert, target.slot) for target in targets]
+        self._targets, self._threads = targets, threads
         self._reader, self._layer, self._uploads = reader, layer, uploads
         stored = getattr(reader, "stored_bytes", None)
         self._expected = reader.layout(layer).nbytes if stored is None else stored(layer)
@@ -236,9 +237,9 @@ class Fetch:
             raise interrupt
 
     def arrivals(self) -> list[Arrival]:
-        """Return the blocks that were read completely, in the order of the targets. Seconds of
-        pieces add up."""
-        sums = [[0, 0.0] for _ in self.targets]
+        """Return the blocks that were read completely, in the order of `blocks`. Seconds of pieces
+        add up."""
+        sums = [[0, 0.0] for _ in self.blocks]
         for i, job in enumerate(self._jobs):
             result = self._results.get(i)
             if not isinstance(result, tuple):
@@ -247,8 +248,8 @@ class Fetch:
             sums[job.target][0] += result[0]
             sums[job.target][1] += result[1]
         return [
-            Arrival(target.expert, target.slot, nbytes, seconds)
-            for target, (nbytes, seconds) in zip(self.targets, sums, strict=True)
+            Arrival(*block, nbytes, seconds)
+            for block, (nbytes, seconds) in zip(self.blocks, sums, strict=True)
             if nbytes == self._expected
         ]
 
@@ -267,7 +268,7 @@ class Fetch:
             self._results[i] = carried.error
 
     def _read(self, job: Job) -> tuple[int, float]:
-        start, target = perf_counter(), self.targets[job.target]
+        start, target = perf_counter(), self._targets[job.target]
         try:
             nbytes = self._whole(target) if job.piece is None else self._part(target, job.piece)
         except OSError as cause:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.native_pool import NativeFetch, NativePool
-from mlx_moeflux.experts.io.read_pool import Arrival, Fetch, ReadPool, Target
+from mlx_moeflux.experts.io.read_pool import Arrival, Fetch, ReadPool
 from mlx_moeflux.experts.policies.eviction import Eviction, choose_victims
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.slots import SlotTable
@@ -87,8 +87,9 @@ class StreamedLayer:
         self._pool, self._policy, self.stats = pool, policy, stats
         # Batches on their way, the oldest first.
         self._fetches: deque[Fetch | NativeFetch] = deque()
-        # Prefetches that are under way, and residents that were prefetched and not yet used.
-        self._ahead: list[tuple[Target, Fetch | NativeFetch]] = []
+        # Prefetches that are under way, each of one block, and residents that were prefetched and
+        # not yet used.
+        self._ahead: list[Fetch | NativeFetch] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
         # Misses and victims since the end of the last call.
@@ -126,7 +127,7 @@ class StreamedLayer:
         """
         if not self._readers_of_bank:
             return
-        assert not any(f.targets for f in self._fetches), "the bank changes while it is read into"
+        assert not any(f.blocks for f in self._fetches), "the bank changes while it is read into"
         assert not self._ahead, "the bank changes while it is read into"
         if not all(reading.ended() for reading in self._readers_of_bank):
             self.bank.resize(self.bank.slots)
@@ -268,9 +269,10 @@ class StreamedLayer:
         start, fetch = perf_counter(), self._fetches[0]
         error = fetch.wait()
         self.stats.stall_seconds += perf_counter() - start
-        for arrival in fetch.arrivals():
-            self._enter(arrival)
-            if events is not None:
+        arrivals = fetch.arrivals()
+        self._enter(arrivals)
+        if events is not None:
+            for arrival in arrivals:
                 events(ReadEnd(self.layer, *arrival))
         if error is not None:
             raise error
@@ -278,18 +280,23 @@ class StreamedLayer:
 
     def slots_soon(self) -> dict[int, int]:
         """Return expert -> slot, as after the reads that are under way."""
-        coming = {target.expert: target.slot for fetch in self._fetches for target in fetch.targets}
-        return self.table.slot_of | coming
+        if not self._fetches:
+            return self.table.slot_of
+        return self.table.slot_of | dict(chain.from_iterable(f.blocks for f in self._fetches))
 
-    def _enter(self, arrival: Arrival) -> None:
-        self.table.put(arrival.expert, arrival.slot)
-        self._policy.admit(self.layer, arrival.expert)
-        self._count(arrival)
+    def _enter(self, arrivals: Sequence[Arrival]) -> None:
+        put, admit = self.table.put, self._policy.admit
+        for expert, slot, _, _ in arrivals:
+            put(expert, slot)
+            admit(self.layer, expert)
+        self._count(arrivals)
 
-    def _count(self, arrival: Arrival) -> None:
-        self.stats.reads += 1
-        self.stats.bytes_read += arrival.nbytes
-        self.stats.read_seconds += arrival.seconds
+    def _count(self, arrivals: Sequence[Arrival]) -> None:
+        stats = self.stats
+        stats.reads += len(arrivals)
+        for _, _, nbytes, seconds in arrivals:
+            stats.bytes_read += nbytes
+            stats.read_seconds += seconds
 
     def read_ahead(
         self,
@@ -303,7 +310,7 @@ class StreamedLayer:
             if events is not None:
                 events(PrefetchStart(self.layer, expert, slot))
             fetch = self._pool.fetch(self.layer, self.bank.current, [(expert, slot)])
-            self._ahead.append((fetch.targets[0], fetch))
+            self._ahead.append(fetch)
             fetch.start()
         self.unsettled = False
 
@@ -319,10 +326,10 @@ class StreamedLayer:
             return
         self.unsettled = True
         start = perf_counter()
-        unwanted = [] if wait else [f for target, f in self._ahead if target.expert not in needed]
+        unwanted = [] if wait else [f for f in self._ahead if f.blocks[0][0] not in needed]
         for fetch in unwanted:
             fetch.abandon()
-        for _, fetch in self._ahead:
+        for fetch in self._ahead:
             if fetch in unwanted:
                 fetch.drain()
                 continue
@@ -330,18 +337,18 @@ class StreamedLayer:
             if error is not None and not isinstance(error, ExpertFileError):
                 raise error
         self.stats.stall_seconds += perf_counter() - start
-        for target, fetch in self._ahead:
-            arrivals = fetch.arrivals()
-            for arrival in arrivals:
-                self._enter(arrival)
-                self._fresh.add(arrival.expert)
+        for fetch in self._ahead:
+            (expert, slot), arrivals = fetch.blocks[0], fetch.arrivals()
+            self._enter(arrivals)
+            if arrivals:
+                self._fresh.add(expert)
                 self.stats.prefetches += 1
                 if events is not None:
-                    events(PrefetchEnd(self.layer, *arrival))
-            if not arrivals:
-                self.table.give_back(target.slot)
+                    events(PrefetchEnd(self.layer, *arrivals[0]))
+            else:
+                self.table.give_back(slot)
                 if events is not None:
-                    events(PrefetchDrop(self.layer, target.expert, target.slot))
+                    events(PrefetchDrop(self.layer, expert, slot))
         self._ahead.clear()
         self.unsettled = False
 
@@ -360,7 +367,7 @@ class StreamedLayer:
 
         Blocks that :meth:`finish` has not entered are dropped; the next call reads them again.
         """
-        for fetch in (*reversed(self._fetches), *(fetch for _, fetch in self._ahead)):
+        for fetch in (*reversed(self._fetches), *self._ahead):
             fetch.drain()
         self._fetches.clear()
         self._ahead.clear()
@@ -414,10 +421,10 @@ class StreamedLayer:
             fetch = self._pool.fetch(self.layer, self.bank.current, list(held.items()))
             self._fetches.append(fetch)
             fetch.start(urgent=True)
-            error = fetch.wait()
-            for arrival in fetch.arrivals():
-                table.put(arrival.expert, arrival.slot)
-                self._count(arrival)
+            error, arrivals = fetch.wait(), fetch.arrivals()
+            for expert, slot, _, _ in arrivals:
+                table.put(expert, slot)
+            self._count(arrivals)
         finally:
             self.settle()
             for expert in held.keys() - table.slot_of.keys():

@@ -260,9 +260,9 @@ class StreamedStore(ExpertStore):
             begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
         else:
             call.missing = missing_of(state.table, needed)
-            state.look_up(needed, call.missing, self.events)
+            state.look_up(needed, call.missing, self._events)
             if call.missing:
-                state.begin_reads(call.missing, frozenset(needed), self.events)
+                state.begin_reads(call.missing, frozenset(needed), self._events)
         _account(state, start, stalled)
         return call
 
@@ -272,7 +272,8 @@ class StreamedStore(ExpertStore):
         and has no padding."""
         assert call.host is not None, "the layer holds every expert: the host does not know the ids"
         slot_of = call.state.slots_soon()
-        slots = mx.array([[slot_of[e] for e in row] for row in call.host.tolist()], mx.uint32)
+        where = slot_of.__getitem__
+        slots = mx.array([list(map(where, row)) for row in call.host.tolist()], mx.uint32)
         if self._uploads is not None:
             self._uploads.advise_gpu(slots)
         return slots
@@ -285,7 +286,7 @@ class StreamedStore(ExpertStore):
         state = call.state
         start, stalled = perf_counter(), state.stats.stall_seconds
         assert state.reading, "the reads of this call were dropped"
-        state.finish(self.events)
+        state.finish(self._events)
         call.missing = None
         _account(state, start, stalled)
 
@@ -379,7 +380,7 @@ class StreamedStore(ExpertStore):
         """Fill free slots with the experts of lowest ids; they count as reads, not as misses."""
         with self._lock:
             for layer in self.layers if layers is None else layers:
-                self._state(layer).fill(self.events)
+                self._state(layer).fill(self._events)
 
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
@@ -391,10 +392,10 @@ class StreamedStore(ExpertStore):
             state = self._state(layer)
             if state.read_elsewhere():
                 return False
-            state.commit_prefetch((), wait=True, events=self.events)
+            state.commit_prefetch((), wait=True, events=self._events)
             room = state.table.slots - sum(expert in state.table for expert in protected)
             absent = missing_of(state.table, (e for e in experts if 0 <= e < self.num_experts))
-            state.read_now(absent[:room], protected, self.events)
+            state.read_now(absent[:room], protected, self._events)
             return True
 
     def start_eval(self) -> None:
@@ -413,9 +414,9 @@ class StreamedStore(ExpertStore):
         """Change a layer's number of slots; the policy chooses the victims of a smaller bank."""
         with self._lock:
             self.generation += 1
-            self._state(layer).resize(self._checked(layer, slots), self.events)
-            if self.events is not None:
-                self.events(Resize(layer, self.slots[layer]))
+            self._state(layer).resize(self._checked(layer, slots), self._events)
+            if self._events is not None:
+                self._events(Resize(layer, self.slots[layer]))
 
     def resize_all(self, slots: Mapping[int, int]) -> None:
         """Give every layer its number of slots. Memory exceeds the larger of before and after by at
@@ -437,7 +438,7 @@ class StreamedStore(ExpertStore):
             self.generation += 1
             self._released = True
             for layer in self.layers:
-                self._settled(layer).release(self.events)
+                self._settled(layer).release(self._events)
             mx.clear_cache()
 
     def restore(self) -> None:
@@ -495,13 +496,13 @@ class StreamedStore(ExpertStore):
         table = state.table
         return (
             len(table.slot_of) == table.num_experts
-            and self.events is None
+            and self._events is None
             and self.prefetch is None
         )
 
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
-        state, ids, events = call.state, call.ids, self.events
+        state, ids, events = call.state, call.ids, self._events
         if mx.default_device() != mx.cpu:
             metal.settle()
         if call.ahead is not None or events is not None:
@@ -522,15 +523,15 @@ class StreamedStore(ExpertStore):
     ) -> None:
         """Enter prefetched blocks and notify the prefetcher of the request."""
         needed = frozenset(request.needed)
-        state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self.events)
+        state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
         state.stats.proposed += len(state.proposal)
         state.stats.foreseen += len(state.proposal & needed)
         state.proposal = frozenset()
         prefetch.requested(state.layer, request.experts, request.last)
 
     def _begin_wave(self, state: StreamedLayer, waves: WaveSchedule, wave: Wave) -> None:
-        state.look_up(wave.experts, wave.missing, self.events)
-        state.begin_reads(wave.missing, waves.protected, self.events)
+        state.look_up(wave.experts, wave.missing, self._events)
+        state.begin_reads(wave.missing, waves.protected, self._events)
 
     def _compute_waves(
         self, state: StreamedLayer, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
@@ -546,7 +547,7 @@ class StreamedStore(ExpertStore):
         def begin(wave: Wave) -> None:
             self._begin_wave(state, waves, wave)
 
-        run_waves(waves, begin, lambda: state.finish(self.events), compute)
+        run_waves(waves, begin, lambda: state.finish(self._events), compute)
 
     def _rebalance(self, balance: Balance, least: int) -> None:
         """Move slots between layers after a token, at least `least` a layer."""
@@ -554,7 +555,7 @@ class StreamedStore(ExpertStore):
         tokens = self._layers[self.layers[-1]].tokens
         for layer, slots in changes_in_order(balance, tokens, self.slots, **limits):
             self.generation += 1
-            self._state(layer).resize(slots, self.events)
+            self._state(layer).resize(slots, self._events)
 
     def _read_ahead(self, call: Call, prefetch: Prefetch) -> None:
         """Begin to prefetch experts of the layer after that of `call`."""
@@ -563,8 +564,8 @@ class StreamedStore(ExpertStore):
         following = next_layer(self.layers, call.state.layer)
         if following is None:
             return
-        if guess and self.events is not None:
-            self.events(Guess(following, guess))
+        if guess and self._events is not None:
+            self._events(Guess(following, guess))
         state = self._state(following)
         if state.reading_ahead:
             return
@@ -572,7 +573,7 @@ class StreamedStore(ExpertStore):
         state.proposal = frozenset(proposal)
         blocks = blocks_ahead(prefetch, proposal, state.table, state.table.slots)
         if blocks:
-            state.read_ahead(blocks, state.proposal, self.events)
+            state.read_ahead(blocks, state.proposal, self._events)
 
 
 def check_threads(threads: int) -> None:

@@ -174,6 +174,11 @@ class ExpertBank:
         return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
 
     @functools.cached_property
+    def flat(self) -> list[mx.array]:
+        """The arrays of gate, up and down as they are stored, in the order of their fields."""
+        return [array for part in (self.gate, self.up, self.down) for array in part.arrays()]
+
+    @functools.cached_property
     def bias_arrays(self) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
         """The biases of gate and up, and that of down; empty if there are none."""
         inner = (self.gate.bias, self.up.bias)
