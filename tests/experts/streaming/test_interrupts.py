@@ -197,10 +197,11 @@ def test_interrupted_by_real_signals(experts, wrapped, monkeypatch):
 
 
 def test_no_read_is_under_way_after_an_interrupt(wrapped):
-    under_way = set()
+    under_way, begun = set(), threading.Event()
 
     def before(layer, expert, into):
         under_way.add(expert)
+        begun.set()
         time.sleep(0.01 * (expert + 1))
         under_way.discard(expert)
 
@@ -208,8 +209,7 @@ def test_no_read_is_under_way_after_an_interrupt(wrapped):
     state = store._layers[3]
     state.unsettled = True
     state.start(range(6), [state.table.take() for _ in range(6)], None)
-    time.sleep(0.002)
-    assert under_way
+    assert begun.wait(60)
     state.settle()
     assert not under_way
     assert len(store.residents(3)) == 0
