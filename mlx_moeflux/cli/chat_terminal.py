@@ -5,8 +5,10 @@ Needs the extra ``chat``: prompt_toolkit and rich.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
+from time import monotonic
 from typing import Any
 
 from prompt_toolkit import PromptSession
@@ -98,10 +100,11 @@ class TerminalReply:
     def __init__(self, console: Console, splitter: Splitter, *, hidden: bool, markdown: bool):
         self._console, self._splitter, self._hidden = console, splitter, hidden
         self._markdown = markdown
+        # This thread alone draws: two that draw at once move the cursor twice, and lines are lost.
         self._live = Live(
-            console=console, refresh_per_second=PICTURES_A_SECOND, transient=True,
-            vertical_overflow="crop",
-        )  # fmt: skip
+            console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
+        )
+        self._drawn, self._spinner = -math.inf, Spinner("dots")
         self._thoughts = self._answer = ""
 
     def __enter__(self) -> TerminalReply:
@@ -113,7 +116,7 @@ class TerminalReply:
 
     def progress(self, done: int, total: int) -> None:
         share = 100 * done // max(total, 1)
-        self._live.update(Spinner("dots", Text(f"reading the prompt, {share} %", style="dim")))
+        self._draw(self._waiting(f"reading the prompt, {share} %"))
 
     def add(self, text: str, *, final: bool = False) -> None:
         split = self._splitter.add(text, final=final)
@@ -126,7 +129,7 @@ class TerminalReply:
         if final:
             finished, self._answer = finished + self._answer, ""
         # Before printing, which redraws the growing part below what it prints.
-        self._live.update(self._growing())
+        self._draw(self._growing(), now=final or bool(thoughts or finished))
         if thoughts and not self._hidden:
             self._live.console.print(Text(f"{thoughts}\n", style=THINKING))
         if finished.strip():
@@ -142,6 +145,18 @@ class TerminalReply:
         if last is not None:
             self._live.console.print(Text(_numbers(last), style="dim"))
 
+    def _draw(self, part: RenderableType, *, now: bool = False) -> None:
+        """Draw the part that still grows, PICTURES_A_SECOND at most, or `now`."""
+        time = monotonic()
+        now = now or time - self._drawn >= 1 / PICTURES_A_SECOND
+        if now:
+            self._drawn = time
+        self._live.update(part, refresh=now)
+
+    def _waiting(self, text: str) -> RenderableType:
+        self._spinner.update(text=Text(text, style="dim"))
+        return self._spinner
+
     def _rendered(self, answer: str) -> RenderableType:
         if self._markdown:
             return Markdown(answer)
@@ -149,7 +164,7 @@ class TerminalReply:
 
     def _growing(self) -> RenderableType:
         if self._thoughts and self._hidden:
-            return Spinner("dots", Text("thinking", style="dim"))
+            return self._waiting("thinking")
         parts: list[RenderableType] = []
         if self._thoughts:
             parts.append(Text(self._thoughts, style=THINKING))

@@ -26,6 +26,7 @@ from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
+from mlx_moeflux.cli import chat_terminal
 from mlx_moeflux.cli.chat import COMMANDS, make_frontend
 from mlx_moeflux.cli.chat_frontend import PlainFrontend
 from mlx_moeflux.cli.chat_terminal import (
@@ -109,15 +110,30 @@ def screen(written: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-@pytest.mark.parametrize("size", [1, 13, 1000])
-@pytest.mark.parametrize("height", [3, 24])
-def test_a_reply_is_shown_once_and_whole(size, height):
-    text = shown(TEXT, size=size, height=height)
+def assert_is_whole(text: str) -> None:
     for part in ("A title", "Some text with code", "1 one", "more of it", "2 two", "The end."):
         assert text.count(part) == 1, text
     assert "def f():" in text
     assert "\x1b" not in text
     assert "reading" not in text
+
+
+@pytest.mark.parametrize("size", [1, 13, 1000])
+@pytest.mark.parametrize("height", [3, 24])
+def test_a_reply_is_shown_once_and_whole(size, height):
+    assert_is_whole(shown(TEXT, size=size, height=height))
+
+
+def test_no_line_is_lost_however_often_the_growing_part_is_drawn(monkeypatch):
+    """A second thread that drew lost lines of half of such replies."""
+    monkeypatch.setattr(chat_terminal, "PICTURES_A_SECOND", 2000)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            assert_is_whole(shown(TEXT, size=1, height=3))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("size", [1, 13, 1000])
