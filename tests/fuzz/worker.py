@@ -113,13 +113,15 @@ def _serve(home: Path) -> None:
 
     from tests.fuzz.subjects import SUBJECTS, prepare
 
-    replies = os.dup(1)
+    # Cases that read or write the standard streams get neither requests nor replies.
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     prepare()
     made: dict[str, Any] = {}
     bounded = Path("/proc/self/statm").exists()
     with tempfile.TemporaryDirectory(dir=home) as base, os.fdopen(replies, "w") as out:
-        for line in sys.stdin:
+        for line in os.fdopen(requests):
             name, ops = json.loads(line)
             if name not in made:
                 made[name] = SUBJECTS[name](Path(base) / name)
