@@ -100,7 +100,8 @@ class TerminalReply:
     def __init__(self, console: Console, splitter: Splitter, *, hidden: bool, markdown: bool):
         self._console, self._splitter, self._hidden = console, splitter, hidden
         self._markdown = markdown
-        # This thread alone draws: two that draw at once move the cursor twice, and lines are lost.
+        # Only this thread draws. If a second one drew, both would move the cursor up before they
+        # write, and the terminal would lose lines.
         self._live = Live(
             console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
         )

@@ -208,7 +208,7 @@ class NativePool:
 
 
 class Place:
-    """Where the blocks of a layer lie in files, and the slots of one bank in memory.
+    """Holds the places of a layer's blocks in files, and of one bank's slots in memory.
 
     nbytes: Of a block.
     """
