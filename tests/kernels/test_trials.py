@@ -4,6 +4,7 @@ found, and references, which must pass."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import os
@@ -135,6 +136,24 @@ def test_a_thousand_trials_of_right_kernels_find_nothing():
             if not (verdict := trials.on_example(operation, name, forms, dtype)).ok
         ]
     assert not alarms
+
+
+def off_by(factors):
+    """A product that is off by another factor at each call."""
+    return of_result("project", lambda flat: flat * next(factors))
+
+
+@pytest.mark.parametrize("unlucky", range(trials.FAILURES + 1))
+def test_some_unlucky_draws_refuse_no_kernel(unlucky):
+    """delta_mixer in bfloat16 fails one draw of fifty, and is right."""
+    form = off_by(itertools.chain([1.02] * unlucky, itertools.repeat(1)))
+    verdict = trials.attempt("project", form, reference("project"), *square(mx.bfloat16))
+    assert verdict.ok == (unlucky < trials.FAILURES)
+
+
+def test_one_gross_error_refuses_a_kernel():
+    form = off_by(itertools.chain([1, 1.5], itertools.repeat(1)))
+    assert not trials.attempt("project", form, reference("project"), *square(mx.bfloat16)).ok
 
 
 def test_rows_of_one_number_are_taken_together():
