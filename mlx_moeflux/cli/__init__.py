@@ -172,7 +172,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, OSError):
         # Commands name the files that they cannot read or write; left are the standard streams.
         what = error.filename if error.filename is not None else "the output"
-        say("error", f"{what} cannot be read or written: {error.strerror or error}.")
+        reason = error.strerror or error
+        say("error", MoefluxError(f"{what} cannot be read or written: {reason}."))
         _discard_unwritable()
         return 1
     raise error
