@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ READ_BYTES = 16 << 20
 MOST_VIEWS = 512
 # Tensors of a model's trunk are loaded in groups of about so many bytes.
 GROUP_BYTES = 256 << 20
+# Groups that are read at a time: the disk works on one while the other one's arrays are completed.
+GROUPS = 2
 MOST_WAIT_SECONDS = 5.0
 
 
@@ -103,23 +106,27 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
 
     groups: Each a sequence of :class:`Stack` or of refs
     (:class:`~mlx_moeflux.checkpoint.tensors.TensorRef` or a decoded one). While the caller uses the
-    arrays of one group, the next is read: two groups are in memory.
+    arrays of one group, the next two are read: three groups are in memory.
 
     Raises:
         CheckpointError: A file cannot be read or ends early; names file and offset.
     """
     with (
         ThreadPoolExecutor(THREADS, thread_name_prefix="moeflux-load") as readers,
-        ThreadPoolExecutor(1, thread_name_prefix="moeflux-load-group") as loader,
+        ThreadPoolExecutor(GROUPS, thread_name_prefix="moeflux-load-group") as loaders,
     ):
-        following: Future | None = None
-        for tensors in groups:
-            current = following
-            following = loader.submit(_load, list(tensors), readers)
-            if current is not None:
-                yield current.result()
-        if following is not None:
-            yield following.result()
+        loading: deque[Future] = deque()
+        try:
+            for tensors in groups:
+                loading.append(loaders.submit(_load, list(tensors), readers))
+                if len(loading) > GROUPS:
+                    yield loading.popleft().result()
+            while loading:
+                yield loading.popleft().result()
+        finally:
+            # Who stops early waits for the reads that run, not for those of whole groups.
+            readers.shutdown(cancel_futures=True)
+            loaders.shutdown(cancel_futures=True)
 
 
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:

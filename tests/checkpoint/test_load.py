@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -120,10 +122,27 @@ def test_a_missing_file_is_named_and_no_file_stays_open(file, tmp_path):
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_stopping_early_leaves_no_thread(file):
-    import threading
+def test_stopping_early_leaves_no_thread_and_reads_no_more(file, monkeypatch):
+    begun, cancelled, real = [], threading.Event(), load.read_exact
 
-    groups = load_groups([[TensorRef("x", file, 0, "U8", (3,))]] * 5)
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            cancelled.set()
+            super().shutdown(wait)
+
+    def read(fd, views, *, offset, **options):
+        begun.append(offset)
+        if offset >= 10_000:
+            assert cancelled.wait(10)
+        real(fd, views, offset=offset, **options)
+
+    monkeypatch.setattr(load, "READ_BYTES", 10)
+    monkeypatch.setattr(load, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(load, "read_exact", read)
+    small, large = TensorRef("x", file, 0, "U8", (3,)), TensorRef("y", file, 10_000, "U8", (9_000,))
+    groups = load_groups([[small], [large], [large], [large]])
     next(groups)
     groups.close()
+    assert len(begun) <= 1 + load.THREADS  # of 1 + 900 + 900
     assert not [t for t in threading.enumerate() if t.name.startswith("moeflux-load")]

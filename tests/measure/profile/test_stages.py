@@ -49,8 +49,8 @@ def stage_of_pause(profiler: Profiler, kind: str = "building") -> tuple[str, flo
 
 def run_paused(stage: str, layers: int, memory="100%", **options) -> Profiler:
     """Run until most of the time of building is the pause of `stage`: other work on the machine may
-    delay another stage for longer than so short a pause, but not in each of four runs."""
-    for _ in range(4):
+    delay another stage for longer than so short a pause, but not in each of eight runs."""
+    for _ in range(8):
         profiler = run(memory, **options)
         found, seconds = stage_of_pause(profiler)
         if found == stage:
@@ -117,9 +117,8 @@ def test_pause_of_the_caller_is_the_host():
         for _ in range(3):
             mx.eval(model(mx.array([[5]]), cache))
             time.sleep(0.2)
-    found, seconds = stage_of_pause(profiler, "seconds")
-    assert found == "host"
-    assert seconds >= 0.2 * 2 / 3
+    # That the pause is in no other stage as well, test_stages_add_up_to_the_whole shows.
+    assert profiler.phases["decode"].stages["host"].seconds >= 0.2 * 2
 
 
 def test_the_kinds_of_calls():
