@@ -71,9 +71,11 @@ class SafetensorsWriter:
                 fd = os.open(self._temporary(number), os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
                 self._fds.append(fd)
                 self._start(number, shard)
-        except OSError as error:
+        except BaseException as error:
             self._discard()
-            raise self._failed(error) from error
+            if isinstance(error, OSError):
+                raise self._failed(error) from error
+            raise
         return self
 
     def __exit__(self, kind, value, trace) -> None:
@@ -100,14 +102,15 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """Make everything durable under its final name, the index last."""
         try:
-            for number, fd in enumerate(self._fds):
-                os.fsync(fd)
-                os.close(fd)
-                os.replace(self._temporary(number), self.directory / self._names[number])
-            self._fds = []
-        except OSError as error:
+            for number, name in enumerate(self._names):
+                os.fsync(self._fds[0])
+                os.close(self._fds.pop(0))
+                os.replace(self._temporary(number), self.directory / name)
+        except BaseException as error:
             self._discard()
-            raise self._failed(error) from error
+            if isinstance(error, OSError):
+                raise self._failed(error) from error
+            raise
         if len(self._shards) > 1:
             where = {n: self._names[place[0]] for n, place in self._place.items()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": where}

@@ -114,7 +114,8 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
 
     module = command_module(name)
     if getattr(module, "NEEDS_MLX", True):
-        require_mlx()
+        with signals.held():
+            require_mlx()
     set_device_variables()
     return module.run(args) or 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 AGAIN_SECONDS = 0.02
 _received: list[int] = []
+_held = False
 
 
 class Terminated(KeyboardInterrupt):
@@ -60,12 +61,30 @@ def raised() -> Iterator[None]:
                 signal.signal(number, plain[number])
 
 
+@contextmanager
+def held() -> Iterator[None]:
+    """Raise what arrives inside the block at its end. MLX aborts the process if an exception meets
+    its import."""
+    global _held
+    before, _held = len(_received), True
+    try:
+        yield
+    finally:
+        _held = False
+    if len(_received) > before:
+        raise _interrupt(_received[-1])
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
-        raise Terminated
-    raise KeyboardInterrupt
+    if not _held:
+        raise _interrupt(number)
+
+
+def _interrupt(number: int) -> KeyboardInterrupt:
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
 def _again_or(hook: Any) -> Any:

@@ -155,6 +155,22 @@ def test_the_status_is_that_of_the_signal_whatever_becomes_of_the_exception(numb
     assert _guarded(lambda: 0) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_import_of_mlx_is_not_interrupted(number):
+    """An exception within ends the process by SIGABRT."""
+    imported = []
+
+    def importing() -> int:
+        with signals.held():
+            signal.raise_signal(number)
+            imported.append("all of it")
+        imported.append("and more")
+        return 0
+
+    assert _guarded(importing) == 128 + number
+    assert imported == ["all of it"]
+
+
 def test_an_interrupt_that_python_drops_comes_again():
     class Held:
         def __del__(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +148,30 @@ def test_the_trunk_is_hashed_shard_by_shard(tmp_path):
             writer.write(name, 0, bytes(60))
     assert len(writer.files) == 4
     assert sorted(writer.files) == sorted(f.name for f in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["ftruncate", "fsync", "replace"])
+def test_an_interrupted_file_is_removed(tmp_path, monkeypatch, where):
+    """At its beginning, and while it is completed: with another shard complete."""
+    real, calls = getattr(os, where), []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(os, where, interrupted)
+    tensors = {name: Tensor("F32", (3, 5)) for name in "abc"}
+
+    def write() -> None:
+        with SafetensorsWriter(tmp_path, tensors, metadata={}, shard_bytes=100) as writer:
+            for name in tensors:
+                writer.write(name, 0, bytes(60))
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.slow
