@@ -163,6 +163,7 @@ def _report(error: BaseException) -> int:
     ours."""
     if isinstance(error, MoefluxError):
         say("error", error)
+        _discard_unwritable()
         return 1
     if isinstance(error, KeyboardInterrupt):
         return 130
