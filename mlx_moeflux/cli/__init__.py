@@ -155,6 +155,8 @@ def _guarded(action: Callable[[], int]) -> int:
             sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001
         status = signals.status() or _report(error)
+    finally:
+        _discard_unwritable()
     return (signals.status() or status) if status else 0
 
 
@@ -163,20 +165,17 @@ def _report(error: BaseException) -> int:
     ours."""
     if isinstance(error, MoefluxError):
         say("error", error)
-        _discard_unwritable()
         return 1
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, BrokenPipeError):
         # The reader closed stdout.
-        _discard_unwritable()
         return 0
     if isinstance(error, OSError):
         # Commands name the files that they cannot read or write; left are the standard streams.
         what = error.filename if error.filename is not None else "the output"
         reason = error.strerror or error
         say("error", MoefluxError(f"{what} cannot be read or written: {reason}."))
-        _discard_unwritable()
         return 1
     raise error
 
@@ -203,7 +202,8 @@ def _open_closed_streams() -> None:
 
 
 def _discard_unwritable() -> None:
-    """Drop what stdout and stderr cannot write; Python's flush at exit must not fail again."""
+    """Drop what stdout and stderr cannot write. Otherwise Python's flush at exit fails again, and
+    the exit status is 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

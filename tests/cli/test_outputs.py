@@ -28,10 +28,20 @@ MODEL = str(BUNDLED_MODEL)
 
 
 def shell(command: str, folder: Path) -> tuple[int, str, list[str]]:
-    """Return status, stdout and the lines of stderr, apart from the plan."""
+    """Return status, stdout and the lines of stderr, apart from the plan.
+
+    The streams are buffered, whatever the environment says: only then is something left for
+    Python's flush at exit.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     script = command.replace("RUN", f"'{sys.executable}' -m mlx_moeflux")
     done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = [line for line in done.stderr.splitlines() if not line.startswith("experts ")]
     return done.returncode, done.stdout, lines
@@ -61,8 +71,8 @@ class TestStreams:
 
     @needs_full
     def test_what_cannot_be_said_is_a_status(self, tmp_path, command):
-        del command
         assert shell("RUN trace show /nowhere 2>/dev/full", tmp_path) == (1, "", [])
+        assert shell(f"{command} --nonsense 2>/dev/full", tmp_path) == (2, "", [])
 
 
 @pytest.fixture
