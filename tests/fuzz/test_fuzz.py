@@ -53,6 +53,7 @@ CORPUS = [
     ("tunings", [[56337, 63425, 46573], [60170, 50337, 20636], [31672, 54578, 59174]]),
     ("gguf", [[32807, 3476, 9982]]),
     ("gguf", [[60666, 47536, 38703]]),
+    ("gguf", [[3883, 3, 3883]]),
 ]
 COMMON = {"suppress_health_check": list(HealthCheck), "database": None}
 

@@ -408,6 +408,10 @@ def _take(found: GgufFile, tensor, file: Path) -> None:
     name = f"{prefix}{_NAMES[match[2]]}"
     if kind in PLAIN:
         found.tensors[f"{name}.{match[3]}"] = raw
+    elif len(raw.shape) != 2:
+        raise CheckpointError(
+            f"{file}: '{tensor.name}' has shape {list(shape)}, no matrix's; download it again."
+        )
     else:
         parts = BlocksRef.parts(name, raw, KINDS[kind])
         found.tensors |= {f"{name}.{part}": ref for part, ref in parts.items()}
