@@ -7,6 +7,7 @@ users, hosts or directories.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -170,7 +171,8 @@ def _run(step: Step, outcome: Outcome, folder: Path, seconds: float) -> None:
         out, err = child.communicate(timeout=seconds)
         outcome.status = "ok" if child.returncode == 0 else "failed"
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
-        os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
+        with contextlib.suppress(ProcessLookupError):  # it ended just now
+            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
         out, err = child.communicate()
         slow = isinstance(stop, subprocess.TimeoutExpired)
         outcome.status = "too slow" if slow else "interrupted"

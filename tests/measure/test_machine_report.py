@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_ctrl_c_ends_the_step_and_keeps_the_report(tmp_path):
         [o.status for o in found.outcomes] == ["interrupted", "not begun", "not begun"]
     )
     assert not found.complete
+
+
+def test_ctrl_c_while_a_step_ends_keeps_the_report(tmp_path, monkeypatch):
+    communicate, late = subprocess.Popen.communicate, [KeyboardInterrupt]
+
+    def interrupted(child, **options):
+        found = communicate(child, **options)
+        if late:
+            raise late.pop()
+        return found
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    found = run_steps([GOOD, GOOD], tmp_path)
+    assert [o.status for o in found.outcomes] == ["interrupted", "not begun"]
 
 
 @pytest.mark.parametrize("place", ["missing/report", "folder"])
