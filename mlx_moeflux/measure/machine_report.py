@@ -1,4 +1,4 @@
-"""A report on this machine: is everything right here, and how fast is it?
+"""Check and measure this machine, and write a report.
 
 Each step is a command of the package in a process of its own, so that one that crashes the GPU's
 driver, or takes too long, costs its own result only. Nothing personal is written: no names of
@@ -53,7 +53,10 @@ class Step:
 
 @dataclass
 class Outcome:
-    """What a step gave. status: "ok", "failed", "too slow", "interrupted" or "not begun"."""
+    """The result of a step.
+
+    status: "ok", "failed", "too slow", "interrupted" or "not begun".
+    """
 
     name: str
     title: str
