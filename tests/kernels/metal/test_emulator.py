@@ -291,6 +291,7 @@ EQUIVALENT = {
         "number: swapped arguments 1 and 2 of metal::fma: as_type<float>(bits_at<BITS>(word, i) | "
         "0x4b000000u), 1.0f / unit": "a product",
         "to_a: off by one i < 4 -> + 1 <": "steps of 2",
+        "tiny_numbers: off by one i < 4 -> <=": "the fifth number again, and one past the array",
         "scratch_tiles: off by one i < left.size() -> <=": _UNSEEN,
         "scratch_tiles: off by one i < right.size() -> <=": _UNSEEN,
     }

@@ -387,6 +387,8 @@ EQUIVALENT = {
         "expert_tile: off by one e < 4 -> + 1 <": STEP,
         "expert_tile: off by one if (row < rows && col < OUT) -> + 1 < (2)": STEP,
         "expert_tiles_down: swapped arguments 14 and 15 of expert_tile: false, 0": ZEROS,
+        "combine_pairs: swapped arguments 1 and 2 of rounded_product: "
+        "weights[pair], float(part.at[j])": PRODUCT,
     },
     "quantised.metal": {
         "fetch_rows: off by one 32 * V * per) == 0 || at < IN) -> + 1 <": STEP,
@@ -416,6 +418,8 @@ EQUIVALENT = {
         "outer_rows: off by one at < IN -> + 1 <": STEP,
         "inner_parts: swapped arguments 2 and 3 of share: N, SIMDGROUPS": SHARE,
         "outer_parts: swapped arguments 2 and 3 of share: N, PARTS": SHARE,
+        "outer_parts: swapped arguments 1 and 2 of rounded_product: "
+        "weights[token * K + k], sum": PRODUCT,
         "take_dealt: off by one j < N -> + 1 <": STEP,
         "take_dealt: off by one * 32 * N == IN || block < IN) -> + 1 <": STEP,
     },
