@@ -1,17 +1,16 @@
 """Load many tensors: large reads on several threads, straight into the arrays' memory.
 
-MLX fills all memory that it allocates, except when it loads a file. So this module presents a group
-of tensors to ``mx.load`` as one safetensors file. The bytes come from where the tensors really are:
-whole tensors, slices of stacks, one tensor per expert, packed blocks, decoded formats.
+Threads of this module read into arrays that MLX has made. MLX's own threads run no Python: they are
+few, and those of several loads would wait for each other. The host cannot write what an NVIDIA GPU
+has allocated without moving it; there a group of tensors is presented to ``mx.load`` as one
+safetensors file, which MLX reads in the thread that calls it.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 import threading
-import time
 import zlib
 from bisect import bisect_right
 from collections import deque
@@ -26,7 +25,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.checksum import joined
 from mlx_moeflux.checkpoint.files import in_groups, opened, read_exact
-from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs, StridedRefs, TensorRef
+from mlx_moeflux.checkpoint.tensors import Blocks, ExpertRefs, StridedRefs, TensorRef, mlx_dtype
 from mlx_moeflux.errors import CheckpointError, ExpertFileError
 
 THREADS = 8
@@ -38,7 +37,6 @@ MOST_VIEWS = 512
 GROUP_BYTES = 256 << 20
 # Groups that are read at a time: the disk works on one while the other one's arrays are completed.
 GROUPS = 2
-MOST_WAIT_SECONDS = 5.0
 
 
 class Stack(NamedTuple):
@@ -130,31 +128,41 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
 
 
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
-    with _VirtualFile(tensors, readers) as file:
-        held = sys.getrefcount(file)
-        # Any object with a file's methods will do.
-        arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
-        # MLX's threads drop the file a little after the arrays are there, which takes the
-        # interpreter. One that has not done so when the interpreter ends aborts the process.
-        until = time.monotonic() + MOST_WAIT_SECONDS
-        while sys.getrefcount(file) > held and time.monotonic() < until:
-            time.sleep(0.001)
-        if file.error is not None:
-            raise file.error
+    if mx.default_device().type == mx.gpu and mx.cuda.is_available():
+        return _load_cuda(tensors, readers)
+    arrays = [mx.zeros(tensor.shape, mlx_dtype(tensor.dtype)) for tensor in tensors]
+    mx.eval(arrays)
+    # MLX's stubs do not declare the buffer protocol, and an empty view cannot be cast.
+    views = [
+        memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]
+        if array.nbytes
+        else memoryview(b"")
+        for array in arrays
+    ]
+    _fill(list(zip(tensors, views, strict=True)), readers)
+    return arrays
+
+
+def _load_cuda(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
+    """Load arrays that the GPU allocates; MLX reads the file in the calling thread."""
+    file = _VirtualFile(tensors, readers)
+    # Any object with a file's methods will do.
+    arrays = mx.load(file, format="safetensors")  # pyright: ignore[reportArgumentType]
+    if file.error is not None:
+        raise file.error
     assert isinstance(arrays, dict)
     return [arrays[str(i)] for i in range(len(tensors))]
 
 
-class _VirtualFile(ExitStack):
-    """Tensors named "0", "1", ... as a safetensors file; several threads of ``mx.load`` read it.
+class _VirtualFile:
+    """Tensors named "0", "1", ... as a safetensors file.
 
-    error: The first error of a read. An exception must not pass through MLX's threads.
+    error: The first error of a read. An exception must not pass through MLX.
     """
 
     closed = False
 
     def __init__(self, tensors: list[Any], readers: ThreadPoolExecutor):
-        super().__init__()
         self._tensors, self._readers = tensors, readers
         self.error: Exception | None = None
         entries, end = {}, 0
@@ -168,57 +176,80 @@ class _VirtualFile(ExitStack):
         self._header = len(header).to_bytes(8, "little") + header
         self._starts = [len(self._header) + e["data_offsets"][0] for e in entries.values()]
         self._size = len(self._header) + end
-        self._place = threading.local()
-        self._fds: dict[Path, int] = {}
-        self._lock = threading.Lock()
+        self._position = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Each thread has a position of its own."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._size}[whence]
-        self._place.position = base + offset
-        return self._place.position
+        """Move to an offset and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
 
     def tell(self) -> int:
-        return getattr(self._place, "position", 0)
-
-    def read(self, count: int) -> bytes:
-        """Bytes of the header; tensors go through :meth:`readinto`."""
-        start = self.tell()
-        return self._header[start : self.seek(start + count)]
+        """Return the offset."""
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` with bytes of the header or with one whole tensor."""
-        view, start = memoryview(buffer).cast("B"), self.tell()
-        self.seek(start + view.nbytes)
+        view, start = memoryview(buffer).cast("B"), self._position
+        self._position += view.nbytes
         if start < len(self._header):
             view[:] = self._header[start : start + view.nbytes]
         elif view.nbytes and self.error is None:
+            tensor = self._tensors[bisect_right(self._starts, start) - 1]
             try:
-                self._fill(self._tensors[bisect_right(self._starts, start) - 1], view)
+                _fill([(tensor, view)], self._readers)
             except Exception as error:  # noqa: BLE001 (raised again where MLX has returned)
-                # Frames of a traceback would hold this file, which _load waits to be dropped.
-                self.error = error.with_traceback(None)
+                self.error = error
         return view.nbytes
 
-    def _fill(self, tensor: Any, view: memoryview) -> None:
-        plain, jobs = [], []
-        for ref, part in _parts(tensor, view):
-            if isinstance(ref, TensorRef):
-                plain.append((ref, part))
-            else:
-                jobs.append(self._readers.submit(ref.read_into, part))
+
+def _fill(pieces: list[tuple[Any, memoryview]], readers: ThreadPoolExecutor) -> None:
+    """Read each tensor into its view, a writable one of exactly its bytes."""
+    plain, jobs = [], []
+    with _Files() as files:
+        for tensor, view in pieces:
+            for ref, part in _parts(tensor, view):
+                if isinstance(ref, TensorRef):
+                    plain.append((ref, part))
+                else:
+                    jobs.append(readers.submit(ref.read_into, part))
         # One thread makes the reads of one group.
         jobs += [
-            self._readers.submit(self._read, reads)
-            for reads in in_groups(_reads(plain), READ_BYTES)
+            readers.submit(files.read, reads) for reads in in_groups(_reads(plain), READ_BYTES)
         ]
-        for job in jobs:
-            job.result()
-        if isinstance(tensor, Stack) and tensor.checksums is not None:
-            rows = range(0, len(tensor.refs), -(-len(tensor.refs) // THREADS))
-            list(self._readers.map(lambda e: _take_checksums(tensor, view, e, rows.step), rows))
+        _finish(jobs)
+    _finish(
+        [
+            readers.submit(_take_checksums, tensor, view, e, step)
+            for tensor, view in pieces
+            if isinstance(tensor, Stack) and tensor.checksums is not None
+            for step in [-(-len(tensor.refs) // THREADS)]
+            for e in range(0, len(tensor.refs), step)
+        ]
+    )
 
-    def _read(self, reads: list[_Read]) -> None:
+
+def _finish(jobs: Sequence[Future]) -> None:
+    """Wait for all jobs; raise the first one's error."""
+    errors = []
+    for job in jobs:
+        try:
+            job.result()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Files(ExitStack):
+    """Files that several threads read; each is opened once."""
+
+    def __init__(self):
+        super().__init__()
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, reads: list[_Read]) -> None:
         for file, offset, views, _ in reads:
             read_exact(self._fd(file), views, offset=offset, file=file, error=CheckpointError)
 

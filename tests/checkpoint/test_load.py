@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -32,9 +33,12 @@ def same(array: mx.array, start: int, dtype: str, shape: tuple[int, ...]) -> boo
     return array.shape == shape and np.array_equal(np.array(array), wanted)
 
 
+@pytest.mark.parametrize("nvidia", [False, True])
 @pytest.mark.parametrize("read_bytes", [64, 1 << 20])
-def test_every_kind_of_source(file, monkeypatch, read_bytes):
+def test_every_kind_of_source(file, monkeypatch, read_bytes, nvidia):
     monkeypatch.setattr(load, "READ_BYTES", read_bytes)
+    if nvidia:  # on a CPU MLX reads such a file in a thread of its own
+        monkeypatch.setattr(load, "_load", load._load_cuda)
     plain = TensorRef("a", file, 400, "U32", (7, 3))
     empty = TensorRef("none", file, 400, "F32", (0, 3))
     stacked = StackedRefs(TensorRef("s", file, 1000, "U8", (5, 4, 30)))
@@ -146,3 +150,66 @@ def test_stopping_early_leaves_no_thread_and_reads_no_more(file, monkeypatch):
     groups.close()
     assert len(begun) <= 1 + load.THREADS  # of 1 + 900 + 900
     assert not [t for t in threading.enumerate() if t.name.startswith("moeflux-load")]
+
+
+class Threaded(Inverted):
+    """Notes which thread decodes it."""
+
+    __slots__ = ()
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def decode(self, raw, out):
+        self.threads.append(threading.current_thread())
+        super().decode(raw, out)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_only_threads_of_this_module_run_python(file, monkeypatch, request, device):
+    before = mx.default_device()
+    request.addfinalizer(lambda: mx.set_default_device(before))
+    mx.set_default_device(getattr(mx, device))
+    seen, real, by_mlx = Threaded.threads, load.read_exact, load._VirtualFile.readinto
+
+    def read(*arguments, **options):
+        seen.append(threading.current_thread())
+        real(*arguments, **options)
+
+    def readinto(self, buffer):
+        called.append(threading.current_thread())
+        return by_mlx(self, buffer)
+
+    seen.clear()
+    called: list[threading.Thread] = []
+    monkeypatch.setattr(load, "read_exact", read)
+    monkeypatch.setattr(load._VirtualFile, "readinto", readinto)
+    plain = TensorRef("x", file, 0, "U8", (60,))
+    decoded = Threaded("d", (TensorRef("raw", file, 90, "U8", (50,)),), dtype="U8", shape=(50,))
+    whole, one = load_all([plain, decoded])
+    assert same(whole, 0, "u1", (60,))
+    assert np.array_equal(np.array(one), 255 - BYTES[90:140])
+    assert len(seen) == 2
+    assert bool(called) == (device == "gpu" and mx.cuda.is_available())
+    # A thread that Python did not start, such as one of MLX's, is called "Dummy-...".
+    assert all(thread.name.startswith("moeflux-load") for thread in seen + called)
+
+
+def test_pieces_of_one_tensor_that_fail_end_before_the_file_is_closed(file, monkeypatch):
+    """A read of a closed descriptor may meet another file."""
+    late, failed, real = threading.Event(), threading.Event(), load.read_exact
+    done: list[int] = []
+
+    def read(fd, views, *, offset, **options):
+        if offset == 0:
+            failed.set()
+            raise CheckpointError("the first piece")
+        assert failed.wait(10)
+        late.wait(0.05)
+        os.fstat(fd)
+        real(fd, views, offset=offset, **options)
+        done.append(offset)
+
+    monkeypatch.setattr(load, "READ_BYTES", 1000)
+    monkeypatch.setattr(load, "read_exact", read)
+    with pytest.raises(CheckpointError, match="the first piece"):
+        list(load_all([TensorRef("x", file, 0, "U8", (3000,))]))
+    assert sorted(done) == [1000, 2000]
