@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -90,3 +91,32 @@ def describe_backend() -> str:
     kind = "metal" if mx.metal.is_available() else "cuda"
     name = mx.device_info(mx.gpu).get("device_name", "unknown device")
     return f"mlx {version}, {kind}, {name}"
+
+
+def clear_at_thread_end() -> None:
+    """Let MLX drop what it keeps for the calling thread when the thread ends.
+
+    MLX's traces hold Python objects and go with the system's thread, after Python has forgotten the
+    thread. If the interpreter ends meanwhile, the process aborts.
+    """
+    if threading.current_thread() is not threading.main_thread() and not hasattr(_thread, "held"):
+        _thread.held = _Held()
+
+
+_thread = threading.local()
+
+
+class _Held:
+    """Lives as long as the thread that made it."""
+
+    def __init__(self):
+        import mlx.core as mx
+
+        self._clear, self._thread_now = mx.clear_streams, threading.get_ident
+        self._thread = threading.get_ident()
+
+    def __del__(self):
+        # What threads still hold when the interpreter ends goes in the main thread, after the names
+        # of modules.
+        if self._thread_now() == self._thread:
+            self._clear()

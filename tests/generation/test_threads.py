@@ -6,10 +6,13 @@ Oracle: each thread's text alone; what a trace holds is whole calls.
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
+import textwrap
 import threading
 import traceback
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -172,3 +175,77 @@ def test_a_file_that_cannot_be_written_adds_no_listener(tmp_path):
     with model, pytest.raises(MoefluxError), model.trace(tmp_path):
         pass
     assert model.store.events is None
+
+
+TOGETHER = """
+    import faulthandler, sys, threading
+    import mlx_moeflux
+    from mlx_moeflux.loading import BUNDLED_MODEL
+
+    rounds, threads = map(int, sys.argv[1:])
+    faulthandler.dump_traceback_later(60 + 5 * rounds, exit=True)
+    texts = set()
+
+    def run(i):
+        memory = ["13%", "25%", "100%"][i % 3]
+        model, tokenizer = mlx_moeflux.load(BUNDLED_MODEL, expert_memory=memory)
+        with model:
+            texts.add(mlx_moeflux.generate(model, tokenizer, "def f(", max_tokens=3))
+
+    for _ in range(rounds):
+        started = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    print(texts)
+"""
+
+
+def load_together(rounds: int, threads: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TOGETHER), str(rounds), str(threads)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    model, tokenizer = load(BUNDLED_MODEL)
+    with model:
+        expected = generate(model, tokenizer, "def f(", max_tokens=3)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{ {expected} }\n"
+
+
+def test_models_loaded_in_threads_wait_for_nothing_and_the_process_ends_well():
+    """MLX keeps Python objects for each thread. If the last threads take them along after Python
+    has ended, the process aborts."""
+    load_together(1, 8)
+
+
+@pytest.mark.slow
+def test_eight_models_loaded_in_threads_a_hundred_times():
+    load_together(100, 8)
+
+
+def test_mlx_forgets_a_thread_in_the_thread_and_before_it_is_joined(monkeypatch):
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory="100%")
+    cleared: list[int] = []
+    monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.get_ident()))
+
+    def run():
+        own.append(threading.get_ident())
+        for _ in range(2):
+            generate(model, tokenizer, "def f(", max_tokens=1)
+
+    with model:
+        for threads in (1, 2):
+            own: list[int] = []
+            started = [threading.Thread(target=run) for _ in range(threads)]
+            for thread in started:
+                thread.start()
+            for thread in started:
+                thread.join()
+            assert sorted(cleared) == sorted(own)
+            cleared.clear()
+        run()  # the main thread keeps its traces
+        assert cleared == []

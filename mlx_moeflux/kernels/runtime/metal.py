@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
+from mlx_moeflux.backend import clear_at_thread_end
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.runtime import packing, source
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
@@ -182,6 +183,7 @@ def cuda_files() -> cuda_cache.Cache | None:
 
 def gathered() -> AbstractContextManager[None]:
     """While a graph is built: its kernels are compiled side by side, and are there at the end."""
+    clear_at_thread_end()
     files = cuda_files()
     return nullcontext() if files is None else files.gathered()
 
