@@ -5,11 +5,13 @@ Oracle: each thread's text alone; what a trace holds is whole calls.
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ from mlx_moeflux import generate, load
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.experts.telemetry.events import Listeners, joined, parted
 from mlx_moeflux.experts.telemetry.simulate import simulate
+from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.experts.telemetry.trace import Trace
 from mlx_moeflux.generation.text import stream_generate
 from mlx_moeflux.loading import BUNDLED_MODEL
@@ -82,10 +85,21 @@ def reading(model, folder, name) -> None:
     assert str(stats)
     assert stats.as_dict()["total"]["tokens"] >= before.total.tokens
     assert stats.since(before).total.tokens >= 0
+    for counts in (*stats.snapshot().layers.values(), stats.total, stats.since(before).total):
+        check_counts(counts.as_dict())
+    for counts in (stats.as_dict()["total"], *stats.as_dict()["layers"].values()):
+        check_counts(counts)
     model.state_bytes(100)
     for layer in model.store.layers:
         residents = model.store.residents(layer)
         assert len(set(residents.values())) == len(residents)
+
+
+def check_counts(counts) -> None:
+    assert counts["hits"] + counts["misses"] == counts["lookups"]
+    assert counts["prefetched_hits"] <= counts["hits"]
+    assert counts["foreseen"] <= counts["proposed"]
+    assert (counts["reads"] == 0) == (counts["bytes_read"] == 0)
 
 
 def stress(loaded, folder, rounds: int, disturb) -> None:
@@ -134,6 +148,32 @@ def test_five_threads(loaded, tmp_path, disturb):
 def test_1000_runs_of_five_threads(loaded, tmp_path, disturb):
     """Three ways to load, three disturbances."""
     stress(loaded, tmp_path, 112, disturb)
+
+
+@pytest.mark.parametrize("loaded", ["prefetched"], indirect=True)
+def test_statistics_are_of_one_moment(loaded, monkeypatch):
+    """A thread that changes counts pauses after each: others meet every half of a change."""
+
+    def slow(self, name, value):
+        object.__setattr__(self, name, value)
+        if threading.current_thread() is writer:
+            time.sleep(1e-5)
+
+    model, tokenizer = loaded
+    monkeypatch.setattr(LayerStats, "__setattr__", slow)
+    writer = threading.Thread(
+        target=generate, args=(model, tokenizer, "import"), kwargs={"max_tokens": 2}
+    )
+    seen, stats, (block,) = [], model.store.stats(), set(model.store.block_bytes.values())
+    writer.start()
+    while writer.is_alive():
+        seen.append(stats.snapshot().total)
+        for counts in (seen[-1].as_dict(), stats.as_dict()["total"]):
+            check_counts(counts)
+            assert counts["bytes_read"] == counts["reads"] * block
+    writer.join()
+    monkeypatch.undo()
+    assert sum(a.lookups < b.lookups for a, b in itertools.pairwise(seen)) > 3
 
 
 @pytest.mark.parametrize("loaded", ["streamed"], indirect=True)

@@ -155,13 +155,14 @@ class StreamedLayer:
         self, needed: Collection[int], missing: Collection[int], events: EventHook | None
     ) -> None:
         """Count every needed expert, ascending, and report it as hit or miss."""
-        stats = self.stats
-        stats.lookups += len(needed)
-        stats.misses += len(missing)
-        stats.hits += len(needed) - len(missing)
-        self.missed += missing
         used = self._fresh.intersection(needed) if self._fresh else frozenset()
-        stats.prefetched_hits += len(used)
+        self.stats.add(
+            lookups=len(needed),
+            misses=len(missing),
+            hits=len(needed) - len(missing),
+            prefetched_hits=len(used),
+        )
+        self.missed += missing
         self._fresh -= used
         if events is not None:
             absent = frozenset(missing)
@@ -292,11 +293,11 @@ class StreamedLayer:
         self._count(arrivals)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
-        stats = self.stats
-        stats.reads += len(arrivals)
-        for _, _, nbytes, seconds in arrivals:
-            stats.bytes_read += nbytes
-            stats.read_seconds += seconds
+        self.stats.add(
+            reads=len(arrivals),
+            bytes_read=sum(arrival.nbytes for arrival in arrivals),
+            read_seconds=sum(arrival.seconds for arrival in arrivals),
+        )
 
     def read_ahead(
         self,

@@ -524,8 +524,8 @@ class StreamedStore(ExpertStore):
         """Enter prefetched blocks and notify the prefetcher of the request."""
         needed = frozenset(request.needed)
         state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
-        state.stats.proposed += len(state.proposal)
-        state.stats.foreseen += len(state.proposal & needed)
+        proposal = state.proposal
+        state.stats.add(proposed=len(proposal), foreseen=len(proposal & needed))
         state.proposal = frozenset()
         prefetch.requested(state.layer, request.experts, request.last)
 

@@ -50,6 +50,12 @@ class LayerStats:
         """Hits by lookups; 1 when nothing had to be looked up."""
         return self.hits / self.lookups if self.lookups else 1.0
 
+    def add(self, **counts: int | float) -> None:
+        """Add to counts that belong together: another thread copies all sums or none."""
+        values = vars(self)
+        # One call of C: it holds the interpreter, and no interrupt divides it.
+        values.update({name: values[name] + count for name, count in counts.items()})
+
     def as_dict(self) -> dict[str, int | float]:
         """All fields and the hit rate."""
         return {**asdict(self), "hit_rate": self.hit_rate}
@@ -68,6 +74,9 @@ def total_of(layers: Iterable[LayerStats]) -> LayerStats:
 class ExpertStats:
     """The account of a store: `layers` by MoE layer id, and the marks of lossy choices.
 
+    Any thread may use it. `layers` changes while the store is called. What the methods return has
+    each layer as it was in one moment, in which hits and misses added up to the lookups.
+
     calls: What each call cost, a :class:`~mlx_moeflux.experts.telemetry.attribution.CallCost` each,
     while
         ``model.attribute()`` lasts; else None.
@@ -83,7 +92,7 @@ class ExpertStats:
     @property
     def total(self) -> LayerStats:
         """The sum over the layers; tokens are those of the layer that saw most."""
-        return total_of(self.layers.values())
+        return total_of(self._copied().values())
 
     def mark_lossy(self, what: str) -> None:
         """Note once that results differ from the full model's."""
@@ -95,12 +104,15 @@ class ExpertStats:
         if self.calls is not None:
             self.calls = []
         for stats in self.layers.values():
-            stats.__init__()
+            vars(stats).update(vars(LayerStats()))
+
+    def _copied(self) -> dict[int, LayerStats]:
+        return {layer: copy.copy(stats) for layer, stats in self.layers.items()}
 
     def snapshot(self) -> ExpertStats:
         """A copy that no longer changes."""
         result = ExpertStats(())
-        result.layers = copy.deepcopy(self.layers)
+        result.layers = self._copied()
         result.lossy = list(self.lossy)
         calls = self.calls  # another thread may end their recording
         result.calls = None if calls is None else list(calls)
@@ -121,8 +133,10 @@ class ExpertStats:
     def as_dict(self) -> dict[str, object]:
         """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers, and
         ``"calls"`` if there are any."""
-        layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
-        data = {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+        copied = self._copied()
+        layers = {layer: stats.as_dict() for layer, stats in copied.items()}
+        total = total_of(copied.values()).as_dict()
+        data = {"total": total, "layers": layers, "lossy": list(self.lossy)}
         calls = self.calls
         if calls is not None:
             data["calls"] = [call.as_dict() for call in list(calls)]
