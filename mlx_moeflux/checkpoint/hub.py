@@ -6,17 +6,19 @@ template. No code, no pickles. Downloads go to the library's cache and resume by
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from mlx_moeflux.checkpoint.files import read_json_object
+from mlx_moeflux.checkpoint.files import read_json_object, unreadable
 from mlx_moeflux.errors import (
     CheckpointError,
     ConfigError,
@@ -24,9 +26,6 @@ from mlx_moeflux.errors import (
     MoefluxError,
     UnsupportedError,
 )
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
 
 # Matched against names without a folder: what lies in folders is for other programs.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -38,7 +37,18 @@ _BLOBS = re.compile(
     r"|packed_experts(_2bit)?/layer_\d{2,}\.bin|model_weights\.bin"
 )
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# A model's folder in the library's cache is this and the id, with "--" for "/".
+_CACHED_MODEL = "models--"
+_DOWNLOADS = 8
 _MAX_REASON = 200
+
+
+class RemoteHeaders(NamedTuple):
+    """The headers of a repository that is not on this machine: config.json, and dtype and shape of
+    each tensor by name."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
@@ -46,48 +56,123 @@ def resolve(path_or_repo_id: str | os.PathLike[str], *, revision: str | None = N
     repository.
 
     ``revision`` is a branch, tag or commit of the repository. Without a connection the copy in
-    the cache is used.
+    the cache is used. A repository's folder in the cache, ``models--org--name``, means the snapshot
+    of that revision.
 
     Raises:
-        CheckpointError: There is no such directory or repository, or the repository is gated.
+        CheckpointError: There is no such directory or repository, the directory holds no model, or
+            the repository is gated.
         UnsupportedError: The hub cannot be reached, or the repository holds no safetensors.
         MemoryBudgetError: The disk is too small.
     """
-    name = os.fspath(path_or_repo_id)
-    path = os.path.expanduser(name)
-    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".gguf")):
-        return Path(path)
-    if os.path.exists(path):
-        raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
-    return _download(name, revision)
+    found = _found(os.fspath(path_or_repo_id), revision)
+    return found if isinstance(found, Path) else _download(found)
 
 
-def remote_headers(
-    repo_id: str, *, revision: str | None = None
-) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
-    """config.json and, by name, dtype and shape of every tensor of a repository on the hub, with a
-    few ranged reads: no weight is downloaded.
+def resolve_headers(
+    path_or_repo_id: str | os.PathLike[str], *, revision: str | None = None
+) -> Path | RemoteHeaders:
+    """Return what :func:`resolve` does if it needs no download, else the headers on the hub, with a
+    few ranged reads.
 
     Raises:
-        CheckpointError, UnsupportedError: As :func:`resolve`; the second also without safetensors.
+        CheckpointError, UnsupportedError: As :func:`resolve`.
     """
+    found = _found(os.fspath(path_or_repo_id), revision)
+    return found if isinstance(found, Path) else _remote_headers(found)
+
+
+class _Remote(NamedTuple):
+    """A repository on the hub at a commit, of which files are `missing` in the cache.
+
+    sizes: Bytes of each file that a model is made of. revision: As the user gave it.
+    """
+
+    repo_id: str
+    revision: str | None
+    commit: str
+    sizes: dict[str, int]
+    missing: list[str]
+
+
+def _found(name: str, revision: str | None) -> Path | _Remote:
+    """Return the directory or GGUF file on this machine, or what has to come from the hub."""
+    expanded = os.path.expanduser(name)
+    path = Path(expanded)
+    if os.path.isdir(expanded):
+        if path.name.startswith(_CACHED_MODEL) and (path / "snapshots").is_dir():
+            path = _cached_folder(path, revision)
+        try:
+            names = os.listdir(path)
+        except OSError as cause:
+            raise unreadable(path, cause) from cause
+        refuse_what_is_no_model(path, names)
+        return path
+    if os.path.isfile(expanded) and path.suffix == ".gguf":
+        return path
+    if os.path.exists(expanded):
+        raise CheckpointError(f"{name} is a file; pass the directory that holds the checkpoint.")
+    _check_id(name)
+    return _ask(name, revision)
+
+
+def refuse_what_is_no_model(place: Path | str, names: Collection[str]) -> None:
+    """Look at the names of files in a directory or a repository.
+
+    Raises:
+        CheckpointError: There are none, or they are an adapter or the projector of a model.
+    """
+    if not names:
+        raise CheckpointError(f"{place} is empty; pass the directory that holds the checkpoint.")
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    if "config.json" in names or any("mmproj" not in name for name in ggufs):
+        return
+    if ggufs:
+        raise CheckpointError(
+            f"{place} holds {min(ggufs)}, the projector of a model that sees, and no model; add the"
+            " GGUF file of the language model."
+        )
+    if "adapter_config.json" in names:
+        raise CheckpointError(
+            f"{place} holds an adapter (adapter_config.json) and no model; merge it into its base"
+            " model with mlx_lm.fuse, or pass the base model."
+        )
+
+
+def _cached_folder(folder: Path, revision: str | None) -> Path:
+    """Return the snapshot in a repository's folder of a cache."""
+    repo_id = folder.name.removeprefix(_CACHED_MODEL).replace("--", "/")
+    found = _snapshot(repo_id, revision, cache=folder.parent)
+    if found is None:
+        known = sorted(path.name for path in (folder / "snapshots").iterdir())
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise CheckpointError(
+            f"{folder} is a folder of the Hugging Face cache without a snapshot of revision"
+            f" {revision or 'main'!r}; {has}: pass one of them, or download the model again."
+        )
+    return found
+
+
+def _snapshot(repo_id: str, revision: str | None, *, cache: Path) -> Path | None:
+    """Return the folder of a revision in a cache, or None. One snapshot alone needs no revision."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    _check_id(repo_id)
     try:
-        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision)
-        found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=revision)
-    except errors.NotASafetensorsRepoError as cause:
-        raise _no_weights(repo_id) from cause
-    except _failures() as cause:
-        raise _translated(cause, repo_id, revision) from cause
-    tensors = {
-        name: (info.dtype, tuple(info.shape))
-        for part in found.files_metadata.values()
-        for name, info in part.tensors.items()
-    }
-    return read_json_object(Path(file), error=ConfigError), tensors
+        # No pattern: the library would miss the files that were left out on purpose.
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=cache,
+                local_files_only=True,
+                allow_patterns=[],
+            )
+        )
+    except (OSError, errors.HFValidationError):
+        folder = cache / (_CACHED_MODEL + repo_id.replace("/", "--")) / "snapshots"
+        found = list(folder.glob("*")) if revision is None else []
+        return found[0] if len(found) == 1 else None
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
@@ -105,24 +190,96 @@ def needed_files(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _ask(repo_id: str, revision: str | None) -> Path | _Remote:
+    """Return a repository's complete copy in the cache, or what has to come from the hub."""
     import huggingface_hub
+    from huggingface_hub import constants
 
-    _check_id(repo_id)
     try:
-        info = huggingface_hub.HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+        info = huggingface_hub.HfApi().model_info(
+            repo_id,
+            revision=revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
     except _failures() as cause:
         if not _is_offline(cause):
             raise _translated(cause, repo_id, revision) from cause
         return _cached(repo_id, revision, cause)
-    files = _plan(repo_id, info)
-    patterns = [glob.escape(name) for name in files]
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    refuse_what_is_no_model(repo_id, sizes)
+    files = needed_files(sizes)
+    if not any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise _no_weights(repo_id)
+    assert info.sha is not None, "the hub names the commit"
+    cached = {name: _in_cache(repo_id, name, info.sha) for name in files}
+    missing = [name for name, path in cached.items() if path is None]
+    found = _Remote(repo_id, revision, info.sha, {n: sizes[n] for n in files}, missing)
+    return found if missing else _complete(found)
+
+
+def _in_cache(repo_id: str, name: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repo_id, name, revision=revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _download(remote: _Remote) -> Path:
+    """Download what is missing.
+
+    File by file: of a whole snapshot the library remembers the list of the repository's files, and
+    finds it incomplete without a connection because of those that were left out on purpose.
+    """
+    import huggingface_hub
+
+    _check_disk(remote)
+    fetch = partial(huggingface_hub.hf_hub_download, remote.repo_id, revision=remote.commit)
+    with ThreadPoolExecutor(_DOWNLOADS) as threads:
+        jobs = [threads.submit(fetch, name) for name in remote.missing]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except _failures() as cause:
+            raise _translated(cause, remote.repo_id, remote.revision) from cause
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+    return _complete(remote)
+
+
+def _complete(remote: _Remote) -> Path:
+    """Return the folder of a copy that is complete, which the cache then knows by its revision: so
+    every program finds it without a connection."""
+    import huggingface_hub
+
+    name = min(remote.sizes, key=lambda name: remote.sizes[name])
+    path = _in_cache(remote.repo_id, name, remote.commit)
+    assert path is not None, "all files are there"
+    if _in_cache(remote.repo_id, name, remote.revision) != path:
+        with suppress(*_failures()):
+            huggingface_hub.hf_hub_download(remote.repo_id, name, revision=remote.revision)
+    return path.parents[name.count("/")]
+
+
+def _remote_headers(remote: _Remote) -> RemoteHeaders:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    repo_id, commit = remote.repo_id, remote.commit
     try:
-        return Path(
-            huggingface_hub.snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns)
-        )
+        # By its commit: a branch would point to a copy without weights afterwards.
+        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=commit)
+        found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=commit)
+    except errors.NotASafetensorsRepoError as cause:
+        raise _no_weights(repo_id) from cause
     except _failures() as cause:
-        raise _translated(cause, repo_id, revision) from cause
+        raise _translated(cause, repo_id, remote.revision) from cause
+    tensors = {
+        name: (info.dtype, tuple(info.shape))
+        for part in found.files_metadata.values()
+        for name, info in part.tensors.items()
+    }
+    return RemoteHeaders(read_json_object(Path(file), error=ConfigError), tensors)
 
 
 def _check_id(name: str) -> None:
@@ -146,53 +303,36 @@ def _failures() -> tuple[type[Exception], ...]:
     return OSError, client, errors.HFValidationError
 
 
-def _plan(repo_id: str, info: ModelInfo) -> list[str]:
-    """The files to have; says on stderr what has to come, and checks that the disk holds it."""
-    from huggingface_hub import constants, try_to_load_from_cache
+def _check_disk(remote: _Remote) -> None:
+    """Say on stderr what has to come, and check that the disk holds it."""
+    from huggingface_hub import constants
 
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    files = needed_files(sizes)
-    if not any(name.endswith((".safetensors", ".bin")) for name in files):
-        raise _no_weights(repo_id)
-    missing = [
-        name
-        for name in files
-        if not isinstance(try_to_load_from_cache(repo_id, name, revision=info.sha), str)
-    ]
-    if not missing:
-        return files
-    needed = sum(sizes[name] for name in missing)
+    needed = sum(remote.sizes[name] for name in remote.missing)
     cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(_existing(cache)).free
     sys.stderr.write(
-        f"{repo_id}: {len(missing)} of {len(files)} files to download, {_gb(needed)}, to {cache}"
-        f" ({_gb(free)} free)\n"
+        f"{remote.repo_id}: {len(remote.missing)} of {len(remote.sizes)} files to download,"
+        f" {_gb(needed)}, to {cache} ({_gb(free)} free)\n"
     )
     if needed > free:
         raise MemoryBudgetError(
-            f"Downloading {repo_id} needs {_gb(needed)}, but {cache} has {_gb(free)} free; make"
-            " room or set HF_HUB_CACHE to another disk."
+            f"Downloading {remote.repo_id} needs {_gb(needed)}, but {cache} has {_gb(free)} free;"
+            " make room or set HF_HUB_CACHE to another disk."
         )
-    return files
 
 
 def _cached(repo_id: str, revision: str | None, offline: Exception) -> Path:
-    """The copy in the cache; opening it says if files are missing from it."""
-    import huggingface_hub
-    from huggingface_hub import errors
+    """Return the copy in the cache; opening it says if files are missing from it."""
+    from huggingface_hub import constants
 
-    try:
-        # No pattern: the library would miss the files that were left out on purpose.
-        return Path(
-            huggingface_hub.snapshot_download(
-                repo_id, revision=revision, local_files_only=True, allow_patterns=[]
-            )
-        )
-    except (OSError, errors.HFValidationError):
-        raise UnsupportedError(
-            f"{repo_id} is not in the cache and the Hugging Face Hub cannot be reached"
-            f" ({_reason(offline)}); connect, unset HF_HUB_OFFLINE, or pass a local directory."
-        ) from offline
+    found = _snapshot(repo_id, revision, cache=Path(constants.HF_HUB_CACHE))
+    if found is not None and any(found.glob("*.safetensors")) | any(found.glob("*.bin")):
+        return found
+    state = "is not" if found is None else "has no weights"
+    raise UnsupportedError(
+        f"{repo_id} {state} in the cache and the Hugging Face Hub cannot be reached"
+        f" ({_reason(offline)}); connect, unset HF_HUB_OFFLINE, or pass a local directory."
+    ) from offline
 
 
 def _is_offline(cause: Exception) -> bool:

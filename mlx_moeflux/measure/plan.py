@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.hub import remote_headers
+from mlx_moeflux.checkpoint.hub import resolve_headers
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
@@ -114,20 +114,20 @@ def open_sizes(
     Raises:
         MoefluxError: One of its kinds; the checkpoint cannot be read.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        checkpoint = open_checkpoint(path)
+    found = resolve_headers(model, revision=revision)
+    if isinstance(found, Path):
+        checkpoint = open_checkpoint(found)
     else:
-        config, found = remote_headers(os.fspath(model), revision=revision)
+        name = Path(model)
         checkpoint = Checkpoint(
-            directory=path,
+            directory=name,
             form="safetensors",
-            config=config,
+            config=found.config,
             tensors={
-                tensor: TensorRef(tensor, path, 0, dtype, shape)
-                for tensor, (dtype, shape) in found.items()
+                tensor: TensorRef(tensor, name, 0, dtype, shape)
+                for tensor, (dtype, shape) in found.tensors.items()
             },
-            quantization=Quantization.from_config(config),
+            quantization=Quantization.from_config(found.config),
         )
     return measure_sizes(checkpoint, context=context, bits=bits)
 

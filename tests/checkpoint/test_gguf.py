@@ -186,6 +186,8 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
     path.write_bytes(b"GGML" + content[4:])
     refused(path, CheckpointError, "no GGUF")
     path.write_bytes(content)
+    (tmp_path / "mmproj-F16.gguf").write_bytes(content)
+    assert open_checkpoint(tmp_path).described_by == path
     (tmp_path / "other.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="2 GGUF models"):
         open_checkpoint(tmp_path)
@@ -197,6 +199,7 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
     ("options", "kind", "words"),
     [
         ({"architecture": "llama"}, UnsupportedError, "llama"),
+        ({"architecture": "clip"}, UnsupportedError, "projector of a model that sees"),
         ({"skip": ("expert_used_count",)}, ConfigError, "expert_used_count"),
         ({"skip": ("blk.1.ffn_up_exps",)}, CheckpointError, "up_proj"),
         ({"skip": ("blk.1.attn_q",)}, CheckpointError, "q_proj"),

@@ -1,6 +1,11 @@
-"""Paths and hub ids; the oracle is a fake hub that records what was asked of it. No network."""
+"""Paths and hub ids. A hub of functions fails in every way that the library knows; what the library
+writes and finds is tried on a hub at 127.0.0.1. No network."""
 
+import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +15,10 @@ from huggingface_hub import errors
 from huggingface_hub.hf_api import ModelInfo
 
 from mlx_moeflux.checkpoint.hub import needed_files, resolve
+from mlx_moeflux.cli import main
 from mlx_moeflux.errors import CheckpointError, MemoryBudgetError, UnsupportedError
+from mlx_moeflux.loading import BUNDLED_MODEL
+from tests.checkpoint.local_hub import COMMIT, local_hub
 
 FILES = {
     "model-00001-of-00002.safetensors": 5_000_000_000,
@@ -54,28 +62,35 @@ def hub(monkeypatch, tmp_path):
     state.snapshot.mkdir()
 
     class Api:
-        def model_info(self, repo_id, *, revision=None, files_metadata=False):
+        def model_info(self, repo_id, *, revision=None, files_metadata=False, timeout=None):
             if state.info_error:
                 raise state.info_error
             assert files_metadata, "sizes are only sent when asked for"
+            assert timeout, "a hub that does not answer is given up"
             siblings = [{"rfilename": n, "size": size} for n, size in state.files.items()]
             return ModelInfo(id=repo_id, sha="c0ffee", siblings=siblings)
 
     def snapshot_download(repo_id, **options):
+        assert options["local_files_only"], "files come one by one"
         state.asked.append((repo_id, options))
-        if options.get("local_files_only"):
-            if state.in_cache is None:
-                raise errors.LocalEntryNotFoundError("not there")
-            return str(state.in_cache)
+        if state.in_cache is None:
+            raise errors.LocalEntryNotFoundError("not there")
+        return str(state.in_cache)
+
+    def hf_hub_download(repo_id, name, *, revision):
         if state.download_error:
             raise state.download_error
-        return str(state.snapshot)
+        state.asked.append((name, revision))
+        state.cached.add(name)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache",
-        lambda repo_id, name, revision: "/cache" if name in state.cached else None,
+        lambda repo_id, name, revision: (
+            str(state.snapshot / name) if name in state.cached else None
+        ),
     )  # fmt: skip
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=state.free))
@@ -91,6 +106,7 @@ def one_sentence(message, *parts):
 
 def test_an_existing_directory_is_itself_even_if_it_looks_like_an_id(hub, tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("org/name") == Path("org/name")
@@ -118,7 +134,7 @@ def test_a_file_is_refused(hub, tmp_path):
 
 def test_only_needed_files_are_asked_for_at_the_revision_that_was_planned(hub):
     assert resolve("org/name", revision="main") == hub.snapshot
-    assert hub.asked == [("org/name", {"revision": "c0ffee", "allow_patterns": NEEDED})]
+    assert sorted(hub.asked) == sorted((name, "c0ffee") for name in NEEDED)
 
 
 def test_needed_files_are_weights_json_and_tokenizer():
@@ -132,16 +148,6 @@ def test_needed_files_are_weights_json_and_tokenizer():
     other = ["experts/pickle.bin", "layer_03.bin", "training_args.bin", "experts/layer_03.bin.tmp",
              "x/experts/layer_03.bin", "experts/.progress.json", "qwen.tiktoken.py"]  # fmt: skip
     assert needed_files([*ours, *theirs, *other]) == [*ours, *theirs]
-
-
-def test_names_are_no_patterns(hub):
-    hub.files = {"model[1].safetensors": 1, "config.json": 1}
-    resolve("org/name")
-    patterns = hub.asked[0][1]["allow_patterns"]
-    chosen = huggingface_hub.utils.filter_repo_objects(
-        ["model[1].safetensors", "model1.safetensors"], allow_patterns=patterns
-    )
-    assert list(chosen) == ["model[1].safetensors"]
 
 
 def test_the_plan_is_one_line_on_stderr_with_the_sizes(hub, capsys):
@@ -229,6 +235,9 @@ def test_offline_the_copy_in_the_cache_is_taken_or_one_sentence_says_so(case, hu
         resolve("org/name", revision="v9")
     one_sentence(str(caught.value), "org/name is not in the cache", "cannot be reached (", "HF_HUB")
     hub.in_cache = hub.snapshot
+    with pytest.raises(UnsupportedError, match="org/name has no weights in the cache"):
+        resolve("org/name", revision="v9")
+    (hub.snapshot / "model.safetensors").touch()
     assert resolve("org/name", revision="v9") == hub.snapshot
     assert hub.asked[-1][1]["revision"] == "v9"
     assert hub.asked[-1][1]["local_files_only"]
@@ -242,16 +251,162 @@ def test_a_download_that_breaks_off_says_that_it_resumes(hub):
     assert len(str(caught.value)) < 400
 
 
-def test_the_real_library_takes_an_incomplete_copy_from_its_cache_offline(monkeypatch, tmp_path):
+def test_the_real_library_takes_a_copy_from_its_cache_offline(monkeypatch, tmp_path):
     """The library's own cache layout, with nothing faked: no request can be made offline."""
     cache = tmp_path / "hub"
-    snapshot = cache / "models--org--name" / "snapshots" / "c0ffee"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (cache / "models--org--name" / "refs").mkdir()
-    (cache / "models--org--name" / "refs" / "main").write_text("c0ffee")
+    snapshot = cached_copy(cache, COMMIT, "main")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     assert resolve("org/name") == snapshot
-    with pytest.raises(UnsupportedError, match="other/name is not in the cache"):
-        resolve("other/name")
+    # Written by a program that names no branch: one copy is the copy.
+    shutil.rmtree(cache / "models--org--name" / "refs")
+    assert resolve("org/name") == snapshot
+    for name, revision in (("other/name", None), ("org/name", "v9")):
+        with pytest.raises(UnsupportedError, match=f"{name} is not in the cache"):
+            resolve(name, revision=revision)
+
+
+def cached_copy(cache: Path, commit: str, *branches: str) -> Path:
+    """A copy of org/name in a cache, as huggingface_hub lays it out."""
+    folder = cache / "models--org--name"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_text("{}")
+    for branch in branches:
+        (folder / "refs" / branch).write_text(commit)
+    return snapshot
+
+
+def test_a_folder_of_the_cache_is_its_snapshot(tmp_path):
+    folder = tmp_path / "models--org--name"
+    first = cached_copy(tmp_path, COMMIT)
+    assert resolve(folder) == first
+    second = cached_copy(tmp_path, COMMIT[::-1], "main", "v2")
+    assert resolve(folder) == resolve(folder, revision="v2") == second
+    assert resolve(folder, revision=COMMIT) == first
+    with pytest.raises(CheckpointError) as caught:
+        resolve(folder, revision="v1")
+    one_sentence(str(caught.value), str(folder), "'v1'", COMMIT, COMMIT[::-1])
+
+
+NO_MODELS = {
+    "empty": ([], "is empty; pass the directory that holds"),
+    "adapter": (["adapter_config.json", "adapter_model.safetensors"], "mlx_lm.fuse"),
+    "adapter of mlx-lm": (["adapters.safetensors", "adapter_config.json"], "holds an adapter"),
+    "projector": (["mmproj-F16.gguf"], "holds mmproj-F16.gguf, the projector"),
+    "projectors": (["x-mmproj-q8.gguf", "mmproj-BF16.gguf", "README.md"], "mmproj-BF16.gguf"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_what_is_no_model_says_what_it_is(case, hub, tmp_path, capsys):
+    names, words = NO_MODELS[case]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    for command in (["generate", "--model", str(folder)], ["plan", str(folder)]):
+        assert main(command) == 1
+        one_sentence(capsys.readouterr().err.strip(), str(folder), words)
+    hub.files = dict.fromkeys(names, 1)
+    with pytest.raises(CheckpointError) as caught:
+        resolve("org/name")
+    one_sentence(str(caught.value), "org/name", words)
+    assert hub.asked == []
+
+
+def test_an_adapter_beside_a_model_and_a_projector_beside_one_are_no_fault(tmp_path):
+    (tmp_path / "config.json").touch()
+    (tmp_path / "adapter_config.json").touch()
+    assert resolve(tmp_path) == tmp_path
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "mmproj-F16.gguf").touch()
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    assert resolve(tmp_path) == tmp_path
+
+
+# Names that programs look for and this package leaves out.
+LEFT_OUT = {"README.md": b"#", "modeling.py": b"", "onnx/config.json": b"{}", "a.jsonl": b"{}"}
+
+LIBRARY = """
+import json, huggingface_hub as hub
+from mlx_lm.utils import _download
+snapshot = hub.snapshot_download("org/tiny", local_files_only=True)
+found = hub.scan_cache_dir()
+print(json.dumps({
+    "snapshot": snapshot,
+    "config": hub.try_to_load_from_cache("org/tiny", "config.json"),
+    "copies": [[r.commit_hash, sorted(r.refs)] for m in found.repos for r in m.revisions],
+    "mlx_lm": str(_download("org/tiny")),
+}))
+"""
+
+
+def test_what_was_downloaded_is_found_without_a_connection(tmp_path):
+    """By this package, by the library and by mlx-lm, each in a process of its own; the hub answers
+    the first and is gone afterwards."""
+    pytest.importorskip("mlx_lm")
+
+    def run(*command, **more):
+        result = subprocess.run(
+            [sys.executable, *command], env=hub.environment(tmp_path, **more),
+            capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return result
+
+    generate = ("-m", "mlx_moeflux", "generate", "--model", "org/tiny", "--prompt", "a")
+    generate += ("--max-tokens", "3", "--temp", "0")
+    with local_hub(BUNDLED_MODEL, LEFT_OUT) as hub:
+        first = run(*generate)
+        assert "org/tiny: 4 of 4 files to download" in first.stderr
+        asked = {path for method, path in hub.requests if method == "GET"}
+        assert not any(path.endswith(tuple(LEFT_OUT)) for path in asked)
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    expected = {
+        "snapshot": str(snapshot), "config": str(snapshot / "config.json"),
+        "copies": [[COMMIT, ["main"]]], "mlx_lm": str(snapshot),
+    }  # fmt: skip
+    began = time.monotonic()
+    assert run(*generate).stdout == first.stdout
+    plan = run("-m", "mlx_moeflux", "plan", "org/tiny", "--memory", "8GB", HF_HUB_OFFLINE="1")
+    assert "org/tiny (qwen3_5_moe)" in plan.stdout
+    assert json.loads(run("-c", LIBRARY, HF_HUB_OFFLINE="1").stdout) == expected
+    # The library's own repetitions for one file take 23 s.
+    assert time.monotonic() - began < 60
+
+
+ONLINE = """
+import json, sys
+from mlx_moeflux.checkpoint.hub import resolve, resolve_headers
+found = resolve_headers("org/tiny")
+print(json.dumps([None if isinstance(found, tuple) else str(found), str(resolve("org/tiny"))]))
+"""
+
+
+def test_a_plan_does_not_make_a_branch_point_to_a_copy_without_weights(tmp_path):
+    """A repository moves on; whoever only plans keeps the copy that loads without a connection."""
+    with local_hub(BUNDLED_MODEL) as hub:
+
+        def run(script, **more):
+            environment = hub.environment(tmp_path, **more)
+            command = [sys.executable, "-c", script]
+            result = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            return json.loads(result.stdout)
+
+        headers, first = run(ONLINE)
+        assert headers is None
+        hub.requests.clear()
+        assert run(ONLINE) == [first, first]
+        # All that a complete copy needs is one question: is it the branch's newest?
+        assert hub.requests == [("GET", "/api/models/org/tiny")] * 2
+        assert Path(first).name == COMMIT
+        hub.commit = COMMIT[::-1]
+        only_plan = ONLINE.replace('resolve("org/tiny")', "''")
+        assert run(only_plan) == [None, ""]
+        assert run(ONLINE, HF_HUB_OFFLINE="1") == [first, first]
+        assert Path(run(ONLINE)[1]).name == hub.commit
+        assert Path(run(ONLINE, HF_HUB_OFFLINE="1")[1]).name == hub.commit

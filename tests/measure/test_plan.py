@@ -12,6 +12,7 @@ import huggingface_hub
 import mlx.core as mx
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.hf_api import ModelInfo
 
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint
@@ -196,6 +197,10 @@ def test_the_hub_is_asked_for_headers_only(tmp_path, monkeypatch, capsys):
     asked, failure = [], []
 
     class Api:
+        def model_info(self, repo_id, *, revision=None, files_metadata=False, timeout=None):
+            siblings = [{"rfilename": name, "size": 9} for name in ("config.json", *parts)]
+            return ModelInfo(id=repo_id, sha="c0ffee", siblings=siblings)
+
         def get_safetensors_metadata(self, repo_id, *, revision=None):
             asked.append((repo_id, revision))
             if failure:
@@ -208,8 +213,9 @@ def test_the_hub_is_asked_for_headers_only(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     assert open_sizes("org/name", revision="x") == sizes_of(config, tensors)
-    assert asked == [("org/name", "x")]
+    assert asked == [("org/name", "c0ffee")]
     assert main(["plan", "org/name", "--memory", "32GB", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["sizes"]["expert_bytes"] == 18_119_393_280

@@ -265,7 +265,8 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None
-    files = sorted(path.glob("*.gguf"))
+    # Projectors of models that see lie beside them.
+    files = sorted(file for file in path.glob("*.gguf") if "mmproj" not in file.name)
     first = [f for f in files if (m := _shard(f)) is None or m == 1]
     if len(first) > 1:
         raise CheckpointError(
@@ -286,6 +287,11 @@ def open_gguf(path: Path) -> GgufFile:
     metadata = _metadata(readers[0][1], path)
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
+        if architecture == "clip":
+            raise UnsupportedError(
+                f"{path} is the projector of a model that sees (mmproj); pass the GGUF file of the "
+                "language model."
+            )
         raise UnsupportedError(
             f"{path}: the architecture is {architecture!r}; of GGUF only {ARCHITECTURE!r} is read."
         )
