@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_moeflux.backend import set_device_variables
 from mlx_moeflux.checkpoint.hub import resolve
 from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
 from mlx_moeflux.distributed.part import Part
@@ -302,6 +303,7 @@ def load_model(
         )
     dtype = dtype or default_dtype()
     specs = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
+    _check_global_scales(specs, layouts, stored)
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
     model.set_context_limit(max_context)
     model.identity = checkpoint.identity()
@@ -392,6 +394,24 @@ def _check_experts(
                 f"and {layout.intermediate} inside, config.json says {C} and {F}."
             )
     return layouts
+
+
+def _check_global_scales(
+    specs: Quantization, layouts: Mapping[int, BlockLayout], checkpoint: Checkpoint
+) -> None:
+    """Raise CheckpointError for experts without the global scales that config.json says they have.
+
+    Without them every number would be another one; other settings follow from the shapes.
+    """
+    for layer, layout in layouts.items():
+        for projection, spec in layout.specs.items():
+            path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+            declared = specs.spec(path)
+            if declared is not None and declared.global_scale and not (spec and spec.global_scale):
+                raise CheckpointError(
+                    f"{checkpoint.directory}: config.json says that '{path}' has a global_scale, "
+                    "but there is none; fetch the shard that holds it."
+                )
 
 
 def _verified(mapped: MappedTensors) -> bool:

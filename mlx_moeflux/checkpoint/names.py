@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 from mlx_moeflux.checkpoint.formats.decoded import PickedRef
@@ -23,9 +24,12 @@ Transform = Callable[["mx.array"], "mx.array"]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight", "scales", "biases")
+GLOBAL_SCALE = "global_scale"
+"""Float32 number of a whole matrix in NVFP4, see :mod:`mlx_moeflux.checkpoint.quantization`."""
 BIAS = "bias"
 """Component that a projection adds to its product; `biases` belong to a quantisation."""
-COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in (*PARTS, BIAS))
+COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in (*PARTS, GLOBAL_SCALE, BIAS))
+_PARTS = "|".join((*PARTS, GLOBAL_SCALE))
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Experts:
 EXPERT_NAMES = (
     Experts(
         r"model\.layers\.(?P<layer>\d+)\.mlp\.switch_mlp"
-        r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
+        rf"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>{_PARTS})"
     ),
     Experts(
         r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.gate_up_proj",
@@ -65,7 +69,7 @@ EXPERT_NAMES = (
     Experts(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.down_proj", ("down_proj.weight",)),
     Experts(
         r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)"
-        r"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>weight|scales|biases)"
+        rf"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>{_PARTS})"
     ),
 )
 """mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
@@ -182,6 +186,8 @@ def _take_expert(
         components = rule.components or (f"{groups['projection']}.{groups['part']}",)
         if rule.components and groups.get("part") is not None:
             components = tuple(f"{name}.{groups['part']}" for name in rule.components)
+        if groups.get("part") == GLOBAL_SCALE:
+            ref = _one_number_each(ref, stacked=groups.get("expert") is None)
         if rule.interleaved or rule.transposed:
             _put_picked(mapped, layer, components, ref, rule)
             return True
@@ -199,6 +205,17 @@ def _take_expert(
             _put(mapped, layer, component, StackedRefs(ref, window))
         return True
     return False
+
+
+def _one_number_each(ref: TensorRef, *, stacked: bool) -> TensorRef:
+    """Return the global scales of a stack as ``[E, 1]``, that of one expert as ``[1]``."""
+    shape = (*ref.shape[:1], 1) if stacked else (1,)
+    if prod(ref.shape) != prod(shape) or (stacked and not ref.shape):
+        raise CheckpointError(
+            f"{ref.file}: '{ref.name}' has shape {list(ref.shape)}; expected one number for each"
+            " expert."
+        )
+    return ref if ref.shape == shape else replace(ref, shape=shape)
 
 
 def _put_picked(

@@ -7,7 +7,10 @@ writes them, with one entry for each module that differs.
     affine  element = q * scale + bias; ``scales`` and ``biases`` [out, in / group_size], floats
     mxfp4   element = E2M1(q) * 2^(scale - 127); ``scales`` uint8 (E8M0), groups of 32
     mxfp8   element = E4M3(q) * 2^(scale - 127); ``scales`` uint8 (E8M0), groups of 32
-    nvfp4   element = E2M1(q) * E4M3(scale); ``scales`` uint8, groups of 16
+    nvfp4   element = E2M1(q) * E4M3(scale); ``scales`` uint8, groups of 16; with ``global_scale``,
+            a float32 for the whole matrix, element = E2M1(q) * E4M3(scale) * global_scale / 2688
+
+2688 is 6 * 448, the largest numbers of E2M1 and E4M3.
 
 Source: OCP Microscaling Formats 1.0, sections 5 and 6; MLX 0.32.4's ``quantize``.
 """
@@ -17,7 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mlx_moeflux.checkpoint.formats.foreign import check_compressed_tensors, check_fp8
+from mlx_moeflux.checkpoint.formats.foreign import (
+    check_compressed_tensors,
+    check_fp8,
+    check_modelopt,
+)
 from mlx_moeflux.errors import ConfigError, ShapeError, UnsupportedError
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -25,22 +32,28 @@ GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
 AFFINE = "affine"
 # Mode -> bits and group size, which it fixes; the scales are bytes, and there are no biases.
-MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+NVFP4 = "nvfp4"
+MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), NVFP4: (4, 16)}
 MODES = (AFFINE, *MX_MODES)
 
-_SETTINGS = ("bits", "group_size", "mode")
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
+_SETTINGS = ("bits", "group_size", "mode", "global_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """Quantisation of one weight; UnsupportedError for values that MLX has no kernel for."""
+    """Quantisation of one weight; UnsupportedError for values that MLX has no kernel for.
+
+    global_scale: Each matrix has one, besides the scales of its groups.
+    """
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
     mode: str = AFFINE
+    global_scale: bool = False
 
     def __post_init__(self) -> None:
-        fault = _fault(self.bits, self.group_size, self.mode)
+        fault = _fault(self.bits, self.group_size, self.mode, self.global_scale)
         if fault:
             raise UnsupportedError(f"Quantisation with {fault}.")
 
@@ -56,11 +69,20 @@ class QuantSpec:
         )
 
     @classmethod
-    def of_shapes(cls, width: int, words: int, groups: int, *, byte_scales: bool) -> QuantSpec:
+    def of_shapes(
+        cls,
+        width: int,
+        words: int,
+        groups: int,
+        *,
+        byte_scales: bool,
+        global_scale: bool = False,
+    ) -> QuantSpec:
         """Return the quantisation that packs rows of `width` elements into so many uint32 words and
         groups.
 
-        byte_scales: The scales are uint8, which no affine quantisation has.
+        byte_scales: The scales are uint8, which no affine quantisation has. global_scale: There is
+        one besides.
 
         Raises:
             ShapeError: They do not divide each other.
@@ -73,10 +95,10 @@ class QuantSpec:
             )
         bits, size = words * 32 // width, width // groups
         if not byte_scales:
-            return cls(bits, size)
+            return cls(bits, size, global_scale=global_scale)
         for mode, known in MX_MODES.items():
             if known == (bits, size):
-                return cls(bits, size, mode)
+                return cls(bits, size, mode, global_scale)
         raise UnsupportedError(
             f"Quantisation with {bits} bits in groups of {size} and scales of one byte is not "
             f"supported, only {_words(tuple(MX_MODES))} are."
@@ -102,7 +124,8 @@ class QuantSpec:
 
     def to_config(self) -> dict[str, int | str]:
         """The form of config.json."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        found = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        return found | ({"global_scale": True} if self.global_scale else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +147,7 @@ class Quantization:
         UnsupportedError for another library's method or for bits, group size or mode unknown here.
         """
         found = []
-        for key in ("quantization", "quantization_config"):
+        for key in QUANTIZATION_KEYS:
             block = config.get(key)
             if block is not None and not isinstance(block, Mapping):
                 raise ConfigError(f"{key} of config.json is {block!r}, but must be an object.")
@@ -168,10 +191,12 @@ class Quantization:
         return {**(self.default.to_config() if self.default else {}), **entries}
 
 
-def _fault(bits: object, group_size: object, mode: object) -> str | None:
-    """Return the fault of the three values of an entry, or None."""
+def _fault(bits: object, group_size: object, mode: object, global_scale: object) -> str | None:
+    """Return the fault of the values of an entry, or None."""
     if mode not in MODES:
         return f"mode {mode!r} is not supported, only {_words(MODES)} are"
+    if global_scale not in (False, None) and (global_scale is not True or mode != NVFP4):
+        return f"global_scale {global_scale!r} of mode {mode!r} is none; nvfp4 may have true"
     if mode in MX_MODES:
         fixed = MX_MODES[str(mode)]
         if (bits, group_size) == fixed:
@@ -202,9 +227,12 @@ def _without_foreign_method(block: Mapping) -> Mapping:
     if method == "compressed-tensors":
         check_compressed_tensors(block)
         return {}
+    if method == "modelopt":
+        check_modelopt(block)
+        return {}
     raise UnsupportedError(
         f"quantization_config of config.json has quant_method {method!r}, which cannot be read"
-        " here; use a checkpoint in bf16, in FP8 or one quantised by mlx-lm."
+        " here; use a checkpoint in bf16, in FP8, in NVFP4 or one quantised by mlx-lm."
     )
 
 
@@ -245,10 +273,11 @@ def _spec(entry: Mapping, place: str) -> QuantSpec:
     fixed = MX_MODES.get(mode) if isinstance(mode, str) else None
     bits, group_size = fixed or (None, DEFAULT_GROUP_SIZE)
     bits, group_size = entry.get("bits", bits), entry.get("group_size", group_size)
-    fault = _fault(bits, group_size, mode)
+    global_scale = entry.get("global_scale")
+    fault = _fault(bits, group_size, mode, global_scale)
     if fault:
         raise UnsupportedError(f"{place} of config.json: {fault}.")
-    return QuantSpec(bits, group_size, mode)
+    return QuantSpec(bits, group_size, mode, bool(global_scale))
 
 
 def _difference(first: Quantization, second: Quantization) -> str | None:

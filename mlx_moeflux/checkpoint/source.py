@@ -23,11 +23,13 @@ from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
-from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
+from mlx_moeflux.checkpoint.quantization import QUANTIZATION_KEYS, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
+# NVIDIA ModelOpt's settings, where config.json has none.
+MODELOPT_NAME = "hf_quant_config.json"
 
 
 @dataclass
@@ -104,6 +106,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     found = None if safetensors else MoefluxDirectory.find(directory)
     if found is not None:
         return _open_moeflux(found, config)
+    beside = directory / MODELOPT_NAME
+    if beside.exists() and not any(config.get(key) for key in QUANTIZATION_KEYS):
+        config["quantization_config"] = {"quant_method": "modelopt", **read_json_object(beside)}
     blocks: dict[int, dict[str, ExpertRefs]] = {}
     held: Mapping[int, tuple[int, ...]] = {}
     of = 0

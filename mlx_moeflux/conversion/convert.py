@@ -29,7 +29,7 @@ from mlx_moeflux.checkpoint.files import (
 )
 from mlx_moeflux.checkpoint.formats.packed import PackedWriter, verify
 from mlx_moeflux.checkpoint.hub import resolve
-from mlx_moeflux.checkpoint.names import PROJECTIONS
+from mlx_moeflux.checkpoint.names import GLOBAL_SCALE, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.source import CONFIG_NAME, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
@@ -234,7 +234,11 @@ def _pieces(conversion: Conversion) -> Iterator[_Piece]:
             base = conversion.output_name(path)
             outputs = first.outputs()
             names = {part: f"{base}.{part}" for part in outputs}
-            tensors = {names[part]: Tensor(t.dtype, (E, *t.shape)) for part, t in outputs.items()}
+            tensors = {
+                # Global scales are [E] in mlx-lm.
+                names[part]: Tensor(t.dtype, (E, *t.shape) if part != GLOBAL_SCALE else (E,))
+                for part, t in outputs.items()
+            }
             for e in range(E):
                 recipe = conversion.expert_recipe(layer, projection, e)
                 offsets = {part: e * t.nbytes for part, t in outputs.items()}

@@ -13,13 +13,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_moeflux.checkpoint.names import BIAS, PARTS, PROJECTIONS, MappedTensors
-from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
+from mlx_moeflux.checkpoint.names import (
+    BIAS,
+    GLOBAL_SCALE,
+    PARTS,
+    PROJECTIONS,
+    MappedTensors,
+)
+from mlx_moeflux.checkpoint.quantization import QUANTIZATION_KEYS, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.kernels.linear.quantised import settings
+from mlx_moeflux.kernels.linear.quantised import scaled, settings
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.weights import FLOATS, infer_spec
 
@@ -34,7 +40,8 @@ class Recipe:
 
     source: its weight and, when quantised, scales and, if affine, biases. spec: how it is
     quantised on disk now. target: how it shall be. dtype: code of the output's floats. transform:
-    of its rows. bias: What is added to its product, a part of an expert.
+    of its rows. bias: What is added to its product, a part of an expert. global_scale: Of a `spec`
+    that has one.
     """
 
     source: tuple[TensorRef, ...]
@@ -43,11 +50,14 @@ class Recipe:
     dtype: str
     transform: Callable[[mx.array], mx.array] | None = None
     bias: TensorRef | None = None
+    global_scale: TensorRef | None = None
 
     def outputs(self) -> dict[str, Tensor]:
-        """Part (``weight``, ``scales``, ``biases``, ``bias``) -> what will be written."""
+        """Part (``weight``, ``scales``, ``biases``, ``global_scale``, ``bias``) -> what will be
+        written."""
         bias = {} if self.bias is None else {BIAS: Tensor(self._bias_code(), self.bias.shape)}
-        return self._matrix() | bias
+        kept = self.target is not None and self.target.global_scale
+        return self._matrix() | ({GLOBAL_SCALE: Tensor("F32", (1,))} if kept else {}) | bias
 
     def _bias_code(self) -> str:
         assert self.bias is not None
@@ -89,6 +99,8 @@ class Recipe:
             for part, data in self._rows(start, stop).items():
                 yield part, done[part], data
                 done[part] += len(data)
+        if self.global_scale is not None and self.target is not None:
+            yield GLOBAL_SCALE, 0, _bytes(self.global_scale.load())
         if self.bias is not None:
             yield BIAS, 0, _bytes(self.bias.load().astype(mlx_dtype(self._bias_code())))
 
@@ -101,6 +113,8 @@ class Recipe:
             if self.spec is not None:
                 biases = arrays[2] if self.spec.is_affine else None
                 w = mx.dequantize(w, arrays[1], biases, **settings(self.spec))
+            if self.global_scale is not None:
+                w = scaled(w, self.global_scale.load(), mx.float32)
             if self.transform is not None:
                 w = self.transform(w)
             parts = [self._cast(w)]
@@ -193,20 +207,21 @@ class Conversion:
             for part in PARTS
             if f"{projection}.{part}" in components
         )
-        spec, target = None, self.spec
+        spec, target, whole = None, self.spec, components.get(f"{projection}.{GLOBAL_SCALE}")
         if len(source) > 1:
             down = projection == "down_proj"
             width = self.config.moe_intermediate_size if down else self.config.hidden_size
-            spec = infer_spec(source[0], source[1], width)
+            spec = infer_spec(source[0], source[1], width, global_scale=whole is not None)
             target = self._requantised(source[0], spec)
         bias = components.get(f"{projection}.{BIAS}")
         added = None if bias is None else bias[expert]
-        return Recipe(source, spec, target, self._code(source), bias=added)
+        one = None if whole is None else whole[expert]
+        return Recipe(source, spec, target, self._code(source), bias=added, global_scale=one)
 
     def config_json(self) -> dict[str, Any]:
         """The output's config.json: the checkpoint's, with the bits of the output."""
         config = dict(self.checkpoint.config)
-        for key in ("quantization", "quantization_config"):
+        for key in QUANTIZATION_KEYS:
             config.pop(key, None)
         if self.layout != "packed":
             for key, value in self.kind.mlx_lm_keys(self.config).items():
@@ -240,26 +255,30 @@ class Conversion:
         recipes: dict[str, Recipe] = {}
         for name, ref in trunk.items():
             base, _, leaf = name.rpartition(".")
-            if leaf in ("scales", "biases") and f"{base}.weight" in trunk:
+            if leaf in ("scales", "biases", GLOBAL_SCALE) and f"{base}.weight" in trunk:
                 continue
-            source, spec = (ref,), None
+            source, spec, whole = (ref,), None, None
             if f"{base}.scales" in trunk and leaf == "weight":
                 names = (f"{base}.{part}" for part in PARTS)
                 source = tuple(trunk[part] for part in names if part in trunk)
-                spec = infer_spec(source[0], source[1], modules[base].weight.shape[-1])
+                width, whole = modules[base].weight.shape[-1], trunk.get(f"{base}.{GLOBAL_SCALE}")
+                spec = infer_spec(source[0], source[1], width, global_scale=whole is not None)
             target = self._target(base, ref, spec, modules.get(base) if leaf == "weight" else None)
             dtype = "F32" if self.kind.keeps_float32(name) else self._code(source)
             if name in transforms and len(ref.shape) == 1 and self.layout == "packed":
                 # 1 + w does not fit the 8 bits of a bfloat16; mlx-lm's layout rounds it.
                 dtype = "F32"
-            recipes[name] = Recipe(source, spec, target, dtype, transforms.get(name))
+            transform = transforms.get(name)
+            recipes[name] = Recipe(source, spec, target, dtype, transform, global_scale=whole)
         return recipes
 
     def _target(
         self, base: str, ref: TensorRef, spec: QuantSpec | None, module: nn.Module | None
     ) -> QuantSpec | None:
         if spec is not None:
-            return self._requantised(ref, spec)
+            kept = self._requantised(ref, spec)
+            # mlx-lm knows global scales of experts alone.
+            return None if spec.global_scale and self.layout != "packed" else kept
         if self.spec is None or not hasattr(module, "to_quantized"):
             return None
         if ref.shape[-1] % self.spec.group_size:

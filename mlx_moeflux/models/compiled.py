@@ -346,9 +346,9 @@ def _bank_of(arrays: Sequence[mx.array], like: ExpertBank) -> ExpertBank:
     def part(p: ProjectionBank) -> ProjectionBank:
         weight, scales = next(left), None if p.scales is None else next(left)
         biases = None if p.biases is None else next(left)
-        return ProjectionBank(
-            weight, scales, biases, p.spec, None if p.bias is None else next(left)
-        )
+        bias = None if p.bias is None else next(left)
+        whole = None if p.global_scale is None else next(left)
+        return ProjectionBank(weight, scales, biases, p.spec, bias, whole)
 
     gate, up, down = part(like.gate), part(like.up), part(like.down)
     return ExpertBank(gate, up, down, activation=like.activation)

@@ -129,7 +129,7 @@ class Config:
         experts = (
             Experts(
                 _AT + r"(?P<projection>gate_proj|up_proj|down_proj)"
-                r"\.(?P<part>weight|scales|biases|bias)"
+                r"\.(?P<part>weight|scales|biases|global_scale|bias)"
             ),
             Experts(_AT + r"gate_up_proj\.(?P<part>weight|scales)", both, interleaved=True),
             Experts(_AT + r"gate_up_proj_(?P<part>bias)", both, interleaved=True),

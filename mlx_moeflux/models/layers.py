@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import BaseCache
+from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.record import Recorder
@@ -195,6 +197,35 @@ class PreciseLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return weights_of(self)[0].matmul(x)
+
+
+class ScaledLinear(nn.QuantizedLinear):
+    """Linear layer in NVFP4 whose matrix has a ``global_scale [1]`` float32 besides the scales of
+    its groups; see :mod:`mlx_moeflux.checkpoint.quantization`."""
+
+    @classmethod
+    def of(cls, linear: nn.QuantizedLinear) -> ScaledLinear:
+        """Return `linear` with a global scale, which a checkpoint sets."""
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.group_size, module.bits, module.mode = linear.group_size, linear.bits, linear.mode
+        for name, array in linear.parameters().items():
+            module[name] = array
+        module.global_scale = mx.array([float(NVFP4_UNIT)])
+        module.freeze()
+        return module
+
+    def __call__(self, x: mx.array) -> mx.array:
+        known = settings(_spec(self.bits, self.group_size, self.mode))
+        out = mx.quantized_matmul(wide(x), self["weight"], self["scales"], transpose=True, **known)
+        out = scaled(out, self["global_scale"], x.dtype)
+        return out + self["bias"] if "bias" in self else out
+
+    def dense(self, dtype: mx.Dtype) -> mx.array:
+        """``[out, in]`` in `dtype`."""
+        known = settings(_spec(self.bits, self.group_size, self.mode))
+        groups = mx.dequantize(self["weight"], self["scales"], **known)
+        return scaled(groups, self["global_scale"], dtype)
 
 
 @dataclass(frozen=True)

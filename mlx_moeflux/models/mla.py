@@ -14,7 +14,7 @@ from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.models.layers import weights_of
+from mlx_moeflux.models.layers import ScaledLinear, weights_of
 
 # Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
@@ -175,6 +175,9 @@ class LatentAttention(nn.Module):
             return known[2]
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
         stored = weights_of(linear)[0]
+        if isinstance(linear, ScaledLinear):
+            # Products by heads know no global scale.
+            stored = Weight(linear.dense(self.kv_a_layernorm.weight.dtype))
         if not isinstance(stored, Weight):
             raise UnsupportedError("kv_b_proj takes no adapter and no bias.")
         rows = stored.weight.shape[0] // H
@@ -188,7 +191,7 @@ class LatentAttention(nn.Module):
         if not self.training:
             # Evaluate before publishing: two threads must not evaluate one array.
             mx.eval([part for part in (weight, scales, biases) if part is not None])
-            self._known = stored.weight, stored.scales, both
+            self._known = linear["weight"], linear.get("scales"), both
         return both
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

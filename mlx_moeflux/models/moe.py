@@ -120,7 +120,7 @@ class RouterLookahead:
 
 class ExpertProjection(nn.Module):
     """One projection of all experts of a layer as parameters: weight, scales and biases if
-    quantised, and bias if it has one. See
+    quantised, global_scale ``[E]`` and bias if it has one. See
     :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
 
     def __init__(self, num_experts: int, output_dims: int, input_dims: int):
@@ -131,7 +131,8 @@ class ExpertProjection(nn.Module):
 
     def bank(self) -> ProjectionBank:
         scales, biases = self.get("scales"), self.get("biases")
-        return ProjectionBank(self.weight, scales, biases, self.spec, self.get("bias"))
+        bias, whole = self.get("bias"), self.get("global_scale")
+        return ProjectionBank(self.weight, scales, biases, self.spec, bias, whole)
 
 
 class SwitchGLU(nn.Module):
@@ -154,6 +155,7 @@ class SwitchGLU(nn.Module):
             part["weight"] is of.weight
             and part.get("scales") is of.scales
             and part.get("bias") is of.bias
+            and part.get("global_scale") is of.global_scale
             for part, of in zip(parts, (cached.gate, cached.up, cached.down), strict=True)
         ):
             return cached

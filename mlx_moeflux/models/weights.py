@@ -9,22 +9,31 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from mlx_moeflux.checkpoint.load import check_stacks, load_all, load_groups, stacks_of
-from mlx_moeflux.checkpoint.names import PROJECTIONS, MappedTensors, Transform, TrunkTensor
+from mlx_moeflux.checkpoint.names import (
+    GLOBAL_SCALE,
+    PROJECTIONS,
+    MappedTensors,
+    Transform,
+    TrunkTensor,
+)
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError, MoefluxError
 from mlx_moeflux.experts.io.samples import Watch
+from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
 from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.layers import ScaledLinear
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
 from mlx_moeflux.models.packed_parameters import is_packed, pack
 
@@ -88,7 +97,7 @@ def fill_trunk(
             array = transforms[name](array)
         if array.shape != expected:
             raise _wrong_shape(tensor.ref, array.shape, expected)
-        if tensor.ref.dtype in FLOATS:
+        if tensor.ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
             array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
         mx.eval(array)
         module, _, leaf = name.rpartition(".")
@@ -153,9 +162,11 @@ def _quantise_modules(
         module = modules.get(path)
         if leaf != "scales" or weight is None or not hasattr(module, "to_quantized"):
             continue
-        specs[path] = infer_spec(weight, scales, modules[path].weight.shape[-1])
-        declared = quantization.spec(path)
-        if declared is not None and declared != specs[path]:
+        one, declared = f"{path}.{GLOBAL_SCALE}" in trunk, quantization.spec(path)
+        specs[path] = infer_spec(weight, scales, modules[path].weight.shape[-1], global_scale=one)
+        if declared is not None and (
+            declared.global_scale > one or replace(declared, global_scale=one) != specs[path]
+        ):
             raise CheckpointError(
                 f"{directory}: '{path}' is stored in {_describe(specs[path])}, config.json says "
                 f"{_describe(declared)}; correct its quantization entry."
@@ -163,20 +174,28 @@ def _quantise_modules(
     if specs:
         nn.quantize(
             model,
-            class_predicate=lambda path, _: specs[path].to_config() if path in specs else False,
+            class_predicate=lambda path, _: settings(specs[path]) if path in specs else False,
         )
+    modules = dict(model.named_modules())
+    for path, spec in specs.items():
+        if spec.global_scale and type(modules[path]) is nn.QuantizedLinear:
+            model.update_modules(tree_unflatten([(path, ScaledLinear.of(modules[path]))]))
 
 
-def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
+def infer_spec(
+    weight: TensorRef, scales: TensorRef, width: int, *, global_scale: bool = False
+) -> QuantSpec:
     """Return the quantisation of a weight with rows of `width` elements, from two shapes and the
-    dtype of the scales.
+    dtype of the scales. global_scale: There is one besides.
 
     Raises:
         CheckpointError: The shapes fit no supported quantisation.
     """
     groups, words, byte_scales = scales.shape[-1], weight.shape[-1], scales.dtype == "U8"
     with suppress(MoefluxError):
-        spec = QuantSpec.of_shapes(width, words, groups, byte_scales=byte_scales)
+        spec = QuantSpec.of_shapes(
+            width, words, groups, byte_scales=byte_scales, global_scale=global_scale
+        )
         if weight.dtype == "U32" and (byte_scales or scales.dtype in FLOATS):
             return spec
     raise CheckpointError(
@@ -188,7 +207,8 @@ def infer_spec(weight: TensorRef, scales: TensorRef, width: int) -> QuantSpec:
 
 def _describe(spec: QuantSpec) -> str:
     mode = "" if spec.is_affine else f" ({spec.mode})"
-    return f"{spec.bits} bits, groups of {spec.group_size}{mode}"
+    one = " with a global_scale" if spec.global_scale else ""
+    return f"{spec.bits} bits, groups of {spec.group_size}{mode}{one}"
 
 
 class ExpertsOnDisk:
@@ -263,6 +283,8 @@ def load_experts(
             # Float32 scales (GGUF's) keep their precision, as in a streamed bank.
             precise = part != "weight" and stored == "F32"
             cast = stored in FLOATS and not precise
+            if part == GLOBAL_SCALE:
+                array = array.reshape(-1)  # mlx-lm's shape
             switch[projection][part] = array.astype(dtype) if cast else array
             mx.eval(switch[projection][part])
         for projection in PROJECTIONS:

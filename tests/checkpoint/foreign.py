@@ -4,6 +4,7 @@ package's code. Values are computed in float64 loops or tables of their own."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -182,3 +183,94 @@ def write_int4(source: Path, out: Path, group: int) -> Path:
     write_safetensors(out / "int4" / "model.safetensors", theirs)
     write_safetensors(out / "meaning" / "model.safetensors", meaning)
     return out / "int4"
+
+
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def fp4_groups(weight: np.ndarray, group: int, scale_of):
+    """Bytes of two numbers, the first in the low half, and scales of one byte; `scale_of` maps the
+    largest number of each group to its scale's byte and value. And what they mean, float64."""
+    groups = weight.astype(np.float64).reshape(len(weight), -1, group)
+    scales, factors = scale_of(np.abs(groups).max(axis=-1))
+    wanted = groups / np.where(factors == 0, 1, factors)[..., None]
+    codes = np.abs(wanted[..., None] - E2M1_VALUES).argmin(axis=-1)
+    meaning = (E2M1_VALUES[codes] * factors[..., None]).reshape(weight.shape)
+    codes = codes.reshape(len(weight), -1, 2).astype(np.uint8)
+    return codes[..., 0] | codes[..., 1] << 4, scales, meaning
+
+
+def nvfp4(weight: np.ndarray):
+    """Bytes, E4M3 scales, the float32 number that multiplies all, and the meaning."""
+    number = np.float32(np.abs(weight).max() / (6 * 448))
+
+    def scale_of(largest):
+        scales = to_e4m3(largest / 6 / float(number))
+        return scales, E4M3_VALUES[scales] * float(number)
+
+    codes, scales, meaning = fp4_groups(weight, 16, scale_of)
+    return codes, scales, number, meaning
+
+
+def mxfp4(weight: np.ndarray):
+    """Bytes, E8M0 scales and the meaning."""
+
+    def scale_of(largest):
+        exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6))
+        return (exponents + 127).astype(np.uint8), 2.0**exponents
+
+    return fp4_groups(weight, 32, scale_of)
+
+
+COMPRESSED_FP4 = {
+    "nvfp4-pack-quantized": ("tensor_group", 16),
+    "mxfp4-pack-quantized": ("group", 32),
+}
+
+
+def write_fp4(source: Path, out: Path, form: str) -> Path:
+    """`source` as ModelOpt ("modelopt", its settings in hf_quant_config.json) or as a format of
+    compressed-tensors writes it; and in ``out / "meaning"`` the same values in float32."""
+    theirs, meaning = {}, {}
+    for name, tensor in read_safetensors(source / "model.safetensors").items():
+        theirs[name] = meaning[name] = tensor
+        if not (is_quantised_by_them(name) or re.search(r"experts\.\d+\.w\d\.weight$", name)):
+            continue
+        base, weight = name.removesuffix(".weight"), as_array(theirs.pop(name))
+        packed, number = (name, None) if form == "modelopt" else (f"{base}.weight_packed", None)
+        if form == "mxfp4-pack-quantized":
+            codes, scales, values = mxfp4(weight)
+            theirs[f"{base}.weight_scale"] = entry("U8", scales)
+        else:
+            codes, scales, number, values = nvfp4(weight)
+            theirs[f"{base}.weight_scale"] = entry("F8_E4M3", scales)
+        theirs[packed] = entry("U8", codes)
+        if form == "modelopt":
+            theirs[f"{base}.weight_scale_2"] = entry("F32", np.array(number))
+            theirs[f"{base}.input_scale"] = entry("F32", np.array(7e-3, np.float32))
+        elif number is not None:
+            inverse = np.float32(1 / float(number))
+            values *= 1 / float(inverse) / float(number)
+            theirs[f"{base}.weight_global_scale"] = entry("F32", np.array([inverse]))
+            theirs[f"{base}.input_global_scale"] = entry("F32", np.array([77], np.float32))
+        if base.endswith(".k_proj"):
+            theirs[f"{base}.k_scale"] = entry("F32", np.array(0.5, np.float32))
+        meaning[name] = entry("F32", values.astype(np.float32))
+    path = out / form
+    copy_config(source, out / "meaning")
+    if form == "modelopt":
+        copy_config(source, path)
+        settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+        settings |= {"exclude_modules": ["lm_head", "*.mlp.gate"]}
+        content = {"producer": {"name": "modelopt", "version": "0.39"}, "quantization": settings}
+        (path / "hf_quant_config.json").write_text(json.dumps(content))
+    else:
+        strategy, group = COMPRESSED_FP4[form]
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy}
+        weights |= {"group_size": group, "actorder": None, "dynamic": False}
+        groups = {"group_0": {"format": form, "targets": ["Linear"], "weights": weights}}
+        method = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+        copy_config(source, path, quantization_config=method | {"transform_config": {}})
+    write_safetensors(path / "model.safetensors", theirs)
+    write_safetensors(out / "meaning" / "model.safetensors", meaning)
+    return path

@@ -387,7 +387,7 @@ print(json.dumps([None if isinstance(found, tuple) else str(found), str(resolve(
 
 
 def test_a_plan_does_not_make_a_branch_point_to_a_copy_without_weights(tmp_path):
-    """A repository moves on; whoever only plans keeps the copy that loads without a connection."""
+    """A repository moves on; a plan keeps the copy that loads without a connection."""
     with local_hub(BUNDLED_MODEL) as hub:
 
         def run(script, **more):

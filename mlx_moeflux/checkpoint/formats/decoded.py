@@ -1,5 +1,5 @@
-"""Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4, rows
-and columns in another order.
+"""Tensors that other formats' bytes are decoded into: FP8 with block scales, symmetric int4, global
+scales of NVFP4, rows and columns in another order.
 
 A :class:`DecodedRef` stands where a :class:`~mlx_moeflux.checkpoint.tensors.TensorRef` does. It
 says which byte ranges it needs and how they become its bytes, in NumPy alone, so that reading
@@ -19,6 +19,8 @@ from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Ref, TensorRef
 # Bounds the scratch of decoding: float32, its rounding, indices.
 ELEMENTS_AT_ONCE = 1 << 18
 SCRATCH_PER_ELEMENT = 16
+# Largest numbers of E2M1 and E4M3.
+NVFP4_UNIT = 6 * 448
 
 
 class DecodedRef(Ref):
@@ -136,6 +138,32 @@ class ScaledRef(DecodedRef):
             part = slice(start * size, stop * size)
             values = floats(raw[0][part], self.dtype) * np.float32(self.factor)
             out[part] = encoded(values, self.dtype)
+
+
+class GlobalScaleRef(DecodedRef):
+    """The global scale ``[1]`` float32 of a matrix in NVFP4, from another library's one number.
+
+    MLX divides it by 2688, see :mod:`mlx_moeflux.checkpoint.quantization`. inverse: The stored
+    number divides the weights, else it multiplies them.
+    """
+
+    __slots__ = ("inverse",)
+
+    def __init__(self, name: str, number: TensorRef, *, inverse: bool) -> None:
+        super().__init__(name, (number,), dtype="F32", shape=(1,))
+        self.inverse = inverse
+
+    def rows(self, start: int, stop: int) -> GlobalScaleRef:
+        """See :meth:`Ref.rows`; there is one."""
+        self._check_rows(start, stop)
+        return self
+
+    def decode(self, raw: Sequence[np.ndarray], out: np.ndarray) -> None:
+        """See :meth:`DecodedRef.decode`; rounded once."""
+        number = floats(raw[0], self.sources[0].dtype).astype(np.float64)
+        with np.errstate(divide="ignore", over="ignore"):
+            value = NVFP4_UNIT / number if self.inverse else NVFP4_UNIT * number
+            out.view(np.float32)[...] = value
 
 
 class PickedRef(DecodedRef):

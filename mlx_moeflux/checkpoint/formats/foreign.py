@@ -3,19 +3,28 @@
     X.weight F8_E4M3 + X.weight_scale_inv          -> X.weight BF16         (DeepSeek's FP8)
     X.weight_packed I32 + X.weight_scale           -> X.weight U32 + X.scales + X.biases
         (+ X.weight_shape)                            (compressed-tensors, symmetric int4)
+    X.weight_packed U8 + X.weight_scale U8         -> X.weight U32 + X.scales
+                                                      (compressed-tensors, MXFP4)
+    X.weight_packed U8 + X.weight_scale F8_E4M3    -> X.weight U32 + X.scales + X.global_scale
+        + X.weight_global_scale                       (compressed-tensors, NVFP4; it divides)
+    X.weight U8 + X.weight_scale F8_E4M3           -> X.weight U32 + X.scales + X.global_scale
+        + X.weight_scale_2                            (NVIDIA ModelOpt, NVFP4; it multiplies)
     X_blocks U8 [..., groups, 16] + X_scales U8    -> X.weight U32 + X.scales    (gpt-oss's MXFP4)
 
-Nothing is read. The first two are decoded where they are read; the third has MLX's bytes.
+Scales of inputs, keys and values are left out: these stay floats here. Nothing is read. The first
+two and global scales are decoded where they are read; the others have MLX's bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 from mlx_moeflux.checkpoint.files import is_positive
-from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, ScaledRef
+from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, GlobalScaleRef, ScaledRef
+from mlx_moeflux.checkpoint.names import GLOBAL_SCALE
 from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -24,9 +33,24 @@ DEFAULT_BLOCK = (128, 128)
 E4M3 = ("e4m3", "float8_e4m3fn")
 BLOCKS, SCALES = "_blocks", "_scales"
 SCALE_DTYPES = ("F32", "BF16")
+FLOAT_CODES = ("F32", "F16", "BF16")
+# Scales of weights, found through them; those of inputs, keys and values; and other methods'.
+_OF_WEIGHTS = ("weight_scale", "weight_shape", "weight_scale_2", "weight_global_scale")
+_OF_INPUTS = ("input_scale", "input_global_scale", "q_scale", "k_scale", "v_scale")
+_REFUSED = dict.fromkeys(
+    ("weight_zero_point", "weight_g_idx"), "an asymmetric or reordered quantisation"
+) | {
+    "qweight": "AWQ or GPTQ",
+    "pre_quant_scale": "AWQ (NVFP4_AWQ or W4A8_AWQ of ModelOpt)",
+}
 # q of 4 bits stands for q - 8.
 INT4_ZERO = 8
-_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+# Format of compressed-tensors -> what its groups must say of weights.
+_PACKS = {
+    "pack-quantized": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"},
+    "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 16},
+    "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 32},
+}
 
 
 def in_our_form(
@@ -45,23 +69,29 @@ def in_our_form(
     ours: dict[str, Ref] = {}
     for name, ref in tensors.items():
         base, _, leaf = name.rpartition(".")
+        if leaf in _REFUSED:
+            raise UnsupportedError(
+                f"{ref.file}: '{name}' belongs to {_REFUSED[leaf]}, which is not decoded; use a "
+                "checkpoint in bf16, in FP8, in NVFP4 or one quantised by mlx-lm."
+            )
+        if leaf in _OF_INPUTS:
+            continue
         if name.endswith("_scale_inv"):
             _partner(tensors, name, name.removesuffix("_scale_inv"))
+        elif leaf in _OF_WEIGHTS:
+            packed = f"{base}.weight_packed"
+            _partner(tensors, name, packed if packed in tensors else f"{base}.weight")
+        elif leaf == "weight_packed":
+            packs = _fp4 if ref.dtype == "U8" else _int4
+            ours |= packs(base, ref, tensors)
+        elif leaf == "weight" and ref.dtype == "U8" and f"{base}.weight_scale" in tensors:
+            ours |= _fp4(base, ref, tensors)
         elif ref.dtype.startswith("F8"):
             ours[name] = _fp8(name, ref, tensors, block)
         elif name.endswith(BLOCKS):
             ours |= _mxfp4(name.removesuffix(BLOCKS), ref, tensors)
         elif name.endswith(SCALES) and f"{name.removesuffix(SCALES)}{BLOCKS}" in tensors:
             continue
-        elif leaf == "weight_packed":
-            ours |= _int4(base, ref, tensors)
-        elif leaf in ("weight_scale", "weight_shape"):
-            _partner(tensors, name, f"{base}.weight_packed")
-        elif leaf in ("weight_zero_point", "weight_g_idx"):
-            raise UnsupportedError(
-                f"{ref.file}: '{name}' belongs to an asymmetric or reordered quantisation; only "
-                "the symmetric one in order is decoded."
-            )
         else:
             ours[name] = ref
     # Readers ask for what both kinds of reference have.
@@ -69,7 +99,8 @@ def in_our_form(
 
 
 def _is_foreign(name: str, ref: TensorRef) -> bool:
-    return ref.dtype.startswith("F8") or name.endswith(("_scale_inv", ".weight_packed", BLOCKS))
+    known = name.endswith(("_scale_inv", ".weight_packed", ".weight_scale", BLOCKS))
+    return known or ref.dtype.startswith("F8") or name.rpartition(".")[2] in _REFUSED
 
 
 def _partner(tensors: Mapping[str, TensorRef], name: str, wanted: str) -> TensorRef:
@@ -88,6 +119,11 @@ def _fp8(
         raise UnsupportedError(
             f"{weight.file}: '{name}' is {weight.dtype} {list(weight.shape)}; of FP8 only "
             "matrices in E4M3 are decoded."
+        )
+    if f"{name}_scale" in tensors:
+        raise UnsupportedError(
+            f"{weight.file}: '{name}' is FP8 with one scale for a whole tensor or row, which is "
+            "not decoded; use a checkpoint in bf16, in NVFP4 or in FP8 with blocks."
         )
     scales = _partner(tensors, name, f"{name}_scale_inv")
     wanted = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
@@ -114,6 +150,36 @@ def _int4(base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> dic
         f"{base}.scales": scales,
         f"{base}.biases": ScaledRef(f"{base}.biases", scales, -float(INT4_ZERO)),
     }
+
+
+def _fp4(base: str, packed: TensorRef, tensors: Mapping[str, TensorRef]) -> dict[str, Ref]:
+    """Two numbers in a byte, the first in its low half, and a scale of one byte for each group of a
+    row, as MLX packs them."""
+    scales = _partner(tensors, packed.name, f"{base}.weight_scale")
+    group = {"F8_E4M3": 16, "U8": 32, "F8_E8M0": 32}.get(scales.dtype, 0)
+    rows, half = packed.shape if len(packed.shape) == 2 else (0, 1)
+    if packed.dtype != "U8" or not group or half % 4 or scales.shape != (rows, 2 * half // group):
+        raise CheckpointError(
+            f"{packed.file}: '{packed.name}' {packed.dtype} {list(packed.shape)} with "
+            f"'{scales.name}' {scales.dtype} {list(scales.shape)} is no matrix in NVFP4 or MXFP4."
+        )
+    weight = TensorRef(f"{base}.weight", packed.file, packed.offset, "U32", (rows, half // 4))
+    found: dict[str, Ref] = {
+        f"{base}.weight": weight,
+        f"{base}.scales": replace(scales, name=f"{base}.scales", dtype="U8"),
+    }
+    if group == 16:
+        divides = packed.name.endswith("_packed")
+        leaf = "weight_global_scale" if divides else "weight_scale_2"
+        number = _partner(tensors, packed.name, f"{base}.{leaf}")
+        if number.dtype not in FLOAT_CODES or prod(number.shape) != 1:
+            raise CheckpointError(
+                f"{number.file}: '{number.name}' is {number.dtype} {list(number.shape)}, but must "
+                "be one number."
+            )
+        name = f"{base}.{GLOBAL_SCALE}"
+        found[name] = GlobalScaleRef(name, number, inverse=divides)
+    return found
 
 
 def _mxfp4(base: str, blocks: TensorRef, tensors: Mapping[str, TensorRef]) -> dict[str, Ref]:
@@ -160,21 +226,28 @@ def check_fp8(block: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_compressed_tensors(block: Mapping[str, object]) -> None:
-    """See that the ``quantization_config`` of compressed-tensors means symmetric int4 in groups.
+    """See that the ``quantization_config`` of compressed-tensors means symmetric int4 in groups,
+    NVFP4 or MXFP4.
 
     Raises:
         UnsupportedError: It means something else.
     """
     form, groups = block.get("format", "pack-quantized"), block.get("config_groups")
-    if form != "pack-quantized" or not isinstance(groups, Mapping) or not groups:
+    known = _PACKS.get(form) if isinstance(form, str) else None
+    if known is None or not isinstance(groups, Mapping) or not groups:
         raise UnsupportedError(
-            f"quantization_config of config.json: the format {form!r} of compressed-tensors is "
-            "not decoded, only 'pack-quantized' with config_groups is."
+            f"quantization_config of config.json: the format {form!r} of compressed-tensors is not "
+            f"decoded, only {', '.join(map(repr, _PACKS))} with config_groups are."
+        )
+    if block.get("transform_config"):
+        raise UnsupportedError(
+            "quantization_config of config.json has a transform_config: rotated weights of "
+            "compressed-tensors are not decoded."
         )
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         weights = weights if isinstance(weights, Mapping) else {}
-        for key, wanted in _INT4.items():
+        for key, wanted in known.items():
             if weights.get(key, wanted) != wanted:
                 raise UnsupportedError(
                     f"quantization_config of config.json: {name} has {key} {weights[key]!r}; only "
@@ -185,3 +258,19 @@ def check_compressed_tensors(block: Mapping[str, object]) -> None:
                 f"quantization_config of config.json: {name} has actorder "
                 f"{weights['actorder']!r}; only columns in order are decoded."
             )
+
+
+def check_modelopt(block: Mapping[str, object]) -> None:
+    """See that the ``quantization_config`` of NVIDIA ModelOpt means NVFP4, as does its
+    ``hf_quant_config.json``, which nests the settings.
+
+    Raises:
+        UnsupportedError: It means something else.
+    """
+    nested = block.get("quantization", block)
+    found = nested.get("quant_algo") if isinstance(nested, Mapping) else None
+    if found not in (None, "NVFP4"):
+        raise UnsupportedError(
+            f"quantization_config of config.json or hf_quant_config.json has quant_algo {found!r} "
+            "of ModelOpt; only 'NVFP4' is decoded."
+        )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from mlx_moeflux.checkpoint.names import BIAS, COMPONENT_ORDER, PROJECTIONS
+from mlx_moeflux.checkpoint.names import BIAS, COMPONENT_ORDER, GLOBAL_SCALE, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, ExpertRefs
 from mlx_moeflux.errors import CheckpointError, ShapeError, UnsupportedError
@@ -77,7 +77,8 @@ class BlockLayout(Layout):
 
     Shapes: ``gate_proj`` and ``up_proj`` map C to F, ``down_proj`` F to C. A weight is
     ``[out, in]`` float, or ``[out, in * bits / 32]`` uint32 with scales and biases
-    ``[out, in / group_size]``, or with scales of one byte alone; a bias is ``[out]`` float.
+    ``[out, in / group_size]``, or with scales of one byte alone; a global scale is ``[1]`` float32,
+    a bias ``[out]`` float.
 
     Raises:
         ShapeError: Components are missing, in another order, or do not fit each other.
@@ -95,7 +96,7 @@ class BlockLayout(Layout):
         if missing:
             raise ShapeError(f"an expert has no '{missing[0]}.weight'; it needs three projections.")
         for component in self.components:
-            axes = 1 if component.name.endswith(f".{BIAS}") else 2
+            axes = 1 if component.name.endswith((f".{BIAS}", f".{GLOBAL_SCALE}")) else 2
             if len(component.shape) != axes or not prod(component.shape):
                 raise ShapeError(f"'{component}' of an expert must have axes: {axes}, none empty.")
         for projection, (rows, width) in self._dims().items():
@@ -146,8 +147,13 @@ class BlockLayout(Layout):
         scales = self._by_name.get(f"{projection}.scales")
         if scales is None:
             return None
-        words = self._by_name[f"{projection}.weight"].shape[1]
-        return QuantSpec.of_shapes(width, words, scales.shape[1], byte_scales=scales.dtype == "U8")
+        return QuantSpec.of_shapes(
+            width,
+            self._by_name[f"{projection}.weight"].shape[1],
+            scales.shape[1],
+            byte_scales=scales.dtype == "U8",
+            global_scale=f"{projection}.{GLOBAL_SCALE}" in self._by_name,
+        )
 
     def _check(self, projection: str, rows: int, width: int) -> None:
         weight = self._by_name[f"{projection}.weight"]
@@ -166,6 +172,9 @@ class BlockLayout(Layout):
             raise ShapeError(
                 f"'{weight}' of an expert must be {' or '.join(dtypes)} {list(expected)}."
             )
+        whole = self._by_name.get(f"{projection}.{GLOBAL_SCALE}")
+        if whole is not None and (spec is None or (whole.shape, whole.dtype) != ((1,), "F32")):
+            raise ShapeError(f"'{whole}' of an expert must be F32 [1] of a quantised weight.")
         bias = self._by_name.get(f"{projection}.{BIAS}")
         if bias is not None and (bias.shape != (rows,) or bias.dtype not in _FLOATS):
             raise ShapeError(f"'{bias}' of an expert must be {' or '.join(_FLOATS)} {[rows]}.")

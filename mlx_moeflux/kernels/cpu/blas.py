@@ -320,7 +320,10 @@ def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.arra
         UnsupportedError: See :func:`project_blas`.
     """
     inner = silu(numbers(gate)) * numbers(up)
-    shared = product(inner, down)
+    if isinstance(down, Weight):
+        shared = product(inner, down)
+    else:
+        shared = numbers(down.matmul(mx.array(inner)))
     if score is not None:
         shared *= sigmoid(numbers(score))
     total = numbers(residual).reshape(shared.shape)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 
@@ -31,6 +32,21 @@ class Stored(Protocol):
     def biases(self) -> mx.array | None: ...
     @property
     def spec(self) -> QuantSpec | None: ...
+
+
+def scaled(product: mx.array, global_scale: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Multiply a product with a matrix in NVFP4 by its global scale, in float32.
+
+    global_scale: float32, one number or one for each row of `product`, ``[..., 1]``. Returns
+    `dtype`.
+    """
+    return (product.astype(mx.float32) * (global_scale / NVFP4_UNIT)).astype(dtype)
+
+
+def wide(x: mx.array) -> mx.array:
+    """The input of a product that :func:`scaled` takes: without its scale, a sum of some hundreds
+    of weights exceeds what float16 holds."""
+    return x.astype(mx.float32) if x.dtype == mx.float16 else x
 
 
 def settings(spec: QuantSpec) -> dict[str, Any]:

@@ -22,7 +22,14 @@ import mlx.nn as nn
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.kernels.linear.quantised import ExpertLayout, arrays_of, expert_layout, settings
+from mlx_moeflux.kernels.linear.quantised import (
+    ExpertLayout,
+    arrays_of,
+    expert_layout,
+    scaled,
+    settings,
+    wide,
+)
 from mlx_moeflux.kernels.runtime.metal import float_bits, on_apple
 
 # Names of the arrays of gate and up in kernels.
@@ -70,6 +77,7 @@ class ProjectionBank:
     weight: ``[S, out, in * bits / 32]`` uint32, or ``[S, out, in]`` float when `spec` is None.
     scales, biases: ``[S, out, in / group_size]``; None when `spec` is None. Scales are uint8
     without biases when `spec` is not affine. bias: ``[S, out]``, added to the product, or None.
+    global_scale: ``[S]`` or ``[S, 1]`` float32 of a `spec` that has one, or None.
     """
 
     weight: mx.array
@@ -77,6 +85,7 @@ class ProjectionBank:
     biases: mx.array | None
     spec: QuantSpec | None
     bias: mx.array | None = None
+    global_scale: mx.array | None = None
 
     def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
         """The rows of `slots` only; floats cast to `dtype`."""
@@ -87,7 +96,8 @@ class ProjectionBank:
         scales, biases = self.scales[slots], None if self.biases is None else self.biases[slots]
         if biases is not None:
             scales, biases = scales.astype(dtype), biases.astype(dtype)
-        return ProjectionBank(weight, scales, biases, self.spec, bias)
+        whole = None if self.global_scale is None else self.global_scale[slots]
+        return ProjectionBank(weight, scales, biases, self.spec, bias, whole)
 
     def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
@@ -103,13 +113,21 @@ class ProjectionBank:
             ascending = ascending and not (x.shape[-1] % 64 and on_apple())
             known = settings(self.spec) | {"rhs_indices": slots, "sorted_indices": ascending}
             assert self.scales is not None
-            out = mx.gather_qmm(x, self.weight, self.scales, self.biases, transpose=True, **known)
+            rows, whole = x, self.global_scale
+            if whole is not None:
+                rows = wide(x)
+            # MLX applies a global scale on GPUs alone, so the product is multiplied by it.
+            out = mx.gather_qmm(
+                rows, self.weight, self.scales, self.biases, transpose=True, **known
+            )
+            if whole is not None:
+                out = scaled(out, whole[slots].reshape(-1, 1, 1), x.dtype)
         out = out[:, 0]
         return out if self.bias is None else out + self.bias[slots].astype(out.dtype)
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays that there are, in the order of the fields."""
-        every = (self.weight, self.scales, self.biases, self.bias)
+        every = (self.weight, self.scales, self.biases, self.bias, self.global_scale)
         return [array for array in every if array is not None]
 
 
@@ -141,7 +159,8 @@ class ExpertBank:
         for p in ("gate_proj", "up_proj", "down_proj"):
             scales, biases = arrays.get(f"{p}.scales"), arrays.get(f"{p}.biases")
             weight, bias = arrays[f"{p}.weight"], arrays.get(f"{p}.bias")
-            banks.append(ProjectionBank(weight, scales, biases, specs[p], bias))
+            whole = arrays.get(f"{p}.global_scale")
+            banks.append(ProjectionBank(weight, scales, biases, specs[p], bias, whole))
         return cls(*banks, experts=experts, activation=activation)
 
     @functools.cached_property
