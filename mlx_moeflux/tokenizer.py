@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.checkpoint.files import read_json_object, read_whole
-from mlx_moeflux.checkpoint.formats.gguf import find_gguf, gguf_metadata
+from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
@@ -255,11 +255,14 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         CheckpointError: The directory has no tokenizer, or a damaged one.
         ConfigError: No file names the end token.
     """
-    directory, config = Path(directory), {}
-    gguf, directory = _gguf(directory)
-    if gguf is not None:
-        file, content, config = gguf
-        backend = _backend("json", json.dumps(content).encode(), file)
+    path, config = Path(directory), {}
+    directory = path.parent if path.is_file() else path
+    beside = any((directory / f"tokenizer.{kind}").exists() for kind in ("json", "model"))
+    gguf = None if beside and (directory / "config.json").exists() else find_gguf(path)
+    metadata = {} if gguf is None else gguf_metadata(gguf)
+    if gguf is not None and not beside:
+        content, config = tokenizer_json(metadata, gguf)
+        backend = _backend("json", json.dumps(content).encode(), gguf)
     elif (file := directory / "tokenizer.json").exists():
         backend = _backend("json", read_whole(file), file)
     elif (file := directory / "tokenizer.model").exists():
@@ -279,7 +282,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         if (directory / name).exists():
             config |= read_json_object(directory / name, error=ConfigError)
     config |= overrides
-    eos: set[int] = set()
+    eos = set(end_ids(metadata))
     for name in ("config.json", "generation_config.json"):
         if (directory / name).exists():
             raw = read_json_object(directory / name, error=ConfigError)
@@ -295,15 +298,6 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
         tool_template=tool_template,
         name_or_path=str(directory),
     )
-
-
-def _gguf(path: Path) -> tuple[tuple[Path, dict[str, Any], dict[str, Any]] | None, Path]:
-    """Return the tokenizer of a GGUF file without a tokenizer file beside it, and the directory."""
-    directory = path.parent if path.is_file() else path
-    beside = any((directory / f"tokenizer.{kind}").exists() for kind in ("json", "model"))
-    file = None if beside else find_gguf(path)
-    found = None if file is None else (file, *tokenizer_json(gguf_metadata(file), file))
-    return found, directory
 
 
 def _end_ids(found: Any, file: Path) -> set[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 from mlx_moeflux.errors import CheckpointError, InputError, MoefluxError
 
@@ -105,9 +106,13 @@ def write_exact(fd: int, view: memoryview, *, offset: int) -> None:
 def parse_json_object(
     text: bytes, file: Path, *, what: str, error: type[MoefluxError] = CheckpointError
 ) -> dict:
-    """A JSON object with no key given twice; ``error`` names ``what`` of which file."""
+    """A JSON object with no key given twice; ``error`` names ``what`` of which file.
+
+    An object ``{"__float__": "Infinity"}``, by which transformers writes what JSON has no number
+    for, becomes that float.
+    """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        value = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as cause:
         raise error(
             f"The {what} of {file} is not valid JSON ({cause}); download the file again."
@@ -318,7 +323,27 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+# transformers' tags of the floats that JSON cannot spell.
+_TAG = "__float__"
+_TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def tagged(value: Any) -> Any:
+    """Return a value of JSON with floats that JSON cannot spell in transformers' form."""
+    if isinstance(value, dict):
+        return {key: tagged(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [tagged(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> object:
+    if len(pairs) == 1:
+        key, value = pairs[0]
+        if key == _TAG and isinstance(value, str) and value in _TAGGED:
+            return _TAGGED[value]
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

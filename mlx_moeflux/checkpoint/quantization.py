@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS
 from mlx_moeflux.checkpoint.formats.foreign import (
     check_compressed_tensors,
     check_fp8,
@@ -36,7 +37,6 @@ NVFP4 = "nvfp4"
 MX_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), NVFP4: (4, 16)}
 MODES = (AFFINE, *MX_MODES)
 
-QUANTIZATION_KEYS = ("quantization", "quantization_config")
 _SETTINGS = ("bits", "group_size", "mode", "global_scale")
 
 

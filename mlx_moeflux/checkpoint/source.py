@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS, hoisted
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.checkpoint.formats.foreign import DEFAULT_BLOCK, check_fp8, in_our_form
 from mlx_moeflux.checkpoint.formats.gguf import find_gguf, open_gguf
@@ -23,7 +24,7 @@ from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExperts, MoefluxTrunk
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
-from mlx_moeflux.checkpoint.quantization import QUANTIZATION_KEYS, Quantization, QuantSpec
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
 
@@ -102,7 +103,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         return _open_gguf(gguf)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; pass the one with the checkpoint.")
-    config = read_json_object(directory / CONFIG_NAME, error=ConfigError)
+    config = hoisted(read_json_object(directory / CONFIG_NAME, error=ConfigError))
     found = None if safetensors else MoefluxDirectory.find(directory)
     if found is not None:
         return _open_moeflux(found, config)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import in_groups, write_atomically, write_exact
+from mlx_moeflux.checkpoint.files import in_groups, tagged, write_atomically, write_exact
 from mlx_moeflux.checkpoint.tensors import INDEX_NAME, SINGLE_NAME, Shaped
 from mlx_moeflux.errors import CheckpointError
 
@@ -150,12 +150,13 @@ class SafetensorsWriter:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write JSON so that readers see all of it or what was there before.
+    """Write JSON so that readers see all of it or what was there before; floats that JSON cannot
+    spell in transformers' form.
 
     Raises:
         CheckpointError: The disk is full or failed.
     """
     try:
-        write_atomically(file, (json.dumps(value, indent=2) + "\n").encode())
+        write_atomically(file, (json.dumps(tagged(value), indent=2) + "\n").encode())
     except OSError as error:
         raise CheckpointError(f"Writing {file} failed: {error.strerror or error}.") from error

@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.generate import DISTRIBUTED, add_distributed_arguments, leads, refuse
+from mlx_moeflux.cli.generate import (
+    DISTRIBUTED,
+    add_config_argument,
+    add_distributed_arguments,
+    leads,
+    refuse,
+)
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, trace_file
 from mlx_moeflux.errors import InputError
 
@@ -51,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-threads", type=int, default=8, help="default %(default)s")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
+    add_config_argument(parser)
     add_distributed_arguments(parser)
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
     add("--markdown", type=Path, metavar="FILE", help="append a table of the results")
@@ -73,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.distributed and (args.compare or len(args.expert_memory) > 1):
         raise InputError("--distributed measures one budget, and nothing beside it.")
     load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
+    load |= {} if args.strict_config else {"strict_config": False}
     spread = {name: getattr(args, name) for name in DISTRIBUTED}
     load |= {name: value for name, value in spread.items() if value not in (None, False, "id")}
     if args.distributed and not leads():
@@ -122,7 +130,7 @@ def _command(args: argparse.Namespace) -> str:
         words.append(action.option_strings[0])
         if isinstance(value, tuple):
             words.append(",".join(str(part) for part in value))
-        elif value is not True:
+        elif not isinstance(value, bool):
             words.append(str(value))
     return " ".join(words)
 

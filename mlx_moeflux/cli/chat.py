@@ -20,6 +20,7 @@ from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_distributed_arguments,
     add_expert_arguments,
+    kept_by_xtc,
     load_options,
     prompt_cache,
     quiet_unless_first,
@@ -240,7 +241,6 @@ class Conversation:
         from mlx_moeflux.generation import text
 
         args, tokenizer = self._args, self._tokenizer
-        kept = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
         return text.stream_generate(
             self._model,
             tokenizer,
@@ -254,7 +254,7 @@ class Conversation:
             top_p=args.top_p,
             xtc_probability=args.xtc_probability,
             xtc_threshold=args.xtc_threshold,
-            xtc_special_tokens=kept,
+            xtc_special_tokens=kept_by_xtc(tokenizer, self._model.config.vocab_size),
         )
 
     def _prompt(self) -> Any:

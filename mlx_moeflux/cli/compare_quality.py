@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from mlx_moeflux.cli.generate import add_config_argument
 from mlx_moeflux.errors import InputError
 
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
     add("--max-tokens", type=int, default=120, help="of each JSON reply, default %(default)s")
     add("--json", action="store_true", help="numbers instead of text")
+    add_config_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,13 +38,12 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         lossy = args.other or model
         if args.bits is not None:
-            lossy = _requantised(model, args.bits, Path(folder))
+            lossy = _requantised(model, args.bits, Path(folder), strict_config=args.strict_config)
         marks = () if lossy is model else (f"weights of {args.other or f'{args.bits} bits'}",)
+        options = {"expert_memory": args.expert_memory, "strict_config": args.strict_config}
         result = compare(
-            lambda: loading.load(model, expert_memory=args.expert_memory),
-            lambda: loading.load(
-                lossy, expert_memory=args.expert_memory, experts_per_token=args.experts_per_token
-            ),
+            lambda: loading.load(model, **options),
+            lambda: loading.load(lossy, **options, experts_per_token=args.experts_per_token),
             max_tokens=args.max_tokens,
         )
     result = replace(result, lossy=(*marks, *result.lossy))
@@ -54,9 +55,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requantised(model: str | Path, bits: int, folder: Path) -> Path:
+def _requantised(model: str | Path, bits: int, folder: Path, **options: bool) -> Path:
     """Write a copy with all weights in `bits` bits; takes disk space for a 16-bit copy as well."""
     from mlx_moeflux.conversion.convert import convert
 
-    floats = convert(model, folder / "floats", layout="safetensors", dequantize=True)
-    return convert(floats, folder / "lossy", layout="safetensors", quantize=True, q_bits=bits)
+    options = {"layout": "safetensors", **options}
+    floats = convert(model, folder / "floats", dequantize=True, **options)
+    return convert(floats, folder / "lossy", quantize=True, q_bits=bits, **options)

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from mlx_moeflux.cli import bar_of_bytes
-from mlx_moeflux.cli.generate import refuse
+from mlx_moeflux.cli.generate import add_config_argument, refuse
 
 REFUSED = {
     "--upload-repo": "upload with 'hf upload'",
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="read back what was written and compare hashes")
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
     add("--placement", default="id", help="of --shard: id, memory:16GB,32GB, popularity:TRACE")
+    add_config_argument(parser)
     refuse(parser, REFUSED, REFUSED)
 
 
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             dequantize=args.dequantize,
             dtype=args.dtype,
             verify_written=args.verify,
+            strict_config=args.strict_config,
             shard=args.shard,
             placement=args.placement,
             progress=progress,

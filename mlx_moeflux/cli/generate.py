@@ -114,9 +114,20 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
     add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
     add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
     add("--safe", action="store_true", help="for bug reports: references, no traces, no prefetch")
+    add_config_argument(parser)
     if stats:
         add("--stats", action="store_true", help="print hits, reads and waiting of each layer")
         add("-v", dest="details", action="store_true", help="with --stats: all counts, and kernels")
+
+
+def add_config_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that a message about unknown keys of config.json names."""
+    parser.add_argument(
+        "--no-strict-config",
+        dest="strict_config",
+        action="store_false",
+        help="ignore keys of config.json that nothing reads",
+    )
 
 
 def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
                 prompt_cache=known,
                 prefill_step_size=args.prefill_step_size,
                 prompt_progress_callback=bar.update,
-                **_sampling(args, tokenizer),
+                **_sampling(args, tokenizer, model.config.vocab_size),
             )
             if args.prompt is None and isinstance(prompt, str):
                 print(prompt, end="")
@@ -193,6 +204,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
     names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
+    names += ("strict_config",)
     names += DISTRIBUTED if hasattr(args, "distributed") else ()
     return {name: getattr(args, name) for name in names}
 
@@ -241,12 +253,20 @@ def rest_of_prompt(prompt: Any, options: dict[str, Any], tokenizer: Any) -> Any:
     return tokenizer.encode(rest, add_special_tokens=False)
 
 
-def _sampling(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+def _sampling(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> dict[str, Any]:
     names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability")
     names += ("xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    # As in mlx-lm: XTC never excludes a newline or the end of the reply.
-    kept = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
+    kept = kept_by_xtc(tokenizer, vocabulary)
     return {name: getattr(args, name) for name in names} | {"xtc_special_tokens": kept}
+
+
+def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:
+    """Return the ids that XTC never excludes, as in mlx-lm: a newline and the end of the reply.
+
+    vocabulary: Number of tokens of the model. A config may name an end that it has no row for.
+    """
+    ids = [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
+    return [i for i in ids if i < vocabulary]
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, Any]]:

@@ -6,12 +6,15 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from mlx_moeflux.cli.generate import add_config_argument
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="also measure this checkpoint, instead of a synthetic one")
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
+    add_config_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     model = None if args.model is None else str(resolve(args.model))
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
-        chosen = steps(folder, model)
+        chosen = steps(folder, model, strict_config=args.strict_config)
         with tqdm(total=len(chosen), unit="step", desc="report") as bar:
 
             def begin(step: Step) -> None:

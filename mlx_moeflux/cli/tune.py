@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from mlx_moeflux.cli.generate import add_config_argument
 from mlx_moeflux.errors import InputError
 
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure implementations of these operations (all) instead, on the calls of --model, "
         "or without it in published sizes",
     )
+    add_config_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         budgets=args.budgets,
         tokens=args.tokens,
         repeats=args.repeats,
+        strict_config=args.strict_config,
         report=lambda line: print(line, file=sys.stderr),
     )
     result.save(out)
@@ -72,7 +75,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
 
     calls, memory = None, args.budgets[0] if args.budgets else "auto"
     if args.model is not None:
-        model, _ = load(args.model, expert_memory=memory, verbose=True)
+        strict = args.strict_config
+        model, _ = load(args.model, expert_memory=memory, strict_config=strict, verbose=True)
         calls = calls_of(model)
         del model
     table = tune(args.kernels, calls=calls, report=report)
@@ -89,7 +93,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
             print(f"{operation:<18} {', '.join(forms)}")
     print(used)
     if args.model is not None and not args.out and backend != "cpu":
-        limits = tune_limits(args.model, memory, report=report)
+        strict = args.strict_config
+        limits = tune_limits(args.model, memory, strict_config=strict, report=report)
         for name, value in limits.items():
             print(f"{name}={value}: used from now on")
     return 0

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_moeflux.checkpoint.config import QUANTIZATION_KEYS
 from mlx_moeflux.checkpoint.names import (
     BIAS,
     GLOBAL_SCALE,
@@ -20,7 +21,7 @@ from mlx_moeflux.checkpoint.names import (
     PROJECTIONS,
     MappedTensors,
 )
-from mlx_moeflux.checkpoint.quantization import QUANTIZATION_KEYS, Quantization, QuantSpec
+from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor

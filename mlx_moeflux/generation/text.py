@@ -96,7 +96,8 @@ def stream_generate(
         ExpertFileError: An expert could not be read; the cache is as :func:`generate_step` says.
     """
     check_numbers(max_tokens, prefill_step_size, seed)
-    for name in ("logit_bias", "xtc_special_tokens"):
+    checked = ["logit_bias"] + (["xtc_special_tokens"] if options.get("xtc_probability") else [])
+    for name in checked:
         if (given := options.get(name)) is not None:
             check_ids(name, given, model.config.vocab_size)
     others = (*GenerationOptions.__annotations__, "verbose", "return_response")

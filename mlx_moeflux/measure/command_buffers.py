@@ -31,7 +31,8 @@ _CHILD = """
 import statistics, sys
 from mlx_moeflux import load, stream_generate
 
-model, tokenizer = load(sys.argv[1], expert_memory=sys.argv[2])
+path, memory, strict = sys.argv[1:]
+model, tokenizer = load(path, expert_memory=memory, strict_config=strict == "True")
 tps = []
 for _ in range(4):
     for reply in stream_generate(model, tokenizer, [1, 2, 3], max_tokens=48):
@@ -45,6 +46,7 @@ def tune_limits(
     model: str,
     expert_memory: str,
     *,
+    strict_config: bool = True,
     candidates: Sequence[Mapping[str, str]] = CANDIDATES,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, str]:
@@ -55,7 +57,8 @@ def tune_limits(
         InputError: A process failed, with its last line.
     """
     keep_limits({})  # or the children would begin with those
-    speeds = [_speed(model, expert_memory, limits) for limits in candidates]
+    arguments = (model, expert_memory, str(strict_config))
+    speeds = [_speed(arguments, limits) for limits in candidates]
     for limits, speed in zip(candidates, speeds, strict=True):
         said = ", ".join(f"{name}={value}" for name, value in limits.items())
         report(f"command buffers, {said or 'as set'}: {speed:.1f} tokens/s")
@@ -65,12 +68,12 @@ def tune_limits(
     return chosen
 
 
-def _speed(model: str, expert_memory: str, limits: Mapping[str, str]) -> float:
-    """Return tokens a second of a process with these limits."""
+def _speed(arguments: Sequence[str], limits: Mapping[str, str]) -> float:
+    """Return tokens a second of a process with these arguments and limits."""
     environment = {name: value for name, value in os.environ.items() if name not in LIMITS}
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _CHILD, model, expert_memory],
+            [sys.executable, "-c", _CHILD, *arguments],
             env=environment | dict(limits),
             capture_output=True,
             text=True,

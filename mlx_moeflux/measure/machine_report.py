@@ -107,9 +107,9 @@ class MachineReport:
         return "\n".join(lines) + "\n"
 
 
-def steps(folder: Path, model: str | None) -> list[Step]:
+def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> list[Step]:
     """Return the steps in order. folder: For files. model: A checkpoint, or None for a synthetic
-    one of a few layers."""
+    one of a few layers. strict_config: Refuse unknown keys of config.json."""
 
     def benchmark(name: str, title: str, seconds: float, *arguments: str) -> Step:
         short = ("--generation-tokens", "33", "--num-trials", "3")
@@ -132,8 +132,9 @@ def steps(folder: Path, model: str | None) -> list[Step]:
         )
     else:
         compare = ("--compare", "mlx-lm") if util.find_spec("mlx_lm") else ()
-        arguments = ("-p", "512", "--model", model, "--expert-memory", "auto,25%", *compare)
-        found.append(benchmark("model", "The checkpoint", 400, *arguments))
+        strict = () if strict_config else ("--no-strict-config",)
+        arguments = ("-p", "512", "--model", model, "--expert-memory", "auto,25%", *strict)
+        found.append(benchmark("model", "The checkpoint", 400, *arguments, *compare))
     tune = ("tune", "--kernels", "--out", str(folder / "dispatch.json"))
     return [*found, Step("tune", "Which implementation is faster", tune, 240)]
 

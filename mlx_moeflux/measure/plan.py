@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mlx_moeflux.checkpoint.config import hoisted
 from mlx_moeflux.checkpoint.hub import resolve_headers
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
@@ -118,16 +119,16 @@ def open_sizes(
     if isinstance(found, Path):
         checkpoint = open_checkpoint(found)
     else:
-        name = Path(model)
+        name, config = Path(model), hoisted(found.config)
         checkpoint = Checkpoint(
             directory=name,
             form="safetensors",
-            config=found.config,
+            config=config,
             tensors={
                 tensor: TensorRef(tensor, name, 0, dtype, shape)
                 for tensor, (dtype, shape) in found.tensors.items()
             },
-            quantization=Quantization.from_config(found.config),
+            quantization=Quantization.from_config(config),
         )
     return measure_sizes(checkpoint, context=context, bits=bits)
 

@@ -82,6 +82,7 @@ def tune(
     budgets: Sequence[str] | None = None,
     tokens: int = 32,
     repeats: int = 3,
+    strict_config: bool = True,
     report: Report = lambda line: None,
 ) -> Tuning:
     """Measure budgets, readers, threads and prefetchers, and choose the fastest.
@@ -90,6 +91,7 @@ def tune(
         budgets: To try; by default shares of what ``auto`` could give, or only everything where
             everything fits. tokens: Of each decode. repeats: Of each measurement; those of budgets
             and prefetchers alternate, so that a machine that slows down slows all alike.
+        strict_config: Refuse unknown keys of config.json.
 
     Memory: That of the largest budget.
 
@@ -113,7 +115,8 @@ def tune(
         except UnsupportedError as error:
             report(str(error))
     reader = min(curves, key=lambda name: curves[name][-1])
-    with load_model(directory) as model:
+    strict = {"strict_config": strict_config}
+    with load_model(directory, **strict) as model:
         resident, identity = model.plan is None or model.plan.resident, model.identity
         tries = list(budgets or _budgets(model))
         if resident and budgets is None:
@@ -122,7 +125,7 @@ def tune(
     if not resident or budgets is not None:
         speeds = {}
         for name in curves:
-            options = {"expert_reader": name, "expert_threads": threads[name]}
+            options = {"expert_reader": name, "expert_threads": threads[name], **strict}
             try:
                 with load_model(directory, expert_memory=tries[0], **options) as model:
                     speeds[name] = note(f"decode, {name}, {tries[0]}", _decode(model, tokens))
@@ -132,7 +135,7 @@ def tune(
                     raise
                 report(str(error))
         reader = min(speeds, key=speeds.__getitem__)
-        options = {"expert_reader": reader, "expert_threads": threads[reader]}
+        options = {"expert_reader": reader, "expert_threads": threads[reader], **strict}
         with load_model(directory, expert_memory=tries[0], **options) as model:
             memory = _knee(model, tries, tokens, repeats, note)
             model.set_expert_memory(memory)

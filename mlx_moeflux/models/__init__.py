@@ -20,6 +20,7 @@ MODEL_TYPES = {
     "qwen3_next": "qwen3_next",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "joyai_llm_flash": "deepseek_v3",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
     "kimi_k25": "kimi_k25",
@@ -63,12 +64,13 @@ def _module(model_type: Any, file: Any, suffix: str = "") -> Any:
 
 
 def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
-    """Return a checkpoint's tensors under the parameter names of its model.
+    """Return a checkpoint's tensors under the parameter names of its model. An unknown key of
+    config.json is no error: it changes no name.
 
     Raises:
         MoefluxError: The config or the tensor names belong to no supported model.
     """
-    return checkpoint.mapped(read_config(checkpoint).name_rules())
+    return checkpoint.mapped(read_config(checkpoint, strict=False).name_rules())
 
 
 def read_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:

@@ -10,7 +10,7 @@ from mlx_moeflux.checkpoint.config import check_groups, only, positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import TINY, BaseConfig
-from mlx_moeflux.models.rope import Rope
+from mlx_moeflux.models.rope import Rope, positions_of
 from mlx_moeflux.models.state_sizes import latent_bytes
 
 
@@ -43,11 +43,6 @@ class Config(BaseConfig):
     MODEL_TYPE, ARCHITECTURE = "deepseek_v3", "DeepseekV3ForCausalLM"
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
-            "auto_map",
-            "aux_loss_alpha",
-            "seq_aux",
-            "ep_size",
-            "pretraining_tp",
             "num_key_value_heads",
             "qk_head_dim",
             "head_dim",
@@ -73,10 +68,10 @@ class Config(BaseConfig):
             ConfigError: A key is missing, wrong, contradictory or (when `strict`) unknown.
             UnsupportedError: The checkpoint uses something this architecture does not compute.
         """
-        positions = config.get("max_position_embeddings")
-        positions = positions if isinstance(positions, int) else 0
+        positions = positions_of(config)
         rope = Rope.from_config(config, file, theta=cls.DEFAULT_THETA, positions=positions)
-        parsed = cls.parse(config | {"rope": rope}, file=file, strict=strict)
+        keys = config | {"rope": rope} | rope.reach(positions)
+        parsed = cls.parse(keys, file=file, strict=strict)
         only(file, "moe_layer_freq", config.get("moe_layer_freq", 1), 1)
         only(file, "scoring_func", config.get("scoring_func", "sigmoid"), "sigmoid")
         only(file, "topk_method", config.get("topk_method", "noaux_tc"), "noaux_tc")

@@ -27,7 +27,6 @@ class Config(AttentionConfig):
     # Multi-token prediction, training, and choices that have one value (checked below).
     INERT: ClassVar[frozenset[str]] = frozenset(
         [
-            "auto_map",
             "attn_type_list",
             "mtp_transformer_layers",
             "num_mtp_modules",
@@ -36,7 +35,6 @@ class Config(AttentionConfig):
             "use_qk_norm",
             "use_routing_bias",
             "scoring_func",
-            "router_jitter_noise",
             "rotary_dim",
             "rope_scaling",
             "rope_parameters",

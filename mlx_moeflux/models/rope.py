@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from mlx_moeflux.checkpoint.config import only, says_nothing
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 
 
 def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> dict[str, Any]:
     """Return ``rope_theta``, ``partial_rotary_factor`` (default `partial`) and ``yarn``, a
-    :class:`Rope` if YaRN extends the context, else None.
+    :class:`Rope` if YaRN extends the context, else None; then also ``max_position_embeddings``, see
+    :meth:`Rope.reach`.
 
     transformers 5 writes ``rope_parameters``; older files have ``rope_theta``, ``rope_scaling`` and
     ``partial_rotary_factor`` at the top level.
@@ -26,7 +28,7 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
     """
     keys = ("rope_theta", "partial_rotary_factor")
     found = rope_parameters(config, file, keys)
-    positions = config.get("max_position_embeddings")
+    positions = positions_of(config)
     stretched = {k: v for k, v in found.items() if k not in _NOT_OF_YARN}
     turned = found.get("partial_rotary_factor", partial)
     if type(turned) in (int, float) and not 0 < turned <= 1:
@@ -34,13 +36,16 @@ def rope_keys(config: dict[str, Any], file: Path | str, *, partial: float) -> di
             f"{file}: 'partial_rotary_factor' is {turned!r}, must be more than 0 and at most 1."
         )
     # The caller names a missing base or number of positions.
-    rope = Rope.of(
-        stretched, file, theta=1e4, positions=positions if isinstance(positions, int) else 0
-    )
+    rope = Rope.of(stretched, file, theta=1e4, positions=positions)
     yarn = None if rope.factor is None else rope
-    return {"partial_rotary_factor": partial, "yarn": yarn} | {
-        k: found[k] for k in keys if k in found
-    }
+    result = {"partial_rotary_factor": partial, "yarn": yarn}
+    return result | {k: found[k] for k in keys if k in found} | rope.reach(positions)
+
+
+def positions_of(config: dict[str, Any]) -> int:
+    """Return ``max_position_embeddings``, or 0 if it is no integer, which the caller reports."""
+    positions = config.get("max_position_embeddings")
+    return positions if type(positions) is int else 0
 
 
 def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +58,8 @@ def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
 def rope_parameters(
     config: dict[str, Any], file: Path | str, flat: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the merged keys of ``rope_scaling``, ``rope_parameters`` and `flat` at the top level.
+    """Return the merged keys of ``rope_scaling``, ``rope_parameters`` and, at the top level, of
+    `flat` and ``original_max_position_embeddings``.
 
     The result always has ``rope_type``.
 
@@ -69,7 +75,7 @@ def rope_parameters(
             raise ConfigError(f"{file}: '{key}' is {source!r}, expected an object or null.")
         found |= {k: v for k, v in source.items() if v is not None and k != "type"}
         found["rope_type"] = source.get("rope_type", source.get("type", "default"))
-    for key in flat:
+    for key in (*flat, ORIGINAL):
         top = config.get(key)
         if top is not None and found.setdefault(key, top) != top:
             raise ConfigError(
@@ -79,14 +85,17 @@ def rope_parameters(
     return found
 
 
+ORIGINAL = "original_max_position_embeddings"
 # Keys beside YaRN's; the sections of vision-language wrappers coincide for text positions.
-_NOT_OF_YARN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_NOT_OF_YARN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"}
+# vLLM's names of factors that multiply YaRN's own.
+_FACTORS = ("attn_factor", "extrapolation_factor")
 # Of the numbers of a rope: with others its formulas divide by zero or overflow.
 LEAST, MOST = 1e-6, 1e15
 YARN_KINDS = ("yarn", "deepseek_yarn")
 _YARN_KEYS = {
     "factor",
-    "original_max_position_embeddings",
+    ORIGINAL,
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -144,18 +153,19 @@ class Rope:
             raise UnsupportedError(
                 f"{file}: rope type {kind!r} is not computed; only 'default' and 'yarn'."
             )
-        unknown = sorted(set(found) - _YARN_KEYS)
+        for key in _FACTORS:
+            only(file, f"{key} of the rope", found.pop(key, 1), 1)
+        unknown = sorted(key for key in set(found) - _YARN_KEYS if not says_nothing(found[key]))
         if unknown:
             raise ConfigError(f"{file}: nothing here reads {unknown[0]!r} of the rope parameters.")
         truncate = found.pop("truncate", True)
-        numbers = {key: _number(value, key, file) for key, value in found.items()}
-        original = numbers.get("original_max_position_embeddings")
+        numbers = {k: _number(v, k, file) for k, v in found.items() if k in _YARN_KEYS}
+        positions = _number(positions, "max_position_embeddings", file)
+        original = numbers.get(ORIGINAL) or positions
         if not original:
-            raise ConfigError(
-                f"{file}: YaRN needs 'original_max_position_embeddings' in the rope parameters."
-            )
+            raise ConfigError(f"{file}: YaRN needs '{ORIGINAL}' in the rope parameters.")
         if "factor" not in numbers:
-            numbers["factor"] = _number(positions, "max_position_embeddings", file) / original
+            numbers["factor"] = positions / original
         factor = numbers["factor"]
         if not factor:
             raise ConfigError(f"{file}: 'factor' of the rope is 0, must be positive.")
@@ -171,6 +181,15 @@ class Rope:
             mscale_all_dim=all_dim,
             truncate=bool(truncate),
         )
+
+    def reach(self, positions: int) -> dict[str, int]:
+        """Return ``max_position_embeddings`` if YaRN extends the context beyond `positions`.
+
+        Qwen's recipe adds ``rope_scaling`` and leaves ``max_position_embeddings`` alone; others
+        write the extended length. The context is `original` x `factor` tokens, as in vLLM.
+        """
+        extended = 0 if self.factor is None else int(self.original * self.factor)
+        return {"max_position_embeddings": extended} if extended > positions > 0 else {}
 
     def softmax_factor(self) -> float:
         """Return the factor of the softmax scale: mscale(factor, mscale_all_dim)^2."""
@@ -208,7 +227,7 @@ class Rope:
         scaling = {
             "type": "yarn",
             "factor": self.factor,
-            "original_max_position_embeddings": self.original,
+            ORIGINAL: self.original,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
         }

@@ -4,7 +4,9 @@ same values in float32 safetensors, by its own dequantisation."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,8 +83,14 @@ def write(
     tokenizer: bool = True,
     skip: tuple[str, ...] = (),
     architecture: str = "qwen3moe",
+    more: Mapping[str, Any] | None = None,
+    scaling: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A file, and ``path.parent / "meaning"`` with the same values. kind_of: name -> its type."""
+    """A file, and ``path.parent / "meaning"`` with the same values.
+
+    kind_of: Name -> its type. more: Other metadata, key -> text or number. scaling:
+    ``rope_scaling`` of the meaning.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -111,6 +119,9 @@ def write(
         writer.add_token_merges(["a b"])
         writer.add_chat_template("{{ messages[0]['content'] }}")
     writer.add_eos_token_id(V - 1)
+    for key, value in (more or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
     random, meaning = np.random.default_rng(3), {}
     for name, shape in shapes(dense).items():
         if name in skip or (tied and name == "output"):
@@ -152,6 +163,7 @@ def write(
         "norm_topk_prob": True,
         "mlp_only_layers": list(dense),
         "tie_word_embeddings": tied,
+        "rope_scaling": scaling,
     }
     (out / "config.json").write_text(json.dumps(config))
     return path

@@ -3,6 +3,9 @@ in float32 safetensors must give the same logits."""
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import load, load_model, open_checkpoint
+from mlx_moeflux.models.qwen3_moe_config import Config
+from mlx_moeflux.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="extra: gguf")
 
@@ -147,6 +152,105 @@ def test_tokenizer_comes_with_the_file(tmp_path):
         assert generate(model, tokenizer, "ab", max_tokens=5) == text
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "m.gguf", lambda name: "Q8_0")
+
+
+S = "qwen3moe.rope.scaling."
+YARN = {f"{S}type": "yarn", f"{S}factor": 4.0, f"{S}original_context_length": 32}
+HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MSCALE = 1 + 0.1 * math.log(4.0)
+ROPES = {
+    "whole": (YARN, HF_YARN),
+    "factors and limits": (
+        YARN
+        | {f"{S}attn_factor": 0.5, f"{S}yarn_attn_factor": 1.5, f"{S}yarn_ext_factor": 1.0}
+        | {f"{S}yarn_beta_fast": 8.0, f"{S}yarn_beta_slow": 2.0, f"{S}finetuned": 1},
+        HF_YARN | {"attention_factor": 0.75 * MSCALE, "beta_fast": 8.0, "beta_slow": 2.0},
+    ),
+    "from the context length": (
+        {f"{S}type": "yarn", f"{S}factor": 4.0},
+        HF_YARN | {"original_max_position_embeddings": 512},
+    ),
+    "none": (YARN | {f"{S}type": "none"}, None),
+    "linear by one": ({f"{S}factor": 1.0, "qwen3moe.rope.dimension_count": 64}, None),
+}
+
+
+def with_metadata(monkeypatch, path: Path, more: dict) -> None:
+    """Make a file carry `more`."""
+    right = ours.gguf_metadata(path)
+    monkeypatch.setattr(ours, "_metadata", lambda *_: right | more)
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_the_whole_group_of_the_rope_is_read(small, monkeypatch, case):
+    """Oracle: config.json's spelling of the same; llama.cpp for what a key means."""
+    more, scaling = ROPES[case]
+    with_metadata(monkeypatch, small, more)
+    found = ours.open_gguf(small).config
+    expected = Config.from_dict(found | {"rope_scaling": scaling}, file=small)
+    assert Config.from_dict(found, file=small) == expected
+    assert (expected.yarn is None) == (scaling is None)
+
+
+def test_logits_with_a_scaled_rope(tmp_path):
+    more, scaling = ROPES["factors and limits"]
+    path = gguf_files.write(tmp_path / "model.gguf", mixed, more=more, scaling=scaling)
+    expected = logits(tmp_path / "meaning")
+    assert relative_error(logits(path), expected) <= 1e-5
+    config = json.loads((tmp_path / "meaning/config.json").read_text())
+    (tmp_path / "meaning/config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    assert relative_error(logits(tmp_path / "meaning"), expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({f"{S}type": "linear", f"{S}factor": 2.0}, "'linear'"),
+        ({f"{S}factor": 2.0}, "'linear'"),
+        ({"qwen3moe.rope.scale_linear": 2.0}, "'linear'"),
+        ({f"{S}type": "longrope"}, "'longrope'"),
+        (YARN | {f"{S}yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+        (YARN | {f"{S}yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+        ({"qwen3moe.rope.dimension_count": 32}, "dimension_count"),
+    ],
+)
+def test_a_rope_that_is_not_computed_is_one_line(small, monkeypatch, more, words):
+    with_metadata(monkeypatch, small, more)
+    refused(small, UnsupportedError, words)
+
+
+@pytest.mark.parametrize("key", ["factor", "attn_factor", "original_context_length", "type"])
+@pytest.mark.parametrize(
+    "value", ["x", [4.0], [[]], None, True, float("inf"), float("nan")], ids=str
+)
+def test_a_rope_of_no_numbers_is_one_line(small, monkeypatch, key, value):
+    with_metadata(monkeypatch, small, YARN | {S + key: value})
+    refused(small, (ConfigError, UnsupportedError), "rope")
+
+
+def test_the_ends_of_turns_and_messages_end_a_reply(tmp_path):
+    ends = {f"tokenizer.ggml.{name}_token_id": i for name, i in (("eot", 7), ("eom", 9))}
+    path = gguf_files.write(tmp_path / "model.gguf", mixed, more=ends)
+    whole = {gguf_files.V - 1, 7, 9}
+    assert load_tokenizer(path).eos_token_ids == whole
+    out = convert(path, tmp_path / "packed")
+    assert load_tokenizer(out).eos_token_ids == whole
+    # Beside a tokenizer that somebody fetched.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(out / name, tmp_path)
+    assert load_tokenizer(path).eos_token_ids == whole
+    assert load_tokenizer(tmp_path).eos_token_ids == whole
+
+
+@pytest.mark.parametrize("wrong", [2**32 - 1, gguf_files.V, -1, "x", None])
+def test_ends_that_are_not_in_the_vocabulary_are_none(small, monkeypatch, wrong):
+    with_metadata(monkeypatch, small, {"tokenizer.ggml.eot_token_id": wrong})
+    assert ours.open_gguf(small).config["eos_token_id"] == [gguf_files.V - 1]
+
+
 def test_shards(tmp_path):
     whole = gguf_files.write(tmp_path / "model.gguf", mixed)
     reader = gguf.GGUFReader(whole)
@@ -220,11 +324,6 @@ def test_other_types_are_refused_by_name(tmp_path, kind):
 
 WRONG = ["text", 2_000_000_000]
 MORE = [[1], [], {"a": 1}, None, True, -1, 0, 1.5, float("nan")]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "m.gguf", lambda name: "Q8_0")
 
 
 @pytest.mark.parametrize(

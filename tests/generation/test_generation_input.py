@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from inspect import signature
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux import generate, load, stream_generate
+from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation import sampling
 from mlx_moeflux.generation.text import GenerationOptions
@@ -47,6 +50,26 @@ def pair():
 def test_prompts_that_cannot_be(pair, prompt, match):
     with pytest.raises(InputError, match=match):
         generate(*pair, prompt)
+
+
+@pytest.mark.parametrize("end", [4096, 151_645, 2**31, 2**40])
+def test_an_end_without_a_row_ends_nothing(tmp_path, capsys, pair, end):
+    """A config may name an end token that the weights have no row for: it changes nothing."""
+    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    assert pair[0].config.vocab_size == 4096
+    drawn = ["--temp", "1", "--seed", "1", "--xtc-probability", "1"]
+    for options in ([], drawn):
+        texts = []
+        for path in (model, BUNDLED_MODEL):
+            words = ["generate", "--model", str(path), "-p", PROMPT, "-m", "8", *options]
+            assert main(words) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1]
+    ends = {"xtc_special_tokens": [end]}
+    assert generate(*pair, PROMPT, max_tokens=4, **ends) == generate(*pair, PROMPT, max_tokens=4)
+    with pytest.raises(InputError, match=f"xtc_special_tokens has token id {end}"):
+        generate(*pair, PROMPT, max_tokens=4, temp=1.0, xtc_probability=1.0, **ends)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ Source: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -454,9 +455,8 @@ def _config(found: GgufFile, path: Path) -> dict[str, Any]:
             f"{path}: '{ARCHITECTURE}.block_count' is {layers}, but the file has {tensors} tensors "
             "besides experts; download it again."
         )
-    scaling = found.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-    if scaling != "none":
-        config["rope_scaling"] = {"rope_type": scaling}
+    _check_rotated(found.metadata, config["head_dim"], path)
+    config["rope_scaling"] = _rope_scaling(found.metadata, path)
     for row in ("weight", "scales"):
         if f"model.embed_tokens.{row}" in found.tensors:
             config["vocab_size"] = found.tensors[f"model.embed_tokens.{row}"].shape[0]
@@ -468,5 +468,69 @@ def _config(found: GgufFile, path: Path) -> dict[str, Any]:
         # llama.cpp divides by the sum in this architecture and ignores the file.
         "norm_topk_prob": True,
         "tie_word_embeddings": "lm_head.weight" not in found.tensors,
-        "eos_token_id": found.metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": end_ids(found.metadata),
     }
+
+
+def end_ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the ids that end a reply: the ends of the text, of a turn and of a message.
+
+    llama.cpp, which wrote the file, ignores ids that are not in the vocabulary.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    size = len(tokens) if isinstance(tokens, list) else MOST_VALUES
+    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < size))
+
+
+def _check_rotated(metadata: dict[str, Any], head_dim: Any, path: Path) -> None:
+    key = f"{ARCHITECTURE}.rope.dimension_count"
+    if metadata.get(key, head_dim) != head_dim:
+        raise UnsupportedError(
+            f"{path}: '{key}' is {metadata[key]!r}; only all {head_dim} dimensions of a head are "
+            "rotated."
+        )
+
+
+# GGUF's keys of the group rope.scaling -> config.json's.
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+def _rope_scaling(metadata: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    """Return ``rope_scaling`` of config.json, None for a plain rope.
+
+    Defaults and the attention factor are llama.cpp's: YaRN's own factor times two of the file.
+
+    Raises:
+        ConfigError: A value is no number.
+        UnsupportedError: The scaling is another than YaRN's.
+    """
+    group = f"{ARCHITECTURE}.rope.scaling."
+    found = {k.removeprefix(group): v for k, v in metadata.items() if k.startswith(group)}
+    factor = found.setdefault("factor", metadata.get(f"{ARCHITECTURE}.rope.scale_linear", 1.0))
+    kind = found.pop("type", "linear")
+    found.pop("finetuned", None)
+    for key, value in found.items():
+        if type(value) not in (int, float):
+            raise ConfigError(f"{path}: '{group}{key}' is {value!r}; expected a number.")
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return None
+    if kind != "yarn":
+        raise UnsupportedError(f"{path}: '{group}type' is {kind!r}; only 'yarn' is computed.")
+    attention = found.pop("attn_factor", 1.0) * found.pop("yarn_attn_factor", 1.0)
+    if (extrapolation := found.pop("yarn_ext_factor", 1.0)) not in (1, -1):
+        raise UnsupportedError(
+            f"{path}: '{group}yarn_ext_factor' is {extrapolation}; only 1 is computed."
+        )
+    if unknown := [key for key, value in found.items() if key not in _SCALING and value]:
+        raise UnsupportedError(f"{path}: nothing here computes '{group}{unknown[0]}'.")
+    scaling = {ours: found[theirs] for theirs, ours in _SCALING.items() if theirs in found}
+    scaling["rope_type"] = kind
+    if attention != 1:
+        scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1)))
+    return scaling
