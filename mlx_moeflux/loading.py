@@ -23,7 +23,6 @@ from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.distributed.placement import ById, Placement
 from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import (
-    CheckpointError,
     ConfigError,
     InputError,
     MemoryBudgetError,
@@ -52,7 +51,7 @@ from mlx_moeflux.kernels.runtime.packing import largest_buffer
 from mlx_moeflux.models import model_class, read_config
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.moe import Router, check_router
-from mlx_moeflux.models.weights import ExpertsOnDisk, check_layers, default_dtype, fill_trunk
+from mlx_moeflux.models.weights import ExpertsOnDisk, check_experts, default_dtype, fill_trunk
 from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
@@ -278,8 +277,7 @@ def load_model(
             f"{checkpoint.config_file}: its sizes multiply to 0 or to more than an array can have; "
             "config.json and the weights are of different models."
         ) from error
-    check_layers(model, mapped.trunk, checkpoint.directory)
-    layouts = _check_experts(model, mapped, stored)
+    layouts = check_experts(model, mapped, directory=stored.directory, of=stored.of)
     check_scales(stored.blocks)
     part, identified = None, mapped.experts
     if distributed is not None:
@@ -360,40 +358,6 @@ def load_model(
     if part is not None:
         part.agree(model, exact_prompts=exact_prompts)
     return model
-
-
-def _check_experts(
-    model: StreamingModel, mapped: MappedTensors, checkpoint: Checkpoint
-) -> dict[int, BlockLayout]:
-    """Return the block layout of every MoE layer.
-
-    Raises:
-        CheckpointError: Layers, number of experts or widths differ from the config's.
-    """
-    expected, found = set(model.moe_blocks()), set(mapped.experts)
-    if expected != found:
-        layer = min(expected ^ found)
-        what = "are missing" if layer in expected else "are there although it has no MoE block"
-        raise CheckpointError(
-            f"{checkpoint.directory}: the experts of layer {layer} {what}; config.json and the "
-            "weights are of different models, or a file was not fetched."
-        )
-    C, F = model.config.hidden_size, model.config.moe_intermediate_size
-    layouts = {}
-    for layer, components in mapped.experts.items():
-        layouts[layer] = layout = BlockLayout.of(components)
-        for name, refs in components.items():
-            if (checkpoint.of or len(refs)) != model.config.num_experts:
-                raise CheckpointError(
-                    f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', "
-                    f"config.json says {model.config.num_experts}."
-                )
-        if (layout.hidden, layout.intermediate) != (C, F):
-            raise CheckpointError(
-                f"{checkpoint.directory}: the experts of layer {layer} are {layout.hidden} wide "
-                f"and {layout.intermediate} inside, config.json says {C} and {F}."
-            )
-    return layouts
 
 
 def _check_global_scales(

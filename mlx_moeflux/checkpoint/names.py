@@ -8,7 +8,7 @@ checkpoint must be taken by a rule and every parameter of the model must be fill
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -59,16 +59,16 @@ class Experts:
 
 EXPERT_NAMES = (
     Experts(
-        r"model\.layers\.(?P<layer>\d+)\.mlp\.switch_mlp"
+        r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.switch_mlp"
         rf"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>{_PARTS})"
     ),
     Experts(
-        r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.gate_up_proj",
+        r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.gate_up_proj",
         ("gate_proj.weight", "up_proj.weight"),
     ),
-    Experts(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.down_proj", ("down_proj.weight",)),
+    Experts(r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.down_proj", ("down_proj.weight",)),
     Experts(
-        r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<expert>\d+)"
+        r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\.(?P<expert>\d{1,9})"
         rf"\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<part>{_PARTS})"
     ),
 )
@@ -79,10 +79,10 @@ ROTARY_BUFFERS = Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "i
 """Frequencies that older exporters write."""
 
 
-def prediction_layers(first: int, count: int) -> tuple[Drop, ...]:
-    """Return the drops of `count` layers of multi-token prediction, numbered from `first`."""
-    because = "multi-token prediction is not used at inference"
-    return tuple(Drop(rf"model\.layers\.{first + i}\..*", because) for i in range(count))
+NO_PREDICTION = "multi-token prediction is not used at inference"
+# Layer and part of a tensor's name, and the parts that only a layer of multi-token prediction has.
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(\w+)\..*")
+_PREDICTION_PARTS = {"eh_proj", "enorm", "hnorm", "shared_head"}
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,17 @@ class NameRules:
     all apply in order.
 
     prefixes: (prefix, replacement). renames: (regular expression, replacement as ``re.sub`` takes
-    it) of inner parts that the model names otherwise; they apply after the prefix.
+    it) of inner parts that the model names otherwise; they apply after the prefix. layers: Number
+    of the model's layers, if layers of multi-token prediction follow them: at least `predictions`
+    of them, as config.json says, and each that has such a layer's parts.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     drops: tuple[Drop, ...] = ()
     experts: tuple[Experts, ...] = ()
+    layers: int | None = None
+    predictions: int = 0
 
     def canonical(self, name: str) -> str:
         """Return the model's name of a checkpoint's tensor."""
@@ -113,6 +117,15 @@ class NameRules:
         """Return the reason for dropping a tensor, or None."""
         return next((d.because for d in self.drops if re.fullmatch(d.pattern, name)), None)
 
+    def prediction_layers(self, names: Iterable[str]) -> set[int]:
+        """Return the layers of multi-token prediction among canonical names of tensors."""
+        if self.layers is None:
+            return set()
+        found = filter(None, map(_LAYER.fullmatch, names))
+        marked = {int(m[1]) for m in found if m[2] in _PREDICTION_PARTS}
+        first = self.layers
+        return {i for i in marked if i >= first} | set(range(first, first + self.predictions))
+
 
 @dataclass(frozen=True)
 class TrunkTensor:
@@ -127,12 +140,14 @@ class MappedTensors:
     """A checkpoint under the model's own names.
 
     trunk: parameter name -> tensor. experts: MoE layer id -> component name -> one
-    :class:`TensorRef` per expert, components in block order. dropped: name -> reason.
+    :class:`TensorRef` per expert, components in block order. dropped: name -> reason. absent: name
+    -> shard, of tensors that an index names and no file has, without those that are dropped.
     """
 
     trunk: dict[str, TrunkTensor] = field(default_factory=dict)
     experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 _Single = dict[tuple[int, str], dict[int, TensorRef]]
@@ -147,12 +162,17 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     """
     mapped = MappedTensors()
     single: _Single = {}
+    names = {name: rules.canonical(name) for name in tensors}
+    predicted = rules.prediction_layers(names.values())
     for name, ref in tensors.items():
+        canonical = names[name]
         reason = rules.reason_to_drop(name)
+        layer = _LAYER.fullmatch(canonical) if predicted else None
+        if reason is None and layer is not None and int(layer[1]) in predicted:
+            reason = NO_PREDICTION
         if reason is not None:
             mapped.dropped[name] = reason
             continue
-        canonical = rules.canonical(name)
         if not _take_expert(canonical, ref, rules, mapped, single):
             if canonical in mapped.trunk:
                 raise CheckpointError(

@@ -25,7 +25,7 @@ from mlx_moeflux.checkpoint.formats.moeflux import MoefluxDirectory, MoefluxExpe
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, is_packed
 from mlx_moeflux.checkpoint.names import MappedTensors, NameRules, map_tensors
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorIndex, TensorRef, naming_absent
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
@@ -65,7 +65,13 @@ class Checkpoint:
         """The same under the names of the model, experts of every form in one table."""
         theirs = self.config.get("quantization_config") or {}
         block = check_fp8(theirs) if theirs.get("quant_method") == "fp8" else DEFAULT_BLOCK
-        mapped = map_tensors(in_our_form(self.tensors, block), rules)
+        absent = self.tensors.absent if isinstance(self.tensors, TensorIndex) else {}
+        absent = {n: shard for n, shard in absent.items() if rules.reason_to_drop(n) is None}
+        try:
+            mapped = map_tensors(in_our_form(self.tensors, block), rules)
+        except CheckpointError as error:
+            raise naming_absent(error, absent) from error
+        mapped.absent = absent
         for layer, components in self.blocks.items():
             if layer in mapped.experts:
                 raise CheckpointError(

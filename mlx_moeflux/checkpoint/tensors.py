@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, overload
 
 from mlx_moeflux.checkpoint.files import (
@@ -291,19 +292,26 @@ _SHARD_NUMBER = re.compile(r"^(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.sa
 
 
 class TensorIndex(dict[str, TensorRef]):
-    """All tensors of a safetensors checkpoint, by name; made by :meth:`open`."""
+    """All tensors of a safetensors checkpoint, by name; made by :meth:`open`.
+
+    absent: Name -> shard, of tensors that the index names and no header has.
+    """
+
+    absent: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> TensorIndex:
         """Read and check the headers of a directory's safetensors files, and no tensor.
 
-        Taken are the shards of ``model.safetensors.index.json``; without it
-        ``model.safetensors``, else all ``model*.safetensors``, else all ``*.safetensors``.
-        Raises CheckpointError if a file is missing, damaged, or contradicts the index.
+        Taken are the shards of ``model.safetensors.index.json``, and others of the same number;
+        where none of them is there, or without an index, ``model.safetensors``, else all
+        ``model*.safetensors``, else all ``*.safetensors``. The headers say which tensors are where:
+        an index may be another checkpoint's, or older than its files.
+        Raises CheckpointError if no file is there, or one is damaged or missing.
         """
         directory = Path(directory)
         weight_map = _read_weight_map(directory)
-        shards = _find_shards(directory) if weight_map is None else set(weight_map.values())
+        shards = _named_shards(directory, set(weight_map.values())) or _find_shards(directory)
         refs = cls()
         for shard in sorted(shards):
             file = directory / shard
@@ -314,12 +322,7 @@ class TensorIndex(dict[str, TensorRef]):
                         " file that does not belong to this checkpoint."
                     )
                 refs[name] = ref
-        for name, shard_name in (weight_map or {}).items():
-            if name not in refs or refs[name].file != directory / shard_name:
-                raise CheckpointError(
-                    f"{directory / INDEX_NAME} says that tensor {name!r} is in {shard_name}, which"
-                    " does not hold it; download the index and the shard again."
-                )
+        refs.absent = {name: shard for name, shard in weight_map.items() if name not in refs}
         return refs
 
 
@@ -341,23 +344,53 @@ def read_header(file: Path) -> tuple[dict[str, TensorRef], int]:
     return refs, data_start
 
 
-def _read_weight_map(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> shard file name of the index, or None where there is no index."""
+def _read_weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name -> shard file name of the index; empty where there is none, or it names none."""
     file = directory / INDEX_NAME
     if not os.path.lexists(file):
-        return None
-    weight_map = read_json_object(file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+        return {}
+    weight_map = read_json_object(file).get("weight_map", {})
+    if not isinstance(weight_map, dict):
         raise CheckpointError(
-            f"{file} has no weight_map of tensor names to shards; download it again."
+            f"The weight_map of {file} is no object of tensor names and shards; download it again."
         )
-    clean = {name: inside_path(directory, shard, source=file) for name, shard in weight_map.items()}
-    for shard in sorted(set(clean.values())):
-        if not os.path.isfile(directory / shard):
-            raise CheckpointError(
-                f"Shard {directory / shard} is missing, but {INDEX_NAME} names it; download it."
-            )
-    return clean
+    return {name: inside_path(directory, shard, source=file) for name, shard in weight_map.items()}
+
+
+def _named_shards(directory: Path, named: set[str]) -> set[str]:
+    """Return the shards of an index that are there, with their siblings; none if all tensors may
+    be in a ``model.safetensors`` that the index of sharded ones does not name.
+
+    Raises:
+        CheckpointError: The directory has no shard at all.
+    """
+    there = {name for name in named if os.path.isfile(directory / name)}
+    if named and not there and not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"Shard {directory / min(named)} is missing, but {INDEX_NAME} names it; download it."
+        )
+    if there != named and SINGLE_NAME not in there and os.path.isfile(directory / SINGLE_NAME):
+        return set()
+    numbered = {(m["stem"], m["count"]) for m in map(_SHARD_NUMBER.match, there) if m}
+    for file in directory.glob("*.safetensors") if numbered else ():
+        match = _SHARD_NUMBER.match(file.name)
+        if match and (match["stem"], match["count"]) in numbered:
+            there.add(file.name)
+    return there
+
+
+def naming_absent(error: CheckpointError, absent: Mapping[str, str]) -> CheckpointError:
+    """Return an error about tensors that are missing, with the shard where an index places one.
+
+    absent: As :class:`TensorIndex` has it.
+    """
+    if not absent:
+        return error
+    name, shard = next(iter(absent.items()))
+    return type(error)(
+        f"{str(error).rstrip('.')}; {INDEX_NAME} places {len(absent)} tensors that are missing, "
+        f"such as {name!r} in {shard}: download that."
+    )
 
 
 def _find_shards(directory: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from mlx_moeflux.checkpoint.writer import Tensor
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.linear.quantised import scaled, settings
 from mlx_moeflux.models import model_class, read_config
-from mlx_moeflux.models.weights import FLOATS, infer_spec
+from mlx_moeflux.models.weights import FLOATS, check_experts, infer_spec, match_trunk
 
 # Elements of a row chunk: 16 Mi of float32 are 64 MiB.
 CHUNK_ELEMENTS = 16 << 20
@@ -172,6 +173,9 @@ class Conversion:
         self.checkpoint, self.layout, self.kind = checkpoint, layout, kind
         self.spec, self.dequantize, self.code = spec, dequantize, CODES.get(dtype or "")
         self.mapped: MappedTensors = checkpoint.mapped(self.config.name_rules())
+        whole = kind(self.config)
+        check_experts(whole, self.mapped, directory=checkpoint.directory)
+        match_trunk(whole, self.mapped, Quantization(), directory=checkpoint.directory)
         self.trunk = self._trunk_recipes()
         self.experts = {
             layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
@@ -220,10 +224,13 @@ class Conversion:
         return Recipe(source, spec, target, self._code(source), bias=added, global_scale=one)
 
     def config_json(self) -> dict[str, Any]:
-        """The output's config.json: the checkpoint's, with the bits of the output."""
-        config = dict(self.checkpoint.config)
+        """The output's config.json: the checkpoint's, with the bits and the head of the output."""
+        config = copy.deepcopy(self.checkpoint.config)
         for key in QUANTIZATION_KEYS:
             config.pop(key, None)
+        config["tie_word_embeddings"] = tied = self.config.tie_word_embeddings
+        if isinstance(text := config.get("text_config"), dict) and "tie_word_embeddings" in text:
+            text["tie_word_embeddings"] = tied
         if self.layout != "packed":
             for key, value in self.kind.mlx_lm_keys(self.config).items():
                 if config.get(key) is None:

@@ -24,7 +24,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, InputError
 from mlx_moeflux.experts.budget import Memory, format_bytes, make_plan, parse_budget
-from mlx_moeflux.models import config_class
+from mlx_moeflux.models import parsed_config
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 GROUP = 64
@@ -70,8 +70,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         InputError: `bits` of weights that are quantised already.
     """
     name = checkpoint.config_file
-    kind = config_class(checkpoint.config.get("model_type"), file=name)
-    config = kind.from_dict(checkpoint.config, file=name, strict=False)
+    config = parsed_config(checkpoint, strict=False)
     mapped = checkpoint.mapped(config.name_rules())
     experts = {
         layer: [(refs[0].name, refs[0]) for refs in components.values()]

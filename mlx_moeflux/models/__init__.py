@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.models.head import is_tied
 
 if TYPE_CHECKING:
     from mlx_moeflux.checkpoint.names import MappedTensors
@@ -74,7 +77,29 @@ def map_checkpoint(checkpoint: Checkpoint) -> MappedTensors:
 
 
 def read_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:
-    """Return a checkpoint's config. strict: An unknown key is an error.
+    """Return a checkpoint's config, in which ``tie_word_embeddings`` says what the weights say.
+
+    Warns if config.json says something else. strict: An unknown key is an error.
+
+    Raises:
+        ConfigError, UnsupportedError: See :func:`parsed_config`.
+        CheckpointError: The embedding and the head cannot be read.
+    """
+    config = parsed_config(checkpoint, strict=strict)
+    tied = is_tied(checkpoint, config)
+    if tied == config.tie_word_embeddings:
+        return config
+    stored = "no other head is" if tied else "a head with other values is"
+    warnings.warn(
+        f"{checkpoint.config_file}: 'tie_word_embeddings' is {not tied}, but {stored} stored; the "
+        f"{'embedding' if tied else 'stored head'} is used.",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=tied)
+
+
+def parsed_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:
+    """Return a checkpoint's config as config.json has it. strict: An unknown key is an error.
 
     Raises:
         ConfigError: A key is missing, wrong or unknown, or there are more layers than tensors.

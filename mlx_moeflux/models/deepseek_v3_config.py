@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import check_groups, only, positive
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import TINY, BaseConfig
 from mlx_moeflux.models.rope import Rope, positions_of
@@ -104,8 +104,12 @@ class Config(BaseConfig):
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; the layers of multi-token prediction are
         dropped."""
-        drops = prediction_layers(self.num_hidden_layers, self.num_nextn_predict_layers)
-        return NameRules(drops=(ROTARY_BUFFERS, *drops), experts=EXPERT_NAMES)
+        return NameRules(
+            drops=(ROTARY_BUFFERS,),
+            experts=EXPERT_NAMES,
+            layers=self.num_hidden_layers,
+            predictions=self.num_nextn_predict_layers,
+        )
 
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of a sequence's latents after so many tokens, in bfloat16."""

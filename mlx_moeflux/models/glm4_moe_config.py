@@ -10,7 +10,7 @@ from mlx_moeflux.checkpoint.config import (
     check_groups,
     only,
 )
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules, prediction_layers
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig, with_head_dim
 from mlx_moeflux.models.rope import rope_keys
 
@@ -75,8 +75,12 @@ class Config(AttentionConfig):
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; the layers of multi-token prediction are
         dropped."""
-        drops = prediction_layers(self.num_hidden_layers, self.num_nextn_predict_layers)
-        return NameRules(drops=(ROTARY_BUFFERS, *drops), experts=EXPERT_NAMES)
+        return NameRules(
+            drops=(ROTARY_BUFFERS,),
+            experts=EXPERT_NAMES,
+            layers=self.num_hidden_layers,
+            predictions=self.num_nextn_predict_layers,
+        )
 
 
 _PUBLISHED = Config(

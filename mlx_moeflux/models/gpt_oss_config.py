@@ -13,7 +13,7 @@ from mlx_moeflux.models.rope import Rope, rope_keys, stretched
 from mlx_moeflux.models.state_sizes import kv_bytes
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
-_AT = r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\."
+_AT = r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Config(deepseek_v3_config.Config):
             ("language_model.lm_head.", "lm_head."),
             ("model.language_model.", "model."),
         )
-        return NameRules(prefixes=prefixes, drops=(images, *rules.drops), experts=rules.experts)
+        return replace(rules, prefixes=prefixes, drops=(images, *rules.drops))
 
 
 _TINY, _K2 = (deepseek_v3_config.SHAPES[name] for name in ("deepseek-tiny", "kimi-k2"))

@@ -98,9 +98,9 @@ class Config(AttentionConfig):
         """Return the rename rules of tensor names."""
         renames = (
             (r"\.block_sparse_moe\.", ".mlp."),
-            (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
-            (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
-            (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
+            (r"\.experts\.(\d{1,9})\.w1\.", r".experts.\1.gate_proj."),
+            (r"\.experts\.(\d{1,9})\.w3\.", r".experts.\1.up_proj."),
+            (r"\.experts\.(\d{1,9})\.w2\.", r".experts.\1.down_proj."),
         )
         return NameRules(renames=renames, experts=EXPERT_NAMES)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import divides, only
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, Drop, NameRules
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NO_PREDICTION, Drop, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
 from mlx_moeflux.models.rope import rope_keys
@@ -124,10 +124,7 @@ class Config(AttentionConfig):
         )
         drops = (
             Drop(r"(model\.)?(visual|vision_tower)\..*", "images are not read"),
-            Drop(
-                r"((model\.)?language_model\.)?(model\.)?mtp\..*",
-                "multi-token prediction is not used at inference",
-            ),
+            Drop(r"((model\.)?language_model\.)?(model\.)?mtp\..*", NO_PREDICTION),
         )
         return NameRules(prefixes=prefixes, drops=drops, experts=EXPERT_NAMES)
 

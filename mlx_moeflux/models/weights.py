@@ -27,8 +27,9 @@ from mlx_moeflux.checkpoint.names import (
     TrunkTensor,
 )
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
-from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef
+from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, naming_absent
 from mlx_moeflux.errors import CheckpointError, MoefluxError
+from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import Watch
 from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
@@ -64,7 +65,10 @@ def match_trunk(
     _quantise_modules(model, refs, quantization, directory)
     parameters = dict(tree_flatten(model.parameters()))
     check_layers(model, trunk, directory)
-    _check_names(trunk.keys(), parameters.keys(), directory)
+    try:
+        _check_names(trunk.keys(), parameters.keys(), directory)
+    except CheckpointError as error:
+        raise naming_absent(error, mapped.absent) from error
     transforms = model.transforms(refs)
     for name, ref in refs.items():
         expected = tuple(parameters[name].shape)
@@ -125,7 +129,7 @@ def check_layers(model: DecoderModel, found: Iterable[str], directory: Path) -> 
     Raises:
         CheckpointError: They differ.
     """
-    layers = [int(m[1]) for n in found if (m := re.match(r"model\.layers\.(\d+)\.", n))]
+    layers = [int(m[1]) for n in found if (m := re.match(r"model\.layers\.(\d{1,9})\.", n))]
     if not layers:
         raise CheckpointError(f"{directory}: no tensor is named 'model.layers.N...'.")
     if max(layers) + 1 != len(model.layers):
@@ -133,6 +137,52 @@ def check_layers(model: DecoderModel, found: Iterable[str], directory: Path) -> 
             f"{directory}: the weights have {max(layers) + 1} layers, config.json says "
             f"{len(model.layers)}; they are of different models."
         )
+
+
+def check_experts(
+    model: DecoderModel, mapped: MappedTensors, *, directory: Path, of: int = 0
+) -> dict[int, BlockLayout]:
+    """Return the block layout of every MoE layer.
+
+    of: Number of experts of the whole model, where `mapped` has a part of them; else 0.
+
+    Raises:
+        CheckpointError: Layers, number of experts or widths differ from the config's.
+    """
+    try:
+        check_layers(model, mapped.trunk, directory)
+        return _layouts(model, mapped, directory, of)
+    except CheckpointError as error:
+        raise naming_absent(error, mapped.absent) from error
+
+
+def _layouts(
+    model: DecoderModel, mapped: MappedTensors, directory: Path, of: int
+) -> dict[int, BlockLayout]:
+    expected, found = set(model.moe_blocks()), set(mapped.experts)
+    if expected != found:
+        layer = min(expected ^ found)
+        what = "are missing" if layer in expected else "are there although it has no MoE block"
+        raise CheckpointError(
+            f"{directory}: the experts of layer {layer} {what}; config.json and the weights are of "
+            "different models, or a file was not fetched."
+        )
+    C, F = model.config.hidden_size, model.config.moe_intermediate_size
+    layouts = {}
+    for layer, components in mapped.experts.items():
+        layouts[layer] = layout = BlockLayout.of(components)
+        for name, refs in components.items():
+            if (of or len(refs)) != model.config.num_experts:
+                raise CheckpointError(
+                    f"{refs[0].file}: layer {layer} has {len(refs)} experts in '{name}', "
+                    f"config.json says {model.config.num_experts}."
+                )
+        if (layout.hidden, layout.intermediate) != (C, F):
+            raise CheckpointError(
+                f"{directory}: the experts of layer {layer} are {layout.hidden} wide and "
+                f"{layout.intermediate} inside, config.json says {C} and {F}."
+            )
+    return layouts
 
 
 def _check_names(found: Set[str], expected: Set[str], directory: Path) -> None:

@@ -32,7 +32,7 @@ EXPERT_DIRECTORIES = {4: "packed_experts", 2: "packed_experts_2bit"}
 """Where the blocks of each bit width lie."""
 
 _DTYPES = ("U32", "BF16", "F32")
-_LAYER_FILE = re.compile(r"layer_(\d{2,})\.bin")
+_LAYER_FILE = re.compile(r"layer_(\d{2,9})\.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class MoefluxExperts:
         found = sorted(int(match[1]) for match in matches if match)
         if not found:
             raise ExpertFileError(f"{directory} holds no layer_NN.bin; put the layer files there.")
-        wanted = tuple(range(found[0], found[-1] + 1))
+        wanted = range(found[0], found[-1] + 1)
         experts = cls(
-            directory=directory, layers=wanted, num_experts=num_experts, components=components
+            directory=directory, layers=tuple(found), num_experts=num_experts, components=components
         )
         block = experts.block_bytes
         for layer in wanted:
