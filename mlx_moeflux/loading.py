@@ -327,6 +327,7 @@ def load_model(
             keep_all_ahead=keep_all_ahead,
             balance=make_balance(balance),
         )
+        store.stats().mark_lossy_later(kernels.unpromised)
         if verbose:
             whose = "" if part is None else f"rank {part.ranks.rank} of {part.ranks.size}: "
             print(f"{whose}{model.plan}", file=sys.stderr)  # noqa: T201

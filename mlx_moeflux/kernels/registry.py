@@ -126,6 +126,12 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
 }
 
 
+# Of these operations stock MLX computes rows one by one, but on a GPU it promises no row the same
+# bits in another bank and beside other rows. So "tune" does not choose it there, and statistics
+# mark it.
+UNPROMISED = {"expert_mix": REFERENCE}
+
+
 # From which size on an implementation is taken, by name; None: the reference.
 Starts = list[tuple[int, "tuple[str, Implementation] | None"]]
 
@@ -270,6 +276,25 @@ class Operation:
             return self.implementation() is not self._reference
         return self._best(args) is not None
 
+    def unpromised(self) -> list[str]:
+        """Return why stock MLX computes this operation in place of a kernel whose bits do not
+        depend on the memory for experts, a line each; none on a CPU."""
+        stock, backend = UNPROMISED.get(self.name), metal.backend()
+        there = not isinstance(backend, metal.NoBackend) and (
+            not backend.follows_device or mx.default_device().type == mx.gpu
+        )
+        if stock is None or not there or callable(self.choice):
+            return []
+        if self.choice != AUTO:
+            return [f"{self.name}={stock} is chosen"] if self.choice == stock else []
+        forms = {row.form for row in dispatch.rows(self.name, backend.name)}
+        reasons = [f"{self.name}={stock} is in the table of kernels"] if stock in forms else []
+        gone = [form for form in forms if failures.failed(self._implementations[form])]
+        if backend.checks_first_use:
+            known = (key.partition(" ")[0].partition("=") for key in verdicts.refused())
+            gone += [form for name, _, form in known if name == self.name and form != stock]
+        return reasons + [f"{self.name}={form} failed on this GPU" for form in sorted(set(gone))]
+
     def active(self) -> str:
         """The name of the form; for "auto" those of the back end, with the sizes they begin at."""
         if callable(self.choice):
@@ -324,6 +349,15 @@ class Kernels:
             f"{name}={form} fell back to the reference {calls} times: {reason}"
             for name, operation in self._operations.items()
             for form, (calls, reason) in operation.fallbacks.items()
+        ]
+
+    def unpromised(self) -> list[str]:
+        """Return a line for each reason for which bits may depend on the memory for experts, for
+        the marks of the statistics."""
+        return [
+            f"{reason}: stock MLX promises no equal bits at any memory for experts"
+            for operation in self._operations.values()
+            for reason in operation.unpromised()
         ]
 
     @contextmanager

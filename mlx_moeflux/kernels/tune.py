@@ -23,7 +23,7 @@ from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE, UNPROMISED
 from mlx_moeflux.kernels.runtime import metal
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
@@ -97,6 +97,8 @@ def measure(
     """
     operation = name.partition(" ")[0]
     forms = {form: call for form, call in IMPLEMENTATIONS[operation].items() if _runs(form, call)}
+    if not isinstance(metal.backend(), metal.NoBackend):
+        forms.pop(UNPROMISED.get(operation), None)
     found: dict[int, dict[str, float]] = {}
     if len(forms) < 2:
         return {}

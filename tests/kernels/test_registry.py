@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
 
 from mlx_moeflux.cli import check, main
+from mlx_moeflux.cli.generate import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, stock, trials
+from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
 from mlx_moeflux.kernels.examples import EXAMPLES, example
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import failures, metal
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import emulated
 
 FUSED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms
@@ -362,12 +365,12 @@ def test_check_without_a_gpu_says_so(capsys, monkeypatch):
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("error", [1.0, float("inf"), float("nan")])
 def test_check_fails_when_a_stock_operation_is_wrong(capsys, monkeypatch, error):
-    found = stock.Worst("gather_mm", error, "124 of [5, 24, 40] sorted")
+    found = stock.Worst("gather_mm", error, "124 of [5, 24, 40]")
     monkeypatch.setattr(stock, "worst", lambda dtype: [found])
     assert main(["check", "--dtype", "bfloat16", "--operation", "stock"]) == 1
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("gather_mm"))
     assert "wrong" in line
-    assert "124 of [5, 24, 40] sorted" in line
+    assert "124 of [5, 24, 40]" in line
 
 
 def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
@@ -408,3 +411,50 @@ def test_check_says_which_process_ended_and_how(capsys, monkeypatch):
 def test_examples_have_the_asked_dtype():
     (logits,), _ = example("softmax_top_k", mx.bfloat16)
     assert logits.dtype == mx.bfloat16
+
+
+MARK = ": stock MLX promises no equal bits at any memory for experts"
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernels", "marks"),
+    [
+        ("cuda", {"expert_mix": "reference"}, ["expert_mix=reference is chosen" + MARK]),
+        ("metal", "reference", ["expert_mix=reference is chosen" + MARK]),
+        ("cuda", "reference,expert_mix=pairs", []),
+        ("metal", None, []),
+        (None, "reference", []),
+    ],
+)
+def test_experts_by_stock_mlx_are_marked_on_a_gpu(backend, kernels, marks):
+    with emulated(name=backend) if backend else nullcontext():
+        with load_model(BUNDLED_MODEL, expert_memory="50%", kernels=kernels) as model:
+            assert model.store.stats().lossy == marks
+            assert model.store.stats().snapshot().lossy == marks
+            table = stats_table(model.store.stats(), model)
+        assert table.count("lossy: ") == len(marks)
+
+
+def test_experts_kernels_that_gave_way_are_marked_when_they_do(monkeypatch):
+    with (
+        emulated(name="cuda"),
+        load_model(BUNDLED_MODEL, expert_memory="50%") as model,
+    ):
+        stats = model.store.stats()
+        stats.mark_lossy("kv_bits 8")
+        assert stats.lossy == ["kv_bits 8"]
+        try:
+            with pytest.raises(KernelError), failures.reported():
+                raise RuntimeError("Unable to load kernel moeflux_expert_rows_inner_8_float")
+            assert stats.lossy == ["kv_bits 8", "expert_mix=rows failed on this GPU" + MARK]
+        finally:
+            failures.forget()
+        monkeypatch.setattr(metal.backend(), "checks_first_use", True)
+        keys = ["expert_mix=pairs 1f", "expert_mix=pairs 2a", "expert_mix=reference 3", "sdpa=a 4"]
+        monkeypatch.setattr(verdicts, "refused", lambda: keys)
+        assert stats.lossy == ["kv_bits 8", "expert_mix=pairs failed on this GPU" + MARK]
+        monkeypatch.setattr(metal.backend(), "checks_first_use", False)
+        rows = {"expert_mix": {"cuda": (dispatch.Row("pairs"), dispatch.Row("reference", 9))}}
+        monkeypatch.setattr(dispatch, "table", lambda: rows)
+        expected = "expert_mix=reference is in the table of kernels" + MARK
+        assert stats.lossy == ["kv_bits 8", expected]

@@ -56,6 +56,25 @@ def test_a_form_takes_over_where_it_is_faster_by_the_margin():
     assert found[1]["us"] == {"a": 8.0, "b": 7.9, "reference": 10.0}
 
 
+@pytest.mark.parametrize("name", ["cuda", "metal"])
+def test_stock_mlx_is_never_chosen_for_experts_on_a_gpu(name, monkeypatch):
+    tried = []
+
+    def seconds(forms, calls, *, report):
+        tried.append(set(forms))
+        return {form: 1e-6 if form == "reference" else 1e-3 for form in forms}
+
+    monkeypatch.setattr(tune, "seconds", seconds)
+    with emulated(name=name):
+        for operation in ("expert_mix", "moe_combine"):
+            tune.measure(operation, [(1, [])], print)
+    assert tried[0] >= {"pairs", "grouped"}
+    assert "reference" not in tried[0]
+    assert "reference" in tried[1]
+    tune.measure("expert_mix", [(1, [])], print)
+    assert "reference" in tried[2]
+
+
 def test_every_operation_with_a_kernel_has_a_workload():
     measured = {name.partition(" ")[0] for name in WORKLOADS}
     for operation, forms in IMPLEMENTATIONS.items():

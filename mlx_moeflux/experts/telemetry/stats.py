@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -80,13 +80,15 @@ class ExpertStats:
     calls: What each call cost, a :class:`~mlx_moeflux.experts.telemetry.attribution.CallCost` each,
     while
         ``model.attribute()`` lasts; else None.
-    lossy: What makes results differ from the full model's, such as ``experts_per_token 4 of 8``.
-        It describes the set-up and survives :meth:`reset`.
+    lossy: What makes results differ from the full model's, such as ``experts_per_token 4 of 8``,
+        or lets their last bits depend on the memory for experts. It describes the set-up and
+        survives :meth:`reset`.
     """
 
     def __init__(self, layers: Iterable[int]):
         self.layers: dict[int, LayerStats] = {layer: LayerStats() for layer in layers}
-        self.lossy: list[str] = []
+        self._marks: list[str] = []
+        self._later_marks: Callable[[], Iterable[str]] = tuple
         self.calls: list[Any] | None = None
 
     @property
@@ -94,10 +96,20 @@ class ExpertStats:
         """The sum over the layers; tokens are those of the layer that saw most."""
         return total_of(self._copied().values())
 
+    @property
+    def lossy(self) -> list[str]:
+        """The marks, as they are now."""
+        return [*self._marks, *self._later_marks()]
+
     def mark_lossy(self, what: str) -> None:
         """Note once that results differ from the full model's."""
-        if what not in self.lossy:
-            self.lossy.append(what)
+        if what not in self._marks:
+            self._marks.append(what)
+
+    def mark_lossy_later(self, marks: Callable[[], Iterable[str]]) -> None:
+        """Note that `marks` returns what is lossy besides. It is called each time the marks are
+        read, because a kernel may fail at any time."""
+        self._later_marks = marks
 
     def reset(self) -> None:
         """Set every count to zero, in place."""
@@ -113,7 +125,7 @@ class ExpertStats:
         """A copy that no longer changes."""
         result = ExpertStats(())
         result.layers = self._copied()
-        result.lossy = list(self.lossy)
+        result._marks = self.lossy
         calls = self.calls  # another thread may end their recording
         result.calls = None if calls is None else list(calls)
         return result
@@ -136,7 +148,7 @@ class ExpertStats:
         copied = self._copied()
         layers = {layer: stats.as_dict() for layer, stats in copied.items()}
         total = total_of(copied.values()).as_dict()
-        data = {"total": total, "layers": layers, "lossy": list(self.lossy)}
+        data = {"total": total, "layers": layers, "lossy": self.lossy}
         calls = self.calls
         if calls is not None:
             data["calls"] = [call.as_dict() for call in list(calls)]
