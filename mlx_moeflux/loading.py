@@ -197,7 +197,8 @@ def load_model(
         max_context: Tokens a sequence may have, at most the config's limit.
         kv_bits, kv_group_size: Store keys and values in 4 or 8 bits with one scale a group;
             smaller and lossy, which the statistics report.
-        dtype: Compute dtype; default bfloat16 on GPUs, float32 on the CPU.
+        dtype: Compute dtype and that of the trunk's floats; default bfloat16 on GPUs, float32 on
+            the CPU. Routed experts keep the dtypes of the checkpoint.
         router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
             the same name; their protocols state shapes, and a wrong shape raises here. kernels:
             operation -> name of an implementation or a callable, or a text such as
@@ -318,7 +319,6 @@ def load_model(
             reader=reader or make_reader(expert_reader, mapped.experts),
             custom_reader=reader is not None,
             part=part,
-            dtype=dtype,
             threads=threads,
             events=events if part is None else None,
             verbose=verbose,
@@ -394,7 +394,6 @@ def _make_store(
     reader: Reader,
     custom_reader: bool,
     part: Part | None,
-    dtype: mx.Dtype,
     threads: int,
     events: EventHook | None,
     verbose: bool,
@@ -432,7 +431,7 @@ def _make_store(
         _check_buffers(plan, layouts)
         if plan.resident and not custom_reader:
             reader.close()
-            return _resident(model, mapped, layouts, E, mix, events, dtype, verbose), plan
+            return _resident(model, mapped, layouts, E, mix, events, verbose), plan
         return StreamedStore(
             reader,
             plan.slots,
@@ -472,11 +471,10 @@ def _resident(
     num_experts: int,
     mix: ExpertMix,
     events: EventHook | None,
-    dtype: mx.Dtype,
     verbose: bool,
 ) -> ResidentStore:
     layers = {i: (mapped.experts[i], layouts[i].specs) for i in model.moe_blocks()}
-    disk = ExpertsOnDisk(model.moe_blocks(), layers, dtype, model.activation)
+    disk = ExpertsOnDisk(model.moe_blocks(), layers, model.activation)
     disk.read(verbose=verbose and sys.stderr.isatty())
     return ResidentStore(
         disk.bank,

@@ -115,16 +115,17 @@ class ExpertCompute:
         pair = None if pair_bytes is None else pair_bytes(bank, dtype)
         return max(1, self.pairs_at_once(bank, pair) // weights.shape[1])
 
-    def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool) -> mx.array:
-        """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there."""
-        if on_cpu():
+    def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+        """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there,
+        and where `x` and the bank have other floats."""
+        if on_cpu() or needs_cast(bank, x.dtype):
             x = x.astype(mx.float32)
-        return expert_ffn(x, slots, bank, ascending=ascending)
+        return expert_ffn(x, slots, bank)
 
     def takes_few(self, pairs: int, tokens: int, bank: ExpertBank) -> bool:
         """Return True if so few pairs are computed in their order, in one piece."""
         small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
-        return pairs <= FEW_PAIRS and (small or not needs_cast(bank))
+        return pairs <= FEW_PAIRS and (small or not on_cpu() or not needs_cast(bank, mx.float32))
 
     def pairs_at_once(self, bank: ExpertBank, pair_bytes: int | None = None) -> int:
         """Pairs whose inputs, inner values and outputs fit in the scratch."""
@@ -152,11 +153,12 @@ def block_bytes(bank: ExpertBank) -> int:
     return sum(array.nbytes for array in arrays) // bank.slots
 
 
-def needs_cast(bank: ExpertBank) -> bool:
-    """Return True if the CPU would cast every slot of `bank` on each call: its floats are not
-    float32. Scales in bytes are never cast."""
-    parts = (p.weight if p.scales is None else p.scales for p in (bank.gate, bank.up, bank.down))
-    return on_cpu() and any(part.dtype not in (mx.float32, mx.uint8) for part in parts)
+def needs_cast(bank: ExpertBank, dtype: mx.Dtype) -> bool:
+    """Return True if stock operations would cast every slot of `bank` on each call with x of
+    `dtype`: its floats are not of the dtype that they compute in. Scales in bytes are never
+    cast."""
+    computed = mx.float32 if on_cpu() else dtype
+    return not bank.float_dtypes <= {computed}
 
 
 def from_whole_bank(
@@ -203,14 +205,14 @@ def _chunk_of_whole_bank(
     flat = slots.reshape(-1)
     if not form.takes_few(n * K, n, bank):
         order = mx.argsort(flat)
-        out = form.rows(x[order // K], flat[order], bank, ascending=True)
+        out = form.rows(x[order // K], flat[order], bank)
         out = out[mx.argsort(order)]
-    elif needs_cast(bank) and (n == 1 or 4 * n * K <= bank.slots):
+    elif needs_cast(bank, x.dtype) and (n == 1 or 4 * n * K <= bank.slots):
         small = bank.take(flat, mx.float32)
         own = mx.arange(n * K, dtype=mx.uint32)
-        out = form.rows(mx.repeat(x, K, axis=0), own, small, ascending=True)
+        out = form.rows(mx.repeat(x, K, axis=0), own, small)
     else:
-        out = form.rows(mx.repeat(x, K, axis=0), flat, bank, ascending=False)
+        out = form.rows(mx.repeat(x, K, axis=0), flat, bank)
     return out.reshape(n, K, -1)
 
 
@@ -282,7 +284,7 @@ class ExpertSum:
         if mix is not None:
             self._mix(mix, pairs, slot_of, bank)
             return
-        if not needs_cast(bank):
+        if not needs_cast(bank, self.x.dtype):
             self._add_chunks(pairs, slot_of, bank, cast=False)
             return
         experts = np.unique(pairs.expert)
@@ -361,7 +363,7 @@ class ExpertSum:
             bank = bank.take(indices(chosen), mx.float32)
         order = np.argsort(slots, kind="stable")
         rows = self.x[indices(pairs.token[order])]
-        out = self.form.rows(rows, indices(slots[order]), bank, ascending=True)  # [P, C]
+        out = self.form.rows(rows, indices(slots[order]), bank)  # [P, C]
         grid, weights = self._grid(pairs, order)
         out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
         out, weights = out[indices(grid)], self._weights[indices(weights)]  # [n, R, C], [n, R]

@@ -265,17 +265,16 @@ class ExpertsOnDisk:
     """The experts of a resident model, parameters of its MoE blocks, and where they are read from.
 
     blocks: MoE layer id -> block. layers: The same ids -> components, and the quantisation of each
-    projection. dtype: As :func:`load_experts` takes it. activation: Of the experts.
+    projection. activation: Of the experts.
     """
 
     def __init__(
         self,
         blocks: Mapping[int, SparseMoeBlock],
         layers: Mapping[int, tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
-        dtype: mx.Dtype,
         activation: Activation,
     ):
-        self._blocks, self._layers, self._dtype = blocks, layers, dtype
+        self._blocks, self._layers = blocks, layers
         self._activation, self._packed = activation, False
         self._files = Watch({layer: components for layer, (components, _) in layers.items()})
 
@@ -291,7 +290,7 @@ class ExpertsOnDisk:
             ExpertFileError: A file has changed since this object was made.
         """
         self._files.check()
-        experts = load_experts((self._layers[i] for i in self._blocks), self._dtype)
+        experts = load_experts(self._layers[i] for i in self._blocks)
         shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
         bar = tqdm(experts, total=len(self._blocks), disable=not verbose, **shown)
         for block, switch in zip(self._blocks.values(), bar, strict=True):
@@ -310,10 +309,9 @@ class ExpertsOnDisk:
 
 def load_experts(
     layers: Iterable[tuple[Mapping[str, ExpertRefs], Mapping[str, QuantSpec | None]]],
-    dtype: mx.Dtype,
 ) -> Iterator[SwitchGLU]:
-    """Yield all experts of each layer as parameters, evaluated. Floats are cast to `dtype`, except
-    scales and biases stored in float32.
+    """Yield all experts of each layer as parameters, evaluated, in the dtypes of the file, which a
+    streamed bank has as well.
 
     layers: Components and the quantisation of each projection.
     """
@@ -327,15 +325,11 @@ def load_experts(
         for projection in PROJECTIONS:
             switch[projection] = _empty(ExpertProjection)
             switch[projection].spec = specs[projection]
-        for name, refs in components.items():
+        for name in components:
             projection, _, part = name.rpartition(".")
-            array, stored = arrays.pop(0), refs[0].dtype
-            # Float32 scales (GGUF's) keep their precision, as in a streamed bank.
-            precise = part != "weight" and stored == "F32"
-            cast = stored in FLOATS and not precise
-            if part == GLOBAL_SCALE:
-                array = array.reshape(-1)  # mlx-lm's shape
-            switch[projection][part] = array.astype(dtype) if cast else array
+            array = arrays.pop(0)
+            # mlx-lm's shape of global scales is [E].
+            switch[projection][part] = array.reshape(-1) if part == GLOBAL_SCALE else array
             mx.eval(switch[projection][part])
         for projection in PROJECTIONS:
             if specs[projection] is not None:

@@ -93,9 +93,9 @@ def test_the_bank_is_not_cast_whole(n, monkeypatch):
     seen = []
     real = compute.expert_ffn
 
-    def ffn(x, slots, bank, *, ascending):
+    def ffn(x, slots, bank):
         seen.append((bank.slots, bank.gate.scales.dtype))
-        return real(x, slots, bank, ascending=ascending)
+        return real(x, slots, bank)
 
     monkeypatch.setattr(compute, "expert_ffn", ffn)
     y = experts.resident().experts(3, x, ids, weights)

@@ -77,8 +77,9 @@ class Matrix:
         return count
 
 
-def matrix_of(matrix: Stored, width: int, *, tiny: bool = False) -> Matrix:
-    """Return the storage of rows of `width` numbers. tiny: The kernels read MXFP4 as well.
+def matrix_of(matrix: Stored, width: int, *, of_expert: bool = False) -> Matrix:
+    """Return the storage of rows of `width` numbers. of_expert: The kernels read MXFP4 as well, and
+    floats in rows of multiples of 8.
 
     Raises:
         ShapeError: The arrays do not fit together.
@@ -91,14 +92,15 @@ def matrix_of(matrix: Stored, width: int, *, tiny: bool = False) -> Matrix:
         found = Matrix(0, 32)
         known = weight.dtype in FLOATS
     else:
-        tiny = tiny and spec.mode == "mxfp4"
+        tiny = of_expert and spec.mode == "mxfp4"
         found = Matrix(spec.bits, spec.group_size, tiny)
         known = tiny or (spec.is_affine and spec.bits in BITS)
         known = known and weight.dtype == mx.uint32
-    if not known or width % 32:
+    step = 8 if of_expert and spec is None else 32
+    if not known or width % step:
         raise UnsupportedError(
-            f"kernels read floats and affine {BITS} bits in rows of multiples of 32, not {spec} "
-            f"of {weight.dtype} in rows of {width}; take the reference."
+            f"kernels read floats and affine {BITS} bits in rows of multiples of {step}, not {spec}"
+            f" of {weight.dtype} in rows of {width}; take the reference."
         )
     if weight.shape[-1] != found.words(width):
         raise ShapeError(f"a matrix {list(weight.shape)} of {spec} has no rows of {width}.")
@@ -112,7 +114,10 @@ def matrix_of(matrix: Stored, width: int, *, tiny: bool = False) -> Matrix:
         if scales is None or biases is None or not scales.shape == biases.shape == expected:
             raise ShapeError(f"scales and biases of {list(weight.shape)} must be {list(expected)}.")
         if scales.dtype not in FLOATS or scales.dtype != biases.dtype:
-            raise ShapeError(f"scales are {scales.dtype}, biases {biases.dtype}.")
+            raise UnsupportedError(
+                f"kernels read scales and biases of one float type, not {scales.dtype} and "
+                f"{biases.dtype}; take the reference."
+            )
     return found
 
 
@@ -163,7 +168,7 @@ def expert_layout(gate: Stored, up: Stored, down: Stored) -> ExpertLayout:
     """
     S, F, _ = gate.weight.shape
     C = down.weight.shape[1]
-    found = [matrix_of(m, width, tiny=True) for m, width in ((gate, C), (up, C), (down, F))]
+    found = [matrix_of(m, width, of_expert=True) for m, width in ((gate, C), (up, C), (down, F))]
     if up.weight.shape[:2] != (S, F) or down.weight.shape[0] != S:
         shapes = [p.weight.shape for p in (gate, up, down)]
         raise ShapeError(f"expert matrices {shapes} are not of one size.")

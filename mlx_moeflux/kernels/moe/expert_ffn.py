@@ -30,8 +30,10 @@ from mlx_moeflux.kernels.linear.quantised import (
     settings,
     wide,
 )
-from mlx_moeflux.kernels.runtime.metal import float_bits, on_apple
+from mlx_moeflux.kernels.runtime.metal import float_bits
 
+# MLX multiplies fewer rows by another kernel on CUDA.
+LEAST_ROWS = 8
 # Names of the arrays of gate and up in kernels.
 INNER_INPUTS = ("gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases")
 INNER_BIASES = ("gate_bias", "up_bias")
@@ -99,23 +101,22 @@ class ProjectionBank:
         whole = None if self.global_scale is None else self.global_scale[slots]
         return ProjectionBank(weight, scales, biases, self.spec, bias, whole)
 
-    def matmul(self, x: mx.array, slots: mx.array, *, ascending: bool) -> mx.array:
-        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``; `ascending`: slots are sorted."""
-        # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, and its sorted
-        # gather_mm on CUDA takes that stride for the distance between rows (docs/kernels.md).
+    def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
+        """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``.
+
+        MLX is not told of slots that ascend: it would multiply several rows in one tile, in a way
+        that depends on the number of slots and on the other rows.
+        """
+        # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, which was taken for the
+        # distance between rows (docs/kernels.md).
         x = x.reshape(-1, 1, x.shape[-1])
         if self.spec is None:
-            out = mx.gather_mm(
-                x, self.weight.swapaxes(-1, -2), rhs_indices=slots, sorted_indices=ascending
-            )
+            out = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=slots)
         else:
-            # Sorted gather_qmm was reported wrong on the M5 for such rows (mlx #3887).
-            ascending = ascending and not (x.shape[-1] % 64 and on_apple())
-            known = settings(self.spec) | {"rhs_indices": slots, "sorted_indices": ascending}
+            known = settings(self.spec) | {"rhs_indices": slots}
             assert self.scales is not None
-            rows, whole = x, self.global_scale
-            if whole is not None:
-                rows = wide(x)
+            whole = self.global_scale
+            rows = x if whole is None else wide(x)
             # MLX applies a global scale on GPUs alone, so the product is multiplied by it.
             out = mx.gather_qmm(
                 rows, self.weight, self.scales, self.biases, transpose=True, **known
@@ -178,10 +179,12 @@ class ExpertBank:
         found = expert_layout(self.gate, self.up, self.down)
         biased = [part.bias is not None for part in (self.gate, self.up, self.down)]
         clamped = isinstance(self.activation, ClampedSwiGLU)
-        if len(set(biased)) > 1 or not (clamped or self.activation is swiglu):
+        types = {part.bias.dtype for part in (self.gate, self.up) if part.bias is not None}
+        alike = len(set(biased)) == 1 and len(types) <= 1
+        if not alike or not (clamped or self.activation is swiglu):
             raise UnsupportedError(
-                "kernels compute experts with all biases or none, and with silu(gate) up or its "
-                "clamped form; take the reference."
+                "kernels compute experts with all biases or none, those of gate and up of one "
+                "type, and with silu(gate) up or its clamped form; take the reference."
             )
         clamp = (self.activation.alpha, self.activation.limit) if clamped else None
         return replace(found, biased=biased[0], clamp=clamp)
@@ -191,6 +194,14 @@ class ExpertBank:
         """The arrays of gate, up and down that kernels take; see
         :func:`~mlx_moeflux.kernels.linear.quantised.arrays_of`."""
         return tuple(arrays_of(p) for p in (self.gate, self.up, self.down))
+
+    @functools.cached_property
+    def float_dtypes(self) -> set[mx.Dtype]:
+        """The dtypes of its float weights and of its scales, but for scales in bytes."""
+        parts = (self.gate, self.up, self.down)
+        arrays = (array for p in parts for array in (p.weight, p.scales, p.biases))
+        dtypes = {array.dtype for array in arrays if array is not None}
+        return {dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)}
 
     @functools.cached_property
     def flat(self) -> list[mx.array]:
@@ -226,16 +237,15 @@ class ExpertBank:
         return ExpertBank(gate, up, down, activation=self.activation)
 
 
-def expert_ffn(
-    x: mx.array, slots: mx.array, bank: ExpertBank, *, ascending: bool = False
-) -> mx.array:
-    """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x.
-
-    ascending: The caller promises that `slots` never decreases (lets stock MLX group rows).
-    """
-    gate = bank.gate.matmul(x, slots, ascending=ascending)
-    up = bank.up.matmul(x, slots, ascending=ascending)
-    return bank.down.matmul(bank.activation(gate, up), slots, ascending=ascending)
+def expert_ffn(x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
+    """x ``[P, C]``, slots ``[P]`` uint32 -> ``[P, C]`` in the dtype of x, or in float32 where the
+    bank's floats have another one."""
+    P = x.shape[0]
+    if P < LEAST_ROWS and mx.default_device().type == mx.gpu:
+        padding = mx.zeros((LEAST_ROWS - P,), mx.uint32)
+        x, slots = mx.concatenate([x, x[padding]]), mx.concatenate([slots, slots[padding]])
+    gate, up = bank.gate.matmul(x, slots), bank.up.matmul(x, slots)
+    return bank.down.matmul(bank.activation(gate, up), slots)[:P]
 
 
 def accumulate_experts(

@@ -111,7 +111,9 @@ inline void fetch(
   const int per = per_word<BITS>();
   next.scale = next.bias = S(0.0f);
   for (int i = 0; i < WORDS / EACH; ++i) {
-    if (col < IN) {
+    // Rows of floats may end inside of a share.
+    const int at = col + (BITS == 0 && IN % WORDS != 0 ? i * EACH : 0);
+    if (at < IN) {
       next.at[i] = load_pack<EACH>(w + row * (IN / per) + col / per + i * EACH);
     } else {
       for (int j = 0; j < EACH; ++j) {

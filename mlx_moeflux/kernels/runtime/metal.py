@@ -159,11 +159,6 @@ def on_nvidia() -> bool:
     return mx.cuda.is_available() and mx.default_device().type == mx.gpu
 
 
-def on_apple() -> bool:
-    """Return True if stock operations run on Apple's GPU."""
-    return mx.metal.is_available() and mx.default_device().type == mx.gpu
-
-
 def set_backend(new: Backend | None) -> Backend | None:
     """Launch on `new` from now on (None: on what MLX has); returns what was set before."""
     before, Active.backend = Active.backend, new

@@ -241,9 +241,9 @@ def test_the_cpu_takes_rows_before_it_casts(open_store, monkeypatch):
     seen = []
     real = compute.expert_ffn
 
-    def ffn(x, slots, bank, *, ascending):
+    def ffn(x, slots, bank):
         seen.append((bank.slots, bank.up.scales.dtype))
-        return real(x, slots, bank, ascending=ascending)
+        return real(x, slots, bank)
 
     monkeypatch.setattr(compute, "expert_ffn", ffn)
     open_store(E - 1).experts(3, *random_call(1))

@@ -30,7 +30,7 @@ from tests.kernels.harness import Case, emulated, error, launched, patched
 
 IMPLEMENTATIONS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
 
-# tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, a clamp
+# tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, a clamp, dtype in the bank
 SIZES = [
     (1, 8, 11, 128, 64, 4, 64, mx.bfloat16, None),
     (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
@@ -55,9 +55,21 @@ SIZES = [
     (2, 3, 5, 96, 64, 4, 32, mx.bfloat16, None, True, True),
     (18, 2, 4, 64, 96, 8, 32, mx.float16, None, True, True),
     (18, 2, 4, 64, 96, 4, 32, mx.float16, None, False, True),
+    # Floats in rows of any multiple of 8.
+    (2, 3, 4, 40, 24, 0, 32, mx.bfloat16, None),
+    (21, 2, 3, 56, 8, 0, 32, mx.bfloat16, None),
+    (19, 3, 4, 168, 104, 0, 32, mx.float32, None),
+    (3, 2, 3, 1000, 24, 0, 32, mx.float16, 0, True, True),
+    # A bank of another dtype than x.
+    (2, 3, 4, 96, 64, 4, 32, mx.bfloat16, None, False, False, mx.float16),
+    (18, 2, 4, 64, 96, 4, 32, mx.bfloat16, None, True, False, mx.float32),
+    (17, 2, 3, 40, 24, 0, 32, mx.bfloat16, None, False, False, mx.float32),
+    (2, 2, 3, 48, 16, 0, 32, mx.float32, None, False, False, mx.bfloat16),
+    (19, 2, 3, 64, 32, 8, 32, mx.float32, 0, False, False, mx.float16),
+    (2, 2, 3, 64, 32, 2, 32, mx.float16, 8, True, True, mx.bfloat16),
 ]
 # Their parts are those of others.
-ALIKE = [SIZES[i] for i in (15, 16, 18, 19, 20, 21, 22)]
+ALIKE = [SIZES[i] for i in (15, 16, 18, 19, 20, 21, 22, 25, 26, 31, 32)]
 
 
 def slow(*sizes):
@@ -71,10 +83,23 @@ def form_of(sizes):
 
 
 def case(
-    tokens, K, slots, C, F, bits, group, dtype, down, biased=False, clamped=False, *, absent=0.0
+    tokens,
+    K,
+    slots,
+    C,
+    F,
+    bits,
+    group,
+    dtype,
+    down,
+    biased=False,
+    clamped=False,
+    stored=None,
+    *,
+    absent=0.0,
 ):
     rng = np.random.default_rng(tokens + C)
-    numbers = {"bits": bits, "group": group, "dtype": dtype, "down": down}
+    numbers = {"bits": bits, "group": group, "dtype": stored or dtype, "down": down}
     bank = random_bank(slots=slots, C=C, F=F, biased=biased, clamped=clamped, **numbers)
     x = random_array(rng, (tokens, C), dtype)
     return x, *random_route(rng, tokens=tokens, K=K, slots=slots, absent=absent), bank
@@ -83,7 +108,7 @@ def case(
 @pytest.mark.parametrize(
     "sizes",
     [*slow(*ALIKE), *(sizes for sizes in SIZES if sizes not in ALIKE)],
-    ids=lambda sizes: "-".join(map(str, sizes[:7])),
+    ids=lambda sizes: "-".join(map(str, (*sizes[:7], *sizes[11:]))),
 )
 @pytest.mark.parametrize("absent", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_agrees_with_float64(whole_device, sizes, absent):

@@ -24,13 +24,15 @@ SIZES = [
     (21, 2, 3, 64, 192, 8, 64, mx.float16, 4),
     (9, 1, 2, 256, 128, 2, 128, mx.bfloat16, None),
     (7, 5, 6, 160, 32, 0, 32, mx.bfloat16, 8),
+    (9, 2, 3, 96, 64, 4, 32, mx.bfloat16, None, False, False, mx.float16),
+    (7, 2, 3, 96, 64, 0, 32, mx.float16, None, False, False, mx.float32),
 ]
 
 
 @pytest.mark.parametrize(
     ("sizes", "absent"),
     [(sizes, 0.3 * (i % 2)) for i, sizes in enumerate(SIZES)],
-    ids=["-".join(map(str, sizes[:7])) for sizes in SIZES],
+    ids=["-".join(map(str, (*sizes[:7], *sizes[11:]))) for sizes in SIZES],
 )
 def test_agrees_with_float64(whole_device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
@@ -62,8 +64,12 @@ def test_tokens_together_or_apart_and_sums_cut_in_k_give_the_same_bits(whole_dev
 
 @pytest.mark.parametrize(
     "sizes",
-    [(3, 3, 5, 96, 64, 4, 32, mx.float32, None), (3, 1, 2, 96, 64, 2, 32, mx.bfloat16, None)],
-    ids=["float32", "no steps"],
+    [
+        (3, 3, 5, 96, 64, 4, 32, mx.float32, None),
+        (3, 1, 2, 96, 64, 2, 32, mx.bfloat16, None),
+        (3, 2, 3, 96, 24, 0, 32, mx.bfloat16, None),
+    ],
+    ids=["float32", "no steps", "narrow floats"],
 )
 def test_what_it_does_not_take_goes_to_pairs(whole_device, sizes):
     arguments = case(*sizes)

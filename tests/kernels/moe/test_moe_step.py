@@ -32,7 +32,7 @@ class Apart:
 
 
 # tokens, K, E, C, F, shared F (0: none), scored,
-# bits, bits of down, group, dtype, tabled, normalise
+# bits, bits of down, group, dtype, tabled, normalise, dtype in the bank
 SIZES = [
     (1, 8, 37, 128, 64, 32, True, 4, 4, 32, mx.bfloat16, False, True),
     (3, 3, 9, 96, 64, 96, True, 4, 8, 32, mx.float32, True, True),
@@ -40,14 +40,17 @@ SIZES = [
     (2, 12, 16, 64, 32, 0, False, 4, 4, 32, mx.bfloat16, True, True),
     (1, 1, 9, 160, 32, 0, False, 0, 0, 32, mx.float32, False, True),
     (2, 5, 33, 96, 32, 64, True, 0, 4, 32, mx.bfloat16, True, True),
+    (2, 3, 9, 96, 40, 0, False, 0, 0, 32, mx.bfloat16, True, True, mx.float32),
+    (1, 2, 9, 64, 32, 32, True, 4, 8, 32, mx.bfloat16, False, True, mx.float16),
 ]
 
 
 def arguments(sizes):
-    N, K, E, C, F, inner, scored, bits, down_bits, group, dtype, tabled, normalise = sizes
+    N, K, E, C, F, inner, scored, bits, down_bits, group, dtype, tabled, normalise, *other = sizes
     rng = np.random.default_rng(C + E)
     slots = E + 3 if tabled else E
-    bank = random_bank(slots=slots, C=C, F=F, bits=bits, down=down_bits, group=group, dtype=dtype)
+    numbers = {"bits": bits, "down": down_bits, "group": group}
+    bank = random_bank(slots=slots, C=C, F=F, dtype=(*other, dtype)[0], **numbers)
     router = (E, 1) if scored else (E,)
 
     def matrix(rows: int, width: int, bits: int, outs: tuple[int, ...] = ()) -> Weight:
