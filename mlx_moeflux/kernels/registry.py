@@ -9,6 +9,9 @@ or with the environment variable ``MOEFLUX_KERNELS=auto,delta_mixer=reference``,
 with ``kernels.gated_delta(..., use_kernel="reference")``. "auto", which holds where nothing is
 said, takes the form that :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of
 the call.
+
+A fused operation does the work of others (REPLACES). Where one of them is chosen by name, a fused
+operation on "auto" is composed of them; one that is chosen by name too contradicts it.
 """
 
 from __future__ import annotations
@@ -125,6 +128,15 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
 }
 
+# Fused operation -> operations whose work it does, which its reference takes as `steps`. One that
+# another of them replaces is in the list of both.
+REPLACES: dict[str, tuple[str, ...]] = {
+    "delta_mixer": delta_mixer.REPLACES,
+    "paged_sdpa": paged_attention.REPLACES,
+    "latent_step": latent_step.REPLACES,
+    "moe_step": moe_step.REPLACES,
+    "add_shared": add_shared.REPLACES,
+}
 
 # Of these operations stock MLX computes rows one by one, but on a GPU it promises no row the same
 # bits in another bank and beside other rows. So "tune" does not choose it there, and statistics
@@ -146,7 +158,7 @@ class Operation:
     def __init__(self, name: str, choice: str | Implementation, mode: _Mode):
         self.name, self.choice, self._mode = name, choice, mode
         self._implementations = IMPLEMENTATIONS[name]
-        self._reference = self._implementations[REFERENCE]
+        self.reference = self._implementations[REFERENCE]
         self._fixed = choice if callable(choice) else self._implementations.get(choice)
         self._axes = dispatch.AXES.get(name, dispatch.FIRST_AXIS)
         self._kind_axis = dispatch.KIND_AXES.get(name)
@@ -158,30 +170,43 @@ class Operation:
         self._special: dict[str, Starts] = {}
         # Implementation that "auto" chose and that refused -> calls, and the last reason.
         self.fallbacks: dict[str, tuple[int, str]] = {}
+        self.called = False
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.active()!r})"
+
+    def compose(self, steps: Kernels) -> None:
+        """Take the reference with the operations of `steps`, unless a form is chosen by name."""
+        if self.choice == AUTO:
+            self.choice = REFERENCE
+            self._fixed = self.reference = partial(self.reference, steps=steps)
 
     def __call__(self, *args, use_kernel: str | None = None, **kwargs):
         if use_kernel is not None and use_kernel != AUTO:
             return _named(self.name, use_kernel)(*args, **kwargs)
         if use_kernel is None and self._fixed is not None:
-            if self._mode.references_only and not callable(self.choice):
-                return self._reference(*args, **kwargs)
-            return self._fixed(*args, **kwargs)
+            self.called = True
+            return self._by_name()(*args, **kwargs)
         best = self._best(args)
         if self._checks_first_use and self._needs_trials():
             return self._try(best, args, kwargs)
         if best is None:
-            return self._reference(*args, **kwargs)
+            return self.reference(*args, **kwargs)
         try:
             return best[1](*args, **kwargs)
         except (ShapeError, UnsupportedError) as error:
             reason = str(error)
         # The kernel does not take these shapes; if they are wrong, the reference says so.
-        result = self._reference(*args, **kwargs)
+        result = self.reference(*args, **kwargs)
         self._fell_back(best[0], reason)
         return result
+
+    def _by_name(self) -> Implementation:
+        """Return the chosen form; training takes references, but given callables stay."""
+        if self._mode.references_only and not callable(self.choice):
+            return self.reference
+        assert self._fixed is not None
+        return self._fixed
 
     def _needs_trials(self) -> bool:
         """Return True on the GPU, if the back end is one where nothing runs before its trial."""
@@ -209,16 +234,16 @@ class Operation:
     def implementation(self, *args, **kwargs) -> Implementation:
         """The form for a call with these arguments, to compute it in parts: the same for all."""
         if self._fixed is not None:
-            by_name = self._mode.references_only and not callable(self.choice)
-            return self._reference if by_name else self._fixed
+            self.called = True
+            return self._by_name()
         best = self._best(args)
         if best is None:
-            return self._reference
+            return self.reference
         name, form = best
         takes = getattr(form, "takes", None)
         if takes is not None and not takes(*args, **kwargs):
             self._fell_back(name, "it does not take these arguments")
-            return self._reference
+            return self.reference
         if self._checks_first_use and self._needs_trials():
             return lambda *args, **kwargs: self._try(best, args, kwargs)
         return form
@@ -273,7 +298,7 @@ class Operation:
     def goes_beyond_reference(self, *args, **kwargs) -> bool:
         """Return True if a call of this size may take another implementation than the reference."""
         if self._fixed is not None:
-            return self.implementation() is not self._reference
+            return self._by_name() is not self.reference
         return self._best(args) is not None
 
     def unpromised(self) -> list[str]:
@@ -325,6 +350,9 @@ class Kernels:
             name: Operation(name, choices.get(name, AUTO), self._mode) for name in IMPLEMENTATIONS
         }
         self._chosen = {name for name, op in self._operations.items() if op.choice != AUTO}
+        for fused, replaced in REPLACES.items():
+            if not self.are_auto(*replaced):
+                self._operations[fused].compose(self)
         vars(self).update(self._operations)
 
     def __getattr__(self, name: str) -> Operation:
@@ -343,9 +371,10 @@ class Kernels:
         return [self.names(), verdicts.refused() if metal.backend().checks_first_use else []]
 
     def fallbacks(self) -> list[str]:
-        """Return a line for each implementation that "auto" chose and that refused, for
-        ``--stats``."""
-        return [
+        """Return a line for each implementation that "auto" chose and that refused, and for each
+        given callable that nothing has called, for ``--stats``."""
+        given = [op for op in self._operations.values() if callable(op.choice) and not op.called]
+        return [f"{op.name}={op.active()} was given and never called" for op in given] + [
             f"{name}={form} fell back to the reference {calls} times: {reason}"
             for name, operation in self._operations.items()
             for form, (calls, reason) in operation.fallbacks.items()
@@ -402,13 +431,19 @@ def choose_kernels(
 
     Raises:
         InputError: An operation or an implementation's name is unknown, or the table names one that
-            is. A callable's numbers are wrong, or NaN.
+            is. A fused operation and one whose work it does are both chosen by name. A callable's
+            numbers are wrong, or NaN.
         ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
         UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
-    chosen = parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
-    chosen |= parse(choices, "kernels") if isinstance(choices, str) else choices or {}
-    for operation, form in chosen.items():
+    given = parse(choices, "kernels") if isinstance(choices, str) else (choices or {}).items()
+    base, named = AUTO, {}
+    for operation, form in (*parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT), *given):
+        if operation is None:
+            base, named = form, {}
+        else:
+            named[operation] = form
+    for operation, form in named.items():
         if operation not in IMPLEMENTATIONS:
             known = ", ".join(IMPLEMENTATIONS)
             raise InputError(f"no operation is called '{operation}'; there are {known}.")
@@ -416,23 +451,30 @@ def choose_kernels(
             _check_implementation(operation, form, check_values)
         elif form != AUTO:
             _named(operation, form)
+    for fused, replaced in REPLACES.items():
+        both = [name for name in replaced if named.get(name, AUTO) != AUTO]
+        if both and named.get(fused, AUTO) not in (AUTO, REFERENCE):
+            raise InputError(
+                f"'{fused}' does the work of '{both[0]}', and both are chosen by name; choose one."
+            )
     _check_table()
-    return Kernels(chosen)
+    return Kernels(dict.fromkeys(IMPLEMENTATIONS, base) | named)
 
 
-def parse(text: str, source: str) -> dict[str, str | Implementation]:
-    """``auto,sdpa=reference`` -> choices; "auto" or "reference" alone is for all before.
+def parse(text: str, source: str) -> list[tuple[str | None, str | Implementation]]:
+    """``auto,sdpa=reference`` -> operations and names; "auto" or "reference" alone, of operation
+    None, is for all and forgets what is before it.
 
     Raises:
         InputError: An item is neither.
     """
-    chosen: dict[str, str | Implementation] = {}
+    chosen: list[tuple[str | None, str | Implementation]] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         operation, _, name = item.partition("=")
         if name:
-            chosen[operation.strip()] = name.strip()
+            chosen.append((operation.strip(), name.strip()))
         elif item in (AUTO, REFERENCE):
-            chosen.update(dict.fromkeys(IMPLEMENTATIONS, item))
+            chosen.append((None, item))
         else:
             raise InputError(f"{source}: '{item}' is neither 'auto', 'reference' nor op=name.")
     return chosen

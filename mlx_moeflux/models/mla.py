@@ -18,8 +18,6 @@ from mlx_moeflux.models.layers import ScaledLinear, weights_of
 
 # Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
-# Operations that the fused operation latent_step replaces.
-STEPS = ("latent_prepare", "append_row", "head_product")
 
 
 class HeadLinear(nn.Module):
@@ -115,10 +113,7 @@ class LatentAttention(nn.Module):
         newest = getattr(cache, "newest", None)
         if newest is not None and T == 1:
             inputs |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
-            choice = None if kernels.are_auto(*STEPS) else "reference"
-            q_latent, q_rope, newest = kernels.latent_step(
-                q, kv, newest, keys, **inputs, use_kernel=choice
-            )
+            q_latent, q_rope, newest = kernels.latent_step(q, kv, newest, keys, **inputs)
             stand_in: Any = cache
             options = stand_in.appended(newest)
         else:
@@ -130,6 +125,7 @@ class LatentAttention(nn.Module):
             if q_latent is None:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
             if T == 1 and kernels.are_auto("latent_attention", "head_product"):
+                # The sum computes this product too, which a given callable need not know.
                 options["values"] = values
             y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)
             if "values" not in options:

@@ -19,14 +19,10 @@ from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
-from mlx_moeflux.kernels.moe.moe_step import moe_step
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, weights_of
 from mlx_moeflux.models.record import Recorder
-
-# Operations that the fused operation moe_step replaces.
-STEPS = ("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine")
 
 
 class Router(Protocol):
@@ -258,15 +254,13 @@ class SparseMoeBlock(nn.Module):
     def _fused_step(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
         """Compute the whole block as one operation with the same bits, or return None.
 
-        It needs an implementation for these inputs, all experts on the device, no implementation
-        of a step chosen by name, and no recorder.
+        It needs an implementation for these inputs, all experts on the device and no recorder.
         """
         operation = self._kernels.moe_step
         if (
             not vars(type(self)).get("has_step")
             or type(self._router) is not SoftmaxRouter
             or not operation.goes_beyond_reference(x)
-            or not self._kernels.are_auto(*STEPS)
             or self._recorder is not None
         ):
             return None
@@ -286,7 +280,7 @@ class SparseMoeBlock(nn.Module):
             "steps": self._kernels,
         }
         implementation = operation.implementation(x, weights, bank, **options)
-        if implementation is moe_step:
+        if implementation is operation.reference:
             return None
         self._store.count(x.size // x.shape[-1], self.layer)
         return implementation(x, weights, bank, **options)

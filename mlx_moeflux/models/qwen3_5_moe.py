@@ -120,7 +120,7 @@ class GatedDeltaNet(nn.Module):
             eps=config.rms_norm_eps,
             mask=mask,
             lengths=cache.lengths,
-            rule=kernels.gated_delta,
+            steps=kernels,
         )
         cache.advance(T)
         return kernels.project(y, weights_of(self.out_proj), residual=x)[0]

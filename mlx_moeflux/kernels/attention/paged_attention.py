@@ -11,6 +11,8 @@ Shapes:
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
@@ -23,6 +25,15 @@ from mlx_moeflux.kernels.attention.attention import (
     run,
 )
 from mlx_moeflux.kernels.runtime.metal import launches
+
+# Operations whose work the fused one does.
+REPLACES = ("sdpa",)
+
+
+class References:
+    """Attention in plain MLX."""
+
+    sdpa = staticmethod(causal_sdpa)
 
 
 def paged_sdpa(
@@ -38,8 +49,9 @@ def paged_sdpa(
     tail: tuple[mx.array, mx.array],
     gate: mx.array | None = None,
     sinks: mx.array | None = None,
+    steps: Any = References,
 ) -> mx.array:
-    """The module's formula in stock MLX, with copies of all columns."""
+    """The module's formula in stock MLX: `steps` computes attention over copies of all columns."""
     B, n = table.shape
     row = mx.arange(n * page)
     if start is not None:
@@ -48,8 +60,10 @@ def paged_sdpa(
     index = mx.take_along_axis(table, row // page, axis=1) * page + row % page
     index = mx.clip(index, 0, k.shape[0] - 1)
     keys, values = (x[index].swapaxes(1, 2) for x in (k, v))
-    options = {"length": length, "start": start, "tail": tail, "gate": gate, "sinks": sinks}
-    return causal_sdpa(q, keys, values, scale=scale, mask=None, **options)
+    options = {"length": length, "start": start, "tail": tail, "gate": gate}
+    if sinks is not None:
+        options["sinks"] = sinks
+    return steps.sdpa(q, keys, values, scale=scale, mask=None, **options)
 
 
 @launches(*SHARED)

@@ -40,16 +40,15 @@ def delta_mixer_blas(
     eps,
     mask=None,
     lengths=None,
-    rule=None,
+    steps=None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Chunks of tokens by matrix products, a few tokens one by one.
+    """Chunks of tokens by matrix products, a few tokens one by one. `steps` plays no part.
 
     Raises:
-        UnsupportedError: qkv is not float32, MLX is tracing, lengths are given, or a form of
-            gated_delta was chosen.
+        UnsupportedError: qkv is not float32, MLX is tracing, or lengths are given.
     """
-    if lengths is not None or getattr(rule, "choice", "auto") != "auto":
-        raise UnsupportedError("delta_mixer=blas takes no lengths and no other delta rule.")
+    if lengths is not None:
+        raise UnsupportedError("delta_mixer=blas takes no lengths.")
     Hv, Dv, Dk = state.shape[1:]
     x = blas.numbers(qkv)
     if z is None:

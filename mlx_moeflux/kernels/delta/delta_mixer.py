@@ -43,7 +43,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -58,6 +57,15 @@ from mlx_moeflux.kernels.delta.gated_delta import (
 )
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel, float_bits, launches
+
+# Operations whose work the fused one does.
+REPLACES = ("gated_delta",)
+
+
+class References:
+    """The delta rule in plain MLX."""
+
+    gated_delta = staticmethod(gated_delta)
 
 
 def causal_conv_silu(
@@ -128,9 +136,9 @@ def delta_mixer(
     eps: float,
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
-    rule: Callable[..., Any] = gated_delta,
+    steps: Any = References,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The module's formulas in plain MLX. rule: Computes the delta rule."""
+    """The module's formulas in plain MLX; `steps` computes the delta rule."""
     Hv, Dv, Dk = state.shape[1:]
     if z is None:
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
@@ -144,7 +152,7 @@ def delta_mixer(
     q, k, v = mx.split(y, [keys, 2 * keys], axis=-1)
     q, k = normalise_qk(q.reshape(B, T, -1, Dk), k.reshape(B, T, -1, Dk))
     log_decay, beta = decay_beta(a, b, a_log=a_log, dt_bias=dt_bias)
-    y, new_state = rule(
+    y, new_state = steps.gated_delta(
         q,
         k,
         v.reshape(B, T, Hv, Dv),
@@ -516,12 +524,12 @@ def delta_mixer_fused(
     eps,
     mask=None,
     lengths=None,
-    rule: Any = None,
+    steps: Any = None,
 ):
     """One launch for up to ``STEP_UP_TO`` tokens; else prepare, delta rule as the table of
     gated_delta says, gated norm.
 
-    `rule` is for the reference and plays no part here.
+    `steps` plays no part.
 
     Raises:
         ShapeError: Key or value width is no multiple of 32, or shapes or dtypes do not fit.

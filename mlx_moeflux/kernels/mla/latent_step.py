@@ -31,6 +31,9 @@ from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narr
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
 
+# Operations whose work the fused one does.
+REPLACES = ("latent_prepare", "append_row", "head_product")
+
 
 class References:
     """The steps in plain MLX."""

@@ -27,6 +27,15 @@ from mlx_moeflux.kernels.moe import moe_combine
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
+# Operations whose work the fused one does.
+REPLACES = ("moe_combine",)
+
+
+class References:
+    """The sum in plain MLX."""
+
+    moe_combine = staticmethod(moe_combine.moe_combine)
+
 
 def add_shared(
     residual: mx.array,
@@ -36,10 +45,11 @@ def add_shared(
     down: Weight,
     *,
     score: mx.array | None = None,
+    steps: Any = References,
 ) -> mx.array:
-    """The module's formula in stock MLX."""
+    """The module's formula in stock MLX; `steps` adds the terms if there are routed experts."""
     shared = down.matmul(nn.silu(gate) * up)
-    return _added(moe_combine.moe_combine, residual, experts, shared, score)
+    return _added(steps.moe_combine, residual, experts, shared, score)
 
 
 def add_shared_dequantised(residual, experts, gate, up, down, *, score=None) -> mx.array:

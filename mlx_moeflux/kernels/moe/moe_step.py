@@ -40,6 +40,9 @@ from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
 from mlx_moeflux.kernels.moe.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
+# Operations whose work the fused one does.
+REPLACES = ("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine")
+
 
 class References:
     """The steps in plain MLX."""

@@ -311,7 +311,7 @@ def test_a_delta_rule_that_was_chosen_is_taken():
         return IMPLEMENTATIONS["gated_delta"]["reference"](*args, **kwargs)
 
     kernels = Kernels({"gated_delta": rule})
-    kernels.delta_mixer(*args, **kwargs | {"rule": kernels.gated_delta})
+    kernels.delta_mixer(*args, **kwargs | {"steps": kernels})
     assert calls
 
 
