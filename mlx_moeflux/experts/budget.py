@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from mlx_moeflux.errors import InputError, MemoryBudgetError
@@ -19,19 +20,19 @@ AUTO = "auto"
 RESERVE_BYTES = 10**9
 """What `auto` leaves for activations, the tokenizer and the interpreter."""
 
-_UNITS = {"": 1, "B": 1}
+_UNITS = {"B": 1}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS_BY_LOWER = {name.lower(): factor for name, factor in _UNITS.items()}
-_AMOUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>%|[A-Za-z]*)")
+_AMOUNT = re.compile(r"(?P<number>\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*(?P<unit>%|[A-Za-z]*)")
 
 
 def parse_budget(value: str | float, total_bytes: int) -> int | None:
-    """Bytes of ``"2GB"``, ``"1.5 GiB"``, ``"512MB"``, ``"50%"`` of `total_bytes`, or a number of
-    bytes; None for ``"auto"``.
+    """Bytes of ``"2GB"``, ``"1.5 GiB"``, ``"512MB"``, ``"4096B"``, ``"50%"`` of `total_bytes`, or
+    of an int or float, which counts bytes; None for ``"auto"``.
 
     Raises:
-        InputError: It is none of these, or nothing at all.
+        InputError: It is none of these, nothing at all, or a text without a unit.
     """
     if isinstance(value, bool):
         raise _unreadable(value)
@@ -45,9 +46,13 @@ def parse_budget(value: str | float, total_bytes: int) -> int | None:
     match = _AMOUNT.fullmatch(text)
     if match is None:
         raise _unreadable(value)
-    number, unit = float(match["number"]), match["unit"].lower()
-    factor = total_bytes / 100 if unit == "%" else _UNITS_BY_LOWER.get(unit)
-    if factor is None or not 1 <= number * factor < float("inf"):
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if number and not unit:
+        units = f"{text}GB, {text}MiB or {text}B"
+        raise InputError(f"{value!r} has no unit; give one, such as {units}.")
+    # Fractions: of some sizes 100 % would be a byte less.
+    factor = Fraction(total_bytes, 100) if unit == "%" else _UNITS_BY_LOWER.get(unit)
+    if factor is None or number * factor < 1:
         raise _unreadable(value)
     return int(number * factor)
 

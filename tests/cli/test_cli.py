@@ -364,3 +364,24 @@ def test_profile_prints_a_table_and_writes_a_trace(tmp_path):
     done = run("generate", "-m", "4", "--profile", str(tmp_path / "no" / "trace.json"))
     assert done.returncode == 1
     assert "is not a directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("generate --expert-memory 4", "4"),
+        ("plan MODEL --memory 16", "16"),
+        ("plan MODEL --memory 16GB --expert-memory 4.5", "4.5"),
+        ("plan MODEL --machines 16GB,32 --link 2.5GB/s", "32"),
+        ("plan MODEL --machines 16GB,32GB --link 2.5", "2.5"),
+        ("tune --budgets 2GB 8", "8"),
+        ("generate --prompt-cache FOLDER --prompt-cache-disk 20", "20"),
+    ],
+)
+def test_a_size_without_a_unit_is_one_line(capsys, tmp_path, command, number):
+    places = {"MODEL": str(BUNDLED_MODEL), "FOLDER": str(tmp_path)}
+    assert main([places.get(word, word) for word in command.split()]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        f"'{number}' has no unit; give one, such as {number}GB, {number}MiB or {number}B." in error
+    )

@@ -36,8 +36,8 @@ GB = 10**9
         ("12.5 %", 125),
         ("100%", 1000),
         ("150%", 1500),
-        ("4096", 4096),
         ("4096B", 4096),
+        ("0.25 GiB", 1 << 28),
         (4096, 4096),
         (1.5e9, 1_500_000_000),
         ("auto", None),
@@ -55,6 +55,29 @@ def test_parse(text, count):
 def test_what_is_no_amount(text):
     with pytest.raises(InputError, match="give one such as 2GB, 512MiB, 50% or auto"):
         parse_budget(text, 1000)
+
+
+@pytest.mark.parametrize("text", ["4", "16", "1.5", " 4096 ", ".5", "2000000000"])
+def test_a_text_without_a_unit_is_no_amount(text):
+    number = text.strip()
+    with pytest.raises(InputError) as caught:
+        parse_budget(text, 1000)
+    message = f"{text!r} has no unit; give one, such as {number}GB, {number}MiB or {number}B."
+    assert str(caught.value) == message
+
+
+def test_digits_without_end_are_no_amount():
+    for text in ("9" * 5000 + "GB", "0." + "9" * 5000 + "GB", "1" + "0" * 400 + "%"):
+        with pytest.raises(InputError, match="is not an amount"):
+            parse_budget(text, 1000)
+
+
+@given(st.integers(1, 10**14), st.integers(1, 400))
+def test_a_share_is_exact(total, quarters):
+    assert parse_budget("100%", total) == total
+    assert parse_budget("100.00 %", total) == total
+    if total * quarters >= 400:
+        assert parse_budget(f"{quarters / 4}%", total) == total * quarters // 400
 
 
 def test_format():
