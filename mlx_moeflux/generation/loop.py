@@ -37,6 +37,7 @@ def generate_step(
     prefill_step_size: int | None = None,
     prompt_progress_callback: Progress | None = None,
     resumed: Resumed | None = None,
+    on_prompt_read: Callable[[], object] = lambda: None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield (token, logprobs ``[V]``) for a prompt of ids ``[T]``; max_tokens -1 is no limit.
 
@@ -47,7 +48,8 @@ def generate_step(
     processed another token's share: the prompt passes layer by layer, so a call of 1,000 tokens
     counts 250 when a quarter of the layers is done.
 
-    resumed: The known beginning of the prompt; its state replaces `prompt_cache`.
+    resumed: The known beginning of the prompt; its state replaces `prompt_cache`. on_prompt_read:
+    Called when the logits after the prompt are known, before the first token is sampled.
 
     On GPUs the next step is scheduled before the caller gets the current token. A prefill that
     fails or is interrupted leaves `prompt_cache` as it was. After decoding, however it ends, the
@@ -60,7 +62,8 @@ def generate_step(
     else:
         cache = model.make_cache() if prompt_cache is None else prompt_cache
     sampler, processors = sampler or make_sampler(), list(logits_processors)
-    loop = _Loop(model, cache, sampler, processors, prompt, resumed, prompt_progress_callback)
+    progress = prompt_progress_callback
+    loop = _Loop(model, cache, sampler, processors, prompt, resumed, progress, on_prompt_read)
     with model.lock, transaction(cache):
         size = prefill_step_size or prompt.shape[0]
         following: Any = loop.prefill(size, stop=max_tokens == 0)
@@ -104,6 +107,7 @@ class _Loop:
     prompt: mx.array
     resumed: Resumed | None
     progress: Progress | None
+    on_prompt_read: Callable[[], object]
     tokens: mx.array | None = None
 
     def prefill(self, size: int, *, stop: bool) -> tuple[mx.array, mx.array, mx.array] | None:
@@ -125,6 +129,7 @@ class _Loop:
             raw = self._pass(start, total)
             if resumed:
                 resumed.reached(total, raw[0])
+        self.on_prompt_read()
         if not stop:
             first = self._sampled(raw, self.prompt[start:])
             mx.eval(first, [entry.state for entry in self.cache])

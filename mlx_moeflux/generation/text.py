@@ -34,10 +34,11 @@ from mlx_moeflux.tokenizer import Tokenizer
 class GenerationResponse:
     """One step of a generation, with mlx-lm's fields.
 
-    text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps, generation_tps:
-    Tokens per second. peak_memory: MLX's peak in GB (10^9 bytes). finish_reason: "stop", "length",
-    or None before the last. experts: The store's statistics of this call, on the last.
-    cached_tokens: Tokens of the prompt that a prompt cache supplied.
+    text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps: Tokens of the prompt
+    a second until its logits are known. generation_tps: Tokens of the reply, the first one
+    included, a second from there on. peak_memory: MLX's peak in GB (10^9 bytes). finish_reason:
+    "stop", "length", or None before the last. experts: The store's statistics of this call, on the
+    last. cached_tokens: Tokens of the prompt that a prompt cache supplied.
     """
 
     text: str
@@ -114,6 +115,7 @@ def stream_generate(
     else:
         room = _room(model, prompt_cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
+    read_at: list[float] = []
     steps = generate_step(
         mx.array(ids, mx.int32),
         model,
@@ -124,6 +126,7 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
         resumed=resumed,
+        on_prompt_read=lambda: read_at.append(time.perf_counter()),
     )
     ends = end_ids(tokenizer) | set(check_ids("stop_ids", stop_ids))
     stops, detokenizer = StopText(stop_texts(stop)), _detokenizer(tokenizer)
@@ -135,10 +138,10 @@ def stream_generate(
         before = model.store.stats().snapshot()
         mx.reset_peak_memory()
         began = time.perf_counter()
-        prompt_seconds, count, token, logprobs = 0.0, 0, -1, None
+        count, token, logprobs = 0, -1, None
 
         def response(text: str, finish: str | None = None) -> GenerationResponse:
-            seconds = time.perf_counter() - began - prompt_seconds
+            prompt_seconds, seconds = read_at[0] - began, time.perf_counter() - read_at[0]
             return GenerationResponse(
                 text=text,
                 token=token,
@@ -156,8 +159,6 @@ def stream_generate(
 
         try:
             for token, logprobs in steps:  # noqa: B007
-                if not count:
-                    prompt_seconds = time.perf_counter() - began
                 count += 1
                 if token in ends:
                     yield response(stops.finish(detokenizer.finish()), "stop")

@@ -68,6 +68,31 @@ def test_stream_has_the_tokens_the_fields_and_the_account(pair, expected):
     assert total.tokens == last.prompt_tokens + 23
 
 
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("memory", ["25%", "100%"])
+def test_speeds_count_each_token_and_each_second_once(monkeypatch, count, memory):
+    """A clock that reading a part of the prompt moves by 100 seconds, and sampling by one."""
+    now = [0.0]
+
+    def sampler(logprobs):
+        now[0] += 1.0
+        return mx.argmax(logprobs, axis=-1)
+
+    def progress(done, total):
+        now[0] += 100.0 * (done < total)
+        seen.append(done < total)
+
+    seen = []
+    monkeypatch.setattr("mlx_moeflux.generation.text.time.perf_counter", lambda: now[0])
+    model, tokenizer = load(BUNDLED_MODEL, expert_memory=memory)
+    with model:
+        options = {"sampler": sampler, "prompt_progress_callback": progress}
+        *_, last = stream_generate(model, tokenizer, PROMPT, max_tokens=count, **options)
+    assert last.generation_tokens == count
+    assert last.generation_tps == 1.0
+    assert last.prompt_tps == last.prompt_tokens / (100.0 * sum(seen))
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_prefill_steps_do_not_change_the_text(pair, expected, size):
     model, tokenizer = pair
