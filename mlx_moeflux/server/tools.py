@@ -14,7 +14,9 @@ from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.constrain import WHITE_SPACE
+from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.json_guard import read_json
+from mlx_moeflux.server.schemas import ANY, ANY_TEXT, ArgumentsSchema
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Name of a function -> JSON schema of its arguments."""
@@ -30,16 +32,64 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class Tags:
+    """Tags around the value of each argument, for grammars.
+
+    begin: Key -> Lark expression of the text that opens a value. end: Text that closes it. after:
+    Lark expression of the text behind it.
+    """
+
+    begin: Callable[[str], str]
+    end: str
+    after: str
+
+    def rules(self, name: str, schema: Mapping[str, Any]) -> list[str]:
+        """Return Lark rules of the arguments in the schema's order; the first one is `name`.
+
+        Texts go up to the closing tag, everything else is JSON.
+
+        Raises:
+            RequestError: The limits of a text cannot be enforced.
+        """
+        arguments, parts, rules = ArgumentsSchema(schema), [], []
+        required = arguments.required()
+        for i, (key, value) in enumerate(arguments.arguments().items()):
+            types = arguments.types(value)
+            if "string" in types and types != ANY:
+                try:
+                    pattern = arguments.text_pattern(value, self.end)
+                except RequestError as error:
+                    raise RequestError(f"of the argument '{key[:80]}', {error}") from error
+                inner = "text_value"
+                if pattern is not None:
+                    inner, text = f"{name}_{i}", f"TEXT_{name}_{i}".upper()
+                    rules += [self._text(inner, text), f"{text}: {pattern}"]
+            else:
+                inner = f"%json {_json_rule(arguments.standalone(value))} {_quoted(self.end)}"
+            part = f"{self.begin(key)} {inner} {self.after}"
+            parts.append(part if key in required else f"({part})?")
+        body = " ".join(parts) or '""'
+        return [f"{name}: {body}", *rules]
+
+    def shared(self) -> str:
+        """Return the Lark rule that all texts without limits share."""
+        return self._text("text_value", f"/{ANY_TEXT}/")
+
+    def _text(self, name: str, body: str) -> str:
+        return f"{name}[suffix={_quoted(self.end)}]: {body}"
+
+
+@dataclass(frozen=True)
 class ToolSyntax:
     """Syntax of the calls of a family of models.
 
     markers: Texts that all occur in the chat template of such a model. begin, end: Around calls;
     text outside is the answer. parse: (text between them, tools) -> calls; raises ValueError for
     what is no call. call: (name, rule of its arguments) -> Lark grammar of one call, without begin
-    and end. arguments: (JSON schema) -> Lark body of that rule; None for JSON. text_end: Behind a
-    text among the arguments. text_arguments: The template wants the arguments of earlier calls as
-    JSON text. grouped: One begin and end stand around all calls, else around each. ends_reply: The
-    end is the token that ends a reply. tokens: Special ones inside of calls.
+    and end. tags: Around arguments; None for arguments in JSON. text_arguments: The template wants
+    the arguments of earlier calls as JSON text. grouped: One begin and end stand around all calls,
+    else around each. ends_reply: The end is the token that ends a reply. tokens: Special ones
+    inside of calls.
     """
 
     markers: tuple[str, ...]
@@ -47,8 +97,7 @@ class ToolSyntax:
     end: str
     parse: Callable[[str, Tools], list[ToolCall]]
     call: Callable[[str, str], str]
-    arguments: Callable[[Mapping[str, Any]], str] | None = None
-    text_end: str = ""
+    tags: Tags | None = None
     text_arguments: bool = False
     grouped: bool = False
     ends_reply: bool = False
@@ -91,35 +140,15 @@ def parse_xml_call(text: str, tools: Tools) -> list[ToolCall]:
     if call is None:
         raise ValueError("no function")
     name, inner = call[1].strip(), call[2]
-    properties = tools.get(name, {}).get("properties", {})
+    schema = ArgumentsSchema(tools.get(name, {}))
     arguments, at = {}, 0
     while inner[at:].strip():
         found = _XML_PARAMETER.match(inner, at)
         if found is None:
             raise ValueError("no parameter")
         key, value = found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
-        arguments[key], at = _typed(value, properties.get(key)), found.end()
+        arguments[key], at = schema.value(value, schema.argument(key)), found.end()
     return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """Return the value that `text` means under a schema: itself, or JSON."""
-    if _is_text(schema):
-        return text
-    try:
-        return read_json(text)
-    except ValueError:
-        return text
-
-
-def _is_text(schema: Any) -> bool:
-    """Return True if a schema allows texts alone."""
-    if not isinstance(schema, dict):
-        return False
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return schema.get("type") == "string" or (
-        bool(values) and all(isinstance(value, str) for value in values)
-    )
 
 
 def _json_rule(schema: Any) -> str:
@@ -127,30 +156,6 @@ def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         return json.dumps(schema)
     return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-
-
-def tagged_arguments(
-    begin: Callable[[str], str], end: str, after: str
-) -> Callable[[Mapping[str, Any]], str]:
-    """Return what makes the Lark rule body of arguments between tags, in the schema's order: text
-    up to the closing tag, everything else JSON. begin: Key -> Lark expression of what opens a
-    value. end: Text that closes it. after: Lark expression of what stands behind."""
-
-    def rule(schema: Mapping[str, Any]) -> str:
-        required, parts = schema.get("required", []), []
-        for key, value in schema.get("properties", {}).items():
-            if _is_text(value) and "enum" not in value and "const" not in value:
-                inner = "text_value"
-            elif _is_text(value):
-                choices = [json.dumps(v) for v in value.get("enum", [value.get("const")])]
-                inner = f"({' | '.join(choices)}) {_quoted(end)}"
-            else:
-                inner = f"%json {_json_rule(value)} {_quoted(end)}"
-            part = f"{begin(key)} {inner} {after}"
-            parts.append(part if key in required else f"({part})?")
-        return " ".join(parts) or '""'
-
-    return rule
 
 
 _GLM_CALL = re.compile(r"\s*([^\n<]+?)\s*((?:<arg_key>.*)?)", re.DOTALL)
@@ -181,9 +186,11 @@ def parse_minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 def _tagged_call(name: str, inner: str, argument: re.Pattern, tools: Tools) -> ToolCall:
     """Return a call whose schema says which values are texts."""
-    properties = tools.get(name, {}).get("properties", {})
+    schema = ArgumentsSchema(tools.get(name, {}))
     found = _all(argument, inner) if inner.strip() else []
-    arguments = {key.strip(): _typed(value, properties.get(key.strip())) for key, value in found}
+    arguments = {
+        key.strip(): schema.value(value, schema.argument(key.strip())) for key, value in found
+    }
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
@@ -268,10 +275,7 @@ SYNTAXES: dict[str, ToolSyntax] = {
             f"{_quoted(chr(10), '<function=', name, '>', chr(10))} {rule} "
             f"{_quoted('</function>', chr(10))}"
         ),
-        arguments=tagged_arguments(
-            lambda key: _quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'
-        ),
-        text_end="\n</parameter>",
+        tags=Tags(lambda key: _quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'),
     ),
     "glm4": ToolSyntax(
         ("<tool_call>", "<arg_key>"),
@@ -279,12 +283,11 @@ SYNTAXES: dict[str, ToolSyntax] = {
         "</tool_call>",
         parse_glm_call,
         lambda name, rule: f"{_quoted(name)} /\\n?/ {rule}",
-        arguments=tagged_arguments(
+        tags=Tags(
             lambda key: f'{_quoted("<arg_key>", key, "</arg_key>")} /\\n?/ "<arg_value>"',
             "</arg_value>",
             "/\\n?/",
         ),
-        text_end="</arg_value>",
         tokens=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "minimax_m2": ToolSyntax(
@@ -296,10 +299,9 @@ SYNTAXES: dict[str, ToolSyntax] = {
             f"/\\n?/ {_quoted('<invoke name=', json.dumps(name), '>', chr(10))} {rule} "
             f'"</invoke>" /\\n?/'
         ),
-        arguments=tagged_arguments(
+        tags=Tags(
             lambda key: _quoted("<parameter name=", json.dumps(key), ">"), "</parameter>", '"\\n"'
         ),
-        text_end="</parameter>",
         grouped=True,
     ),
     "harmony": ToolSyntax(
@@ -371,14 +373,24 @@ def choose_syntax(templates: Iterable[str | None], name: str | None = None) -> T
 
 
 def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
-    """Return the Lark grammar of a reply that calls at least one of `tools`, `many` or one."""
+    """Return the Lark grammar of a reply that calls at least one of `tools`, `many` or one.
+
+    Raises:
+        RequestError: A schema has limits that cannot be enforced in this syntax.
+    """
     rules, names = [], []
     for i, (name, schema) in enumerate(tools.items()):
-        if syntax.arguments is None:
-            body = f"%json {_json_rule({'type': 'object', **schema})}"
+        arguments = f"arguments_{i}"
+        if syntax.tags is None:
+            rules.append(f"{arguments}: %json {_json_rule({'type': 'object', **schema})}")
         else:
-            body = syntax.arguments(schema)
-        rules += [f"arguments_{i}: {body}", f"call_{i}: {syntax.call(name, f'arguments_{i}')}"]
+            try:
+                rules += syntax.tags.rules(arguments, schema)
+            except RequestError as error:
+                raise RequestError(
+                    f"'tools' cannot be enforced: in '{name[:80]}', {error}", param="tools"
+                ) from error
+        rules.append(f"call_{i}: {syntax.call(name, arguments)}")
         names.append(f"call_{i}")
     begin, end = _quoted(syntax.begin), "" if syntax.ends_reply else _quoted(syntax.end)
     many = many and not syntax.ends_reply
@@ -388,8 +400,8 @@ def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
     else:
         start = f"{begin} {one} {end}"
         start += f' ("\\n" {start})*' if many else ""
-    text = f"text_value[suffix={_quoted(syntax.text_end)}]: /(?s:.*)/" if syntax.arguments else ""
-    return "\n".join([f"start: {start}", *rules, text])
+    shared = [] if syntax.tags is None else [syntax.tags.shared()]
+    return "\n".join([f"start: {start}", *rules, *shared])
 
 
 @dataclass
