@@ -69,6 +69,8 @@ class BaseCache:
     """Rows of tokens by which arrays grow."""
     takes_steps: ClassVar[bool] = True
     """True if a traced step may take the arrays by ``begin_step``."""
+    scratch = False
+    """True if no later call reads this entry: layers in training compute on a copy of it."""
     state: Any
     _join: Callable[[list[Any]], None]
 

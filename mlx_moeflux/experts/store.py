@@ -70,6 +70,8 @@ class ExpertStore:
     """Whether all calls are lazy, and a trace may stand for them."""
     waits = False
     """Whether a call waits for others, so that work beside the experts should begin before it."""
+    training = False
+    """Whether gradients are taken of calls. A model sets it in its own :meth:`train`."""
     parts_calls = False
     """Whether a call may be made in the steps of
     :class:`~mlx_moeflux.experts.streaming.store.StreamedStore`."""

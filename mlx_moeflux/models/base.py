@@ -145,6 +145,8 @@ class StreamingModel(nn.Module):
             kernels = getattr(holder, "kernels", None)
             if isinstance(kernels, Kernels):
                 kernels.references_only(mode)
+        if self._store is not None:
+            self._store.training = mode
         return self
 
     def unfreeze(self, *args, **kwargs) -> StreamingModel:
@@ -257,6 +259,7 @@ class StreamingModel(nn.Module):
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""
         self._store = store
+        store.training = self.training
         self.forget_steps()
         blocks = self.moe_blocks()
         for block in blocks.values():

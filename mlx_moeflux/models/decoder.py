@@ -143,7 +143,10 @@ class DecoderModel(StreamingModel):
             raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
         if cache is None or tokens.shape[1] > 1:
             self._check_ids(tokens)
-        cache = self.make_cache() if cache is None else cache
+        if cache is None:
+            cache = self.make_cache()
+            for entry in cache:
+                entry.scratch = self.training
         tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.store.stays_on_device:
@@ -238,8 +241,10 @@ class DecoderModel(StreamingModel):
         with metal.gathered():
             h, submitted = self.model.embed_tokens(tokens), deque()
             mask = cache[0].real_tokens(tokens.shape[1])
+            # Chunks are evaluated one by one, which a compiled training step excludes.
+            chunk = tokens.shape[1] if self.training else self.prefill_chunk
             for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
-                h = layer(h, entry, mask, chunk=self.prefill_chunk)
+                h = layer(h, entry, mask, chunk=chunk)
                 many = h.size >= MANY_NUMBERS
                 if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
                     submitted.append(h)

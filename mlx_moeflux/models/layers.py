@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -85,6 +86,9 @@ class DecoderLayer(nn.Module):
         The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
         block takes all tokens, so that every expert is read once.
         """
+        if self.training and cache.scratch:
+            # Gradient checkpointing calls a layer a second time with the same entry.
+            cache = copy.deepcopy(cache)
         T = x.shape[1]
         if self._recorder is not None:
             self._recorder.begin(x.shape[0])

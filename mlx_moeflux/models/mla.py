@@ -163,10 +163,12 @@ class LatentAttention(nn.Module):
         if "embed_q" in self:
             return self.embed_q.matrices(), self.unembed_out.matrices()
         linear, known = self.kv_b_proj, self._known
+        if "bias" in linear:
+            raise UnsupportedError("kv_b_proj takes no bias.")
         if (
             known is not None
             and not self.training
-            and (known[0] is linear["weight"] and known[1] is linear.get("scales"))
+            and (known[0] is linear.get("weight") and known[1] is linear.get("scales"))
         ):
             return known[2]
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
@@ -175,7 +177,9 @@ class LatentAttention(nn.Module):
             # Products by heads know no global scale.
             stored = Weight(linear.dense(self.kv_a_layernorm.weight.dtype))
         if not isinstance(stored, Weight):
-            raise UnsupportedError("kv_b_proj takes no adapter and no bias.")
+            # The matrix of an adapter is its product with the identity.
+            norm = self.kv_a_layernorm.weight
+            stored = Weight(linear(mx.eye(norm.size, dtype=norm.dtype)).T)
         rows = stored.weight.shape[0] // H
         weight = stored.weight.reshape(H, rows, -1)
         scales, biases = (
@@ -184,7 +188,7 @@ class LatentAttention(nn.Module):
         )
         whole = HeadMatrices(weight, scales, biases, stored.spec, 0, rows)
         both = replace(whole, count=Dn), replace(whole, first=Dn, count=whole.count - Dn)
-        if not self.training:
+        if not self.training and "weight" in linear:
             # Evaluate before publishing: two threads must not evaluate one array.
             mx.eval([part for part in (weight, scales, biases) if part is not None])
             self._known = linear["weight"], linear.get("scales"), both

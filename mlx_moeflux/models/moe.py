@@ -125,6 +125,13 @@ class ExpertProjection(nn.Module):
         self.weight = mx.random.uniform(-scale, scale, (num_experts, output_dims, input_dims))
         self.spec: QuantSpec | None = None
 
+    @property
+    def bits(self) -> int:
+        """Bits of a quantised weight; mlx-lm counts parameters by them."""
+        if self.spec is None:
+            raise AttributeError("an unquantised projection has no bits")
+        return self.spec.bits
+
     def bank(self) -> ProjectionBank:
         scales, biases = self.get("scales"), self.get("biases")
         bias, whole = self.get("bias"), self.get("global_scale")

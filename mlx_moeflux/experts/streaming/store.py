@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.checkpoint.files import is_positive
-from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
     ExpertCompute,
@@ -295,7 +295,8 @@ class StreamedStore(ExpertStore):
         one pass, or in waves. Evaluates: long calls of incomplete layers."""
         state, form, bank = call.state, self._form, call.state.bank.current.experts
         start, stalled = perf_counter(), state.stats.stall_seconds
-        few, slot_of = form.takes_few(weights.size, x.shape[0], bank), state.table.slots_by_expert
+        few = not self.training and form.takes_few(weights.size, x.shape[0], bank)
+        slot_of = state.table.slots_by_expert
         if call.host is None:
             y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
         elif few and call.waves is None and call.host.max() < self.num_experts:
@@ -306,7 +307,7 @@ class StreamedStore(ExpertStore):
             if call.waves is not None:
                 self._compute_waves(state, call.waves, pairs, total)
             else:
-                total.add(pairs, slot_of, bank)
+                self._add(state, pairs, total)
             y = total.total
             if weights.size > FEW_PAIRS:
                 # Evaluate a long output now rather than keep it pending.
@@ -508,7 +509,13 @@ class StreamedStore(ExpertStore):
         if call.ahead is not None or events is not None:
             # One evaluation for everything that the host reads.
             mx.eval(ids, call.ahead, None if events is None else weights)
-        host = np.array(ids)
+        try:
+            host = np.array(ids)
+        except ValueError:  # a graph transformation refuses evaluation
+            raise UnsupportedError(
+                "streamed experts are chosen on the host, which mx.compile excludes; call "
+                "mx.disable_compile() before, or load with expert_memory='100%'."
+            ) from None
         check_ids(state.layer, host, self.num_experts)
         if events is not None:
             events(Chosen(state.layer, state.tokens, host, np.array(weights)))
@@ -533,6 +540,18 @@ class StreamedStore(ExpertStore):
         state.look_up(wave.experts, wave.missing, self._events)
         state.begin_reads(wave.missing, waves.protected, self._events)
 
+    def _add(self, state: StreamedLayer, pairs: Pairs, total: ExpertSum) -> None:
+        """Add the outputs of `pairs`, whose experts are in slots."""
+        bank, slot_of = state.bank.current.experts, state.table.slots_by_expert
+        if self.training and len(pairs):
+            # Gradients read the experts after other ones have been read into their slots.
+            experts = np.unique(pairs.expert)
+            bank = bank.take(mx.array(slot_of[experts].astype(np.uint32)))
+            mx.eval(bank.flat)
+            slot_of = np.zeros_like(slot_of)
+            slot_of[experts] = np.arange(len(experts))
+        total.add(pairs, slot_of, bank)
+
     def _compute_waves(
         self, state: StreamedLayer, waves: WaveSchedule, pairs: Pairs, total: ExpertSum
     ) -> None:
@@ -540,8 +559,7 @@ class StreamedStore(ExpertStore):
         that its slots can be read into."""
 
         def compute(wave: Wave) -> None:
-            part = pairs.between(wave.experts[0], wave.experts[-1])
-            total.add(part, state.table.slots_by_expert, state.bank.current.experts)
+            self._add(state, pairs.between(wave.experts[0], wave.experts[-1]), total)
             total.evaluate()
 
         def begin(wave: Wave) -> None:

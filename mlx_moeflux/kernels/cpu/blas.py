@@ -314,7 +314,8 @@ def project_blas(
 
 @quiet
 def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.array:
-    """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in float32.
+    """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in float32. A module in the place of
+    a matrix is called as it is.
 
     Raises:
         UnsupportedError: See :func:`project_blas`.
@@ -323,7 +324,7 @@ def add_shared_blas(residual, experts, gate, up, down, *, score=None) -> mx.arra
     if isinstance(down, Weight):
         shared = product(inner, down)
     else:
-        shared = numbers(down.matmul(mx.array(inner)))
+        shared = np.array(numbers(down.matmul(mx.array(inner))))
     if score is not None:
         shared *= sigmoid(numbers(score))
     total = numbers(residual).reshape(shared.shape)

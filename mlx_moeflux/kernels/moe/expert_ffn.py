@@ -89,17 +89,22 @@ class ProjectionBank:
     bias: mx.array | None = None
     global_scale: mx.array | None = None
 
-    def take(self, slots: mx.array, dtype: mx.Dtype) -> ProjectionBank:
-        """The rows of `slots` only; floats cast to `dtype`."""
-        weight = self.weight[slots]
-        bias = None if self.bias is None else self.bias[slots].astype(dtype)
-        if self.spec is None or self.scales is None:
-            return ProjectionBank(weight.astype(dtype), None, None, None, bias)
-        scales, biases = self.scales[slots], None if self.biases is None else self.biases[slots]
-        if biases is not None:
-            scales, biases = scales.astype(dtype), biases.astype(dtype)
-        whole = None if self.global_scale is None else self.global_scale[slots]
-        return ProjectionBank(weight, scales, biases, self.spec, bias, whole)
+    def take(self, slots: mx.array, dtype: mx.Dtype | None) -> ProjectionBank:
+        """The rows of `slots` only; floats but global scales cast to `dtype`, if it is given."""
+
+        def rows(array: mx.array | None) -> mx.array | None:
+            found = None if array is None else array[slots]
+            casts = found is not None and dtype and mx.issubdtype(found.dtype, mx.floating)
+            return found.astype(dtype) if casts else found
+
+        return replace(
+            self,
+            weight=rows(self.weight),
+            scales=rows(self.scales),
+            biases=rows(self.biases),
+            bias=rows(self.bias),
+            global_scale=None if self.global_scale is None else self.global_scale[slots],
+        )
 
     def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``.
@@ -230,9 +235,9 @@ class ExpertBank:
                 "BLAS computes experts without biases and with silu(gate) up; take the reference."
             )
 
-    def take(self, slots: mx.array, dtype: mx.Dtype) -> ExpertBank:
-        """A small bank of the given slots only, floats in `dtype`: what the CPU computes with,
-        because stock operations would cast every slot's scales on every call."""
+    def take(self, slots: mx.array, dtype: mx.Dtype | None = None) -> ExpertBank:
+        """A small bank of the given slots only, floats in `dtype`, if it is given: what the CPU
+        computes with, because stock operations would cast every slot's scales on every call."""
         gate, up, down = (part.take(slots, dtype) for part in (self.gate, self.up, self.down))
         return ExpertBank(gate, up, down, activation=self.activation)
 
