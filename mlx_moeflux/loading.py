@@ -23,6 +23,7 @@ from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.distributed.placement import ById, Placement
 from mlx_moeflux.distributed.ranks import reporting
 from mlx_moeflux.errors import (
+    CheckpointError,
     ConfigError,
     InputError,
     MemoryBudgetError,

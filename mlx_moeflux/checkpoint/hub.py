@@ -326,7 +326,10 @@ def _cached(repo_id: str, revision: str | None, offline: Exception) -> Path:
     from huggingface_hub import constants
 
     found = _snapshot(repo_id, revision, cache=Path(constants.HF_HUB_CACHE))
-    if found is not None and any(found.glob("*.safetensors")) | any(found.glob("*.bin")):
+    has_weights = found is not None and any(
+        next(found.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")
+    )
+    if found is not None and has_weights:
         return found
     state = "is not" if found is None else "has no weights"
     raise UnsupportedError(
