@@ -65,7 +65,8 @@ class Assembler:
             self._logprobs.append(token.logprobs)
         text = "" if token.finish == STOP else self._detokenizer.add(token.id)
         final = token.finish is not None
-        delta = self._split(text + (self._detokenizer.finish() if final else ""), final=final)
+        text += self._detokenizer.finish() if final else ""
+        delta = self._split(text, final=final, cut=final and token.finish != STOP)
         if self._stop.found:
             delta.finish, delta.stop = STOP, self._stop.stop
         elif self._tools is not None and self._tools.full:
@@ -77,15 +78,20 @@ class Assembler:
             delta.logprobs, self._logprobs = self._logprobs, []
         return delta
 
-    def _split(self, text: str, *, final: bool) -> Delta:
+    def _split(self, text: str, *, final: bool, cut: bool) -> Delta:
         delta = Delta()
         if self._reasoning is not None:
             delta.reasoning, text = self._reasoning.add(text, final=final)
         if self._tools is not None:
-            found = self._tools.add(text, final=final)
+            found = self._tools.add(text, final=final, cut=cut)
             text = found.text
             delta.calls = [_with_id(call) for call in found.calls]
-        delta.text = self._stop.finish(text) if final else self._stop.add(text)
+            if found.unfinished:
+                delta.text = self._stop.finish("") + text
+                return delta
+        # A stop text does not reach across a call.
+        whole = final or bool(delta.calls)
+        delta.text = self._stop.finish(text) if whole else self._stop.add(text)
         return delta
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from mlx_moeflux.server.errors import RequestError
 
 MOST_DEPTH = 100
+
+_STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*', re.DOTALL)
+_PLAIN = re.compile(r"[\w\s.,:+-]*")
+_SPACE = re.compile(r"\s*")
 
 
 def read_json(body: bytes | str) -> Any:
@@ -51,3 +56,39 @@ def _checked(value: Any) -> Iterator[Any]:
             value.encode("utf-8")
         except UnicodeEncodeError:
             raise RequestError("the body has a lone surrogate, which is no character.") from None
+
+
+class ObjectEnd:
+    """Finds the end of a JSON object in a text that grows. at: Place where it, or white space
+    before it, begins."""
+
+    def __init__(self, at: int = 0):
+        self._at, self._depth, self._in_string = at, 0, False
+
+    def find(self, text: str) -> int | None:
+        """Return the place behind the object, or None if it goes on. `text` begins as before.
+
+        Raises:
+            ValueError: It is no object, or nested deeper than MOST_DEPTH.
+        """
+        while self._at < len(text):
+            inside = self._in_string
+            between = _STRING if inside else _PLAIN if self._depth else _SPACE
+            found = between.match(text, self._at)
+            assert found is not None
+            self._at = found.end()
+            character = text[self._at : self._at + 1]
+            if not character or (inside and character == "\\"):
+                return None  # the text ends here
+            if character == '"' and self._depth:
+                self._in_string = not inside
+            elif inside or character not in "{[]}" or (character != "{" and not self._depth):
+                raise ValueError("no object")
+            else:
+                self._depth += 1 if character in "{[" else -1
+            self._at += 1
+            if not self._depth:
+                return self._at
+            if self._depth > MOST_DEPTH:
+                raise ValueError("nested too deep")
+        return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_moeflux.detokenizer import overlap
+from mlx_moeflux.server.json_guard import ObjectEnd
 
 
 class Split(NamedTuple):
@@ -90,6 +91,7 @@ class HarmonySplitter:
         self._held, self._parts = "", {"reasoning": "", "content": ""}
         self._state = "reasoning" if opened else "header"
         self._calls = False
+        self._arguments: ObjectEnd | None = None  # of an open call, until their end is known
 
     @property
     def inside(self) -> bool:
@@ -121,13 +123,19 @@ class HarmonySplitter:
         self._state, self._held = "content", rest
         self._calls = recipient is not None
         if recipient is not None:
+            self._arguments = ObjectEnd()
             self._parts["content"] += f"{_CHANNEL}commentary to={recipient[1]}{_MESSAGE}"
         elif channel and channel[0].startswith("analysis"):
             self._state = "reasoning"
         return True
 
     def _leave_message(self, final: bool) -> bool:
-        ends = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
+        begin = self._behind_arguments()
+        if begin is None and not final:
+            return False
+        ends = []
+        if begin is not None:
+            ends = [(at, end) for end in _ENDS if (at := self._held.find(end, begin)) >= 0]
         if not ends:
             certain = len(self._held)
             if not final:
@@ -138,7 +146,20 @@ class HarmonySplitter:
         at, end = min(ends)
         self._parts[self._state] += self._held[:at] + (_CALL if self._calls else "")
         self._held, self._state, self._calls = self._held[at + len(end) :], "header", False
+        self._arguments = None
         return bool(self._held)
+
+    def _behind_arguments(self) -> int | None:
+        """Return the place from which marks count, None inside the arguments of a call."""
+        if self._arguments is None:
+            return 0
+        try:
+            behind = self._arguments.find(self._held)
+        except ValueError:  # no JSON
+            behind = 0
+        if behind is not None:
+            self._arguments = None
+        return behind
 
 
 Splitter = ReasoningSplitter | HarmonySplitter

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.server.engine import Job
+from mlx_moeflux.server.engine import Job, Token
+from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.request import Defaults
 from tests.server.conftest import Running, served
 
@@ -57,4 +59,31 @@ def saying(model: Any, tokenizer: Any, script: Script, **options: Any) -> Iterat
             submit(jobs)
 
         server.service.engine.submit = scripted
+        yield server
+
+
+@contextlib.contextmanager
+def spoken(
+    model: Any, tokenizer: Any, text: str, *, fails: bool = False, **options: Any
+) -> Iterator[Running]:
+    """A server whose engine says a text up to the limit, without the model. fails: The engine
+    fails behind the text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    failure = RequestError("the engine failed.", status=500)
+    last = Token(error=failure) if fails else Token(0, "stop")
+
+    def submit(jobs: list[Job]) -> None:
+        loop = asyncio.get_running_loop()
+        for job in jobs:
+            tokens = [Token(i) for i in ids[: job.limit]]
+            if len(tokens) == job.limit:
+                tokens[-1] = Token(tokens[-1].id, "length")
+            else:
+                tokens.append(last)
+            for token in tokens:
+                loop.call_soon(job.heard, token)
+
+    options = {"defaults": Defaults(max_tokens=4096), **options}
+    with served(model, tokenizer, **options) as server:
+        server.service.engine.submit = submit
         yield server

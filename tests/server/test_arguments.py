@@ -55,7 +55,8 @@ VALUES = [
                      {"allOf": [ref("Text")], "nullable": True},
                      {"oneOf": [ref("Kind"), STRING, NULL]})
       for text, want in (("007", "007"), (OBJECT, OBJECT), ("true", "true"), ("null", None),
-                         ("None", None), ("'a'", "'a'"), ("['a']", "['a']"), ("", ""))],
+                         ("None", None), ("'a'", "'a'"), ("['a']", "['a']"), ("", ""),
+                         ('"a"', '"a"'))],
     # Lists of mixed types.
     *[({"enum": ["auto", 1, 2.5, None, True, "3", {"a": 1}]}, text, want)
       for text, want in (("auto", "auto"), ("1", 1), ("2.5", 2.5), ("null", None), ("None", None),

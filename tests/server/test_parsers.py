@@ -151,7 +151,7 @@ def test_broken_calls_stay_text(name, text, seed):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_call_whose_end_is_missing_counts(name):
+def test_a_call_whose_end_the_model_left_out_counts(name):
     text, _, calls = PUBLISHED[name]
     end = SYNTAXES[name].end
     _, found = split(name, text[: text.rindex(end)], 1)
@@ -178,7 +178,7 @@ def test_text_without_calls_is_not_held_back():
         ("<|channel|>commentary to= <|constrain|>json<|message|>", "harmony"),
         ("{{ messages }}", None),
     ],
-)
+)  # fmt: skip
 def test_the_template_tells_the_syntax(template, name):
     assert choose_syntax([None, template]) is (SYNTAXES[name] if name else None)
     assert choose_syntax([template], "kimi_k2") is SYNTAXES["kimi_k2"]
@@ -291,6 +291,31 @@ def test_a_call_in_a_channel_is_a_call():
     found.append(calls.add(channels.add("", final=True).content, final=True))
     assert "".join(one.text for one in found) == "I look."
     assert [call.name for one in found for call in one.calls] == ["now"]
+
+
+@pytest.mark.parametrize("end", ["<|call|>", ""])
+@pytest.mark.parametrize(
+    ("head", "arguments", "calls"),
+    [
+        ("functions.now", "{}", [("now", "{}")]),
+        ("functions.now code", "{}", [("now", "{}")]),
+        ("functions.now<|constrain|>json", " {} ", [("now", "{}")]),
+        ("now <|constrain|>json", "{}", [("now", "{}")]),
+        ("functions.now <|constrain|>json", "", [("now", "{}")]),
+        ("functions.other", '{"a": "<|call|>"}', [("other", '{"a": "<|call|>"}')]),
+        ("other", "{}", []),
+        ("browser.open", "{}", []),
+    ],
+)
+def test_the_heads_of_calls_that_gpt_oss_writes(head, arguments, calls, end):
+    text = f"<|channel|>commentary to={head}<|message|>{arguments}{end}"
+    for parts in ([text], list(text)):
+        channels = REASONING["harmony"].splitter(opened=False)
+        splitter = ToolSplitter(SYNTAXES["harmony"], TOOLS)
+        found = [splitter.add(channels.add(part).content) for part in parts]
+        found.append(splitter.add(channels.add("", final=True).content, final=True))
+        assert [(c.name, c.arguments) for one in found for c in one.calls] == calls
+        assert bool("".join(one.text for one in found)) == (not calls)
 
 
 def test_the_vocabulary_tells_the_syntax_of_reasoning():
