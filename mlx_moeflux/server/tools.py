@@ -430,7 +430,7 @@ SYNTAXES: dict[str, ToolSyntax] = {
         grouped=True,
     ),
     "harmony": ToolSyntax(
-        ("<|channel|>", "<|constrain|>"),
+        ("<|channel|>", "<|message|>"),
         "<|channel|>commentary to=",
         _HARMONY_END,
         parse_harmony_call,

@@ -391,3 +391,39 @@ def test_a_call_that_an_error_cuts_is_not_handed_out(tiny):
         events = server.stream("/v1/messages", {**CLAUDE, "max_tokens": 500})
         assert events[-1][0] == "error"
         assert not any("tool_use" in json.dumps(data) for _, data in events)
+
+
+# Calls as gpt-oss's published template writes them; the mark <|constrain|> is not in it.
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    "{{ ' to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ call.arguments | tojson }}{{ '<|call|>' }}"
+    "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_tools_of_gpt_oss_are_served_in_every_protocol(tiny, monkeypatch):
+    monkeypatch.setattr(tiny[1], "chat_template", HARMONY)
+    head = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    text = head + harmony(*CALLS[0]).removesuffix("<|call|>")  # which ends the reply
+    calls = [{"id": "c", "type": "function", "function": {"name": "write", "arguments": "{}"}}]
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": calls}]
+    history.append({"role": "tool", "tool_call_id": "c", "content": "done"})
+    with spoken(*tiny, text, reasoning_parser="harmony") as server:
+        (choice,) = server.chat(**{**CHAT, "messages": history, "max_tokens": 400})["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning_content"] == "Hm."
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "write"
+        assert json.loads(call["function"]["arguments"]) == CALLS[0][1]
+        status, body = server.ask("/v1/responses", RESPONSES)
+        assert status == 200, body
+        assert [item["type"] for item in body["output"]] == ["reasoning", "function_call"]
+        status, body = server.ask("/v1/messages", {**CLAUDE, "max_tokens": 400})
+        assert status == 200, body
+        assert body["content"][1]["input"] == CALLS[0][1]
+        (choice,) = server.chat(**CHAT, max_tokens=60)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert "tool_calls" not in choice["message"]

@@ -175,6 +175,19 @@ def test_text_without_calls_is_not_held_back():
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key>\n</tool_call>", "glm4"),
         ('<minimax:tool_call>\n<invoke name="tool">', "minimax_m2"),
+        # As the published templates spell it.
+        ("""{{- "<|start|>assistant to=" }}{{- "functions." + tool_call.name }}"""
+         """{{- "<|channel|>commentary " }}{{- "json" + "<|message|>" }}{{- "<|call|>" }}""",
+         "harmony"),
+        ("""{{- '<tool_call>' + tc.name -}}{% for k, v in _args.items() %}"""
+         """<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>{% endfor %}</tool_call>""",
+         "glm4"),
+        ("""{%- set toolcall_begin_token = '<minimax:tool_call>' -%}"""
+         """{{- '<invoke name="' + tool_call.name + '">\n' }}""", "minimax_m2"),
+        ("""'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']"""
+         """ + '\\n' + '```json' + '\\n' {{'<｜tool▁calls▁begin｜>'}}""", "deepseek_v3"),
+        ("""{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + """
+         """'<｜tool▁sep｜>' + tool['function']['arguments']}}""", "deepseek_v3.1"),
         ("<|channel|>commentary to= <|constrain|>json<|message|>", "harmony"),
         ("{{ messages }}", None),
     ],
