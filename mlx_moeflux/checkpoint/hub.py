@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from mlx_moeflux.checkpoint.files import read_json_object, unreadable
 from mlx_moeflux.errors import (
     CheckpointError,
@@ -232,10 +234,25 @@ def _download(remote: _Remote) -> Path:
     finds it incomplete without a connection because of those that were left out on purpose.
     """
     import huggingface_hub
+    from huggingface_hub.utils import are_progress_bars_disabled
 
     _check_disk(remote)
-    fetch = partial(huggingface_hub.hf_hub_download, remote.repo_id, revision=remote.commit)
-    with ThreadPoolExecutor(_DOWNLOADS) as threads:
+    bar = tqdm(
+        total=sum(remote.sizes[name] for name in remote.missing),
+        desc="download",
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        file=sys.stderr,
+        disable=are_progress_bars_disabled() or not sys.stderr.isatty(),
+    )
+    fetch = partial(
+        huggingface_hub.hf_hub_download,
+        remote.repo_id,
+        revision=remote.commit,
+        tqdm_class=_share_of(bar),
+    )
+    with bar, ThreadPoolExecutor(_DOWNLOADS) as threads:
         jobs = [threads.submit(fetch, name) for name in remote.missing]
         try:
             for job in as_completed(jobs):
@@ -245,6 +262,25 @@ def _download(remote: _Remote) -> Path:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
     return _complete(remote)
+
+
+def _share_of(bar: tqdm) -> type[tqdm]:
+    """Return a class of bars, as the library makes one for each file, that move `bar` instead."""
+
+    class Share(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+            bar.update(self.n)
+
+        def update(self, n: float | None = 1) -> None:
+            bar.update(n)
+
+        # Bytes that a compressed transfer took, for a second bar.
+        def update_transfer(self, n: float | None = 1) -> None: ...
+        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None: ...
+
+    return Share
 
 
 def _complete(remote: _Remote) -> Path:
@@ -268,7 +304,9 @@ def _remote_headers(remote: _Remote) -> RemoteHeaders:
     repo_id, commit = remote.repo_id, remote.commit
     try:
         # By its commit: a branch would point to a copy without weights afterwards.
-        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=commit)
+        file = huggingface_hub.hf_hub_download(
+            repo_id, "config.json", revision=commit, tqdm_class=_share_of(tqdm(disable=True))
+        )
         found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=commit)
     except errors.NotASafetensorsRepoError as cause:
         raise _no_weights(repo_id) from cause

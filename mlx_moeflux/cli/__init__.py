@@ -8,8 +8,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -45,6 +44,11 @@ ALIASES = {"server": "serve"}
 
 def _own_name(command: str) -> str:
     return ALIASES.get(command, command)
+
+
+def _description(command: str) -> str:
+    purpose = COMMANDS[_own_name(command)]
+    return f"{purpose[0].upper()}{purpose[1:]}."
 
 
 def command_module(name: str) -> ModuleType:
@@ -85,7 +89,7 @@ def _run(arguments: Sequence[str]) -> int:
             name,
             aliases=[alias for alias, other in ALIASES.items() if other == name],
             help=purpose,
-            description=f"{purpose[0].upper()}{purpose[1:]}.",
+            description=_description(name),
         )
         if arguments and _own_name(arguments[0]) == name:
             command_module(name).add_arguments(chosen)
@@ -102,7 +106,7 @@ def script() -> int:
     command = program.removeprefix("mlx_moeflux.")
 
     def run() -> int:
-        parser = argparse.ArgumentParser(prog=program, description=COMMANDS[_own_name(command)])
+        parser = argparse.ArgumentParser(prog=program, description=_description(command))
         command_module(command).add_arguments(parser)
         return _run_command(command, parser.parse_args())
 
@@ -123,22 +127,43 @@ def _run_command(name: str, args: argparse.Namespace) -> int:
 def say(kind: str, message: object) -> None:
     """Write one line to stderr in a single call, so that lines of threads do not mix. Where stderr
     cannot be written, the exit status is all that is left to say."""
-    with contextlib.suppress(OSError):
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    # A bar that is shown is removed, and drawn again below the line.
+    beside = contextlib.nullcontext() if bars is None else bars.external_write_mode(sys.stderr)
+    with contextlib.suppress(OSError), beside:
         sys.stderr.write(f"{kind}: {' '.join(str(message).split())}\n")
 
 
-@contextmanager
-def bar_of_bytes(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows (bytes done, in all) on a terminal's stderr."""
-    from tqdm import tqdm
+class Bar:
+    """Progress bar on a terminal's stderr, from the first report on. It is removed when all is done
+    and at the end of the block: text that follows has the line for itself.
 
-    with tqdm(unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:
+    what: Its title. unit: Of the numbers reported.
+    """
 
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def __init__(self, what: str, unit: str):
+        self._title, self._unit, self._bar = what, unit, None
 
-        yield update
+    def __enter__(self) -> Bar:
+        return self
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` are done."""
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        if self._bar is None:
+            shown = {"desc": self._title, "unit": self._unit, "unit_scale": self._unit == "B"}
+            self._bar = tqdm(total=total, leave=False, file=sys.stderr, **shown)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

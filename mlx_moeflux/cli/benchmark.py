@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skew", type=float, default=1.0, help="of its routing, default %(default)s")
     add("--synthetic-dir", help="keep the synthetic model here, and use it if it is there")
     add("--cold", action="store_true", help="empty the page cache before trials and between tokens")
-    add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--expert-reader", default="auto", help="auto (default), pread, direct, mmap or memory")
     add("--expert-threads", type=int, default=8, help="default %(default)s")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mlx_moeflux.cli import Bar
 from mlx_moeflux.cli.generate import (
-    PrefillBar,
     add_expert_arguments,
     load_options,
     read_prompt,
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             prompt = [{"role": "user", "content": prompt}]
             options = {"continue_final_message": True}
         state = model.make_cache()
-        with PrefillBar() as bar:
+        with Bar("prompt", "tok") as bar:
             (last,) = text.stream_generate(
                 model,
                 tokenizer,

@@ -20,6 +20,7 @@ from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_distributed_arguments,
     add_expert_arguments,
+    add_sampling_arguments,
     kept_by_xtc,
     load_options,
     prompt_cache,
@@ -54,15 +55,12 @@ ROLES = ("system", "user", "assistant")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="directory or Hugging Frontend id (default: the bundled model)")
+    add("--model", help="directory or Hugging Face id (default: the bundled model)")
     add("--system-prompt", help="system message")
     add("--chat-template-config", default="{}", help="JSON object of template variables")
     add("--max-tokens", "-m", type=int, default=256, help="of a reply, default %(default)s")
-    add("--temp", type=float, default=0.0, help="default %(default)s: greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--xtc-probability", type=float, default=0.0)
-    add("--xtc-threshold", type=float, default=0.1)
-    add("--seed", type=int, default=0)
+    add_sampling_arguments(parser, "--temp", "--top-p", "--xtc-probability", "--xtc-threshold")
+    add("--seed", type=int, default=0, help="of the draws, default %(default)s")
     add("--hide-thinking", action="store_true", help="show what follows </think> only")
     add(
         "--idle-release",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli import bar_of_bytes
+from mlx_moeflux.cli import Bar
 from mlx_moeflux.cli.generate import add_config_argument, refuse
 
 REFUSED = {
@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["float16", "bfloat16", "float32"], help="of the floats")
     add("--verify", action="store_true", help="read back what was written and compare hashes")
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
-    add("--placement", default="id", help="of --shard: id, memory:16GB,32GB, popularity:TRACE")
+    rules = "of --shard: id (default), memory:16GB,32GB or popularity:TRACE"
+    add("--placement", default="id", help=rules)
     add_config_argument(parser)
     refuse(parser, REFUSED, REFUSED)
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.conversion.convert import convert
 
-    with bar_of_bytes("convert") as progress:
+    with Bar("convert", "B") as bar:
         out = convert(
             args.model,
             args.mlx_path,
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             strict_config=args.strict_config,
             shard=args.shard,
             placement=args.placement,
-            progress=progress,
+            progress=bar.update,
         )
     print(f"wrote {out}", file=sys.stderr)
     return 0

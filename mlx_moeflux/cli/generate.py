@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mlx_moeflux.cli import Bar
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, instrument
 from mlx_moeflux.errors import DistributedError, InputError, UnsupportedError
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
@@ -70,18 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens or ids that end the reply too",
     )
     add("--stop", action="append", default=[], help="text that ends the reply; may be repeated")
-    add("--temp", type=float, default=0.0, help="default %(default)s: greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    add("--min-tokens-to-keep", type=int, default=1)
-    add("--top-k", type=int, default=0)
-    add("--xtc-probability", type=float, default=0.0)
-    add("--xtc-threshold", type=float, default=0.1)
-    add("--repetition-penalty", type=float)
-    add("--presence-penalty", type=float)
-    add("--frequency-penalty", type=float)
-    add("--seed", type=int)
-    add("--verbose", type=_boolean, default=True, help="print speeds at the end")
+    add_sampling_arguments(parser, *SAMPLING)
+    add("--seed", type=int, help="of the draws (default: another each time)")
+    add(
+        "--verbose",
+        type=_boolean,
+        default=True,
+        help="true or false: print speeds at the end, default true",
+    )
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
     add("--prompt-cache-file", metavar="FILE", help="go on from what `cache_prompt` wrote")
@@ -90,6 +87,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="record which experts every token chooses")
     add_profile_arguments(parser)
     refuse(parser, REFUSED)
+
+
+# Flag -> type, default, meaning.
+SAMPLING = {
+    "--temp": (float, 0.0, "temperature, 0: greedy"),
+    "--top-p": (float, 1.0, "the likeliest tokens that have this probability together"),
+    "--min-p": (float, 0.0, "tokens with this share of the likeliest one's probability"),
+    "--min-tokens-to-keep": (int, 1, "so many in spite of --min-p"),
+    "--top-k": (int, 0, "so many of the likeliest tokens, 0: all"),
+    "--xtc-probability": (float, 0.0, "how often XTC excludes the likeliest tokens"),
+    "--xtc-threshold": (float, 0.1, "probability from which XTC excludes"),
+    "--repetition-penalty": (float, None, "factor that weakens recent tokens"),
+    "--presence-penalty": (float, None, "what recent tokens lose"),
+    "--frequency-penalty": (float, None, "what recent tokens lose each time that they came"),
+}
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *flags: str, when: str | None = None
+) -> None:
+    """Add some of :data:`SAMPLING`. when: The case in which they are used."""
+    for flag in flags:
+        kind, default, text = SAMPLING[flag]
+        parts = [text, when, None if default is None else "default %(default)s"]
+        parser.add_argument(
+            flag, type=kind, default=default, help="; ".join(part for part in parts if part)
+        )
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +128,7 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
     add = parser.add_argument
     add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
     add("--expert-threads", type=int, help="concurrent reads, default 8")
-    add("--expert-reader", default="auto", help="auto, pread, direct, mmap or memory")
+    add("--expert-reader", default="auto", help="auto (default), pread, direct, mmap or memory")
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
     add("--prefetch", help="policy of reading ahead, see 'policies'; default none")
     add("--balance", default="none", help="policy of moving slots between layers; default none")
@@ -135,7 +159,7 @@ def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--distributed", action="store_true", help="spread the experts over mlx.launch's ranks")
     add("--expert-path", metavar="DIR", help="read experts there; {rank} stands for the rank")
-    add("--placement", default="id", help="id, memory:16GB,32GB or popularity:TRACE")
+    add("--placement", default="id", help="id (default), memory:16GB,32GB or popularity:TRACE")
     add("--exact-prompts", action="store_true", help="prompts with the bits of one machine")
 
 
@@ -172,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
             known.load(args.prompt_cache_file)
             prompt = rest_of_prompt(prompt, options, tokenizer)
         last: Any = None
-        with instrument(args, model), PrefillBar() as bar:
+        with instrument(args, model), Bar("prompt", "tok") as bar:
             stream = text.stream_generate(
                 model,
                 tokenizer,
@@ -364,31 +388,6 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
             lines.append(f"compiled: {files.count}")
     lines += model.kernels.fallbacks()
     return "\n".join([*lines, *(f"lossy: {what}" for what in experts.lossy)])
-
-
-class PrefillBar:
-    """Progress bar of the prompt on a terminal's stderr; removed at the end."""
-
-    def __init__(self):
-        self._bar = None
-
-    def __enter__(self) -> PrefillBar:
-        return self
-
-    def update(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        from tqdm import tqdm
-
-        if self._bar is None:
-            self._bar = tqdm(total=total, unit="tok", desc="prompt", leave=False, file=sys.stderr)
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
-
-    def __exit__(self, *exception) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _boolean(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mlx_moeflux-") as name:
         folder = Path(name)
         chosen = steps(folder, model, strict_config=args.strict_config)
-        with tqdm(total=len(chosen), unit="step", desc="report") as bar:
+        silent = not sys.stderr.isatty()
+        with tqdm(total=len(chosen), unit="step", desc="report", disable=silent) as bar:
 
             def begin(step: Step) -> None:
                 bar.update(chosen.index(step) - bar.n)

@@ -14,6 +14,7 @@ from mlx_moeflux.cli.generate import (
     add_cache_arguments,
     add_distributed_arguments,
     add_expert_arguments,
+    add_sampling_arguments,
     json_object,
     leads,
     load_options,
@@ -41,22 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-args", default="{}", help="JSON object of template variables")
     add("--tool-parser", help="syntax of tool calls (default: by the chat template)")
     add("--reasoning-parser", help="syntax of reasoning (default: by the vocabulary)")
-    add("--temp", type=float, default=0.0, help="if a request has none, default %(default)s")
-    add("--top-p", type=float, default=1.0)
-    add("--top-k", type=int, default=0)
-    add("--min-p", type=float, default=0.0)
+    asked = ("--temp", "--top-p", "--top-k", "--min-p")
+    add_sampling_arguments(parser, *asked, when="if a request has none")
     add("--max-tokens", type=int, default=4096, help="if a request has none, default %(default)s")
     add("--decode-concurrency", type=int, default=32, help="replies at once, default %(default)s")
     add("--prompt-concurrency", type=int, default=8, help="prompts at once, default %(default)s")
     add("--prefill-step-size", type=int, help="tokens a call (default: 2048, streamed: all)")
-    add("--max-pause", type=float, default=0.3, metavar="SECONDS", help="default %(default)s")
+    pause = "longest wait of replies for a prompt, default %(default)s"
+    add("--max-pause", type=float, default=0.3, metavar="SECONDS", help=pause)
     add("--max-waiting", type=int, default=128, help="requests that wait, default %(default)s")
-    add("--kv-memory", default="auto", metavar="SIZE", help="of all states, default half the rest")
-    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of one request")
-    add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="to finish")
+    add(
+        "--kv-memory",
+        default="auto",
+        metavar="SIZE",
+        help="of all states; auto (default): half the rest",
+    )
+    seconds = {"type": float, "metavar": "SECONDS"}
+    add("--timeout", default=3600.0, help="of one request, default %(default)s", **seconds)
+    add("--shutdown-timeout", default=30.0, help="to finish, default %(default)s", **seconds)
     add("--idle-release", type=float, metavar="SECONDS", help="free idle experts' memory")
-    add("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help="of states in memory")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    add("--log-level", default="INFO", choices=levels, help="of stderr, default %(default)s")
+    held = "of states in memory, default %(default)s"
+    add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help=held)
     add_cache_arguments(parser)
     add_expert_arguments(parser, stats=False)
     add_distributed_arguments(parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli import bar_of_bytes
+from mlx_moeflux.cli import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,17 +15,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="instead of the shape's")
     add("--experts", type=int, help="instead of the shape's")
     add("--bits", type=int, default=4, help="default %(default)s")
-    add("--skew", type=float, default=1.0, help="how unevenly experts are chosen; 0: evenly")
-    add("--seed", type=int, default=0)
     add(
-        "--measure", type=int, default=256, metavar="N", help="tokens to measure the skew on; 0: no"
+        "--skew",
+        type=float,
+        default=1.0,
+        help="of the choice of experts, default %(default)s; 0: even",
+    )
+    add("--seed", type=int, default=0, help="of the weights, default %(default)s")
+    add(
+        "--measure",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens to measure the skew on, default %(default)s; 0: none",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from mlx_moeflux.conversion.synthesize import measure_skew, synthesize
 
-    with bar_of_bytes("write") as progress:
+    with Bar("write", "B") as bar:
         out = synthesize(
             args.like,
             args.out,
@@ -34,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             bits=args.bits,
             skew=args.skew,
             seed=args.seed,
-            progress=progress,
+            progress=bar.update,
         )
     print(f"wrote {out}", file=sys.stderr)
     if args.measure:

@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", help="recorded with generate --trace FILE")
     add("--out", default="trace-pictures", help="directory of the pictures, default %(default)s")
     add("--profile", help="of this machine, as tune writes it, for the times")
-    add("--budget", nargs="+", default=["12.5%", "25%", "50%", "75%"], help="of the table")
+    shares = ["12.5%", "25%", "50%", "75%"]
+    shown = " ".join(shares).replace("%", "%%")
+    add("--budget", nargs="+", default=shares, help=f"of the table, default {shown}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -292,12 +292,13 @@ class ExpertsOnDisk:
         self._files.check()
         experts = load_experts(self._layers[i] for i in self._blocks)
         shown = {"desc": "load experts", "unit": "layer", "leave": False, "file": sys.stderr}
-        bar = tqdm(experts, total=len(self._blocks), disable=not verbose, **shown)
-        for block, switch in zip(self._blocks.values(), bar, strict=True):
-            switch._activation = self._activation
-            block.switch_mlp = switch
-            if self._packed:
-                pack(switch)
+        # Closed before anything else is written, errors too.
+        with tqdm(experts, total=len(self._blocks), disable=not verbose, **shown) as bar:
+            for block, switch in zip(self._blocks.values(), bar, strict=True):
+                switch._activation = self._activation
+                block.switch_mlp = switch
+                if self._packed:
+                    pack(switch)
 
     def free(self) -> None:
         """Free all experts; blocks have none until they are read."""

@@ -207,7 +207,7 @@ def test_the_hub_is_asked_for_headers_only(tmp_path, monkeypatch, capsys):
                 raise failure[0]
             return SimpleNamespace(files_metadata=parts)
 
-    def download(repo_id, filename, *, revision=None):
+    def download(repo_id, filename, *, revision=None, tqdm_class=None):
         assert filename == "config.json"
         return str(tmp_path / filename)
 
