@@ -20,6 +20,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import load, load_model, open_checkpoint
+from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models.qwen3_moe_config import Config
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -269,6 +270,8 @@ def test_shards(tmp_path):
         writer.write_tensors_to_file()
         writer.close()
     assert np.array_equal(logits(out), logits(whole))
+    # A plan takes the path that loading takes.
+    assert open_sizes(whole) == open_sizes(out)
     (out / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match="00002-of-00002"):
         load_model(out)
