@@ -4,6 +4,7 @@ its numbers, in a trunk of any dtype."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.experts import compute
+from mlx_moeflux.kernels.moe.expert_ffn import expert_ffn
 from mlx_moeflux.loading import load_model
 from tests.experts.helpers import random_call, random_experts
 from tests.models.twins import GOLDEN
@@ -137,3 +139,22 @@ def test_stock_operations_group_no_rows(specs, monkeypatch):
     mx.eval(experts.resident().experts(3, x, ids, weights))
     assert len(calls) == 3
     assert not any(options.get("sorted_indices") for options in calls)
+
+
+@pytest.mark.parametrize("P", [1, 7, 8, 9])
+def test_stock_operations_get_eight_rows_on_a_gpu(P, monkeypatch):
+    """MLX takes another kernel for fewer on CUDA."""
+    bank, real, rows = random_experts().bank(3), mx.gather_qmm, []
+
+    def product(x, *args, **options):
+        rows.append(x.shape[0])
+        return real(x, *args, **options)
+
+    monkeypatch.setattr(mx, "gather_qmm", product)
+    x, slots = random_call(P)[0], mx.array(np.arange(P, dtype=np.uint32)[::-1] % 7)
+    alone = expert_ffn(x, slots, bank)
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    padded = expert_ffn(x, slots, bank)
+    assert rows == [P] * 3 + [max(P, 8)] * 3
+    assert np.isfinite(np.array(padded)).all()
+    assert mx.array_equal(padded, alone).item()

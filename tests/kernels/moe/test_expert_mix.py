@@ -382,6 +382,8 @@ FEW = [
     mixed((2, 3, 4, 256, 256, 4, 64, mx.float32, None)),
     mixed(SIZES[5]),
     mixed(SIZES[16]),
+    mixed(SIZES[23]),
+    mixed(SIZES[27]),
 ]
 MANY = [
     mixed(SIZES[6], absent=0.3, tile=expert_tiles.SMALL),
@@ -389,6 +391,9 @@ MANY = [
     mixed(SIZES[10], tile=expert_tiles.SMALL),
     mixed(SIZES[19], tile=expert_tiles.SMALL),
     mixed(SIZES[22], tile=expert_tiles.SMALL),
+    mixed(SIZES[24], tile=expert_tiles.SMALL),
+    mixed(SIZES[25], tile=expert_tiles.SMALL),
+    mixed(SIZES[29], tile=expert_tiles.SMALL),
 ]
 STEP = "both sides are multiples of the step"
 SHARE = "a larger share: the last simdgroups have none"
@@ -398,7 +403,7 @@ EQUIVALENT = {
     "expert_tiles.metal": {
         "list_pairs: off by one start < last -> <=": "one more step finds nobody",
         "list_tiles: off by one start < slots -> <=": "one more step finds no slot",
-        "fetch: off by one if (col < IN) -> + 1 <": STEP,
+        "fetch: off by one if (at < IN) -> + 1 <": STEP,
         "fetch: off by one if (BITS != 0 && col < IN) -> + 1 <": STEP,
         "spread: swapped arguments 1 and 2 of metal::fma: float(scale), q": PRODUCT,
         "place: off by one / sizeof(T), STEP = per > M ? per : M -> >=": "the larger of equals",

@@ -114,7 +114,7 @@ EQUIVALENT = {
 # Rows in which each simdgroup has several steps.
 WIDE = (9, 2, 2, 512, 512, 8, 64, mx.bfloat16, None)
 CASES = {
-    name: [small_case(sizes) for sizes in (SIZES[1], SIZES[3], WIDE)]
+    name: [small_case(sizes) for sizes in (SIZES[1], SIZES[3], WIDE, SIZES[5])]
     for name in ("expert_rows_inner", "expert_rows_outer")
 }
 # Fewer tiles than simdgroups.
