@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
+from mlx_moeflux.kernels.runtime.cuda.process_folder import ProcessFolder
 from tests.kernels.harness import scratch_kernel
 
 BODY = """
@@ -71,15 +73,25 @@ def folder(monkeypatch, tmp_path):
 def on_cuda(folder, built, compiler):
     """Opens the back end anew, as another process would; nothing is launched for good."""
     before = metal.set_backend(None)
+    processes = []
 
     def opened(folder=folder, modules=folder):
         backend = metal.CudaBackend()
+        if modules is not None:
+            processes.append(modules := ProcessFolder(modules))
         backend.cache = cuda_cache.Cache(folder, modules, compiler)
         metal.set_backend(backend)
         return backend.cache
 
     yield opened
     metal.set_backend(before)
+    for process in processes:
+        process.close()
+
+
+def kept(folder):
+    """Name -> content of the files that processes share."""
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}
 
 
 def make_kernel():
@@ -164,9 +176,7 @@ def test_texts_come_back_when_the_cache_was_emptied(on_cuda, built, folder):
     on_cuda()
     kernel = make_kernel()
     launch(kernel)
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
     launch(kernel, N=2)
     assert included(built[1]["header"]).read_text() == kernel.cuda_text()[0]
 
@@ -223,13 +233,13 @@ def test_each_variant_is_compiled_once_and_found_by_the_next_process(on_cuda, co
 def test_a_file_that_is_not_whole_is_compiled_again(on_cuda, compiler, folder, suffix, content):
     on_cuda()
     launch(make_kernel())
-    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    before = kept(folder)
     (spoilt,) = folder.glob(f"*{suffix}")
     spoilt.unlink() if content is None else spoilt.write_bytes(content)
     cache = on_cuda()
     launch(make_kernel())
     assert (cache.count.cached, cache.count.compiled) == (0, 1)
-    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+    assert kept(folder) == before
 
 
 @pytest.mark.parametrize("error", [nvrtc.CompilerError("line 1: error"), OSError(28, "full")])
@@ -302,7 +312,10 @@ def machine(monkeypatch, folder, compiler):
     @contextmanager
     def opened(mlx):
         monkeypatch.setattr(mx.fast, "cuda_kernel", mlx.cuda_kernel)
-        yield cuda_cache.open_cache()
+        cache = cuda_cache.open_cache()
+        yield cache
+        if cache.modules is not None:
+            cache.modules.close()
 
     return opened
 
@@ -311,7 +324,8 @@ def test_mlx_is_given_the_folder_for_as_long_as_it_reads_the_variable(machine, c
     for _ in range(2):
         mlx = Mlx()
         with machine(mlx) as cache:
-            assert cache.modules == cache.folder == mlx.folder
+            assert cache.modules.shared == cache.folder
+            assert cache.modules.path == mlx.folder
             assert cuda_cache.MLX_FOLDER not in os.environ
             assert f"mlx-{mx.__version__}-sm_90-nvrtc-12.9-" in cache.folder.name
             assert cache.count.variants == 0
@@ -324,8 +338,9 @@ def test_a_folder_of_the_users_choice_is_used_if_it_is_private(machine, monkeypa
         assert cache.modules is None  # it does not exist
     (tmp_path / "chosen").mkdir(mode=0o700)
     with machine(Mlx()) as cache:
-        assert cache.modules == (tmp_path / "chosen").resolve()
-        assert cache.folder != cache.modules
+        assert cache.modules.shared == (tmp_path / "chosen").resolve()
+        assert cache.folder != cache.modules.shared
+        assert os.environ[cuda_cache.MLX_FOLDER] == str(tmp_path / "chosen")
     (tmp_path / "chosen").chmod(0o777)
     with machine(Mlx()) as cache:
         assert cache.modules is None

@@ -4,7 +4,8 @@ Two costs are saved. MLX hashes the text of a custom kernel at every launch, 1.3
 10 KB: so the definitions and the body lie in files that are named after their content, and MLX's
 compiler includes them. And MLX compiles every custom kernel anew in every process, 0.3 to 1.5 s
 each, but looks first for a module of the same name among those that it keeps: so the machine code
-is put there, compiled once, with a lighter header and several at a time.
+is put there, compiled once, with a lighter header and several at a time. Each process has links to
+it in a folder of its own, where MLX looks.
 
 Whether MLX takes what is put there is tried once in a process, with a kernel that tells. Where it
 does not, or something cannot be read, written or compiled, MLX compiles as it always does.
@@ -33,6 +34,7 @@ from mlx_moeflux.kernels.runtime import source
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
 from mlx_moeflux.kernels.runtime.cuda.module import Kernel
+from mlx_moeflux.kernels.runtime.cuda.process_folder import ProcessFolder
 
 FOLDER = "cuda"
 # Where MLX keeps modules; it reads this when it compiles or loads the first.
@@ -73,7 +75,10 @@ class Cache:
     """
 
     def __init__(
-        self, folder: Path | None, modules: Path | None, compiler: nvrtc.Compiler | None = None
+        self,
+        folder: Path | None,
+        modules: ProcessFolder | None,
+        compiler: nvrtc.Compiler | None = None,
     ):
         self.folder, self.modules, self.compiler = folder, modules, compiler
         self.count = Count()
@@ -106,7 +111,9 @@ class Cache:
         """The folders in words."""
         if self.folder is None:
             return "no private folder for files"
-        return str(self.modules or f"{self.folder}, where MLX does not look for machine code")
+        if self.modules is None:
+            return f"{self.folder}, where MLX does not look for machine code"
+        return str(self.modules.shared)
 
     def _variant(
         self, kernel: Kernel, inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
@@ -118,7 +125,7 @@ class Cache:
             sent = self.outsourced(kernel)
             if self.modules is not None and self.compiler is not None and sent != kernel:
                 module = cuda_module.module(sent, inputs, outputs)
-                if is_stored(self.modules, module):
+                if self.modules.has(module.name) or self.modules.take(module.name):
                     self.count.cached += 1
                 else:
                     job = _pool().submit(self._compile, self.compiler, self.modules, module)
@@ -145,10 +152,12 @@ class Cache:
         named = f"// {' '.join(shapes)}\n" if shapes else ""
         return replace(kernel, header=header, body=body + named)
 
-    def _compile(self, compiler: nvrtc.Compiler, folder: Path, module: cuda_module.Module) -> None:
+    def _compile(
+        self, compiler: nvrtc.Compiler, modules: ProcessFolder, module: cuda_module.Module
+    ) -> None:
         start = time.perf_counter()
         try:
-            store(folder, module, *compiler.compile(module.light_text, module.function))
+            store(modules, module, *compiler.compile(module.light_text, module.function))
         except (nvrtc.CompilerError, OSError):
             return  # MLX compiles it, or says why it cannot
         with self._lock:
@@ -198,31 +207,13 @@ def stored(folder: Path, text: str) -> Path:
     return file
 
 
-def store(folder: Path, module: cuda_module.Module, code: bytes, function: str) -> None:
-    """Put machine code where MLX looks for it, as it writes its own: the code, and a list of
-    names, where MLX passes over lines without a tab.
+def store(modules: ProcessFolder, module: cuda_module.Module, code: bytes, function: str) -> None:
+    """Put machine code where MLX of every process looks for it.
 
     Raises:
         OSError: It cannot be written.
     """
-    names = f"{module.function}\t{function}\n{_digest(code)}\n"
-    user_cache.write(folder / f"{module.name}.txt", names.encode())
-    user_cache.write(folder / f"{module.name}.ptx", code)
-
-
-def is_stored(folder: Path, module: cuda_module.Module) -> bool:
-    """Return True if a complete module is stored: power may fail between a file's name and
-    content."""
-    try:
-        code = (folder / f"{module.name}.ptx").read_bytes()
-        names, digest = (folder / f"{module.name}.txt").read_text().splitlines()
-    except (OSError, ValueError):
-        return False
-    return names.startswith(f"{module.function}\t") and digest == _digest(code)
-
-
-def _digest(code: bytes) -> str:
-    return hashlib.blake2b(code, digest_size=16).hexdigest()
+    modules.store(module.name, f"{module.function}\t{function}\n", code)
 
 
 # ---- Finding out what works here
@@ -239,44 +230,50 @@ def open_cache() -> Cache:
     parts = [f"mlx-{version}", architecture or "gpu"]
     if compiler is not None:
         parts.append(f"nvrtc-{compiler.version}")
-    folder = user_cache.private(FOLDER, "-".join([*parts, _digest(_RULES.encode())[:6]]))
+    folder = user_cache.private(FOLDER, "-".join([*parts, _RULES_DIGEST]))
     if folder is None or not _PLAIN.fullmatch(str(folder)):
         return Cache(None, None)
     if compiler is None:
         return Cache(folder, None)
     with _mlx_folder(folder) as modules:
-        read = modules is not None and _is_read(modules, folder.name, compiler)
-    return Cache(folder, modules if read else None, compiler)
+        if modules is not None and not _is_read(modules, folder.name, compiler):
+            modules.close()
+            modules = None
+    return Cache(folder, modules, compiler)
 
 
 # What else decides about the machine code of a text.
 _RULES = f"{cuda_module.HEADER}{nvrtc.OPTIONS}"
+_RULES_DIGEST = hashlib.blake2b(_RULES.encode(), digest_size=16).hexdigest()[:6]
 
 
 @contextlib.contextmanager
-def _mlx_folder(ours: Path) -> Iterator[Path | None]:
+def _mlx_folder(ours: Path) -> Iterator[ProcessFolder | None]:
     """Yield the folder in which MLX looks for modules, or None if others can write to it.
 
-    MLX's default is in the folder for temporary files: unless the user chose another, MLX gets
-    `ours`, for this process alone.
+    MLX's default is in the folder for temporary files. MLX gets a folder of this process, below
+    `ours` or below the one that the user chose.
     """
     before = os.environ.get(MLX_FOLDER)
-    if before is not None:
-        try:
-            folder = Path(before).resolve(strict=True)
-            found = folder if user_cache.is_private(folder) else None
-        except OSError:
-            found = None
-        yield found
-        return
-    os.environ[MLX_FOLDER] = str(ours)
     try:
-        yield ours
+        shared = ours if before is None else Path(before).resolve(strict=True)
+        modules = ProcessFolder(shared) if user_cache.is_private(shared) else None
+    except OSError:
+        modules = None
+    if modules is None:
+        yield None
+        return
+    os.environ[MLX_FOLDER] = str(modules.path)
+    try:
+        yield modules
     finally:
-        del os.environ[MLX_FOLDER]
+        if before is None:
+            del os.environ[MLX_FOLDER]
+        else:
+            os.environ[MLX_FOLDER] = before
 
 
-def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
+def _is_read(modules: ProcessFolder, key: str, compiler: nvrtc.Compiler) -> bool:
     """Return True if MLX takes a module from the folder, and passes shapes as the module expects.
 
     The text that MLX gets answers 0 everywhere; the module in the folder answers a size.
@@ -290,7 +287,7 @@ def _is_read(modules: Path, key: str, compiler: nvrtc.Compiler) -> bool:
     )
     try:
         module = cuda_module.module(kernel, [mx.float32], [mx.int32])
-        if not is_stored(modules, module):
+        if not modules.has(module.name):
             text = module.light_text.replace("ANSWER(x) 0", "ANSWER(x) (1000 + x)")
             store(modules, module, *compiler.compile(text, module.function))
         (answer,) = kernel.build()(
