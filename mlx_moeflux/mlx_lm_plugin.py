@@ -1,4 +1,4 @@
-"""Run our models in mlx-lm's programs (server, evaluate, generate, chat ...).
+"""Run our models in mlx-lm's programs (generate, benchmark, lora, evaluate, server, chat ...).
 
 ``mlx_lm.stream_generate`` and ``mlx_lm.batch_generate`` take a model from ``mlx_moeflux.load``
 directly. Programs that load a model by path, and files of ``save_prompt_cache``, need one call
@@ -11,11 +11,15 @@ first:
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from mlx_moeflux.cache import AttentionCache, LatentCache, RecurrentCache
+from mlx_moeflux.cache.kv import KV_BITS, quantized
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.kernels.linear.quantised import FLOATS
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
@@ -23,6 +27,10 @@ def register_with_mlx_lm(**load_options: Any) -> None:
 
     load_options: Passed to ``mlx_moeflux.load_model``; a second call replaces them. mlx-lm still
     loads other architectures, sharded models and the tokenizer.
+
+    Afterwards mlx-lm's loader raises :class:`~mlx_moeflux.errors.UnsupportedError` for a
+    ``model_config`` that would change config.json, and its ``save_model``, which ``fuse`` calls,
+    for a model with streamed experts.
 
     Raises:
         UnsupportedError: mlx-lm is not installed.
@@ -32,10 +40,13 @@ def register_with_mlx_lm(**load_options: Any) -> None:
 
     from mlx_moeflux.loading import load_model as load_ours
     from mlx_moeflux.models import MODEL_TYPES
+    from mlx_moeflux.models.base import StreamingModel
+    from mlx_moeflux.models.packed_parameters import EXPERTS
 
-    # load() looks load_model up in its module at every call, so replacing that name reaches
-    # programs that have imported load already.
+    # load() and save() look these up in their module at every call, so replacing the names reaches
+    # programs that have imported load or save already.
     stock = getattr(utils.load_model, "stock", utils.load_model)
+    stock_save = getattr(utils.save_model, "stock", utils.save_model)
 
     def load_model(
         model_path: Path,
@@ -47,15 +58,27 @@ def register_with_mlx_lm(**load_options: Any) -> None:
         config = utils.load_config(model_path)
         if config.get("model_type") not in MODEL_TYPES or not strict:
             return stock(model_path, lazy, strict, model_config, **options)
-        if model_config:
-            raise UnsupportedError(
-                f"{model_path}: {', '.join(model_config)} cannot be overridden here; edit "
-                "config.json instead."
-            )
+        # generate and benchmark pass quantize_activations=False, which changes nothing.
+        for key, value in (model_config or {}).items():
+            if value != config.get(key) and (value or config.get(key)):
+                raise UnsupportedError(
+                    f"{model_path}: {key}={value!r} would override config.json, which this loader "
+                    "takes as it is; leave it out."
+                )
         return load_ours(model_path, **load_options), config
 
-    load_model.stock = stock
-    utils.load_model = load_model
+    def save_model(save_path: Path, model: Any, **options: Any) -> None:
+        if isinstance(model, StreamingModel) and any(
+            EXPERTS not in block for block in model.moe_blocks().values()
+        ):
+            raise UnsupportedError(
+                f"{save_path}: streamed experts are no parameters and would be missing; give "
+                "register_with_mlx_lm() expert_memory='100%'."
+            )
+        stock_save(save_path, model, **options)
+
+    load_model.stock, save_model.stock = stock, stock_save
+    utils.load_model, utils.save_model = load_model, save_model
 
 
 def register_cache_classes() -> None:
@@ -68,5 +91,11 @@ def register_cache_classes() -> None:
         from mlx_lm.models import cache
     except ImportError as error:
         raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
-    for entry in (AttentionCache, LatentCache, RecurrentCache):
+    packed = (
+        quantized(kind, bits=bits, group_size=size, dtype=dtype)
+        for kind, bits, size, dtype in product(
+            (AttentionCache, LatentCache), KV_BITS, GROUP_SIZES, FLOATS
+        )
+    )
+    for entry in (AttentionCache, LatentCache, RecurrentCache, *packed):
         setattr(cache, entry.__name__, entry)

@@ -318,7 +318,7 @@ class AttentionCache(BaseCache):
         """
         raise UnsupportedError(
             "Keys and values are quantised from the first token on or never; give kv_bits to "
-            "load() and leave it out here."
+            "load() or register_with_mlx_lm() and leave it out here."
         )
 
     # Batches.
@@ -487,5 +487,7 @@ def quantized(
             return *self.keys_and_values(), self.columns
 
     Quantized.kind = f"{kind.kind}, {bits} bits in groups of {group_size}"
-    Quantized.__name__ = Quantized.__qualname__ = f"{kind.__name__}{bits}Bit"
+    # mlx-lm finds the class of a saved entry by this name.
+    storage = f"{bits}Bit{group_size}{str(dtype).rpartition('.')[2].title()}"
+    Quantized.__name__ = Quantized.__qualname__ = kind.__name__ + storage
     return Quantized
