@@ -351,7 +351,7 @@ def evaluation(monkeypatch):
 
 
 def log_probability(model, ids, first):
-    """Of ids[first:], each after all before it."""
+    """Return the sum over ids[first:], each after all ids before it."""
     logits = model(mx.array([ids[:-1]]))[0].astype(mx.float32)
     each = mx.take_along_axis(nn.log_softmax(logits), mx.array(ids[1:])[:, None], axis=-1)
     return each[first - 1 :].sum().item()
