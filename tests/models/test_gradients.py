@@ -19,7 +19,8 @@ OF_TYPE = {json.loads((GOLDEN / c / "config.json").read_text())["model_type"]: c
 
 
 def test_every_family_has_a_twin():
-    assert OF_TYPE.keys() == MODEL_TYPES.keys()
+    # An alias such as joyai_llm_flash has the modules of another type.
+    assert {MODEL_TYPES[name] for name in OF_TYPE} == set(MODEL_TYPES.values())
 
 
 @pytest.mark.parametrize("family", OF_TYPE)

@@ -156,7 +156,7 @@ class StreamedLayer:
     ) -> None:
         """Count every needed expert, ascending, and report it as hit or miss."""
         used = self._fresh.intersection(needed) if self._fresh else frozenset()
-        self.stats.add(
+        self.count(
             lookups=len(needed),
             misses=len(missing),
             hits=len(needed) - len(missing),
@@ -292,8 +292,14 @@ class StreamedLayer:
             admit(self.layer, expert)
         self._count(arrivals)
 
+    def count(self, **counts: int | float) -> None:
+        """Add to statistics that belong together: another thread copies all sums or none."""
+        values = vars(self.stats)
+        # One call of C: it holds the interpreter, and no interrupt divides it.
+        values.update({name: values[name] + number for name, number in counts.items()})
+
     def _count(self, arrivals: Sequence[Arrival]) -> None:
-        self.stats.add(
+        self.count(
             reads=len(arrivals),
             bytes_read=sum(arrival.nbytes for arrival in arrivals),
             read_seconds=sum(arrival.seconds for arrival in arrivals),

@@ -532,7 +532,7 @@ class StreamedStore(ExpertStore):
         needed = frozenset(request.needed)
         state.commit_prefetch(needed, wait=self.keep_all_ahead, events=self._events)
         proposal = state.proposal
-        state.stats.add(proposed=len(proposal), foreseen=len(proposal & needed))
+        state.count(proposed=len(proposal), foreseen=len(proposal & needed))
         state.proposal = frozenset()
         prefetch.requested(state.layer, request.experts, request.last)
 

@@ -50,12 +50,6 @@ class LayerStats:
         """Hits by lookups; 1 when nothing had to be looked up."""
         return self.hits / self.lookups if self.lookups else 1.0
 
-    def add(self, **counts: int | float) -> None:
-        """Add to counts that belong together: another thread copies all sums or none."""
-        values = vars(self)
-        # One call of C: it holds the interpreter, and no interrupt divides it.
-        values.update({name: values[name] + count for name, count in counts.items()})
-
     def as_dict(self) -> dict[str, int | float]:
         """All fields and the hit rate."""
         return {**asdict(self), "hit_rate": self.hit_rate}
