@@ -45,6 +45,7 @@ from mlx_moeflux.experts.store import ExpertStore, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, check_threads
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
+from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
@@ -72,6 +73,7 @@ class LoadOptions(TypedDict, total=False):
     max_context: int | None
     kv_bits: int | None
     kv_group_size: int
+    wired_memory: str | float | None
     dtype: mx.Dtype | None
     router: Router | None
     store: ExpertStore | None
@@ -162,6 +164,7 @@ def load_model(
     max_context: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    wired_memory: str | float | None = None,
     dtype: mx.Dtype | None = None,
     router: Router | None = None,
     store: ExpertStore | None = None,
@@ -198,6 +201,9 @@ def load_model(
         max_context: Tokens a sequence may have, at most the config's limit.
         kv_bits, kv_group_size: Store keys and values in 4 or 8 bits with one scale a group;
             smaller and lossy, which the statistics report.
+        wired_memory: Memory that macOS never pages out: ``auto`` (trunk, experts and state),
+            ``off`` or a size. The first generation of a process sets it for the whole process.
+            Default: ``auto`` for single sequences, ``off`` for batches.
         dtype: Compute dtype and that of the trunk's floats; default bfloat16 on GPUs, float32 on
             the CPU. Routed experts keep the dtypes of the checkpoint.
         router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
@@ -232,6 +238,7 @@ def load_model(
         if kernels not in (None, "reference") or prefetch not in (None, NONE):
             raise InputError("safe excludes kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
+    wired_memory = parse_wired_memory(wired_memory)
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     tuned: dict[str, Any] = {
@@ -306,6 +313,7 @@ def load_model(
     _check_global_scales(specs, layouts, stored)
     fill_trunk(model, mapped, specs, directory=checkpoint.directory, dtype=dtype)
     model.set_context_limit(max_context)
+    model.wired_memory = wired_memory
     model.identity = checkpoint.identity()
     model.experts_identity = partial(experts_identity, identified)
     if kv_bits is not None:

@@ -137,6 +137,11 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
     add("--max-context", type=int, help="tokens that a sequence may have")
     add("--kv-bits", type=int, help="keep keys and values in 4 or 8 bits: smaller and lossy")
     add("--kv-group-size", type=int, default=64, help="of --kv-bits, default %(default)s")
+    add(
+        "--wired-memory",
+        metavar="SIZE",
+        help="auto, off or a size that macOS never pages out; default auto, off in batches",
+    )
     add("--safe", action="store_true", help="for bug reports: references, no traces, no prefetch")
     add_config_argument(parser)
     if stats:
@@ -228,7 +233,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
     names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
-    names += ("strict_config",)
+    names += ("strict_config", "wired_memory")
     names += DISTRIBUTED if hasattr(args, "distributed") else ()
     return {name: getattr(args, name) for name in names}
 

@@ -60,6 +60,8 @@ class StreamingModel(nn.Module):
         super().__init__()
         self.prefill_chunk = PREFILL_CHUNK
         self.max_context: int | None = None
+        # As parse_wired_memory returns it.
+        self.wired_memory: str | int | None = None
         self.plan: Plan | None = None
         self.identity = ""
         self.experts_identity: Callable[[], str] = str

@@ -237,8 +237,8 @@ class Engine:
 
     def _needs(self) -> Needs:
         prompt = min(KEPT_PROMPT, self.model.context_left())
-        needs = Needs.of(self.model, prompt_tokens=prompt, positions=0)
-        return replace(needs, wired=needs.wired + (self.options.state_bytes or 0))
+        state_bytes = self.model.state_bytes(0) + (self.options.state_bytes or 0)
+        return Needs.of(self.model, prompt_tokens=prompt, state_bytes=state_bytes, batch=True)
 
     def _obey(self) -> None:
         """Carry out all commands; wait for one if there is nothing else to do."""

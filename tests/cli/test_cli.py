@@ -37,7 +37,7 @@ OPTIONS = {
         --adapter-path --draft-model --image --safe -v --kv-bits --kv-group-size --max-kv-size
         --num-draft-tokens --prompt-cache-file --quantize-activations --quantized-kv-start
         --trust-remote-code -qa
-        --distributed --exact-prompts --expert-path --placement
+        --distributed --exact-prompts --expert-path --placement --wired-memory
     """,
     "chat": """
         --adapter-path --chat-template-config --expert-memory --expert-reader --expert-threads
@@ -46,7 +46,7 @@ OPTIONS = {
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
         --balance --eviction --prefetch --safe -v --tuning
-        --distributed --exact-prompts --expert-path --placement
+        --distributed --exact-prompts --expert-path --placement --wired-memory
     """,
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
@@ -58,14 +58,14 @@ OPTIONS = {
         --trust-remote-code --balance --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
-        --distributed --exact-prompts --expert-path --placement
+        --distributed --exact-prompts --expert-path --placement --wired-memory
     """,
     "cache_prompt": """
         --adapter-path --eos-token --expert-memory --expert-reader --expert-threads
         --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model
         --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
         --trust-remote-code
-        --balance --eviction --prefetch --safe -v --tuning
+        --balance --eviction --prefetch --safe -v --tuning --wired-memory
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
@@ -81,7 +81,7 @@ OPTIONS = {
         --balance --batch-size --data-path --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
         --num-samples --prefetch --safe -v --seed --sequence-length --stats --trust-remote-code
-        --tuning
+        --tuning --wired-memory
     """,
     "evaluate": """
         --apply-chat-template --balance --batch-size --chat-template-args
@@ -89,7 +89,7 @@ OPTIONS = {
         --experts-per-token --fewshot-as-multiturn --kv-bits --kv-group-size --limit
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
         --prefetch --safe --seed --tasks --temp --top-k --top-p --trust-remote-code
-        --tuning
+        --tuning --wired-memory
     """,
     "policies": "",
     "report": "--model --out --seconds",

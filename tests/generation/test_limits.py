@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import subprocess
@@ -11,11 +12,13 @@ import threading
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux import generate, load, stream_generate
+from mlx_moeflux import BatchGenerator, generate, load, stream_generate
+from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation import memory
-from mlx_moeflux.generation.memory import LIMITS, Limits, Needs
+from mlx_moeflux.generation.memory import LIMITS, Limits, Needs, parse_wired_memory
 from mlx_moeflux.generation.text import generate_step
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.engine import Engine, EngineOptions
 
 RECOMMENDED = 10_000_000
 
@@ -37,14 +40,14 @@ def original():
 
 @pytest.fixture
 def wired(monkeypatch):
-    """Every limit that a Metal which only takes notes was given; 7 is what it had before."""
-    limits, synchronised = [7], []
+    """Every limit that a Metal which only takes notes was given; a new process."""
+    limits, synchronised = [], []
 
     def set_wired_limit(limit):
         assert synchronised, "the limit changes under work that is under way"
         synchronised.clear()
         limits.append(limit)
-        return limits[-2]
+        return 0
 
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
@@ -86,7 +89,7 @@ def test_limits_are_put_back_however_it_ends(original, how):
 def test_a_tight_limit_stays_tight():
     limit = mx.set_cache_limit(1_000_000)
     try:
-        with LIMITS.held(Needs(owner=1, cache=2_000_000, wired=0)):
+        with LIMITS.held(Needs(cache=2_000_000, wired=0)):
             assert cache_limit() == 1_000_000
         assert cache_limit() == 1_000_000
     finally:
@@ -97,45 +100,110 @@ def test_what_is_kept_beyond_the_limit_is_let_go(original):
     # Evaluated and dropped: MLX keeps the buffer.
     mx.eval(mx.zeros(100 << 20, mx.uint8))
     assert mx.get_cache_memory() >= 100 << 20
-    with LIMITS.held(Needs(owner=1, cache=50 << 20, wired=0)):
+    with LIMITS.held(Needs(cache=50 << 20, wired=0)):
         assert mx.get_cache_memory() <= 50 << 20
 
 
-def test_wired_is_trunk_and_bank_and_state(wired):
+def test_wired_memory_is_set_once_in_a_process(wired):
     limits = Limits()
-    needs = Needs(owner=1, cache=1, wired=3_000_000)
-    with limits.held(needs):
-        assert wired == [7, 3_000_000]
-    assert wired == [7, 3_000_000, 7]
+    for _ in range(2):
+        with limits.held(Needs(cache=1, wired=3_000_000)):
+            assert wired == [3_000_000]
+        with limits.held(Needs(cache=1, wired=4_000_000)):
+            assert wired == [3_000_000]
+    assert wired == [3_000_000]
 
 
-def test_wired_is_never_more_than_the_working_set(wired):
+def test_wired_memory_is_never_more_than_the_working_set(wired):
+    with Limits().held(Needs(cache=1, wired=10**12)):
+        assert wired == [RECOMMENDED]
+
+
+def test_wired_memory_does_not_change_while_something_is_under_way(wired):
     limits = Limits()
-    with limits.held(Needs(owner=1, cache=1, wired=10**12)):
-        assert wired[-1] == RECOMMENDED
-    assert wired[-1] == 7
+    with limits.held(Needs(cache=1, wired=0)):
+        with limits.held(Needs(cache=1, wired=3_000_000)):
+            assert wired == []
+        assert wired == []
+    with limits.held(Needs(cache=1, wired=2_000_000)):
+        assert wired == [2_000_000]
 
 
-def test_several_at_once(wired):
-    limits = Limits()
-    first, longer = (Needs(owner=1, cache=1, wired=n) for n in (2_000_000, 3_000_000))
-    other = Needs(owner=2, cache=1, wired=4_000_000)
-    with limits.held(first):
-        # The same weights are not wired twice.
-        with limits.held(longer):
-            assert wired[-1] == 3_000_000
-            with limits.held(other):
-                assert wired[-1] == 7_000_000
-            assert wired[-1] == 3_000_000
-        assert wired[-1] == 2_000_000
-    assert wired[-1] == 7
+def test_nothing_is_wired_without_metal(wired, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    with Limits().held(Needs(cache=1, wired=3_000_000)):
+        assert wired == []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+    with Limits().held(Needs(cache=1, wired=3_000_000)):
+        assert wired == []
+
+
+@pytest.mark.parametrize(
+    ("option", "single", "batch"),
+    [(None, True, False), ("auto", True, True), ("off", False, False), ("2MB", 2, 2)],
+)
+def test_who_wires_memory(option, single, batch):
+    with load(BUNDLED_MODEL, expert_memory="25%", wired_memory=option)[0] as model:
+        whole = model.plan.trunk_bytes + sum(model.plan.slots.values()) * 27_648 + 55
+        expected = {True: whole, False: 0, 2: 2_000_000}
+        for wanted, several in ((single, False), (batch, True)):
+            needs = Needs.of(model, prompt_tokens=9, state_bytes=55, batch=several)
+            assert needs.wired == expected[wanted]
+
+
+@pytest.mark.parametrize("option", [None, "auto", "off", "3MB"])
+def test_wired_memory_of_batches_a_server_and_generations(monkeypatch, option):
+    wired = []
+    monkeypatch.setattr(memory, "_most_wired", lambda: RECOMMENDED)
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(LIMITS, "_wired", False)
+    model, _ = load(BUNDLED_MODEL, expert_memory="25%", wired_memory=option)
+    with model:
+        generator = BatchGenerator(model, stop_ids=[])
+        generator.insert([[1, 2]], [2])
+        while len(generator):
+            generator.step()
+        assert wired == []
+        asyncio.run(serve_shortly(model))
+        auto, single = (
+            Needs.of(model, prompt_tokens=9, state_bytes=model.state_bytes(n) + more).wired
+            for n, more in ((0, 1_000_000), (4, 0))
+        )
+        after_serving = {None: [], "auto": [auto], "off": [], "3MB": [3_000_000]}[option]
+        assert wired == after_serving
+        for _ in range(2):
+            list(generate_step(mx.array([1, 2, 3]), model, max_tokens=1))
+        assert wired == (after_serving or {None: [single], "off": []}[option])
+
+
+async def serve_shortly(model):
+    engine = Engine(model, [], EngineOptions(state_bytes=1_000_000))
+    engine.start()
+    await engine.close()
+
+
+@pytest.mark.parametrize("bad", ["a lot", "-2GB", "nan", 0, True, "0B"])
+def test_a_size_that_cannot_be_read_is_one_line(bad):
+    with pytest.raises(InputError, match=r"wired_memory is .*; give auto, off or an amount"):
+        load(BUNDLED_MODEL, wired_memory=bad)
+
+
+def test_more_than_metal_recommends_is_refused(wired):
+    with pytest.raises(
+        InputError, match=r"wired_memory is 10 GB, but Metal recommends at most 10 MB"
+    ):
+        parse_wired_memory("10GB")
+    assert parse_wired_memory("10MB") == RECOMMENDED
+    assert parse_wired_memory("50%") == RECOMMENDED // 2
+    assert parse_wired_memory("AUTO") == "auto"
 
 
 @pytest.mark.parametrize("budget", ["25%", "100%"])
 def test_needs_of_a_model(budget):
     model, _ = load(BUNDLED_MODEL, expert_memory=budget)
     with model:
-        needs = Needs.of(model, prompt_tokens=100, positions=300)
+        needs = Needs.of(model, prompt_tokens=100, state_bytes=model.state_bytes(300))
         slots = sum(model.plan.slots.values()) * 27_648
         if budget == "25%":
             assert needs.wired == model.plan.trunk_bytes + slots + model.state_bytes(300)
@@ -159,7 +227,8 @@ def test_generation_asks_for_what_it_needs(monkeypatch):
     with model:
         prompt = len(tokenizer.encode("def f(x):"))
         generate(model, tokenizer, "def f(x):", max_tokens=4)
-        expected = Needs.of(model, prompt_tokens=prompt, positions=prompt + 4)
+        state_bytes = model.state_bytes(prompt + 4)
+        expected = Needs.of(model, prompt_tokens=prompt, state_bytes=state_bytes)
     assert seen == [[expected], []]
 
 

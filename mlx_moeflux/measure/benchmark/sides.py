@@ -179,8 +179,9 @@ class Ours:
             )
             return
         cache = model.make_cache()
-        positions = B * (P + stream.following.shape[1])
-        with LIMITS.held(Needs.of(model, prompt_tokens=B * P, positions=positions)):
+        state_bytes = model.state_bytes(B * (P + stream.following.shape[1]))
+        needs = Needs.of(model, prompt_tokens=B * P, state_bytes=state_bytes, batch=True)
+        with LIMITS.held(needs):
             yield from _batched(
                 lambda ids: model(ids, cache, last_only=True)[:, -1],
                 cache,
