@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -118,17 +120,20 @@ class Memory:
 
 
 def measure_memory() -> Memory:
-    """Metal: the recommended working set, of which 0.9 is usable. CUDA: the free memory of the
-    GPU. CPU: the available memory (also under a container's limit), of which 0.6 is usable."""
+    """Metal: the recommended working set or what is available now, whichever is less, of which 0.9
+    is usable. CUDA: the free memory of the GPU. CPU: what is available now (also under a
+    container's limit), of which 0.6 is usable."""
     import mlx.core as mx
 
     if mx.default_device() == mx.cpu:
-        free = _available_bytes()
-        return Memory("cpu", free, int(0.6 * free), "0.6 of the available memory")
+        free, seen = _available()
+        return Memory("cpu", free, int(0.6 * free), f"0.6 of the available memory{seen}")
     info = mx.device_info(mx.gpu)
     if mx.metal.is_available():
-        free = int(info["max_recommended_working_set_size"])
-        return Memory("metal", free, int(0.9 * free), "0.9 of the recommended working set")
+        most, (free, seen) = int(info["max_recommended_working_set_size"]), _available()
+        what = f"the available memory{seen}" if free < most else "the recommended working set"
+        free = min(free, most)
+        return Memory("metal", free, int(0.9 * free), f"0.9 of {what}")
     free = int(info.get("free_memory", info.get("total_memory", 0)))
     return Memory("cuda", free, free, "the GPU's free memory")
 
@@ -243,14 +248,44 @@ def _unreadable(value: object) -> InputError:
     )
 
 
-def _available_bytes() -> int:
-    """Memory that can be had without swapping; a container's limit counts too."""
+def _available() -> tuple[int, str]:
+    """Return the bytes that can be had without swapping, and their parts in brackets if the system
+    tells them. A container's limit counts too."""
+    if sys.platform == "darwin":
+        return _available_on_macos()
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _whole_memory(), ""
     available = [1024 * int(n) for n in re.findall(r"MemAvailable:\s+(\d+)", text)]
-    return min([*available, *_container_bytes()])
+    return min([*available, *_container_bytes()]), ""
+
+
+def _available_on_macos() -> tuple[int, str]:
+    """See :func:`_available`; of the counters of ``vm_stat``. Its free pages exclude speculative
+    ones, which hold files that are read ahead; inactive pages are reused first, and purgeable
+    ones are given up when others need memory."""
+    try:
+        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return _whole_memory(), ""
+    text = done.stdout.decode("ascii", "replace")
+    size = re.search(r"page size of (\d+) bytes", text)
+    counts = {name: int(n) for name, n in re.findall(r"^Pages (\w+): +(\d+)\.", text, re.M)}
+    if size is None or not {"free", "inactive"} <= counts.keys():
+        return _whole_memory(), ""
+    parts = {
+        "free": counts["free"] + counts.get("speculative", 0),
+        "inactive": counts["inactive"],
+        "purgeable": counts.get("purgeable", 0),
+    }
+    parts = {name: count * int(size[1]) for name, count in parts.items()}
+    seen = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in parts.items())
+    return min(sum(parts.values()), _whole_memory()), f" ({seen})"
+
+
+def _whole_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _container_bytes() -> list[int]:

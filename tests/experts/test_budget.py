@@ -1,6 +1,9 @@
 """Oracle: sums done by hand, and the properties that a distribution must have."""
 
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -195,9 +198,114 @@ def test_a_container_limit_counts(monkeypatch):
         return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert budget._available_bytes() == 3_000_000
+    assert budget._available() == (3_000_000, "")
     files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert budget._available_bytes() == 5_120_000
+    assert budget._available() == (5_120_000, "")
     files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "2500000\n"
     files["/sys/fs/cgroup/memory/memory.usage_in_bytes"] = "500000\n"
-    assert budget._available_bytes() == 2_000_000
+    assert budget._available() == (2_000_000, "")
+
+
+# As macOS prints it, with pages of 16 KiB: 2.5 GiB free and read ahead, 3 inactive, 0.5 purgeable.
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                              131072.
+Pages active:                            900000.
+Pages inactive:                          196608.
+Pages speculative:                        32768.
+Pages throttled:                              0.
+Pages wired down:                        400000.
+Pages purgeable:                          32768.
+"Translation faults":                 123456789.
+Pages copy-on-write:                    1234567.
+Pages zero filled:                     12345678.
+Pages occupied by compressor:            555555.
+"""
+SEEN = "(2.68 GB free, 3.22 GB inactive, 537 MB purgeable)"
+
+
+@pytest.fixture
+def macos(monkeypatch):
+    """A Mac of 32 GiB whose counters and working set a test may change; called for its device."""
+    mac = SimpleNamespace(text=VM_STAT, error=None, working_set=24 * GB, total=32 << 30)
+
+    def run(command, **_):
+        assert command == ["/usr/bin/vm_stat"]
+        if mac.error:
+            raise mac.error
+        return SimpleNamespace(stdout=mac.text.encode())
+
+    def on(device):
+        monkeypatch.setattr(mx, "default_device", lambda: device)
+        return measure_memory()
+
+    mac.on = on
+    sizes = {"SC_PHYS_PAGES": lambda: mac.total // 16384, "SC_PAGE_SIZE": lambda: 16384}
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(budget.subprocess, "run", run)
+    monkeypatch.setattr(budget.os, "sysconf", lambda name: sizes[name]())
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    info = lambda _: {"max_recommended_working_set_size": mac.working_set}  # noqa: E731
+    monkeypatch.setattr(mx, "device_info", info)
+    return mac
+
+
+def test_auto_sees_other_programs_of_a_mac(macos):
+    available = 6 << 30
+    busy = macos.on(mx.gpu)
+    assert (busy.backend, busy.free_bytes) == ("metal", available)
+    assert busy.usable_bytes == int(0.9 * available)
+    assert busy.what == f"0.9 of the available memory {SEEN}"
+    # The working set stays the limit where more is available.
+    macos.text = VM_STAT.replace("131072.", "1310720.")
+    idle = macos.on(mx.gpu)
+    assert (idle.free_bytes, idle.usable_bytes) == (24 * GB, int(0.9 * 24 * GB))
+    assert idle.what == "0.9 of the recommended working set"
+    # The CPU of a Mac sees them too.
+    macos.text = VM_STAT
+    cpu = macos.on(mx.cpu)
+    assert (cpu.backend, cpu.free_bytes) == ("cpu", available)
+    assert cpu.usable_bytes == int(0.6 * available)
+    assert cpu.what == f"0.6 of the available memory {SEEN}"
+
+
+def test_pages_of_4_kib_and_counters_that_an_older_macos_lacks(macos):
+    macos.text = VM_STAT.replace("16384", "4096").replace("Pages speculative", "Pages other")
+    macos.text = macos.text.replace("Pages purgeable", "Pages else")
+    assert macos.on(mx.gpu).free_bytes == 4096 * (131072 + 196608)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", None),
+        ("Pages free: 5.\n", None),
+        (VM_STAT.replace("Pages free", "Pages"), None),
+        (VM_STAT, FileNotFoundError("/usr/bin/vm_stat")),
+        (VM_STAT, subprocess.TimeoutExpired("vm_stat", 10)),
+        (VM_STAT, subprocess.CalledProcessError(1, "vm_stat")),
+    ],
+)
+def test_without_counters_the_working_set_is_the_limit(macos, text, error):
+    macos.text, macos.error = text, error
+    found = macos.on(mx.gpu)
+    assert found.free_bytes == 24 * GB
+    assert found.what == "0.9 of the recommended working set"
+    assert macos.on(mx.cpu).free_bytes == 32 << 30
+
+
+def test_counters_are_never_more_than_the_memory(macos):
+    macos.total = 4 << 30
+    assert macos.on(mx.gpu).free_bytes == 4 << 30
+
+
+def test_the_line_of_the_plan_says_what_was_seen(macos):
+    options = {"num_experts": 256, "experts_per_token": 8, "kv_bytes": GB // 2}
+    blocks = dict.fromkeys(range(40), 2 * 10**6)
+    made = make_plan("auto", blocks, trunk_bytes=2 * GB, memory=macos.on(mx.gpu), **options)
+    assert made.budget_bytes == (int(0.9 * (6 << 30)) - 2 * GB - GB // 2 - GB) // 2
+    assert str(made).endswith(
+        "free memory 6.44 GB, reader pread: 24 GB in all exceed 0.9 of the available memory "
+        f"{SEEN}, 5.8 GB; half of what is left"
+    )
+    asked = make_plan("10GB", blocks, trunk_bytes=2 * GB, memory=macos.on(mx.gpu), **options)
+    assert asked.budget_bytes == 10 * GB
