@@ -10,10 +10,11 @@ import mlx.nn as nn
 from mlx_moeflux.cache import KVCache
 from mlx_moeflux.kernels.cpu.blas import reshaped
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.models.layers import weights_of
+from mlx_moeflux.models.layers import project_normed, weights_of
+from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Grouped-query attention with norms of queries and keys and a rotary embedding.
 
     config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
@@ -46,14 +47,14 @@ class Attention(nn.Module):
         Hq, Hkv = config.num_attention_heads, config.num_key_value_heads
         self.config, self.gated, self.window, self._kernels = config, gated, window, kernels
         self.qk_norm = qk_norm
-        self.q_proj = nn.Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
-        self.k_proj = nn.Linear(C, Hkv * Dh, bias=bias)
-        self.v_proj = nn.Linear(C, Hkv * Dh, bias=bias)
-        self.o_proj = nn.Linear(Hq * Dh, C, bias=bias if output_bias is None else output_bias)
+        self.q_proj = Linear(C, Hq * Dh * (2 if gated else 1), bias=bias)
+        self.k_proj = Linear(C, Hkv * Dh, bias=bias)
+        self.v_proj = Linear(C, Hkv * Dh, bias=bias)
+        self.o_proj = Linear(Hq * Dh, C, bias=bias if output_bias is None else output_bias)
         if qk_norm is not None:
             heads = (1, 1) if qk_norm == "head" else (Hq, Hkv)
-            self.q_norm = nn.RMSNorm(heads[0] * Dh, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(heads[1] * Dh, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(heads[0] * Dh, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(heads[1] * Dh, eps=config.rms_norm_eps)
         if sinks:
             self.sinks = mx.zeros((Hq,))
         self._rotary_dims = config.rotary_dims
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         weights = weights_of(*self.stacks()[0])
-        q, k, v = kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
+        q, k, v = project_normed(kernels, x, weights, norm)
         if self.qk_norm == "all heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
@@ -110,6 +111,12 @@ class Attention(nn.Module):
             y = kernels.sdpa(q, **{"mask": mask, **buffers, **options})
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
         return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
+
+    @property
+    def reads(self) -> dict[str, type]:
+        """See :class:`Module`; norms of all heads together are called."""
+        names = ("q_norm", "k_norm") if self.qk_norm == "head" else ()
+        return dict.fromkeys(names, nn.RMSNorm)
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:
         """See :meth:`StreamingModel.prepare`."""

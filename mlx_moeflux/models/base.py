@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,7 +26,8 @@ from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import failures
-from mlx_moeflux.models.layers import forget_dense, stack
+from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
+from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, is_own
 from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
@@ -36,7 +38,7 @@ from mlx_moeflux.models.state_spec import entry_specs, state_spec
 PREFILL_CHUNK = 2048
 
 
-class StreamingModel(nn.Module):
+class StreamingModel(Module):
     """Base of the models. Owns the expert store and the decode traces; frees them in ``close``.
 
     Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers``,
@@ -66,6 +68,7 @@ class StreamingModel(nn.Module):
         self.identity = ""
         self.experts_identity: Callable[[], str] = str
         self.compile_steps: bool | None = None
+        self._survey: Survey | None = None
         self._step: Any = None
         self._segments: Any = None
         self._recordings, self._generation = 0, (0, failures.generation())
@@ -75,8 +78,17 @@ class StreamingModel(nn.Module):
         self._store: Any = None
         self._state_spec: StateSpec | None = None
         self._entry_specs: tuple[EntrySpec, ...] | None = None
+        self._parts_are_own = True
+        # No dict: nn.Module would take it for children.
+        self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
         self.kv_bits: int | None = None
         self.kv_group_size = 64
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of activations: that of the final norm, or of another one if it was replaced."""
+        norms = (self.model.norm, *self.modules())
+        return next(norm for norm in norms if type(norm) in RMS_NORMS).weight.dtype
 
     @property
     def kernels(self) -> Kernels:
@@ -84,10 +96,7 @@ class StreamingModel(nn.Module):
         return self._kernels
 
     def update(self, *args, **kwargs) -> StreamingModel:
-        """Update parameters as ``nn.Module.update`` does and drop all decode traces.
-
-        After any other assignment of parameters call :meth:`forget_steps`.
-        """
+        """Update parameters as ``nn.Module.update`` does and drop all decode traces."""
         self.forget_steps()
         self._entry_specs = None
         super().update(*args, **kwargs)
@@ -102,17 +111,69 @@ class StreamingModel(nn.Module):
         The ``stacks()`` of a module lists its projections with a common input. Kernels do not see
         a later in-place edit (``weight[0] = 0``): assign a new array.
         """
-        for layer in self.layers:
+        for layer in filter(None, map(decoder_layer, self.layers)):
             for module in layer.children().values():
                 for linears in getattr(module, "stacks", list)():
                     stack(*linears)
             for modules in layer.halves():
                 pack(*modules)
-            experts = layer.mlp.get(EXPERTS)
-            if experts is not None:
-                pack(experts)
+        for block in self.moe_blocks().values():
+            if block.get(EXPERTS) is not None:
+                pack(block[EXPERTS])
         mx.clear_cache()
         self.forget_steps()
+
+    def notice_edits(self) -> None:
+        """Do what follows from edits of modules, parameters, attributes and code since the last
+        call: drop traces of what was before, and give new blocks the store.
+
+        Raises:
+            InputError: A module that is never called has a ``__call__`` that is not this package's,
+                or is of another class than the module that reads it expects; or a block has other
+                experts than the store.
+        """
+        if self._survey is not None and self._survey.holds():
+            return
+        survey = Survey(self, *([self._router] if traceable(self._router) else []))
+        if self._survey is None or not survey.equals(self._survey):
+            self.forget_steps()
+            self._connect()
+        self._survey = survey
+
+    def _connect(self) -> None:
+        """Give the blocks their store and the next block's router, and tell them and the layers
+        whether their code is this package's."""
+        blocks, count = self.moe_blocks(), self.config.num_hidden_layers
+        if len(self.layers) != count:
+            raise InputError(
+                f"the model has {len(self.layers)} layers and its config {count}; a layer to leave "
+                "out is one that returns its first argument, not one that is removed."
+            )
+        for layer, block in blocks.items():
+            if block.layer != layer:
+                raise InputError(
+                    f"layers.{layer}.mlp is the block of layer {block.layer} and computes that "
+                    "layer's experts; keep each block in its layer."
+                )
+            before = self._loaded.get(layer, block)
+            if before.get(EXPERTS) is not block.get(EXPERTS):
+                raise InputError(
+                    f"layers.{layer}.mlp has other experts than were loaded; keep the block and "
+                    "change its parameters or its __class__, or give the new one its switch_mlp."
+                )
+            block._store, block._lookahead = self._store, None
+            block._plain = all(map(is_own, block.modules()))
+        for layer in filter(None, map(decoder_layer, self.layers)):
+            layer._plain = is_own(layer)
+        self._parts_are_own = all(
+            decoder_layer(layer) is layer and layer._plain for layer in self.layers
+        ) and all(self.layers[i].mlp is block and block._plain for i, block in blocks.items())
+        if self._store is not None and self._store.looks_ahead:
+            for layer, following in pairwise(blocks):
+                after = decoder_layer(self.layers[following])
+                if after is not None:
+                    norm = after.post_attention_layernorm
+                    blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
 
     def forget_steps(self) -> None:
         """Drop all decode traces: a trace keeps the parameters and banks that it captured."""
@@ -133,12 +194,14 @@ class StreamingModel(nn.Module):
         if enabled is None:
             enabled = mx.default_device() != mx.cpu
         observed = self._recordings or self._store.events is not None
-        return enabled and not self.training and not observed and traceable(self._router)
+        own = self._survey is not None and self._survey.traceable
+        return enabled and own and not self.training and not observed and traceable(self._router)
 
     def _can_segment(self, tokens: int) -> bool:
         """Return True if a step of `tokens` tokens may run from one trace per segment."""
         pairs = tokens * self._router.num_experts_per_tok
-        return self._store.parts_calls and self._segments.fits(pairs)
+        own = self._store.parts_calls and self._parts_are_own
+        return own and self._segments.fits(pairs)
 
     def train(self, mode: bool = True) -> StreamingModel:
         """Switch training mode; in it the references, which have gradients, compute operations."""
@@ -205,7 +268,7 @@ class StreamingModel(nn.Module):
             type(entry),
             bits=self.kv_bits,
             group_size=self.kv_group_size,
-            dtype=self.model.norm.weight.dtype,
+            dtype=self.dtype,
         )()
 
     def quantize_cache(self, bits: int | None, group_size: int = 64) -> None:
@@ -263,18 +326,14 @@ class StreamingModel(nn.Module):
         self._store = store
         store.training = self.training
         self.forget_steps()
-        blocks = self.moe_blocks()
-        for block in blocks.values():
-            block._store, block._lookahead = store, None
-        if store.looks_ahead:
-            for layer, following in pairwise(blocks):
-                norm = self.layers[following].post_attention_layernorm
-                blocks[layer]._lookahead = RouterLookahead(norm, blocks[following])
+        self._loaded = MappingProxyType(self.moe_blocks())
+        self._connect()
 
     def moe_blocks(self) -> dict[int, SparseMoeBlock]:
-        """Return MoE layer id -> block."""
-        blocks = ((i, layer.mlp) for i, layer in enumerate(self.layers))
-        return {i: block for i, block in blocks if isinstance(block, SparseMoeBlock)}
+        """Return MoE layer id -> block, also of layers and blocks that others wrap."""
+        inside = ((i, m.modules()) for i, m in enumerate(self.layers) if isinstance(m, nn.Module))
+        found = ((i, m) for i, modules in inside for m in modules if isinstance(m, SparseMoeBlock))
+        return dict(found)
 
     @contextmanager
     def record(
@@ -284,7 +343,8 @@ class StreamingModel(nn.Module):
         :mod:`mlx_moeflux.models.record`."""
         self._recordings += 1
         try:
-            with record(self.layers, chosen=layers, names=names) as kept:
+            parts = [decoder_layer(layer) for layer in self.layers]
+            with record(parts, chosen=layers, names=names) as kept:
                 yield kept
         finally:
             self._recordings -= 1
@@ -380,6 +440,7 @@ class StreamingModel(nn.Module):
         """
         if not 0 <= layer < len(self.layers):
             raise InputError(f"layer {layer} does not exist; the model has {len(self.layers)}.")
+        self.notice_edits()
         cache = self.make_cache()[layer] if cache is None else cache
         mask = cache.real_tokens(hidden.shape[1])
         return self.layers[layer](hidden, cache, mask, chunk=self.prefill_chunk)

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_moeflux.cache import BaseCache, SequenceState, transaction
@@ -20,7 +19,8 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
-from mlx_moeflux.models.layers import DecoderLayer, on_gpu, weights_of
+from mlx_moeflux.models.layers import DecoderLayer, on_gpu, project_normed, weights_of
+from mlx_moeflux.models.modules import Embedding, Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 
 # A prompt's graph is submitted every LAYERS_AHEAD layers, so that the GPU computes while the host
@@ -39,14 +39,19 @@ def _begin(h: mx.array, before: mx.array | None = None) -> None:
                 mx.eval(before)
 
 
-class TextModel(nn.Module):
+def _is_plain(layer: Any) -> bool:
+    """Return True if a layer's parts may be called in place of the layer."""
+    return isinstance(layer, DecoderLayer) and layer._plain
+
+
+class TextModel(Module):
     """Embedding, layers and final norm: the parameters under ``model.`` of a checkpoint."""
 
     def __init__(self, config: Any, layers: Iterable[DecoderLayer]):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = list(layers)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class DecoderModel(StreamingModel):
@@ -73,7 +78,7 @@ class DecoderModel(StreamingModel):
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
         self.model = TextModel(config, layers)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def layers(self) -> list[DecoderLayer]:
@@ -143,6 +148,7 @@ class DecoderModel(StreamingModel):
             raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
         if cache is None or tokens.shape[1] > 1:
             self._check_ids(tokens)
+        self.notice_edits()
         if cache is None:
             cache = self.make_cache()
             for entry in cache:
@@ -176,13 +182,19 @@ class DecoderModel(StreamingModel):
 
         A call that raises leaves all states as they were.
         """
+        self.notice_edits()
+        chunk = self.prefill_chunk
         with ExitStack() as transactions:
             for state in states:
                 transactions.enter_context(transaction(state))
             with metal.gathered():
                 hidden = [self.model.embed_tokens(t.astype(mx.uint32)[None]) for t in prompts]
                 for layer, *entries in zip(self.model.layers, *states, strict=True):
-                    hidden = layer.together(hidden, entries, chunk=self.prefill_chunk)
+                    if _is_plain(layer):
+                        hidden = layer.together(hidden, entries, chunk=chunk)
+                    else:
+                        pairs = zip(hidden, entries, strict=True)
+                        hidden = [layer(x, entry, None, chunk=chunk) for x, entry in pairs]
                 return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
 
     def read_in_pauses(
@@ -198,6 +210,7 @@ class DecoderModel(StreamingModel):
 
         Evaluates: what came before the last pause. At the end: everything.
         """
+        self.notice_edits()
         with ExitStack() as transactions:
             for state in states:
                 transactions.enter_context(transaction(state))
@@ -209,7 +222,10 @@ class DecoderModel(StreamingModel):
             before, unsent, chunk = [], [], self.prefill_chunk
             mask = states[0][0].real_tokens(tokens[0].shape[1])
             for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
-                if len(hidden) == 1:
+                if not _is_plain(layer):
+                    pairs = zip(hidden, entries, strict=True)
+                    hidden = [layer(x, entry, mask, chunk=chunk) for x, entry in pairs]
+                elif len(hidden) == 1:
                     layer_steps = layer.in_pauses(hidden[0], entries[0], mask, chunk=chunk)
                     hidden = [(yield from layer_steps)]
                 else:
@@ -264,8 +280,7 @@ class DecoderModel(StreamingModel):
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""
         tied = self.config.tie_word_embeddings
         head = self.model.embed_tokens if tied else self.lm_head
-        norm = self.model.norm
-        return self._kernels.project(h, weights_of(head), norm=norm.weight, eps=norm.eps)[0]
+        return project_normed(self._kernels, h, weights_of(head), self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.nn as nn
-
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ClampedSwiGLU
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.attention_decoder import AttentionDecoder
 from mlx_moeflux.models.gpt_oss_config import Config
+from mlx_moeflux.models.modules import Linear
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 
 
@@ -29,7 +28,7 @@ class MoeBlock(SparseMoeBlock):
 
     def __init__(self, **block: Any):
         super().__init__(**block)
-        self.gate = nn.Linear(block["hidden_size"], block["num_experts"], bias=True)
+        self.gate = Linear(block["hidden_size"], block["num_experts"], bias=True)
 
 
 class Model(AttentionDecoder):

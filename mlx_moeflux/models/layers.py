@@ -15,22 +15,33 @@ import mlx.nn as nn
 from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
+from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.trials import describe
+from mlx_moeflux.models.modules import (
+    RMS_NORMS,
+    Embedding,
+    Linear,
+    Module,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    RMSNorm,
+)
 from mlx_moeflux.models.record import Recorder
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Module):
     """``down(silu(gate(x)) * up(x))``: x ``[..., C]`` -> ``[..., C]``, inner width F."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -49,11 +60,11 @@ class DenseMlp(SwiGLU):
 
     def __call__(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
         weights = weights_of(*self.stacks()[0])
-        gate, up = self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps, flat=True)
+        gate, up = project_normed(self._kernels, x, weights, norm, flat=True)
         return self._kernels.add_shared(x, None, gate, up, weights_of(self.down_proj)[0])
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     """One layer: mixer, then MLP or MoE block, each after a norm and with a residual.
 
     mixer: Name in the checkpoint (``self_attn``, ``linear_attn``) and module; the module maps
@@ -62,6 +73,8 @@ class DecoderLayer(nn.Module):
     """
 
     _recorder: Recorder | None = None
+    _plain = True
+    """False if its code is another's, which must be called as a whole."""
 
     def __init__(
         self,
@@ -73,8 +86,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._mixer_name, module = mixer
         self[self._mixer_name] = module
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = mlp
 
     def __call__(
@@ -191,7 +204,7 @@ def on_gpu() -> bool:
     return mx.default_device().type == mx.gpu
 
 
-class PreciseLinear(nn.Module):
+class PreciseLinear(Module):
     """Matrix ``weight [out, in]`` with float32 products for any dtype of x; never quantised."""
 
     def __init__(self, input_dims: int, output_dims: int):
@@ -203,7 +216,7 @@ class PreciseLinear(nn.Module):
         return weights_of(self)[0].matmul(x)
 
 
-class ScaledLinear(nn.QuantizedLinear):
+class ScaledLinear(QuantizedLinear):
     """Linear layer in NVFP4 whose matrix has a ``global_scale [1]`` float32 besides the scales of
     its groups; see :mod:`mlx_moeflux.checkpoint.quantization`."""
 
@@ -261,11 +274,12 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
         weights, linears = list(known.weights), linears[len(known.linears) :]
     for each in linears:
         # By key: attribute lookup of a module is slow, and this runs for each matrix of a step.
-        if isinstance(each, PreciseLinear):
+        kind = type(each)
+        if kind.__call__ is PreciseLinear.__call__:
             weights.append(Weight(each["weight"].astype(mx.float32), precise=True))
-        elif "bias" not in each and type(each) in (nn.Linear, nn.Embedding):
+        elif "bias" not in each and kind in _DENSE:
             weights.append(Weight(each["weight"]))
-        elif "bias" not in each and type(each) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+        elif "bias" not in each and kind in _QUANTIZED:
             spec = _spec(each.bits, each.group_size, each.mode)
             weights.append(Weight(each["weight"], each["scales"], each.get("biases"), spec))
         else:
@@ -274,19 +288,54 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
 
 
 _spec = functools.cache(QuantSpec)
+_DENSE = {nn.Linear, nn.Embedding, Linear, Embedding}
+_QUANTIZED = {nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedLinear, QuantizedEmbedding}
+
+
+def project_normed(
+    kernels: Kernels,
+    x: mx.array,
+    weights: Sequence[Weight | Applied],
+    norm: Any,
+    *,
+    normed: bool = False,
+    flat: bool = False,
+) -> list[mx.array]:
+    """Return the operation ``project`` of norm(x). A norm that is no plain RMS norm is called.
+
+    Raises:
+        ShapeError: The result of `norm` has another shape than x.
+    """
+    if type(norm) in RMS_NORMS:
+        options = {"norm": norm.weight, "eps": norm.eps, "flat": flat}
+        return kernels.project(x, weights, **options, **({"normed": True} if normed else {}))
+    post = norm(x)
+    if not isinstance(post, mx.array) or post.shape != x.shape:
+        raise ShapeError(
+            f"the norm {type(norm).__name__} returned {describe(post)} for {describe(x)}; expected "
+            "the same shape."
+        )
+    post = post.astype(x.dtype)
+    results = kernels.project(post, weights, flat=flat)
+    if normed:
+        results = [*results, post.reshape(-1, post.shape[-1]) if flat else post]
+    return results
+
+
+STORED = ("weight", "scales", "biases")
 
 
 @dataclass(frozen=True)
 class Stack:
     """Concatenated projections of one input, so that a launch takes fewer arrays.
 
-    linears: Modules whose parameters are rows of `weights`. rows: Those parameters (weight and
-    scales) when the stack was made; another array means that a parameter was replaced.
+    linears: Modules whose parameters are rows of `weights`. rows: Those parameters (STORED) when
+    the stack was made; another array means that a parameter was replaced.
     """
 
     linears: tuple[nn.Module, ...]
     weights: Sequence[Weight | Applied]
-    rows: list[tuple[mx.array | None, mx.array | None]]
+    rows: list[tuple[mx.array | None, ...]]
     joined: Weight | None
     """All of `weights` as one matrix, or None if they are stored differently."""
 
@@ -297,18 +346,19 @@ class Stack:
     def parts(self) -> list[mx.array]:
         """Return the parameters that are proper slices of an array of `weights`."""
         whole = {id(array) for array in self.arrays()}
-        names = ("weight", "scales", "biases")
-        stored = [each[name] for each in self.linears for name in names if name in each]
+        stored = [each[name] for each in self.linears for name in STORED if name in each]
         return [array for array in stored if id(array) not in whole]
 
     def holds(self, linears: tuple[nn.Module, ...]) -> bool:
         """Return True if `linears` are the stacked modules and no parameter was replaced."""
         if len(linears) != len(self.linears):
             return False
-        for each, own, (weight, scales) in zip(linears, self.linears, self.rows, strict=True):
+        for each, own, (weight, scales, biases) in zip(
+            linears, self.linears, self.rows, strict=True
+        ):
             if each is not own or each.get("weight") is not weight:
                 return False
-            if each.get("scales") is not scales:
+            if each.get("scales") is not scales or each.get("biases") is not biases:
                 return False
         return True
 
@@ -343,7 +393,7 @@ def restack(linears: tuple[nn.Module, ...], weights: Sequence[Weight | Applied])
                 each[name] = whole[start : start + out]
                 mx.eval(each[name])
             start += out
-    rows = [(each.get("weight"), each.get("scales")) for each in linears]
+    rows = [tuple(map(each.get, STORED)) for each in linears]
     first = weights[0] if len(weights) == 1 and len(linears) > 1 else None
     joined = replace(first, outs=()) if isinstance(first, Weight) else None
     return Stack(linears, weights, rows, joined)
@@ -366,7 +416,7 @@ def _stacked(group: Sequence[nn.Module], first: Weight) -> Weight:
         return first
     outs = tuple(each["weight"].shape[0] for each in group)
     whole = {}
-    for name in ("weight", "scales", "biases"):
+    for name in STORED:
         if getattr(first, name) is None:
             continue
         whole[name] = mx.concatenate([each[name] for each in group])
@@ -387,3 +437,11 @@ def forget_dense(model: nn.Module) -> None:
         arrays = [] if known is None else [weight.weight for weight in known.weights]
         for array in (*arrays, *module.values()):
             blas.kept.forget(id(array))
+
+
+def decoder_layer(layer: Any) -> DecoderLayer | None:
+    """Return a layer of a model, or the one that it wraps, or None."""
+    if isinstance(layer, DecoderLayer):
+        return layer
+    inside = layer.modules() if isinstance(layer, nn.Module) else ()
+    return next((each for each in inside if isinstance(each, DecoderLayer)), None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,13 +15,14 @@ from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.models.layers import ScaledLinear, weights_of
+from mlx_moeflux.models.layers import ScaledLinear, project_normed, weights_of
+from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 
 # Epsilon of the two inner norms in transformers, which ignores rms_norm_eps there.
 INNER_EPS = 1e-6
 
 
-class HeadLinear(nn.Module):
+class HeadLinear(Module):
     """One matrix per head: ``weight [H, out, in]``; mlx-lm's ``embed_q`` and ``unembed_out``."""
 
     def __init__(self, heads: int, output_dims: int, input_dims: int):
@@ -48,7 +50,7 @@ class HeadLinear(nn.Module):
         return HeadMatrices(self.weight, scales, biases, self._spec, 0, self.weight.shape[1])
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Module):
     """Attention whose keys and values are linear maps of one latent per position.
 
     config: A DeepSeek-V3 config; :mod:`mlx_moeflux.kernels.mla.latent` states the shapes.
@@ -64,6 +66,13 @@ class LatentAttention(nn.Module):
     Source: transformers `DeepseekV3Attention`.
     """
 
+    reads: ClassVar[Mapping[str, type]] = {
+        "q_a_layernorm": nn.RMSNorm,
+        "kv_a_layernorm": nn.RMSNorm,
+        "embed_q": HeadLinear,
+        "unembed_out": HeadLinear,
+    }
+
     def __init__(self, config: Any, kernels: Kernels):
         super().__init__()
         C, H, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
@@ -71,20 +80,20 @@ class LatentAttention(nn.Module):
         self.config, self._kernels = config, kernels
         bias = config.attention_bias
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(C, H * (Dn + Dr), bias=False)
+            self.q_proj = Linear(C, H * (Dn + Dr), bias=False)
         else:
-            self.q_a_proj = nn.Linear(C, config.q_lora_rank, bias=bias)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=INNER_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, H * (Dn + Dr), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(C, R + Dr, bias=bias)
-        self.kv_a_layernorm = nn.RMSNorm(R, eps=INNER_EPS)
-        self.kv_b_proj = nn.Linear(R, H * (Dn + Dv), bias=False)
-        self.o_proj = nn.Linear(H * Dv, C, bias=bias)
+            self.q_a_proj = Linear(C, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=INNER_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, H * (Dn + Dr), bias=False)
+        self.kv_a_proj_with_mqa = Linear(C, R + Dr, bias=bias)
+        self.kv_a_layernorm = RMSNorm(R, eps=INNER_EPS)
+        self.kv_b_proj = Linear(R, H * (Dn + Dv), bias=False)
+        self.o_proj = Linear(H * Dv, C, bias=bias)
         self.scale = (Dn + Dr) ** -0.5 * config.rope.softmax_factor()
         self._frequencies = 1.0 / mx.array(config.rope.periods(Dr))
         mx.eval(self._frequencies)
         # Arrays of kv_b_proj, and what was made of them.
-        self._known: tuple[Any, Any, tuple[HeadMatrices, HeadMatrices]] | None = None
+        self._known: tuple[Any, Any, Any, tuple[HeadMatrices, HeadMatrices]] | None = None
 
     def use_split_heads(self) -> None:
         """Replace ``kv_b_proj`` with ``embed_q`` and ``unembed_out``."""
@@ -144,12 +153,12 @@ class LatentAttention(nn.Module):
 
     def _project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
         """Return queries ``[B, T, H (Dn + Dr)]``, and latent with rotary key ``[B, T, R + Dr]``."""
-        project, low = self._kernels.project, self.config.q_lora_rank is not None
+        kernels, low = self._kernels, self.config.q_lora_rank is not None
         weights = weights_of(self.q_a_proj if low else self.q_proj, self.kv_a_proj_with_mqa)
-        q, kv = project(x, weights, norm=norm.weight, eps=norm.eps)
+        q, kv = project_normed(kernels, x, weights, norm)
         if low:
-            norm = self.q_a_layernorm
-            (q,) = project(q, weights_of(self.q_b_proj), norm=norm.weight, eps=norm.eps)
+            norm, weights = self.q_a_layernorm, weights_of(self.q_b_proj)
+            (q,) = kernels.project(q, weights, norm=norm.weight, eps=norm.eps)
         return q, kv
 
     def _expand(self, latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
@@ -168,9 +177,11 @@ class LatentAttention(nn.Module):
         if (
             known is not None
             and not self.training
-            and (known[0] is linear.get("weight") and known[1] is linear.get("scales"))
+            and known[0] is linear.get("weight")
+            and known[1] is linear.get("scales")
+            and known[2] is linear.get("biases")
         ):
-            return known[2]
+            return known[3]
         H, Dn = self.config.num_attention_heads, self.config.qk_nope_head_dim
         stored = weights_of(linear)[0]
         if isinstance(linear, ScaledLinear):
@@ -191,7 +202,7 @@ class LatentAttention(nn.Module):
         if not self.training and "weight" in linear:
             # Evaluate before publishing: two threads must not evaluate one array.
             mx.eval([part for part in (weight, scales, biases) if part is not None])
-            self._known = linear["weight"], linear.get("scales"), both
+            self._known = linear["weight"], linear.get("scales"), linear.get("biases"), both
         return both
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

@@ -7,6 +7,7 @@ and are not parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,7 +22,8 @@ from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.trials import describe
-from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, weights_of
+from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, project_normed, weights_of
+from mlx_moeflux.models.modules import RMS_NORMS, Linear, Module
 from mlx_moeflux.models.record import Recorder
 
 
@@ -114,7 +116,7 @@ class RouterLookahead:
         return mx.where(ids[:, :1] == self.block.num_experts, ids[:, :1], guess)
 
 
-class ExpertProjection(nn.Module):
+class ExpertProjection(Module):
     """One projection of all experts of a layer as parameters: weight, scales and biases if
     quantised, global_scale ``[E]`` and bias if it has one. See
     :class:`~mlx_moeflux.kernels.moe.expert_ffn.ProjectionBank` for shapes."""
@@ -138,9 +140,12 @@ class ExpertProjection(nn.Module):
         return ProjectionBank(self.weight, scales, biases, self.spec, bias, whole)
 
 
-class SwitchGLU(nn.Module):
+class SwitchGLU(Module):
     """The routed experts of one resident layer."""
 
+    reads: ClassVar[Mapping[str, type]] = dict.fromkeys(
+        ("gate_proj", "up_proj", "down_proj"), ExpertProjection
+    )
     _bank: ExpertBank | None = None
     _activation: Activation = staticmethod(swiglu)
 
@@ -157,6 +162,7 @@ class SwitchGLU(nn.Module):
         if cached is not None and all(
             part["weight"] is of.weight
             and part.get("scales") is of.scales
+            and part.get("biases") is of.biases
             and part.get("bias") is of.bias
             and part.get("global_scale") is of.global_scale
             for part, of in zip(parts, (cached.gate, cached.up, cached.down), strict=True)
@@ -184,7 +190,7 @@ class Prepared(NamedTuple):
     ahead: mx.array | None
 
 
-class SparseMoeBlock(nn.Module):
+class SparseMoeBlock(Module):
     """Route every token to K of E experts.
 
     Shapes:
@@ -202,9 +208,12 @@ class SparseMoeBlock(nn.Module):
     """
 
     _recorder: Recorder | None = None
+    _plain = True
+    """False if code of a module in it is another's, which a fused step would pass over."""
     has_step: ClassVar[bool] = True
     """True if :func:`~mlx_moeflux.kernels.moe.moe_step.moe_step` computes the whole block; a
     subclass does not inherit it."""
+    reads: ClassVar[Mapping[str, type]] = {"switch_mlp": SwitchGLU}
 
     def __init__(
         self,
@@ -216,7 +225,7 @@ class SparseMoeBlock(nn.Module):
         kernels: Kernels,
     ):
         super().__init__()
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.gate = Linear(hidden_size, num_experts, bias=False)
         self.layer, self.num_experts = layer, num_experts
         self._router, self._kernels = router, kernels
         self._store: Any = None
@@ -266,6 +275,8 @@ class SparseMoeBlock(nn.Module):
         operation = self._kernels.moe_step
         if (
             not vars(type(self)).get("has_step")
+            or not self._plain
+            or type(norm) not in RMS_NORMS
             or type(self._router) is not SoftmaxRouter
             or not operation.goes_beyond_reference(x)
             or self._recorder is not None
@@ -299,9 +310,8 @@ class SparseMoeBlock(nn.Module):
     def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """Return norm(x) ``[N, C]``, router logits ``[N, E]`` and the shared expert's part for
         :meth:`combine`, of x ``[B, T, C]``."""
-        logits, post = self._kernels.project(
-            x, weights_of(self.gate), norm=norm.weight, eps=norm.eps, normed=True, flat=True
-        )
+        weights = weights_of(self.gate)
+        logits, post = project_normed(self._kernels, x, weights, norm, normed=True, flat=True)
         return post, logits, None
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -329,17 +339,18 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     """
 
     has_step: ClassVar[bool] = True
+    reads: ClassVar[Mapping[str, type]] = SparseMoeBlock.reads | {"shared_expert": SwiGLU}
 
     def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
         super().__init__(hidden_size=hidden_size, **block)
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False)
 
     def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.project_inputs`; adds the shared expert's gate, up, score."""
         weights = weights_of(*self.stacks()[0])
-        logits, score, gate, up, post = self._kernels.project(
-            x, weights, norm=norm.weight, eps=norm.eps, normed=True, flat=True
+        logits, score, gate, up, post = project_normed(
+            self._kernels, x, weights, norm, normed=True, flat=True
         )
         if self._recorder is not None:
             self._recorder.note(gate_score=score)
@@ -416,6 +427,8 @@ class SigmoidMoeBlock(SparseMoeBlock):
     Source: transformers 5.23 `DeepseekV3MoE`, which GLM-4 and MiniMax-M2 follow; mlx-lm 0.32.2
     differs: it scores masked groups 0, not minus infinity.
     """
+
+    reads: ClassVar[Mapping[str, type]] = SparseMoeBlock.reads | {"shared_experts": SwiGLU}
 
     def __init__(
         self,

@@ -36,6 +36,9 @@ class Decoder(Protocol):
     def layers(self) -> Sequence[Any]: ...
 
     @property
+    def dtype(self) -> mx.Dtype: ...
+
+    @property
     def kernels(self) -> Kernels: ...
 
     @property

@@ -7,7 +7,7 @@ Checkpoints: Hugging Face originals (text or vision-language wrapper), mlx-lm an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import mlx.core as mx
@@ -20,12 +20,19 @@ from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
-from mlx_moeflux.models.layers import DecoderLayer, DenseMlp, joined_weight, weights_of
+from mlx_moeflux.models.layers import (
+    DecoderLayer,
+    DenseMlp,
+    joined_weight,
+    project_normed,
+    weights_of,
+)
+from mlx_moeflux.models.modules import Linear, Module
 from mlx_moeflux.models.moe import SharedExpertMoeBlock, SparseMoeBlock
 from mlx_moeflux.models.qwen3_5_moe_config import Config
 
 
-class Convolution(nn.Module):
+class Convolution(Module):
     """Parameter ``conv1d.weight [conv_dim, width, 1]`` (MLX's layout)."""
 
     def __init__(self, dims: int, width: int):
@@ -45,7 +52,7 @@ class Convolution(nn.Module):
         return self._taps[1]
 
 
-class GatedNorm(nn.Module):
+class GatedNorm(Module):
     """Parameter ``norm.weight [Dv]``, shared by all value heads."""
 
     def __init__(self, dims: int):
@@ -53,13 +60,15 @@ class GatedNorm(nn.Module):
         self.weight = mx.ones((dims,))
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Module):
     """Linear attention with a state of fixed size.
 
     Shapes:
         x: ``[B, T, C]``; returns x + mixer(norm(x)). The cache holds the last W - 1 raw inputs of
         the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
     """
+
+    reads: ClassVar[Mapping[str, type]] = {"conv1d": Convolution, "norm": GatedNorm}
 
     def __init__(self, config: Config, kernels: Kernels):
         super().__init__()
@@ -70,15 +79,15 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = mx.ones((Hv,))
         self.A_log = mx.log(mx.random.uniform(1.0, 16.0, (Hv,)))
         self.norm = GatedNorm(config.linear_value_head_dim)
-        self.out_proj = nn.Linear(config.value_dim, C, bias=False)
+        self.out_proj = Linear(config.value_dim, C, bias=False)
 
     def make_projections(self) -> None:
         """Create the input projections that :meth:`project` uses."""
         C, Hv = self.config.hidden_size, self.config.linear_num_value_heads
-        self.in_proj_qkv = nn.Linear(C, self.config.conv_dim, bias=False)
-        self.in_proj_z = nn.Linear(C, self.config.value_dim, bias=False)
-        self.in_proj_b = nn.Linear(C, Hv, bias=False)
-        self.in_proj_a = nn.Linear(C, Hv, bias=False)
+        self.in_proj_qkv = Linear(C, self.config.conv_dim, bias=False)
+        self.in_proj_z = Linear(C, self.config.value_dim, bias=False)
+        self.in_proj_b = Linear(C, Hv, bias=False)
+        self.in_proj_a = Linear(C, Hv, bias=False)
 
     def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array | None]:
         """Project norm(x), x ``[B, T, C]``.
@@ -91,8 +100,8 @@ class GatedDeltaNet(nn.Module):
         joined = joined_weight(*linears)
         if joined is None:
             weights = weights_of(*linears)
-            return self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
-        rows = self._kernels.project(x, [joined], norm=norm.weight, eps=norm.eps)[0]
+            return project_normed(self._kernels, x, weights, norm)
+        rows = project_normed(self._kernels, x, [joined], norm)[0]
         return rows, None, None, None
 
     def stacks(self) -> list[tuple[nn.Module, ...]]:

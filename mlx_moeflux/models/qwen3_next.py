@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.models import qwen3_5_moe
-from mlx_moeflux.models.layers import DenseMlp, weights_of
+from mlx_moeflux.models.layers import DenseMlp, project_normed, weights_of
+from mlx_moeflux.models.modules import Linear
 from mlx_moeflux.models.moe import SparseMoeBlock
 from mlx_moeflux.models.qwen3_next_config import Config
 from mlx_moeflux.models.rope import stretched
@@ -32,10 +33,8 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         """See :meth:`GatedDeltaNet.make_projections`."""
         config = self.config
         width = config.conv_dim + config.value_dim
-        self.in_proj_qkvz = nn.Linear(config.hidden_size, width, bias=False)
-        self.in_proj_ba = nn.Linear(
-            config.hidden_size, 2 * config.linear_num_value_heads, bias=False
-        )
+        self.in_proj_qkvz = Linear(config.hidden_size, width, bias=False)
+        self.in_proj_ba = Linear(config.hidden_size, 2 * config.linear_num_value_heads, bias=False)
 
     def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array]:
         """See :meth:`GatedDeltaNet.project`."""
@@ -44,7 +43,7 @@ class FusedDeltaNet(qwen3_5_moe.GatedDeltaNet):
         Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.value_dim // Hk
         weights = weights_of(*self.stacks()[0])
-        qkvz, ba = self._kernels.project(x, weights, norm=norm.weight, eps=norm.eps)
+        qkvz, ba = project_normed(self._kernels, x, weights, norm)
         parts = mx.split(qkvz.reshape(B, T, Hk, -1), [Dk, 2 * Dk, 2 * Dk + values], axis=-1)
         q, k, v, z = (part.reshape(B, T, -1) for part in parts)
         b, a = mx.split(ba.reshape(B, T, Hk, -1), 2, axis=-1)

@@ -56,12 +56,14 @@ class Recorder:
 
 @contextmanager
 def record(
-    layers: Sequence[Any],
+    layers: Sequence[Any | None],
     *,
     chosen: Iterable[int] | None = None,
     names: Iterable[str] | None = None,
 ) -> Iterator[dict[int, dict[str, mx.array]]]:
     """Record the calls of each chosen layer: ``{layer: {name: array}}``, arrays lazy.
+
+    layers: None stands for one that is no :class:`DecoderLayer` and holds none.
 
     The calls of a generation are concatenated along the tokens; a call with another batch size
     begins anew.
@@ -78,6 +80,10 @@ def record(
         raise InputError(
             f"nothing is recorded as '{sorted(names - set(AXES))[0]}'; there are {', '.join(AXES)}."
         )
+        if layers[layer] is None:
+            raise InputError(
+                f"layer {layer} was replaced by one that cannot be recorded; wrap it instead."
+            )
     recorders = {layer: Recorder(names) for layer in chosen}
     modules = {layer: (layers[layer], layers[layer].mlp) for layer in chosen}
     try:

@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.models.layers import decoder_layer
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 
 # Elements of each parameter that enter the identity.
@@ -39,7 +41,7 @@ def state_identity(model: Decoder, parameters: Parameters) -> str:
     facts = [
         model.identity,
         model.experts_identity(),
-        str(model.model.norm.weight.dtype),
+        str(model.dtype),
         type(router).__qualname__,
         settings,
         list(model.store.stats().lossy),
@@ -71,11 +73,16 @@ def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
     for name, array in sorted(named_parameters(model)):
         place, _, rest = name.partition("_attn.")
         shapes.setdefault(place, []).append((rest, array.shape, array.dtype))
-    weight, known, specs = model.model.norm.weight, {}, []
-    x = mx.zeros((1, 1, weight.shape[0]), weight.dtype)
+    known, specs = {}, []
+    x = mx.zeros((1, 1, model.config.hidden_size), model.dtype)
     model.kernels.references_only(True)
     try:
-        for i, (layer, entry) in enumerate(zip(model.layers, model.make_cache(), strict=True)):
+        layers = map(decoder_layer, model.layers)
+        for i, (layer, entry) in enumerate(zip(layers, model.make_cache(), strict=True)):
+            if layer is None:
+                raise InputError(
+                    f"layer {i} was replaced by one whose state is not known; wrap it instead."
+                )
             name = "linear_attn" if "linear_attn" in layer else "self_attn"
             own = shapes.get(f"model.layers.{i}.{name.removesuffix('_attn')}", [])
             kind = type(layer[name]), type(entry), tuple(own)

@@ -228,7 +228,7 @@ def _quantise_modules(
         )
     modules = dict(model.named_modules())
     for path, spec in specs.items():
-        if spec.global_scale and type(modules[path]) is nn.QuantizedLinear:
+        if spec.global_scale and isinstance(modules[path], nn.QuantizedLinear):
             model.update_modules(tree_unflatten([(path, ScaledLinear.of(modules[path]))]))
 
 

@@ -18,6 +18,7 @@ import functools
 import io
 import threading
 import weakref
+from collections.abc import Callable
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -43,18 +44,20 @@ SMALL = 1 << 14
 # A matrix, or one for each slot.
 Stored = Weight | ProjectionBank
 Key = tuple[int, int | None, int]
+Reference = Callable[[], "mx.array | None"]
 
 
 class Kept:
     """A cache of dense matrices, which live as long as their packed ones. A matrix enters it at its
     second use: new memory costs more than a matrix is worth to a single call.
 
-    matrices: By the id of the packed array, the slot in it, and the id of the scales.
+    matrices: By the id of the packed array, the slot in it, and the id of the scales: the dense
+    matrix, and references to the scales and biases that it was made of.
     """
 
     def __init__(self, limit: int):
         self.limit, self.nbytes = limit, 0
-        self.matrices: dict[Key, np.ndarray] = {}
+        self.matrices: dict[Key, tuple[np.ndarray, Reference, Reference]] = {}
         # Keys that were used, by the id of the packed array.
         self._asked: dict[int, set[Key]] = {}
 
@@ -68,15 +71,23 @@ class Kept:
         asked.add(key)
         return again and self.nbytes + nbytes <= self.limit
 
-    def keep(self, key: Key, values: np.ndarray) -> None:
+    def keep(self, key: Key, values: np.ndarray, matrix: Stored) -> None:
+        self._drop(key)
         self.nbytes += values.nbytes
-        self.matrices[key] = values
+        self.matrices[key] = values, _reference(matrix.scales), _reference(matrix.biases)
 
     def forget(self, owner: int) -> None:
         """Drop the dense matrices of the array with this id."""
         for key in self._asked.pop(owner, ()):
-            values = self.matrices.pop(key, None)
-            self.nbytes -= 0 if values is None else values.nbytes
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        found = self.matrices.pop(key, None)
+        self.nbytes -= 0 if found is None else found[0].nbytes
+
+
+def _reference(array: mx.array | None) -> Reference:
+    return type(None) if array is None else weakref.ref(array)
 
 
 kept = Kept(KEPT_BYTES)
@@ -134,10 +145,12 @@ def product(
         known = values_of(matrix.weight)
     elif keep and matrix.weight.dtype != mx.float32:
         key = id(matrix.weight), slot, id(matrix.scales)
-        known = kept.matrices.get(key)
+        found = kept.matrices.get(key)
+        if found and found[1]() is matrix.scales and found[2]() is matrix.biases:
+            known = found[0]
         if known is None and kept.wants(key, matrix.weight, 4 * out * rows.shape[1]):
             known = dense(matrix, slot, views)
-            kept.keep(key, known)
+            kept.keep(key, known, matrix)
     # The same blocks whether they are kept or not: the same bits.
     step = max(64, BLOCK // rows.shape[1] // 64 * 64)
     if known is None:
