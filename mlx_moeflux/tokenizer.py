@@ -12,7 +12,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import read_json_object, read_whole
+from mlx_moeflux.checkpoint.files import is_natural, read_json_object, read_whole
 from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
@@ -187,6 +187,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,
         conversation: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         *,
@@ -210,6 +211,8 @@ class Tokenizer:
         """
         if return_dict:
             raise InputError("return_dict is not offered; the result is ids or text.")
+        if not isinstance(chat_template, str | None):
+            raise InputError(f"chat_template is a {type(chat_template).__name__}; give a text.")
         template = chat_template or (self.tool_template if tools else None) or self.chat_template
         if template is None:
             raise InputError(
@@ -302,7 +305,7 @@ def load_tokenizer(directory: str | Path, **overrides: Any) -> Tokenizer:
 
 def _end_ids(found: Any, file: Path) -> set[int]:
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(i) is not int or i < 0 for i in ids):
+    if not all(map(is_natural, ids)):
         raise ConfigError(f"{file}: eos_token_id is {found!r}; expected an id or a list of ids.")
     return set(ids)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, overload
 from mlx_moeflux.checkpoint.files import (
     inside_path,
     is_natural,
+    is_shape,
     opened,
     parse_json_object,
     read_exact,
@@ -455,7 +456,7 @@ def _check_entries(file: Path, header: dict, *, data_start: int) -> dict[str, Te
         dtype, shape = entry.get("dtype"), entry.get("shape")
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
             raise _bad_entry(file, name, f"has dtype {dtype!r}, which this package does not read")
-        if not isinstance(shape, list) or not all(map(is_natural, shape)):
+        if not is_shape(shape):
             raise _bad_entry(file, name, f"has shape {shape!r}, not a list of sizes")
         offsets = entry.get("data_offsets")
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_natural, offsets)):

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from mlx_moeflux._version import __version__
 from mlx_moeflux.cli import signals
-from mlx_moeflux.errors import MoefluxError, UnsupportedError
+from mlx_moeflux.errors import InputError, MoefluxError, UnsupportedError
 
 # Command -> purpose. Its module in this package has add_arguments(parser) and run(args), and
 # NEEDS_MLX = False if it runs without an MLX back end.
@@ -55,6 +55,22 @@ def command_module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{_own_name(name).replace('-', '_')}")
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser that refuses ``--`` as the value of an option, which argparse turns into no value."""
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            lost = isinstance(value, list) and (value == [] or [] in value)
+            if lost and action.nargs in (None, "+") and value is not action.default:
+                raise InputError(
+                    f"{'/'.join(action.option_strings) or action.dest} has no value: -- only ends "
+                    "the options."
+                )
+        return found, rest
+
+
 class Version(argparse.Action):
     """Prints the version, the back end and the device."""
 
@@ -79,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mlx_moeflux", description="Mixture-of-Experts models larger than memory, on MLX."
     )
     parser.add_argument("--version", action=Version)
@@ -106,7 +122,7 @@ def script() -> int:
     command = program.removeprefix("mlx_moeflux.")
 
     def run() -> int:
-        parser = argparse.ArgumentParser(prog=program, description=_description(command))
+        parser = Parser(prog=program, description=_description(command))
         command_module(command).add_arguments(parser)
         return _run_command(command, parser.parse_args())
 

@@ -321,7 +321,11 @@ def _prompt(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, dict[str, An
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """Parse ``--chat-template-config``."""
-    return json_object("--chat-template-config", args.chat_template_config)
+    from mlx_moeflux.generation.prompt import check_template_options
+
+    options = json_object("--chat-template-config", args.chat_template_config)
+    check_template_options(options)
+    return options
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:

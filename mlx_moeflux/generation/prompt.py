@@ -8,7 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import CacheError, InputError
+
+# Characters of a text that are encoded without counting first.
+PIECE = 1 << 18
 
 Prompt = str | Sequence[int] | mx.array | Sequence[Mapping[str, Any]]
 
@@ -25,17 +28,19 @@ def prompt_ids(
 
     Raises:
         InputError: The prompt is empty, of another type, or has an id out of range.
+        CacheError: A text is much longer than the context.
     """
     given: Any = prompt
+    most = model.context_left()
     if isinstance(prompt, str):
         framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        ids = tokenizer.encode(prompt, add_special_tokens=framed)
+        ids = _encoded(tokenizer, prompt, most, add_special_tokens=framed)
     elif hasattr(prompt, "shape"):
         ids = given.tolist()
         if len(given.shape) != 1 or any(not isinstance(i, int) for i in ids):
             raise InputError(f"the prompt is {given.dtype} {list(given.shape)}; expected ids [T].")
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        ids = _template_ids(tokenizer, given, tools, {} if options is None else options)
+        ids = _template_ids(tokenizer, given, tools, {} if options is None else options, most)
     else:
         ids = list(given) if isinstance(prompt, Iterable) else given
         plain = isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
@@ -72,8 +77,8 @@ def turn_end(
         return None
     options = {**(options or {}), "add_generation_prompt": False}
     try:
-        closed = _template_ids(tokenizer, messages, tools, options)
-    except InputError:
+        closed = _template_ids(tokenizer, messages, tools, options, len(ids))
+    except (InputError, CacheError):
         return None
     return len(closed) if list(ids[: len(closed)]) == closed else None
 
@@ -83,9 +88,38 @@ def _template_ids(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[dict[str, Any]] | None,
     options: Mapping[str, Any],
+    most: int,
 ) -> list[int]:
+    check_template_options(options)
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+    return _encoded(tokenizer, text, most, add_special_tokens=False)
+
+
+def check_template_options(options: Any) -> None:
+    """Raise InputError unless `options` is a mapping without parameters of the call itself."""
     if not isinstance(options, Mapping):
         raise InputError(f"template_options is a {type(options).__name__}; give a dict.")
     for name in {"conversation", "tools", "tokenize", "return_dict"} & options.keys():
         raise InputError(f"template_options cannot set '{name}'; remove it.")
-    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, **options)
+
+
+def _encoded(tokenizer: Any, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
+    """Return the ids of a text.
+
+    A tokenizer takes some 150 bytes for each of the text. So a long one is cut into pieces, whose
+    tokens are counted before it is encoded whole: a cut adds few, so that a text of more than twice
+    `most` has more than `most`.
+
+    Raises:
+        CacheError: It has more than twice `most` tokens.
+    """
+    count = 0
+    for start in range(0, len(text) if len(text) > PIECE else 0, PIECE):
+        piece = text[start : start + PIECE]
+        count += len(tokenizer.encode(piece, add_special_tokens=False))
+        if count > 2 * most:
+            raise CacheError(
+                f"the prompt of {len(text)} characters has more tokens than the context of {most}; "
+                "shorten it or raise max_context."
+            )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)

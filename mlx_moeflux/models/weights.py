@@ -71,6 +71,12 @@ def match_trunk(
         raise naming_absent(error, mapped.absent) from error
     transforms = model.transforms(refs)
     for name, ref in refs.items():
+        allowed = _dtypes(parameters[name].dtype)
+        if ref.dtype not in allowed:
+            raise CheckpointError(
+                f"{ref.file}: '{ref.name}' is {ref.dtype}, but must be {' or '.join(allowed)}; the "
+                "header is damaged or of another model, download the file again."
+            )
         expected = tuple(parameters[name].shape)
         if name not in transforms and ref.shape != expected:
             raise _wrong_shape(ref, ref.shape, expected)
@@ -104,9 +110,28 @@ def fill_trunk(
         if tensor.ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
             array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
         mx.eval(array)
+        _check_written(name, tensor.ref, array)
         module, _, leaf = name.rpartition(".")
         _module_at(model, module)[leaf] = array
     model.eval()
+
+
+def _dtypes(parameter: mx.Dtype) -> tuple[str, ...]:
+    """Return the stored dtypes of a parameter: floats, or the packed words or bytes of a
+    quantisation."""
+    if parameter == mx.uint32:
+        return ("U32",)
+    return ("U8",) if parameter == mx.uint8 else FLOATS
+
+
+def _check_written(name: str, ref: TensorRef, array: mx.array) -> None:
+    """Raise CheckpointError if a norm or scales are zeros, which no model has: space was reserved
+    for the file, or it was cut off and filled up."""
+    if name.endswith(("norm.weight", ".scales")) and not array.any().item():
+        raise CheckpointError(
+            f"{ref.file} has zeros as '{ref.name}'; it was not written completely: copy, download "
+            "or convert it again."
+        )
 
 
 def _module_at(model: nn.Module, path: str):

@@ -32,7 +32,7 @@ MEGABYTE = 1_000_000
 MEMORY_PER_BYTE = 32
 
 
-def render(template: str, **variables: Any) -> str:
+def render(template: str, /, **variables: Any) -> str:
     """Return the text of a chat template.
 
     variables: Texts, numbers, lists and mappings.

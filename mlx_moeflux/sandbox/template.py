@@ -49,6 +49,17 @@ def _compiled(template: str) -> Template:
     return _environment().from_string(template)
 
 
-def rendered(template: str, variables: dict[str, Any]) -> str:
-    """Return the text of a template; raises what its expressions raise."""
-    return _compiled(template).render(**variables)
+def rendered(template: str, variables: dict[str, Any], *, most: int) -> str:
+    """Return the text of a template; raises what its expressions raise.
+
+    Raises:
+        OverflowError: It has more than `most` characters. What a template prints without end is
+            never held whole.
+    """
+    parts, size = [], 0
+    for part in _compiled(template).generate(variables):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise OverflowError
+    return "".join(parts)

@@ -17,11 +17,11 @@ from mlx_moeflux.tokenizer_backends import backend_of, try_out
 MOST_REASON = 1000  # characters
 
 
-def _render(content: bytes, *, template: str, variables: dict[str, Any]) -> str:
-    return rendered(template, variables)
+def _render(content: bytes, most: int, *, template: str, variables: dict[str, Any]) -> str:
+    return rendered(template, variables, most=most)
 
 
-def _tokenizer(content: bytes, *, kind: str) -> None:
+def _tokenizer(content: bytes, most: int, *, kind: str) -> None:
     try_out(backend_of(kind, content))
 
 
@@ -51,14 +51,17 @@ def _limit(kind: int, most: int) -> None:
 
 def _answer(head: dict[str, Any], content: bytes) -> bytes:
     """Return the reply to a request."""
-    memory = head["memory_bytes"]
+    memory, most = head["memory_bytes"], head["reply_bytes"]
+    too_long = f"its output has more than {most >> 20} MiB"
     try:
         with _bounded(head["seconds"], memory):
-            value = JOBS[head["job"]](content, **head["given"])
+            value = JOBS[head["job"]](content, most, **head["given"])
             reply = json.dumps({"value": value})
-        if len(reply) < head["reply_bytes"]:
+        if len(reply) < most:
             return reply.encode()
-        reason, broken = f"its output has more than {head['reply_bytes'] >> 20} MiB", True
+        reason, broken = too_long, True
+    except OverflowError as error:
+        reason, broken = (str(error), False) if str(error) else (too_long, True)
     except MemoryError:
         reason, broken = f"it takes more than {memory >> 20} MiB of memory", True
     # A panic of Rust is a BaseException.

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.prompt import prompt_ids, turn_end
 from mlx_moeflux.generation.text import end_ids
 from mlx_moeflux.server.assemble import Assembler, Delta
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
 from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
@@ -152,6 +152,8 @@ class Service:
     def _ids(self, prompt: Any, param: str, given: dict[str, Any]) -> list[int]:
         try:
             return prompt_ids(self.model, self.tokenizer, prompt, **given)
+        except CacheError as error:
+            raise RequestError(str(error), param=param, code=CONTEXT_EXCEEDED) from error
         except InputError as error:
             raise RequestError(str(error), param=param) from error
 

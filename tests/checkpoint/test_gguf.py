@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -282,6 +284,29 @@ def refused(path: Path, kind, words: str) -> None:
         load_model(path)
     assert "\n" not in str(caught.value)
     assert path.name in str(caught.value) or str(path.parent) in str(caught.value)
+
+
+def nested(depth: int) -> bytes:
+    """An array of arrays, the innermost of one uint32."""
+    return b"".join(struct.pack("<IQ", 9, 1) for _ in range(depth)) + struct.pack("<IQI", 4, 1, 7)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 300, 5000, 100_000])
+@pytest.mark.parametrize("key", ["general.architecture", "a.b", "qwen3moe.rope.scaling.type"])
+def test_nested_arrays_are_one_line(tmp_path, depth, key):
+    name, content = key.encode(), struct.pack("<I", 9) + nested(depth)
+    head = struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + head + content + bytes(64))
+    refused(path, MoefluxError, "architecture|damaged|metadata")
+
+
+def test_a_tensor_of_many_axes_is_one_line(small, monkeypatch):
+    found = ours.open_gguf(small)
+    tensor = SimpleNamespace(name="output.weight", shape=[2**62] * 400, data_offset=0, n_bytes=8)
+    tensor.tensor_type = SimpleNamespace(name="F32")
+    with pytest.raises(CheckpointError, match=r"'output\.weight' has 400 axes"):
+        ours._take(found, tensor, small)
 
 
 def test_bad_files_are_one_line(tmp_path, monkeypatch):

@@ -112,6 +112,8 @@ def test_the_files_are_exactly_as_the_format_says(tmp_path):
     assert content[stride + len(block) : 2 * stride] == b"\0" * (stride - len(block))
     assert sorted(os.listdir(tmp_path / "experts")) == ["index.json", "layer_03.bin"]
     index = json.loads((tmp_path / "experts" / "index.json").read_text())
+    digest, text = index.pop("blake2b"), json.dumps(index, sort_keys=True).encode()
+    assert digest == hashlib.blake2b(text, digest_size=32).hexdigest()
     assert index == {
         "format": "mlx_moeflux.experts",
         "version": 1,
@@ -340,7 +342,7 @@ WRONG = {
     "num_experts true": (lambda index: index.update(num_experts=True), "num_experts is True"),
     "other num_experts": (lambda index: index.update(num_experts=4), "has bytes 147456, but str"),
     "layers list": (lambda index: index.update(layers=[1]), "layers is [1]"),
-    "no layers": (lambda index: index.update(layers={}), "lists no layers"),
+    "no layers": (lambda index: index.update(layers={}), "its blake2b is another"),
     "source": (lambda index: index.update(source=3), "source is 3"),
     "layer id": (lambda index: index["layers"].update(x={}), "'x' is not a layer id"),
     "layer id padded": (lambda index: index["layers"].update({"03": {}}), "'03' is not a layer id"),

@@ -97,6 +97,28 @@ def test_a_finished_layer_whose_file_changed_size_is_not_done(tmp_path):
     assert_holds(tmp_path, [0], 2)
 
 
+@pytest.mark.parametrize("place", [0, 20, 16_384, -1])
+@pytest.mark.parametrize("finished", [False, True])
+def test_layers_that_are_kept_are_checked(tmp_path, place, finished):
+    """A machine that stopped may have lost bytes of files that were complete."""
+    first = PackedWriter(tmp_path, 2, "a")
+    for layer in (0, 3):
+        write_layer(first, layer)
+    if finished:
+        first.finish()
+    file = tmp_path / "experts" / "layer_03.bin"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    writer = PackedWriter(tmp_path, 2, "a")
+    assert [writer.done(layer) for layer in (0, 3)] == [True, False]
+    with pytest.raises(ExpertFileError, match="layer 3 is not written"):
+        writer.finish()
+    write_layer(writer, 3)
+    writer.finish()
+    assert_holds(tmp_path, [0, 3], 2)
+
+
 @pytest.mark.parametrize(("source", "experts"), [("b", 2), ("a", 3)])
 def test_the_layers_of_another_unfinished_source_are_not_mixed_in(source, experts, tmp_path):
     write_layer(PackedWriter(tmp_path, 2, "a"), 3)

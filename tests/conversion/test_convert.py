@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +20,7 @@ from mlx_moeflux.checkpoint.tensors import TensorIndex
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.errors import CheckpointError, InputError
+from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, MoefluxError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
 from mlx_moeflux.models import model_class
 
@@ -117,6 +119,7 @@ def test_a_flipped_bit_of_the_trunk_is_found(tmp_path):
             "file": file.name,
             "bytes": len(content),
             "blake2b": hashlib.blake2b(content, digest_size=32).hexdigest(),
+            "tail_crc32": f"{zlib.crc32(content[-65536:]):08x}",
         }
     ]
     verify(out)
@@ -135,10 +138,91 @@ def test_a_flipped_bit_of_the_trunk_is_found(tmp_path):
         verify(out)
     # An index of before the trunk was hashed opens, and its experts are verified.
     file.write_bytes(flipped)
-    del index["trunk"]
+    del index["trunk"], index["blake2b"]
     index_file.write_text(json.dumps(index))
     verify(out)
     assert mx.isfinite(logits(out)).all().item()
+
+
+def changed(directory: Path, change) -> None:
+    file = directory / "experts" / "index.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def every_layer(change):
+    return lambda index: [change(layer) for layer in index["layers"].values()]
+
+
+@pytest.fixture(scope="module")
+def of_bfloat16(tmp_path_factory) -> Path:
+    return convert(BUNDLED_MODEL, tmp_path_factory.mktemp("packed") / "out", dtype="bfloat16")
+
+
+LIES = {
+    "no crc32": every_layer(lambda layer: layer.pop("crc32")),
+    "no crc32 in one layer": lambda index: index["layers"]["1"].pop("crc32"),
+    "no trunk": lambda index: index.pop("trunk"),
+    "no end of the trunk": lambda index: index["trunk"][0].pop("tail_crc32"),
+    "another crc32": every_layer(lambda layer: layer.update(crc32=layer["crc32"][::-1])),
+    "another source": lambda index: index.update(source="x"),
+    "scales of float16": every_layer(lambda layer: layer["components"][1].update(dtype="F16")),
+    "biases of float16": every_layer(lambda layer: layer["components"][2].update(dtype="F16")),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_index_that_was_changed_is_one_line(of_bfloat16, tmp_path, lie):
+    """The dtypes have the size of the right ones: no length and no checksum of a block differs."""
+    out = shutil.copytree(of_bfloat16, tmp_path / "out")
+    index = json.loads((out / "experts" / "index.json").read_text())
+    assert [c["dtype"] for c in index["layers"]["1"]["components"]][:3] == ["U32", "BF16", "BF16"]
+    changed(out, LIES[lie])
+    with pytest.raises(ExpertFileError, match=r"index\.json is not usable: it was changed"):
+        load_model(out)
+
+
+@pytest.mark.parametrize("dtype", ["I16", "U16", "BOOL", "I32", "F32", "F64", "F8_E4M3"])
+def test_dtypes_that_no_expert_has_are_one_line(of_bfloat16, tmp_path, dtype):
+    """In an index without a hash of itself too."""
+    out = shutil.copytree(of_bfloat16, tmp_path / "out")
+
+    def lie(index):
+        del index["blake2b"]
+        every_layer(lambda layer: layer["components"][1].update(dtype=dtype))(index)
+
+    changed(out, lie)
+    with pytest.raises(MoefluxError, match=r"^[^\n]*(index\.json|layer_00\.bin)"):
+        load_model(out)
+
+
+def test_some_layers_without_checksums_are_one_line(of_bfloat16, tmp_path):
+    out = shutil.copytree(of_bfloat16, tmp_path / "out")
+
+    def lie(index):
+        del index["blake2b"], index["layers"]["1"]["crc32"]
+
+    changed(out, lie)
+    with pytest.raises(ExpertFileError, match="some layers have no crc32"):
+        load_model(out)
+
+
+@pytest.mark.parametrize("count", [64, 5000, 65_536, 200_000])
+def test_a_trunk_whose_end_is_zeros_is_one_line(tmp_path, count):
+    out = convert(GOLDEN / "text_top3", tmp_path / "out")
+    file = out / "model.safetensors"
+    content = file.read_bytes()
+    assert count < len(content)
+    assert any(content[-count:])
+    file.write_bytes(content[:-count] + bytes(count))
+    for action in (lambda: load_model(out), lambda: convert(out, tmp_path / "again")):
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors differs .* its end is another"
+        ):
+            action()
+    file.write_bytes(content)
+    load_model(out).close()
 
 
 def test_the_trunk_is_hashed_shard_by_shard(tmp_path):

@@ -172,5 +172,8 @@ def command_line(options: Sequence[str], ops: Ops) -> list[str]:
     words: list[str] = []
     for where, how, what in ops:
         words.append(options[where % len(options)])
+        if how % 24 == 3:
+            words[-1] += f"={WORDS[what % len(WORDS)]}"
+            continue
         words += [WORDS[(what + i) % len(WORDS)] for i in range((1, 1, 1, 1, 0, 2)[how % 6])]
     return words

@@ -54,6 +54,10 @@ CORPUS = [
     ("gguf", [[32807, 3476, 9982]]),
     ("gguf", [[60666, 47536, 38703]]),
     ("gguf", [[3883, 3, 3883]]),
+    ("flags", [[0, 3, 41]]),
+    ("flags", [[4, 3, 41]]),
+    ("flags", [[5, 3, 41]]),
+    ("flags", [[23, 3, 41]]),
 ]
 COMMON = {"suppress_health_check": list(HealthCheck), "database": None}
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import opened
+from mlx_moeflux.checkpoint.files import is_shape, opened
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
 from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
@@ -344,7 +344,9 @@ def _reader(file: Path):
         pass  # a regular file
     try:
         return reader(file)
-    except (OSError, ValueError, LookupError, OverflowError, MemoryError, TypeError) as error:
+    except (
+        OSError, ValueError, LookupError, OverflowError, MemoryError, TypeError, RecursionError
+    ) as error:  # fmt: skip
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise CheckpointError(
             f"{file} is damaged, truncated or no GGUF file ({reason}); download it again."
@@ -382,7 +384,7 @@ def _bounded_reader() -> Any:
 def _metadata(reader, path: Path) -> dict[str, Any]:
     try:
         return {name: f.contents() for name, f in reader.fields.items() if "." in name}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the metadata cannot be read ({error}).") from error
 
 
@@ -392,7 +394,10 @@ def _take(found: GgufFile, tensor, file: Path) -> None:
     if match is None or match[2] not in _NAMES | _EXPERTS:
         raise CheckpointError(f"{file}: the tensor '{tensor.name}' is none of Qwen3-MoE's.")
     prefix = "" if match[1] is None else f"model.layers.{match[1]}."
-    shape = tuple(int(n) for n in reversed(tensor.shape))
+    shape = [int(n) for n in reversed(tensor.shape)]
+    if not is_shape(shape):
+        raise CheckpointError(f"{file}: '{tensor.name}' has {len(shape)} axes; download it again.")
+    shape = tuple(shape)
     kind = tensor.tensor_type.name
     if kind not in PLAIN and kind not in KINDS:
         raise UnsupportedError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from mlx_moeflux.checkpoint.files import (
     is_natural,
     is_positive,
+    is_shape,
     read_json_object,
     size_of,
     unreadable,
@@ -211,7 +212,7 @@ def _tensor(name: str, entry: object, *, manifest: Path, weights: Path, size: in
     dtype, shape, offset, nbytes = (entry.get(key) for key in ("dtype", "shape", "offset", "size"))
     if dtype not in _DTYPES:
         raise _bad(manifest, name, f"has dtype {dtype!r}, not one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or not all(map(is_natural, shape)):
+    if not is_shape(shape):
         raise _bad(manifest, name, f"has shape {shape!r}, not a list of sizes")
     if not is_natural(offset) or not is_natural(nbytes):
         raise _bad(manifest, name, f"has offset {offset!r} and size {nbytes!r}, not two sizes")

@@ -3,7 +3,7 @@
 ``experts/layer_NN.bin`` holds E blocks at a fixed stride, a multiple of 16 KiB. A block is the
 components of one expert, one after the other in :data:`COMPONENT_ORDER`; their offsets follow
 from the shapes and are stored nowhere. The rest of the stride is zero. The index holds a checksum
-of each block, which readers verify, and a hash of each file.
+of each block, which readers verify, a hash of each file, and one of itself.
 
 A crash while writing loses at most one layer: it is written to ``layer_NN.bin.tmp``, hashed, synced
 and renamed; only then is it listed in ``.progress.json``, which a later run with the same source
@@ -34,6 +34,7 @@ from mlx_moeflux.checkpoint.files import (
     hash_file,
     inside_path,
     is_positive,
+    is_shape,
     opened,
     read_exact,
     read_json_object,
@@ -54,6 +55,7 @@ ALIGNMENT = 16384
 EXPERTS_DIRECTORY = "experts"
 INDEX_NAME = "index.json"
 PROGRESS_NAME = ".progress.json"
+TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +128,51 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True)
 class TrunkFile:
-    """One file of the trunk: its name in the checkpoint's directory, bytes and hash (hex)."""
+    """One file of the trunk: its name in the checkpoint's directory, bytes and hash (hex).
+
+    tail: CRC-32 of its last TAIL_BYTES; None in an index of before it was added.
+    """
 
     file: str
     nbytes: int
     blake2b: str
+    tail: int | None = None
+
+    @classmethod
+    def of(cls, directory: Path, name: str) -> TrunkFile:
+        """Hash a complete file; raises CheckpointError."""
+        file = directory / name
+        size = size_of(file)
+        digest = hash_file(file, size=size, error=CheckpointError)
+        return cls(name, size, digest, _tail(file, size))
+
+    def check(self, directory: Path) -> None:
+        """Compare size and end with the file's: one that was cut off and filled up differs.
+
+        Raises:
+            CheckpointError: They differ, or the file cannot be read.
+        """
+        file = directory / self.file
+        _check_size(file, "the trunk", self.nbytes, error=CheckpointError)
+        if self.tail is not None and _tail(file, self.nbytes) != self.tail:
+            raise CheckpointError(
+                f"{file} differs from what was written: its end is another; copy it or convert the "
+                "checkpoint again."
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """The file's entry of the index."""
+        entry: dict[str, object] = {"file": self.file, "bytes": self.nbytes}
+        entry["blake2b"] = self.blake2b
+        return entry if self.tail is None else entry | {"tail_crc32": f"{self.tail:08x}"}
+
+
+def _tail(file: Path, size: int) -> int:
+    data = bytearray(min(size, TAIL_BYTES))
+    with opened(file) as fd:
+        view, start = memoryview(data), size - len(data)
+        read_exact(fd, [view], offset=start, file=file, error=CheckpointError)
+    return zlib.crc32(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +205,14 @@ class PackedIndex:
             result["held"] = {str(i): list(experts) for i, experts in sorted(self.held.items())}
             result["of"] = self.of
         if self.trunk:
-            result["trunk"] = [
-                {"file": t.file, "bytes": t.nbytes, "blake2b": t.blake2b} for t in self.trunk
-            ]
-        return result
+            result["trunk"] = [t.to_json() for t in self.trunk]
+        return result | {"blake2b": _digest_of(result)}
 
     @classmethod
     def read(cls, file: Path) -> PackedIndex:
         """Check everything that an index says by itself; ExpertFileError names what is wrong."""
         value: dict[str, Any] = read_json_object(file, error=ExpertFileError)
+        digest = value.pop("blake2b", None)
         if value.get("format") != FORMAT:
             raise _damaged(file, f"format is {value.get('format')!r}, not {FORMAT!r}")
         if value.get("version") != VERSION:
@@ -198,7 +239,18 @@ class PackedIndex:
         layers = dict(sorted(parsed.items()))
         of = value.get("of", 0)
         held = _held(value["held"], file, layers, num_experts, of) if "held" in value else {}
-        return cls(num_experts, layers, source, _trunk(value, file), held, of)
+        index = cls(num_experts, layers, source, _trunk(value, file), held, of)
+        if digest is not None and digest != _digest_of(value):
+            raise _damaged(file, "it was changed, its blake2b is another")
+        if digest is None and len({bool(layer.checksums) for layer in layers.values()}) > 1:
+            raise _damaged(file, "some layers have no crc32")
+        return index
+
+
+def _digest_of(value: Mapping[str, object]) -> str:
+    """BLAKE2b of an index without its own."""
+    text = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=HASH_BYTES).hexdigest()
 
 
 def _held(
@@ -227,7 +279,8 @@ def _trunk(value: Mapping[str, Any], file: Path) -> tuple[TrunkFile, ...]:
         size = entry.get("bytes")
         if not is_positive(size):
             raise _damaged(file, f"{name} has bytes {size!r}")
-        result.append(TrunkFile(name, size, _digest(entry, file, name)))
+        tail = _checksums({"crc32": entry.get("tail_crc32")}, file, f"the end of {name}", 1)
+        result.append(TrunkFile(name, size, _digest(entry, file, name), *tail))
     return tuple(result)
 
 
@@ -276,7 +329,7 @@ def _components(entries: object, file: Path, place: str) -> tuple[PackedComponen
             raise _damaged(file, f"{place} has the unknown component {name!r}")
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
             raise _damaged(file, f"{name} of {place} has dtype {dtype!r}")
-        if not isinstance(shape, list) or not shape or not all(map(is_positive, shape)):
+        if not is_shape(shape) or not shape or not all(shape):
             raise _damaged(file, f"{name} of {place} has shape {shape!r}")
         result.append(PackedComponent(name, dtype, tuple(shape), offset))
         offset += result[-1].nbytes
@@ -316,7 +369,8 @@ class PackedExperts:
         """Read ``experts/index.json`` of a directory and check that the files fit it.
 
         Raises ExpertFileError if the index is missing or wrong, or if a layer file is missing or
-        not exactly as long as the index says. No block is read.
+        not exactly as long as the index says, CheckpointError for files of the trunk, whose ends
+        are read too. No block is read.
         """
         directory = Path(directory)
         experts = directory / EXPERTS_DIRECTORY
@@ -331,6 +385,8 @@ class PackedExperts:
         index = PackedIndex.read(file)
         if not index.layers:
             raise ExpertFileError(f"{file} lists no layers; convert the checkpoint again.")
+        for trunk in index.trunk:
+            trunk.check(directory)
         for layer, entry in index.layers.items():
             size = entry.stride * index.num_experts
             _check_size(experts / entry.file, f"the experts of layer {layer}", size)
@@ -372,8 +428,6 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
     index, E = packed.index, packed.num_experts
     layers = [(packed.file(i), e.stride * E, e.blake2b) for i, e in index.layers.items()]
     trunk = [(packed.directory / t.file, t.nbytes, t.blake2b) for t in index.trunk]
-    for file, size, _ in trunk:
-        _check_size(file, "the trunk", size, error=CheckpointError)
     report = counted(progress, sum(size for _, size, _ in layers + trunk))
     for files, error in ((layers, ExpertFileError), (trunk, CheckpointError)):
         wrong = [
@@ -435,6 +489,8 @@ class PackedWriter:
         self.num_experts, self.source = num_experts, source_identity
         self._held, self._of = dict(held or {}), of
         self._layers: dict[int, LayerFile] = {}
+        # Layers whose files are known to have the bytes that were written.
+        self._whole: set[int] = set()
         try:
             self.experts.mkdir(parents=True, exist_ok=True)
             for file in list(self.experts.iterdir()):
@@ -448,12 +504,21 @@ class PackedWriter:
             ) from cause
 
     def done(self, layer: int) -> bool:
-        """Return True if a finished file of this layer from the same source exists."""
+        """Return True if a finished file of this layer from the same source exists.
+
+        One of an earlier run is read once: a machine that stopped may have lost its bytes.
+        """
         entry = self._layers.get(layer)
         if entry is None:
             return False
-        file = self.experts / entry.file
-        return file.is_file() and file.stat().st_size == entry.stride * self.num_experts
+        file, size = self.experts / entry.file, entry.stride * self.num_experts
+        if not file.is_file() or file.stat().st_size != size:
+            return False
+        if layer not in self._whole:
+            if hash_file(file, size=size, error=ExpertFileError) != entry.blake2b:
+                return False
+            self._whole.add(layer)
+        return True
 
     def layer(self, layer: int, components: Iterable[Any]) -> LayerWriter:
         """A context manager that writes one layer; its file appears when the block ends well.
@@ -474,13 +539,8 @@ class PackedWriter:
         if missing or not wanted:
             fault = f"layer {missing[0]} is not written" if missing else "no layer is written"
             raise ExpertFileError(f"{self.experts} cannot be finished: {fault}.")
-        files = []
-        for name in trunk:
-            file = self.directory / name
-            size = size_of(file)
-            digest = hash_file(file, size=size, error=CheckpointError)
-            files.append(TrunkFile(name, size, digest))
-        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, tuple(files))
+        files = tuple(TrunkFile.of(self.directory, name) for name in trunk)
+        self._write(INDEX_NAME, {layer: self._layers[layer] for layer in wanted}, files)
         try:
             (self.experts / PROGRESS_NAME).unlink(missing_ok=True)
             sync_directory(self.experts)
@@ -516,6 +576,7 @@ class PackedWriter:
 
     def _add(self, layer: int, entry: LayerFile) -> None:
         self._layers[layer] = entry
+        self._whole.add(layer)
         self._write(PROGRESS_NAME, self._layers)
 
     def _write(
