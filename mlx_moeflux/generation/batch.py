@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import mlx.core as mx
 from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError
 from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL, check_finite, normalised
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
@@ -26,6 +27,10 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
 )
 from mlx_moeflux.kernels.runtime import failures
+
+UNLIMITED = -1  # tokens of a reply
+OPEN_REPLY = 4096
+"""Tokens that memory is kept for if a reply has no limit, or one beyond memory."""
 
 
 class Batch:
@@ -150,7 +155,8 @@ class Request:
     """A prompt, its options, and its reply so far; the name of its sequence in a :class:`Batch`.
 
     limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
-    tokens: Most tokens of the state at the end. fresh: True if the prompt begins the sequence.
+    begin: Tokens of the state before the reply. reserved: Tokens of the reply that memory is kept
+    for. fresh: True if the prompt begins the sequence.
     read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``. cached:
     Tokens that a prompt cache supplied. breakpoints: Positions in the prompt that a prompt cache
     stores besides its own; stops: All that it stores.
@@ -162,7 +168,8 @@ class Request:
     state: Any
     sampler: Sampler
     processors: list[LogitsProcessor]
-    tokens: int
+    begin: int
+    reserved: int
     fresh: bool = True
     breakpoints: Iterable[int] = ()
     read: int = 0
@@ -171,6 +178,16 @@ class Request:
     stops: Sequence[int] = ()
     reply: list[int] = field(default_factory=list)
     _prompt: mx.array | None = field(default=None, init=False)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the state that memory is kept for, or has after the next step."""
+        return self.begin + max(self.reserved, min(len(self.reply) + 2, self.limit))
+
+    @property
+    def grown(self) -> bool:
+        """Return True if the reply goes on beyond what memory is kept for."""
+        return self.reserved < len(self.reply) + 2 <= self.limit
 
     def seen(self, pending: Sequence[mx.array]) -> mx.array:
         """Return the ids ``[T]`` of prompt and reply, then those of `pending` arrays ``[1]``."""
@@ -488,12 +505,14 @@ class BatchGenerator:
     read once for all of them. prefill_step_size: Tokens of a prompt between two steps of the
     others; None reads a prompt in one call. max_pause: Seconds after which such a call pauses
     for a step of the others, between two layers or parts of a mixer; it still reads each expert
-    once. keep_states:
-    Return the state of each reply. kv_pool_bytes: See
+    once. keep_states: Return the state of each reply. kv_pool_bytes: See
     :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for their
     whole reply. state_bytes: Prompts wait until the states of all sequences after their whole
     replies fit in so many bytes. prompt_cache: Supplies known beginnings of prompts and stores
     these.
+
+    A reply with no limit (-1), or one beyond what context and memory hold, waits for room for
+    `OPEN_REPLY` tokens. It may have more while there is memory, and else ends with "length".
 
     A reply equals that of its prompt alone, but for the rounding of larger matrix products. One
     thread at a time may call its methods; sequences are inserted and removed between calls of
@@ -561,8 +580,8 @@ class BatchGenerator:
 
         Raises:
             InputError: A prompt is empty, an id is out of range, or lists differ in length.
-            CacheError: A prompt does not fit in the context, or with its reply in the pool or
-                `state_bytes`.
+            CacheError: A prompt does not fit in the context.
+            MemoryBudgetError: It does not fit in the pool or `state_bytes`.
         """
         self._check_open()
         count = len(prompts)
@@ -602,34 +621,39 @@ class BatchGenerator:
     def fitting(
         self, prompt_tokens: int, limit: int, *, used: int = 0, what: str = "the prompt"
     ) -> int:
-        """Return how many tokens the reply to a prompt may have, at most `limit`. Any thread.
+        """Return how many tokens the reply to a prompt may have: at most `limit` (-1: no limit),
+        what the context has room for, and what memory holds. Any thread.
 
         used: Tokens of the state that it continues from. what: Its name in an error.
 
         Raises:
-            CacheError: The prompt does not fit in the context, or with its reply in the pool or
-                `state_bytes`.
+            CacheError: The prompt does not fit in the context.
+            MemoryBudgetError: It does not fit in the pool or `state_bytes` with one token more.
         """
-        room = self.model.context_left() - used - prompt_tokens
-        if room < 0:
+        context, begin = self.model.context_left() - used, used + prompt_tokens
+        if prompt_tokens > context:
+            # Claude Code reads both numbers.
             raise CacheError(
-                f"{what} has {prompt_tokens} tokens, {-room} more than the context has room for; "
+                f"{what} has {prompt_tokens} tokens > {context} that the context has room for; "
                 "shorten it or raise max_context."
             )
-        limit = min(limit, max(room + (not self.keep_states), 1))
-        pool, total = self._batch.pool, used + prompt_tokens + limit
-        if pool is not None and pool.blocks_for(total) > pool.blocks:
-            raise CacheError(
-                f"{what} and its reply take {pool.blocks_for(total)} blocks of {pool.block} "
-                f"tokens, the KV pool has {pool.blocks}; give it more bytes or ask for less."
+        most = max(context - prompt_tokens + (not self.keep_states), 1)
+        if limit != UNLIMITED:
+            most = min(limit, most)
+        lengths = range(1, most + 1)
+        fitting = bisect_left(lengths, True, key=lambda n: not self._fit([begin + n]))
+        if fitting:
+            return fitting
+        if (pool := self._batch.pool) is not None:
+            raise MemoryBudgetError(
+                f"{what} takes {pool.blocks_for(begin + 1)} blocks of {pool.block} tokens, the KV "
+                f"pool has {pool.blocks}; give the pool more bytes or shorten it."
             )
-        if self.state_bytes is not None and self.model.state_bytes(total) > self.state_bytes:
-            raise CacheError(
-                f"{what} and its reply of up to {limit} tokens have a state of "
-                f"{self.model.state_bytes(total)} bytes, more than the {self.state_bytes} for all "
-                "sequences; ask for less or allow more."
-            )
-        return limit
+        raise MemoryBudgetError(
+            f"{what} of {prompt_tokens} tokens has a state of {self.model.state_bytes(begin + 1)} "
+            f"bytes, and memory holds {self.state_bytes} for all sequences; allow more or "
+            "shorten it."
+        )
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
         """Remove waiting, prefilling and running sequences.
@@ -713,12 +737,13 @@ class BatchGenerator:
         ids = check_ids("prompts", prompt, self.model.config.vocab_size)
         if not ids:
             raise InputError(f"prompt {i} is empty; give at least one token.")
-        limit = self.max_tokens if limit is None else limit
-        check_integer("max_tokens", limit, 1)
+        given = self.max_tokens if limit is None else limit
+        if given != UNLIMITED:
+            check_integer("max_tokens", given, 1, hint=" (-1: no limit)")
         fresh = state is None
         state = self.model.make_cache() if fresh else copy.deepcopy(state)
         used = max(entry.size() for entry in state)
-        limit = self.fitting(len(ids), limit, used=used, what=f"prompt {i}")
+        limit = self.fitting(len(ids), given, used=used, what=f"prompt {i}")
         return Request(
             self._uids + i,
             ids,
@@ -726,7 +751,8 @@ class BatchGenerator:
             state,
             sampler or self._sampler,
             self._processors if processors is None else list(processors),
-            used + len(ids) + limit,
+            used + len(ids),
+            limit if limit == given else min(limit, OPEN_REPLY),
             fresh=fresh,
             breakpoints=breakpoints or (),
         )
@@ -744,6 +770,7 @@ class BatchGenerator:
         else:
             self._unreported = False
         check_finite(newest.finite, max(len(s.prompt) + len(s.reply) for s in sequences))
+        self._shorten(sequences)
         replies = [
             self._reply(sequence, token, newest.logprobs[i])
             for i, (sequence, token) in enumerate(
@@ -755,6 +782,17 @@ class BatchGenerator:
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         return replies
+
+    def _shorten(self, sequences: list[Request]) -> None:
+        """End the longest of the grown replies with their next token until the states of all fit in
+        memory after the one behind it."""
+        going = [*sequences, *(self._prefill.sequences if self._prefill else [])]
+        while grown := [s for s in going if s.grown]:
+            if self._fit([s.tokens for s in going]):
+                return
+            longest = max(grown, key=lambda s: s.tokens)
+            longest.limit = len(longest.reply) + 1
+            going.remove(longest)
 
     def _reply(self, sequence: Request, token: int, logprobs: mx.array) -> BatchReply:
         sequence.reply.append(token)
@@ -823,7 +861,7 @@ class BatchGenerator:
         """Return at most `room` next prompts whose whole replies there is memory for."""
         first: list[Request] = []
         for request in islice(self._waiting, max(room, 0)):
-            if not self._fit([*self._batch.names, *first, request]):
+            if not self._fit([s.tokens for s in [*self._batch.names, *first, request]]):
                 break
             request.resume(self.model, self.prompt_cache)
             first.append(request)
@@ -832,12 +870,12 @@ class BatchGenerator:
             self._waiting.popleft()
         return first
 
-    def _fit(self, sequences: list[Request]) -> bool:
-        """Return True if the states of these sequences fit in memory after their whole replies."""
+    def _fit(self, lengths: Sequence[int]) -> bool:
+        """Return True if states of so many tokens fit in memory together."""
         pool = self._batch.pool
         if pool is not None:
-            return sum(pool.blocks_for(s.tokens) for s in sequences) <= pool.blocks
+            return sum(pool.blocks_for(tokens) for tokens in lengths) <= pool.blocks
         if self.state_bytes is None:
             return True
-        longest = max(s.tokens for s in sequences)  # the others are padded to it
-        return len(sequences) * self.model.state_bytes(longest) <= self.state_bytes
+        # All are padded to the longest.
+        return len(lengths) * self.model.state_bytes(max(lengths)) <= self.state_bytes

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.distributed.store import DistributedStore
-from mlx_moeflux.errors import CacheError, InputError, MoefluxError
+from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, MoefluxError
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
 from mlx_moeflux.generation.memory import LIMITS, Needs
 from mlx_moeflux.generation.sampling import (
@@ -26,7 +26,7 @@ from mlx_moeflux.generation.sampling import (
     make_logits_processors,
     make_sampler,
 )
-from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, MEMORY_EXCEEDED, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
 
@@ -66,9 +66,9 @@ class Token(NamedTuple):
 class Job:
     """A prompt in the engine, which answers it with one reply.
 
-    limit: Most tokens of the reply. heard: Called in the event loop with each token. logprobs:
-    Number of alternatives to report, None reports nothing. processors: Besides those of
-    `sampling`. breakpoints: Positions in the prompt whose states are kept.
+    limit: Most tokens of the reply, -1 for no limit. heard: Called in the event loop with each
+    token. logprobs: Number of alternatives to report, None reports nothing. processors: Besides
+    those of `sampling`. breakpoints: Positions in the prompt whose states are kept.
     """
 
     prompt: list[int]
@@ -178,13 +178,17 @@ class Engine:
     def check_memory(self, prompt_tokens: int, limit: int) -> None:
         """Refuse a prompt that can never be read.
 
+        limit: Most tokens of the reply; a longer one than context and memory hold is shortened.
+
         Raises:
-            RequestError: It, or it and its reply, are larger than context or memory.
+            RequestError: It is larger than context or memory.
         """
         try:
             self._generator.fitting(prompt_tokens, limit)
         except CacheError as error:
             raise RequestError(str(error), code=CONTEXT_EXCEEDED) from error
+        except MemoryBudgetError as error:
+            raise RequestError(str(error), code=MEMORY_EXCEEDED) from error
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue prompts of one request.
@@ -279,7 +283,7 @@ class Engine:
                 self._jobs[job.uid] = job
             except MoefluxError as error:
                 # What the request's reader did not foresee: it concerns this one alone.
-                wrong = isinstance(error, InputError | CacheError)
+                wrong = isinstance(error, InputError | CacheError | MemoryBudgetError)
                 status = 400 if wrong else 500
                 self._tell([(job, Token(error=RequestError(str(error), status=status)))])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlx_moeflux.errors import MoefluxError
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
+MEMORY_EXCEEDED = "memory_exceeded"
 
 
 class RequestError(MoefluxError, ValueError):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, KVPool
-from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
+from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation.batch import Batch, BatchGenerator
 from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits, tokens_of
 
@@ -186,7 +186,7 @@ def test_rows_are_written_in_place(hybrid):
 def test_prompts_wait_for_room_and_one_that_never_fits_is_refused(hybrid):
     prompts = [tokens_of(20, seed)[0].tolist() for seed in range(6)]
     with BatchGenerator(hybrid, max_tokens=5, kv_pool_bytes=5 * block_bytes(hybrid)) as generator:
-        with pytest.raises(CacheError, match="take 6 blocks of 16 tokens, the KV pool has 5"):
+        with pytest.raises(MemoryBudgetError, match="6 blocks of 16 tokens, the KV pool has 5"):
             generator.insert([prompts[0] * 4])
         uids = generator.insert(prompts)
         done, together = set(), []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.errors import CacheError, ExpertFileError, InputError
+from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation import batch
 from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill, Request
 from mlx_moeflux.generation.loop import generate_step
@@ -280,7 +280,8 @@ def test_prompts_with_states_to_store_are_not_padded(model, monkeypatch):
 
     def kind(*stops):
         sequences = [
-            Request(i, [1, 2, 3], 1, model.make_cache(), None, [], 4, stops=stops) for i in range(2)
+            Request(i, [1, 2, 3], 1, model.make_cache(), None, [], 3, 1, stops=stops)
+            for i in range(2)
         ]
         with monkeypatch.context() as patched:
             patched.setattr(batch.mx, "default_device", lambda: mx.gpu)
@@ -342,7 +343,7 @@ def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):
         ):
             with pytest.raises(InputError, match=match):
                 generator.insert(*arguments)
-        with pytest.raises(CacheError, match="1 more than the context has room for"):
+        with pytest.raises(CacheError, match="prompt 1 has 513 tokens > 512 that the context"):
             generator.insert([[1], [1] * 513])
         assert len(generator) == 0
         (uid,) = generator.insert([[1] * 511], [9])
@@ -553,8 +554,6 @@ def test_a_paused_prompt_that_fails_begins_again(hybrid, monkeypatch):
 def test_prompts_wait_until_their_states_fit(hybrid):
     each = hybrid.state_bytes(9 + 8)
     with BatchGenerator(hybrid, max_tokens=8, state_bytes=int(2.5 * each)) as generator:
-        with pytest.raises(CacheError, match=r"more than the \d+ for all sequences"):
-            generator.insert([prompt_of(0, 9)], [100_000])
         uids = generator.insert([prompt_of(seed, 9) for seed in range(5)])
         said, most = dict.fromkeys(uids, 0), 0
         while replies := generator.next():
@@ -563,6 +562,50 @@ def test_prompts_wait_until_their_states_fit(hybrid):
                 said[reply.uid] += 1
     assert most == 2
     assert set(said.values()) == {8}
+
+
+def test_memory_shortens_a_reply(hybrid):
+    """A limit beyond memory, or none, is what memory holds; it must hold a token of the reply."""
+    with BatchGenerator(hybrid, state_bytes=hybrid.state_bytes(256)) as generator:
+        fits = 256
+        assert hybrid.state_bytes(fits) < hybrid.state_bytes(fits + 1)
+        for limit in (-1, fits, 100_000):
+            assert generator.fitting(9, limit) == fits - 9
+        assert generator.fitting(9, 20) == 20
+        assert generator.fitting(fits - 1, -1) == 1
+        with pytest.raises(MemoryBudgetError, match=rf"prompt of {fits} tokens .* bytes, and"):
+            generator.fitting(fits, 1)
+        with pytest.raises(CacheError, match="prompt has 600 tokens > 512 that the context"):
+            generator.fitting(600, 1)
+    with BatchGenerator(hybrid) as generator:
+        assert generator.fitting(500, -1) == 13
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_open_replies_run_together_until_memory_ends(hybrid, monkeypatch, ahead):
+    """The longest of them ends when the next token would not fit; one with a limit is whole."""
+    monkeypatch.setattr(batch, "OPEN_REPLY", 4)
+    starts, limits = [236, 238, 240, 242], [-1, 16, 10**6, -1]
+    room = 4 * hybrid.state_bytes(256)
+    assert hybrid.state_bytes(256) < hybrid.state_bytes(257) <= room / 2
+    with BatchGenerator(hybrid, state_bytes=room, keep_states=ahead) as generator:
+        uids = generator.insert([prompt_of(i, n) for i, n in enumerate(starts)], limits)
+        said, ends, together = dict.fromkeys(uids, 0), {}, []
+        for _ in range(40):
+            replies = generator.next()
+            together.append(len(replies))
+            for reply in replies:
+                said[reply.uid] += 1
+                if reply.finish_reason:
+                    ends[reply.uid] = (reply.finish_reason, said[reply.uid])
+            # The states of all after their newest tokens, which a step ahead has in it.
+            longest = max((starts[uid] + said[uid] for uid in said if uid not in ends), default=0)
+            running = len(uids) - len(ends)
+            assert running * hybrid.state_bytes(longest) <= room
+    assert together[0] == 4
+    # While three or four run, each may have 256 tokens; the last has room for more.
+    assert ends == {uids[3]: ("length", 14), uids[1]: ("length", 16), uids[2]: ("length", 16)}
+    assert said[uids[0]] == 40
 
 
 def test_breakpoints_are_stored(hybrid):

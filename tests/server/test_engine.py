@@ -101,14 +101,9 @@ def test_the_engine_ends_with_its_thread(tiny, monkeypatch):
 
 
 def test_memory_for_states_admits(tiny):
-    """One state fits, so replies come one after another; what can never fit is refused."""
+    """One state fits, so replies come one after another."""
     model = tiny[0]
     with served(*tiny, engine=EngineOptions(state_bytes=model.state_bytes(200))) as server:
-        for stream in (False, True):
-            body = {"messages": MESSAGES, "max_tokens": 4000, "stream": stream}
-            status, reply = server.ask(PATH, body)
-            assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
-            assert "ask for less" in reply["error"]["message"]
         together = []
         step = server.service.engine._step
 
