@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", help="syntax of reasoning (default: by the vocabulary)")
     asked = ("--temp", "--top-p", "--top-k", "--min-p")
     add_sampling_arguments(parser, *asked, when="if a request has none")
-    add("--max-tokens", type=int, default=4096, help="if a request has none, default %(default)s")
+    add("--max-tokens", type=int, default=-1, help="if a request has none, default: no limit (-1)")
     add("--decode-concurrency", type=int, default=32, help="replies at once, default %(default)s")
     add("--prompt-concurrency", type=int, default=8, help="prompts at once, default %(default)s")
     add("--prefill-step-size", type=int, help="tokens a call (default: 2048, streamed: all)")
@@ -179,12 +179,13 @@ def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:
 def _service_options(args: argparse.Namespace, path: Any) -> Any:
     from mlx_moeflux.generation.sampling import check_integer, make_sampler
     from mlx_moeflux.server.reasoning import REASONING
-    from mlx_moeflux.server.request import Defaults
+    from mlx_moeflux.server.request import UNLIMITED, Defaults
     from mlx_moeflux.server.service import ServiceOptions
     from mlx_moeflux.server.tools import SYNTAXES
 
     make_sampler(args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p)
-    check_integer("--max-tokens", args.max_tokens, 1)
+    if args.max_tokens != UNLIMITED:
+        check_integer("--max-tokens", args.max_tokens, 1, hint=" (-1: no limit)")
     variables = json_object("--chat-template-args", args.chat_template_args)
     for flag, name, known in (
         ("--tool-parser", args.tool_parser, SYNTAXES),

@@ -102,7 +102,7 @@ def make_app(service: Service, limits: Limits) -> Guard:
         Route(path, _answer(answer), methods=["GET"]) for path, answer in get.items()
     ]
     post = {
-        "/v1/messages/count_tokens": (anthropic_messages.CountedBody, info.count_tokens),
+        "/v1/messages/count_tokens": (anthropic_messages.Body, info.count_tokens),
         "/tokenize": (info.Text, info.tokenize),
         "/detokenize": (info.Tokens, info.detokenize),
     }

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
     GetCoreSchemaHandler,
-    PlainValidator,
-    TypeAdapter,
     ValidationError,
     create_model,
     model_validator,
@@ -91,19 +90,14 @@ Texts = Annotated[list[str], BeforeValidator(_texts)]
 """A text or a list of texts, none of them empty."""
 
 
-def joined(parts: Any, separator: str = "") -> PlainValidator:
-    """Return the validator of a text that is a string, or `parts`: a list of objects with a text.
+def _limit(value: int) -> int:
+    if not value:
+        raise ValueError("give 1 or more, or -1 for no limit")
+    return value
 
-    Images and files are no such objects, and are never fetched.
-    """
-    items = TypeAdapter(parts)
 
-    def join(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        return separator.join(part.text for part in items.validate_python(value))
-
-    return PlainValidator(join)
+TokenLimit = Annotated[Integer, Field(ge=-1), AfterValidator(_limit)]
+"""The most tokens of a reply; -1 is no limit."""
 
 
 @dataclass(frozen=True)

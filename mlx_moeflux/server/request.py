@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mlx_moeflux.generation.batch import UNLIMITED
 from mlx_moeflux.server.errors import RequestError
 
 MOST_CHOICES = 16
@@ -17,9 +18,12 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of a request that names none; from the command line."""
+    """Values of a request that names none; from the command line.
 
-    max_tokens: int
+    max_tokens: UNLIMITED for what context and memory leave.
+    """
+
+    max_tokens: int = UNLIMITED
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -59,12 +63,13 @@ class GenerationRequest:
     """A prompt (messages, text or ids) and the options of its replies.
 
     Messages and tools are in OpenAI's form, as chat templates take them. max_tokens: None for the
-    server's default. logprobs: Number of alternatives to report for each token; None reports
-    nothing. schema: JSON schema of the answer, in a tuple; () is any text, (None,) any object.
-    tool_choice: "auto", "none", "required" or the name of a function. checkpoints: Numbers of first
-    messages after which the state is kept for later requests. namespaces: Function -> the group
-    and the name in it that a protocol calls it by. answer: The reply is the answer to messages,
-    with reasoning and calls apart; False continues a text.
+    server's default, UNLIMITED for what context and memory leave. logprobs: Number of alternatives
+    to report for each token; None reports nothing. schema: JSON schema of the answer, in a tuple;
+    () is any text, (None,) any object. tool_choice: "auto", "none", "required" or the name of a
+    function. checkpoints: Numbers of first messages after which the state is kept for later
+    requests. namespaces: Function -> the group and the name in it that a protocol calls it by.
+    answer: The reply is the answer to messages, with reasoning and calls apart; False continues a
+    text.
     """
 
     sampling: Sampling

@@ -118,7 +118,7 @@ class Service:
         return prompt, self._grammar(request)
 
     def limit(self, request: GenerationRequest) -> int:
-        """Return the most tokens of a reply that the request allows."""
+        """Return the most tokens of a reply that the request allows, or UNLIMITED."""
         return request.max_tokens or self.options.defaults.max_tokens
 
     def render(self, request: GenerationRequest) -> Prompt:

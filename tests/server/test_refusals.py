@@ -31,7 +31,7 @@ WRONG = {
     "no content": {"messages": [{"role": "user"}]},
     "image": {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]},
-    "max_tokens": {"max_tokens": -1},
+    "max_tokens": {"max_tokens": -2},
     "no tokens": {"max_tokens": 0},
     "2**63 tokens": {"max_tokens": 2**63},
     "text tokens": {"max_tokens": "8"},
@@ -84,10 +84,6 @@ WRONG = {
     "unknown": {"grammar": "root ::= 'a'"},
     "functions": {"functions": [{"name": "look"}]},
     "audio": {"modalities": ["text", "audio"]},
-    "arguments": {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{"}}]}]},
-    "deep arguments": {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "look", "arguments": "[" * 9999}}]}]},
     "long": {"messages": [{"role": "user", "content": "def f(x):" * 3000}]},
 }  # fmt: skip
 

@@ -17,10 +17,21 @@ from mlx_moeflux.server.fields import (
     Items,
     OneOf,
     OpenFields,
-    Positive,
     Share,
     Texts,
+    TokenLimit,
+)
+from mlx_moeflux.server.protocols.content import (
+    Arguments,
+    Content,
+    Label,
+    OtherPart,
+    TextPart,
+    check_newest,
+    contents,
     joined,
+    newest,
+    unreadable,
 )
 from mlx_moeflux.server.protocols.openai import Function, Parameters, event, shown_arguments
 from mlx_moeflux.server.request import (
@@ -65,19 +76,18 @@ class SystemBlock(Block):
     text: str
 
 
-class TextBlock(SystemBlock):
+class TextBlock(Block, TextPart):
     type: Literal["text"]
 
 
-class ResultPart(OpenFields):
-    type: Literal["text"]
-    text: str = ""
+class OtherBlock(Block, OtherPart):
+    """A block that is no text and no call: the model reads what stands for it."""
 
 
 class ToolResult(Block):
     type: Literal["tool_result"]
-    tool_use_id: str
-    content: Annotated[str, joined(Items[ResultPart], "\n")] = ""
+    tool_use_id: Label = ""
+    content: Annotated[Content, contents("\n")] = Content()
 
 
 class Thinking(Block):
@@ -87,27 +97,38 @@ class Thinking(Block):
 
 class ToolUse(Block):
     type: Literal["tool_use"]
-    id: str = ""
+    id: Label = ""
     name: str
-    input: dict[str, Any] = Field({})
+    input: Arguments = Field({})
 
 
 def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-UserBlock = Annotated[TextBlock | ToolResult, OneOf("type")]
-AssistantBlock = Annotated[TextBlock | Thinking | ToolUse, OneOf("type")]
+UserBlock = Annotated[TextBlock | ToolResult | OtherBlock, OneOf("type", other=OtherBlock)]
+AssistantBlock = Annotated[
+    TextBlock | Thinking | ToolUse | OtherBlock, OneOf("type", other=OtherBlock)
+]
 
 
-class UserMessage(Fields):
+class UserMessage(OpenFields):
     role: Literal["user", "system"]
-    content: Annotated[Items[UserBlock], BeforeValidator(_blocks)]
+    content: Annotated[Items[UserBlock], BeforeValidator(_blocks)] = Field([])
+
+    @property
+    def results(self) -> list[ToolResult]:
+        return [block for block in self.content if isinstance(block, ToolResult)]
+
+    @property
+    def parts(self) -> list[TextBlock | OtherBlock]:
+        """The blocks besides results of tools."""
+        return [block for block in self.content if not isinstance(block, ToolResult)]
 
 
-class AssistantMessage(Fields):
+class AssistantMessage(OpenFields):
     role: Literal["assistant"]
-    content: Annotated[Items[AssistantBlock], BeforeValidator(_blocks)]
+    content: Annotated[Items[AssistantBlock], BeforeValidator(_blocks)] = Field([])
 
 
 Message = Annotated[UserMessage | AssistantMessage, OneOf("role")]
@@ -158,7 +179,7 @@ class Body(Fields):
     model: str | None = None
     system: Annotated[Items[SystemBlock], BeforeValidator(_blocks)] = Field([])
     messages: Annotated[Items[Message], Field(min_length=1)]
-    max_tokens: Positive
+    max_tokens: TokenLimit | None = None
     stream: bool = False
     temperature: Share | None = None
     top_p: Share | None = None
@@ -171,15 +192,10 @@ class Body(Fields):
     output_config: OutputConfig = OutputConfig()
 
 
-class CountedBody(Body):
-    """The body of a request whose tokens are counted."""
-
-    max_tokens: Positive | None = None
-
-
 def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
     service.check_model(body.model)
+    check_messages(body)
     tools = [tool.tool() for tool in body.tools]
     choice = body.tool_choice
     named = choice.name if isinstance(choice, OneToolChoice) else CHOICES[choice.type]
@@ -205,6 +221,21 @@ def read(body: Body, service: Service) -> GenerationRequest:
         checkpoints=checkpoints[-MOST_CHECKPOINTS:],
         stream=body.stream,
     )
+
+
+def check_messages(body: Body) -> None:
+    """Refuse a newest message that the model cannot read.
+
+    What stands beside results of tools is theirs: Claude Code puts the pages of a PDF there.
+    """
+    kinds = ("tool" if isinstance(m, UserMessage) and m.results else m.role for m in body.messages)
+    i = newest(kinds)
+    if i is not None:
+        message = body.messages[i]
+        assert isinstance(message, UserMessage)
+        given = "content" in message.model_fields_set
+        content = Content("", unreadable(message.parts)) if given else None
+        check_newest(content, f"messages.{i}.content")
 
 
 def _messages(body: Body, service: Service) -> tuple[list[dict[str, Any]], list[int]]:
@@ -243,27 +274,25 @@ def _system(blocks: Sequence[SystemBlock]) -> str:
 def _user(message: UserMessage) -> list[dict[str, Any]]:
     """Return a message for each tool's result, and one for the texts behind them."""
     messages: list[dict[str, Any]] = [
-        {"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id}
-        for block in message.content
-        if isinstance(block, ToolResult)
+        {"role": "tool", "content": result.content.text, "tool_call_id": result.tool_use_id}
+        for result in message.results
     ]
-    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
-    if texts or not messages:
-        messages.append({"role": message.role, "content": "\n".join(texts)})
+    if message.parts or not messages:
+        messages.append({"role": message.role, "content": joined(message.parts, "\n")})
     return messages
 
 
 def _assistant(message: AssistantMessage, service: Service) -> dict[str, Any]:
-    texts, reasoning, calls = [], [], []
+    parts, reasoning, calls = [], [], []
     for block in message.content:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolUse):
+        if isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": shown_arguments(service, block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
-        else:
+        elif isinstance(block, Thinking):
             reasoning.append(block.thinking)
-    found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        else:
+            parts.append(block)
+    found: dict[str, Any] = {"role": "assistant", "content": joined(parts)}
     if any(reasoning):
         found["reasoning_content"] = "".join(reasoning)
     if calls:

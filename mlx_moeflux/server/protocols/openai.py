@@ -10,8 +10,16 @@ from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, fiel
 from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.engine import TokenLogprobs
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Count, Fields, Integer, OpenFields, Positive, Share, Texts
-from mlx_moeflux.server.json_guard import read_json
+from mlx_moeflux.server.fields import (
+    Count,
+    Fields,
+    Integer,
+    OpenFields,
+    Positive,
+    Share,
+    Texts,
+    TokenLimit,
+)
 from mlx_moeflux.server.request import (
     AUTO,
     MOST_CHOICES,
@@ -92,7 +100,7 @@ class StreamOptions(Fields):
 class ChunkBody(OpenAIBody):
     """Base of the bodies of chat completions and completions."""
 
-    max_tokens: Positive | None = None
+    max_tokens: TokenLimit | None = None
     n: Annotated[Positive, Field(le=MOST_CHOICES)] = 1
     stop: Annotated[Texts, Field(max_length=MOST_STOPS)] = Field([])
     stream_options: StreamOptions | None = None
@@ -186,20 +194,6 @@ Format = Annotated[tuple[Any, ...], PlainValidator(_format)]
 """The schema of an answer: (schema,), (None,) for any object, () for any text."""
 
 
-def _arguments(text: Any) -> dict[str, Any]:
-    try:
-        arguments = read_json(text or "{}") if isinstance(text, str) else None
-    except RequestError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError("give the JSON text of an object")
-    return arguments
-
-
-Arguments = Annotated[dict[str, Any], PlainValidator(_arguments)]
-"""The arguments of an earlier call, of the JSON text of an object."""
-
-
 def error(found: RequestError) -> dict[str, Any]:
     """Return OpenAI's error object."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -278,12 +272,14 @@ def logprobs(service: Service, delta: Delta) -> dict[str, Any]:
     return {"content": [full(one) for one in delta.logprobs], "refusal": None}
 
 
-def shown_arguments(service: Service, arguments: dict[str, Any]) -> Any:
-    """Return the arguments of an earlier call as the chat template wants them."""
+def shown_arguments(service: Service, arguments: dict[str, Any] | str) -> Any:
+    """Return the arguments of an earlier call as the chat template wants them; the text of broken
+    ones, or an object with it."""
     syntax = service.tool_syntax
     if syntax is not None and syntax.text_arguments:
-        return json.dumps(arguments, ensure_ascii=False)
-    return arguments
+        broken = isinstance(arguments, str)
+        return arguments if broken else json.dumps(arguments, ensure_ascii=False)
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
 
 
 def merged_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,12 +6,27 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mlx_moeflux.server.assemble import Delta
-from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, Positive, joined
-from mlx_moeflux.server.protocols.openai import (
+from mlx_moeflux.server.fields import Count, Items, OneOf, OpenFields, TokenLimit
+from mlx_moeflux.server.protocols.content import (
     Arguments,
+    Content,
+    Echoed,
+    Label,
+    check_newest,
+    contents,
+    newest,
+)
+from mlx_moeflux.server.protocols.openai import (
     ChunkBody,
     ChunkStream,
     Format,
@@ -33,45 +48,60 @@ RESERVED = {
 }  # fmt: skip
 
 
-class TextPart(OpenFields):
-    type: Literal["text"]
-    text: str = ""
-
-
-Content = Annotated[str, joined(Items[TextPart])]
-
-
-class Message(Fields):
-    inert = ("name",)
+class Message(OpenFields):
     role: Literal["system", "developer", "user"]
-    content: Content
+    content: Annotated[Content, contents()] | None = None
 
 
-class ToolMessage(Fields):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str = ""
-    name: str = ""
+class ToolMessage(OpenFields):
+    role: Literal["tool", "function"]
+    content: Annotated[Content, contents()] = Content()
+    tool_call_id: Label = ""
+    name: Echoed = ""
 
 
 class CalledFunction(OpenFields):
     name: str
-    arguments: Arguments
+    arguments: Arguments = Field({})
+
+
+class CustomCall(OpenFields):
+    name: str
+    input: str = ""
 
 
 class Call(OpenFields):
-    type: Literal["function"] = "function"
-    id: str = ""
-    function: CalledFunction
+    """An earlier call: of a function, or of a custom tool, whose input is a text."""
+
+    id: Label = ""
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Call:
+        if self.function is None and self.custom is None:
+            raise ValueError("give its 'function'")
+        return self
+
+    def shown(self, service: Service) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        called: Any = self.function or self.custom
+        arguments = called.arguments if self.function else {"input": called.input}
+        function = {"name": called.name, "arguments": shown_arguments(service, arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
-class AssistantMessage(Fields):
-    inert = ("name", "refusal", "annotations", "function_call", "audio")
+class AssistantMessage(OpenFields):
     role: Literal["assistant"]
-    content: Content = ""
-    reasoning_content: str = ""
-    reasoning: str = ""
+    content: Annotated[Content, contents()] = Content()
+    refusal: Echoed = ""
+    reasoning_content: Echoed = ""
+    reasoning: Echoed = ""
     tool_calls: Items[Call] = Field([])
+    function_call: Annotated[CalledFunction | None, BeforeValidator(lambda call: call or None)] = (
+        None
+    )
+    """A call in the form before `tool_calls`."""
 
 
 AnyMessage = Annotated[Message | ToolMessage | AssistantMessage, OneOf("role")]
@@ -92,7 +122,7 @@ class Body(ChunkBody):
     """The body of a request."""
 
     messages: Annotated[Items[AnyMessage], Field(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: TokenLimit | None = None
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] = Field([])
     tools: Items[Tool] = Field([])
     tool_choice: ToolChoice = AUTO
@@ -114,6 +144,7 @@ class Body(ChunkBody):
 def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
     service.check_model(body.model)
+    check_messages(body)
     tools = [tool.function.tool() for tool in body.tools]
     check_tools(tools, body.tool_choice)
     options = dict(body.chat_template_kwargs)
@@ -136,26 +167,32 @@ def read(body: Body, service: Service) -> GenerationRequest:
     )
 
 
+def check_messages(body: Body) -> None:
+    """Refuse a newest message that the model cannot read."""
+    i = newest(message.role for message in body.messages)
+    if i is not None:
+        check_newest(body.messages[i].content, f"messages.{i}.content")
+
+
 def _message(message: Message | ToolMessage | AssistantMessage, service: Service) -> dict[str, Any]:
     """Return a message as chat templates take it."""
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": message.content}
+    roles = {"developer": "system", "function": "tool"}
+    text = "" if message.content is None else message.content.text
+    found: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": text}
     if isinstance(message, ToolMessage):
         found["tool_call_id"] = message.tool_call_id
         if message.name:
             found["name"] = message.name
     elif isinstance(message, AssistantMessage):
+        found["content"] = text or message.refusal
         if reasoning := message.reasoning_content or message.reasoning:
             found["reasoning_content"] = reasoning
-        if message.tool_calls:
-            found["tool_calls"] = [_call(call, service) for call in message.tool_calls]
+        calls = message.tool_calls
+        if not calls and message.function_call:
+            calls = [Call.model_construct(function=message.function_call)]
+        if calls:
+            found["tool_calls"] = [call.shown(service) for call in calls]
     return found
-
-
-def _call(call: Call, service: Service) -> dict[str, Any]:
-    arguments = shown_arguments(service, call.function.arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _message_of(delta: Delta) -> dict[str, Any]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import LENGTH, Delta
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, Positive, joined
-from mlx_moeflux.server.protocols.openai import (
+from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, TokenLimit
+from mlx_moeflux.server.protocols.content import (
     Arguments,
+    Content,
+    Label,
+    OtherPart,
+    check_newest,
+    contents,
+    newest,
+)
+from mlx_moeflux.server.protocols.openai import (
     Format,
     Function,
     OpenAIBody,
@@ -22,43 +31,52 @@ from mlx_moeflux.server.protocols.openai import (
     merged_system,
     shown_arguments,
 )
-from mlx_moeflux.server.request import AUTO, MOST_LOGPROBS, GenerationRequest, check_tools
+from mlx_moeflux.server.request import (
+    AUTO,
+    MOST_LOGPROBS,
+    UNLIMITED,
+    GenerationRequest,
+    check_tools,
+)
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.tools import ToolCall
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 
+COMPACT = "compaction_trigger"
+SKIPPED = {
+    "item_reference", "compaction", "context_compaction", COMPACT, "configuration_update",
+    "mcp_list_tools",
+}  # fmt: skip
+"""Types of items without a text for the model: what they stand for is kept elsewhere."""
 
-class TextPart(OpenFields):
-    type: Literal["input_text", "output_text", "text"]
-    text: str = ""
+INPUTS = ("arguments", "input", "action", "actions", "operation", "code")
+OUTPUTS = ("output", "result", "status")
+"""Fields of calls and results of tools that are no functions; the first that is there counts."""
 
 
 class ReasoningPart(OpenFields):
     text: str = ""
 
 
-Content = Annotated[str, joined(Items[TextPart])]
-
-
 class Message(OpenFields):
     type: Literal["message", None] = None
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: Annotated[Content, contents()] | None = None
 
 
 class FunctionCall(OpenFields):
     type: Literal["function_call"]
     namespace: str | None = None
     name: str
-    arguments: Arguments
-    call_id: str
+    arguments: Arguments = Field({})
+    call_id: Label = ""
 
 
 class FunctionCallOutput(OpenFields):
     type: Literal["function_call_output"]
-    call_id: str
-    output: Content = ""
+    call_id: Label = ""
+    output: Annotated[Content, contents()] = Content()
 
 
 class ReasoningItem(OpenFields):
@@ -66,7 +84,8 @@ class ReasoningItem(OpenFields):
     content: Items[ReasoningPart] = Field([])
 
 
-Item = Annotated[FunctionCall | FunctionCallOutput | ReasoningItem | Message, OneOf("type")]
+class OtherItem(OtherPart):
+    """An item that is neither a message nor a call: the model reads what stands for it."""
 
 
 class FunctionTool(Function):
@@ -95,6 +114,20 @@ class Namespace(OpenFields):
 Tool = Annotated[FunctionTool | Namespace | OtherTool, OneOf("type", other=OtherTool)]
 
 
+class ToolsItem(OpenFields):
+    """Further tools; those that the client found have the id of the call that searched."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    call_id: Label = ""
+    tools: Items[Tool] = Field([])
+
+
+Item = Annotated[
+    FunctionCall | FunctionCallOutput | ReasoningItem | ToolsItem | Message | OtherItem,
+    OneOf("type", other=OtherItem),
+]
+
+
 class Reasoning(Fields):
     inert = ("summary", "generate_summary", "context")
     effort: str | None = None
@@ -110,7 +143,36 @@ class StreamOptions(Fields):
 
 
 def _input(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [_as_function(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_function(item: Any) -> Any:
+    """Return the call or the result of another tool, such as a shell, as that of a function."""
+    if not isinstance(item, dict) or "role" in item:
+        return item
+    kind = item.get("type")
+    if kind is None and "id" in item:
+        return {**item, "type": "item_reference"}
+    if not isinstance(kind, str) or kind.startswith("function_call") or "tools" in item:
+        return item
+    if kind.endswith("_output"):
+        # A result of `local_shell` has the id of its call in `id`.
+        found = {"call_id": item.get("call_id", item.get("id"))}
+        output = next((item[name] for name in OUTPUTS if item.get(name)), None)
+        return {"type": "function_call_output", "output": output, **found}
+    if item.get("call_id") is None:
+        return item
+    field = next((name for name in INPUTS if item.get(name) is not None), "input")
+    given = item.get(field)
+    return {
+        "type": "function_call",
+        "call_id": item["call_id"],
+        "namespace": item.get("namespace"),
+        "name": item.get("name") or kind.removesuffix("_call"),
+        "arguments": given if isinstance(given, dict) or field == "arguments" else {field: given},
+    }
 
 
 class Body(OpenAIBody):
@@ -118,7 +180,7 @@ class Body(OpenAIBody):
 
     instructions: str | None = None
     input: Annotated[Items[Item], Field(min_length=1), BeforeValidator(_input)]
-    max_output_tokens: Positive | None = None
+    max_output_tokens: TokenLimit | None = None
     tools: Items[Tool] = Field([])
     tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True
@@ -133,6 +195,7 @@ class Body(OpenAIBody):
 def read(body: Body, service: Service) -> GenerationRequest:
     """Return the request of a body; refuse what would not act."""
     service.check_model(body.model)
+    check_messages(body)
     tools, namespaces = _tools(body)
     check_tools(tools, body.tool_choice)
     effort, top = body.reasoning.effort, body.top_logprobs
@@ -156,19 +219,49 @@ def _qualified(group: str | None, name: str) -> str:
     return f"{group}__{name}" if group else name
 
 
-def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
-    """Return the functions, and the group and the name in it of each that is in one."""
-    tools, namespaces = [], {}
-    for tool in body.tools:
+def _functions(tools: Iterable[Any]) -> Iterator[tuple[str | None, FunctionTool]]:
+    """Yield the functions, each with the name of its group or None."""
+    for tool in tools:
         if isinstance(tool, FunctionTool):
-            tools.append(tool.tool())
+            yield None, tool
         elif isinstance(tool, Namespace):
             for inner in tool.tools:
                 if isinstance(inner, FunctionTool):
-                    name = _qualified(tool.name, inner.name)
-                    tools.append(inner.tool(name))
-                    namespaces[name] = tool.name, inner.name
+                    yield tool.name, inner
+
+
+def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """Return the functions, and the group and the name in it of each that is in one."""
+    functions = list(_functions(body.tools))
+    known = {_qualified(group, tool.name) for group, tool in functions}
+    for item in body.input:
+        if isinstance(item, ToolsItem):
+            # History may repeat a tool.
+            for group, tool in _functions(item.tools):
+                if (name := _qualified(group, tool.name)) not in known:
+                    known.add(name)
+                    functions.append((group, tool))
+    tools, namespaces = [], {}
+    for group, tool in functions:
+        name = _qualified(group, tool.name)
+        tools.append(tool.tool(name))
+        if group:
+            namespaces[name] = group, tool.name
     return tools, namespaces
+
+
+def check_messages(body: Body) -> None:
+    """Refuse a newest message that the model cannot read, and a wish to compact the history."""
+    i = newest(item.role if isinstance(item, Message) else "" for item in body.input)
+    if i is not None:
+        message = body.input[i]
+        assert isinstance(message, Message)
+        check_newest(message.content, f"input.{i}.content")
+    last = body.input[-1]
+    if isinstance(last, OtherItem) and last.type == COMPACT:
+        place = f"input.{len(body.input) - 1}"
+        text = f"'{place}' asks for a compaction, which is not offered; leave it out."
+        raise RequestError(text, param=place, code="unsupported_content")
 
 
 def _messages(body: Body, service: Service) -> list[dict[str, Any]]:
@@ -183,17 +276,31 @@ def _messages(body: Body, service: Service) -> list[dict[str, Any]]:
             calls = _assistant(messages).setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif isinstance(item, FunctionCallOutput):
-            result = {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
+            result = {"role": "tool", "content": item.output.text, "tool_call_id": item.call_id}
             messages.append(result)
         elif isinstance(item, ReasoningItem):
             if reasoning := "".join(part.text for part in item.content):
                 _assistant(messages)["reasoning_content"] = reasoning
+        elif isinstance(item, ToolsItem):
+            if item.call_id:
+                names = ", ".join(tool.name for _, tool in _functions(item.tools))
+                messages.append({"role": "tool", "content": names, "tool_call_id": item.call_id})
+        elif isinstance(item, OtherItem):
+            if item.type not in SKIPPED:
+                _say(messages, f"\n{item.text}\n")
         elif item.role == "assistant":
-            _assistant(messages, with_text=True)["content"] += item.content
+            _say(messages, item.content.text if item.content else "")
         else:
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": item.content})
+            messages.append({"role": role, "content": item.content.text if item.content else ""})
     return messages
+
+
+def _say(messages: list[dict[str, Any]], text: str) -> None:
+    """Append a text to what the assistant says at the end."""
+    last = _assistant(messages, with_text=True)
+    said = last["content"]
+    last["content"] += text if said and not said.endswith("\n") else text.removeprefix("\n")
 
 
 def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:
@@ -228,7 +335,7 @@ class Stream:
             "error": error and {"code": error.code or "server_error", "message": str(error)},
             "incomplete_details": cut,
             "instructions": None,
-            "max_output_tokens": request.max_tokens,
+            "max_output_tokens": None if request.max_tokens == UNLIMITED else request.max_tokens,
             "model": self._service.options.name,
             "output": self._items if done else [],
             "parallel_tool_calls": request.parallel_tool_calls,
