@@ -46,6 +46,7 @@ from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, 
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.memory import parse_wired_memory
+from mlx_moeflux.generation.sampling import check_callable
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal
@@ -239,6 +240,12 @@ def load_model(
             raise InputError("safe excludes kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
     wired_memory = parse_wired_memory(wired_memory)
+    check_callable("events", events)
+    if not isinstance(dtype, mx.Dtype | None):
+        raise InputError(f"dtype is {dtype!r}; give an MLX dtype such as mx.bfloat16.")
+    for name, number in (("experts_per_token", experts_per_token), ("max_context", max_context)):
+        if not isinstance(number, int | None):
+            raise InputError(f"{name} is {number!r}; give an integer.")
     memory, eviction = measure_memory(), make_eviction(eviction)
     checkpoint = open_checkpoint(path)
     tuned: dict[str, Any] = {
@@ -451,7 +458,8 @@ def _make_store(
             **policies,
         ), plan
     except BaseException:
-        reader.close()
+        if hasattr(reader, "close"):
+            reader.close()
         raise
 
 
@@ -510,6 +518,11 @@ def _check_store(
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
         raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
+    for part in ("layers", "num_experts", "experts", "stats"):
+        if getattr(type(store), part, None) is vars(ExpertStore).get(part) and part not in vars(
+            store
+        ):
+            raise InputError(f"{name} has no '{part}'; see the ExpertStore class.")
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
     logits = mx.random.normal((N, model.config.num_experts), key=mx.random.key(0))

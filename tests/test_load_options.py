@@ -182,3 +182,29 @@ def test_a_wrong_kernel_is_refused_unless_it_is_meant():
     with pytest.raises(InputError, match=r"'add_shared' differs .*check_values=False"):
         load_model(BUNDLED_MODEL, kernels={"add_shared": negative})
     load_model(BUNDLED_MODEL, kernels={"add_shared": negative}, check_values=False).close()
+
+
+class Bare(ExpertStore):
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("events is 5; give a callable", {"events": 5}),
+        ("kernels is a int; give operation", {"kernels": 5}),
+        ("kernels is a list; give operation", {"kernels": ["sdpa"]}),
+        ("dtype is 'float32'; give an MLX dtype", {"dtype": "float32"}),
+        ("experts_per_token is 'x'; give an integer", {"experts_per_token": "x"}),
+        ("max_context is 1.5; give an integer", {"max_context": 1.5}),
+        ("reader 'str' has no method 'layout'", {"reader": "x"}),
+        ("Bare has no 'layers'; see", {"store": Bare()}),
+        ("Bare has no 'num_experts'; see", {"store": Bare(layers=range(6))}),
+        ("Bare has no 'stats'; see", {"store": Bare(layers=(), num_experts=32, experts=len)}),
+    ],
+)
+def test_objects_of_another_kind_are_one_line(message, options):
+    with pytest.raises(InputError, match=message) as caught:
+        load_model(BUNDLED_MODEL, **options)
+    assert "\n" not in str(caught.value)

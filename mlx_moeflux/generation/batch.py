@@ -21,12 +21,18 @@ from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL, check_finit
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
+    check_drawn,
     check_ids,
     check_integer,
     check_number,
+    check_processors,
+    check_sampler,
+    drawn,
     make_sampler,
+    processed,
 )
 from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.kernels.trials import describe
 
 UNLIMITED = -1  # tokens of a reply
 OPEN_REPLY = 4096
@@ -128,10 +134,11 @@ class Batch:
         Raises:
             InputError: There is not one token per sequence. CacheError: The pool is full.
         """
-        if tokens.shape != (len(self.names),):
+        if not isinstance(tokens, mx.array) or tokens.shape != (len(self.names),):
+            array = isinstance(tokens, mx.array)
+            found = f"have shape {list(tokens.shape)}" if array else f"are {describe(tokens)}"
             raise InputError(
-                f"tokens have shape {list(tokens.shape)}, expected [{len(self.names)}]: one for "
-                "each sequence."
+                f"tokens {found}, expected [{len(self.names)}]: one for each sequence."
             )
         return self.model(tokens[:, None], cache=self._entries, last_only=True)[:, -1]
 
@@ -448,9 +455,7 @@ def sampled(
             row = logits[i : i + 1]
             if sequence.processors:
                 unread = [tokens[i : i + 1] for tokens in pending]
-                seen = sequence.seen(unread)
-                for processor in sequence.processors:
-                    row = processor(seen, row)
+                row = processed(sequence.processors, sequence.seen(unread), row)
             rows.append(row)
         logits = mx.concatenate(rows)
     logprobs, finite = normalised(logits)
@@ -458,11 +463,11 @@ def sampled(
     for i, sequence in enumerate(sequences):
         groups.setdefault(sequence.sampler, []).append(i)
     if len(groups) == 1:
-        return Sampled(model.lead(sequences[0].sampler(logprobs)), logprobs, finite)
-    drawn = [sampler(logprobs[mx.array(rows)]) for sampler, rows in groups.items()]
+        return Sampled(model.lead(drawn(sequences[0].sampler, logprobs)), logprobs, finite)
+    parts = [drawn(sampler, logprobs[mx.array(rows)]) for sampler, rows in groups.items()]
     order = [i for rows in groups.values() for i in rows]
     places = sorted(range(len(order)), key=order.__getitem__)
-    return Sampled(model.lead(mx.concatenate(drawn)[mx.array(places)]), logprobs, finite)
+    return Sampled(model.lead(mx.concatenate(parts)[mx.array(places)]), logprobs, finite)
 
 
 @dataclass
@@ -550,9 +555,12 @@ class BatchGenerator:
         self.prefill_batch_size = min(prefill_batch_size, completion_batch_size)
         self.prefill_step_size, self.keep_states = prefill_step_size, keep_states
         self.max_pause, self.state_bytes = max_pause, state_bytes
+        if not isinstance(prompt_cache, PromptCache | None):
+            raise InputError(f"prompt_cache is {prompt_cache!r}; give a PromptCache.")
         self.prompt_cache = prompt_cache
         self._stops = set(check_ids("stop_ids", stop_ids))
-        self._sampler, self._processors = sampler or make_sampler(), list(logits_processors)
+        self._sampler = check_sampler(sampler) or make_sampler()
+        self._processors = check_processors(logits_processors)
         # One step ahead hides the host's work behind a GPU's. A returned state contains the last
         # token, which must go through the model before its sequence leaves.
         self._ahead = keep_states or mx.default_device() != mx.cpu
@@ -584,12 +592,16 @@ class BatchGenerator:
             MemoryBudgetError: It does not fit in the pool or `state_bytes`.
         """
         self._check_open()
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise InputError(f"prompts is {prompts!r}; give a list of lists of ids.")
         count = len(prompts)
         columns = {
             "max_tokens": max_tokens, "caches": caches, "samplers": samplers,
             "logits_processors": logits_processors, "breakpoints": breakpoints,
         }  # fmt: skip
         for name, column in columns.items():
+            if not isinstance(column, Sequence | None) or isinstance(column, str | bytes):
+                raise InputError(f"{name} is {column!r}; give one for each prompt.")
             if column is not None and len(column) != count:
                 raise InputError(f"{name} has {len(column)} entries for {count} prompts.")
         given = [column or [None] * count for column in columns.values()]
@@ -741,6 +753,9 @@ class BatchGenerator:
         if given != UNLIMITED:
             check_integer("max_tokens", given, 1, hint=" (-1: no limit)")
         fresh = state is None
+        if not fresh:
+            self.model.check_cache(state)
+        breakpoints = check_ids("breakpoints", breakpoints or (), what="position")
         state = self.model.make_cache() if fresh else copy.deepcopy(state)
         used = max(entry.size() for entry in state)
         limit = self.fitting(len(ids), given, used=used, what=f"prompt {i}")
@@ -749,12 +764,12 @@ class BatchGenerator:
             ids,
             limit,
             state,
-            sampler or self._sampler,
-            self._processors if processors is None else list(processors),
+            check_sampler(sampler) or self._sampler,
+            self._processors if processors is None else check_processors(processors),
             used + len(ids),
             limit if limit == given else min(limit, OPEN_REPLY),
             fresh=fresh,
-            breakpoints=breakpoints or (),
+            breakpoints=breakpoints,
         )
 
     def _next(self) -> list[BatchReply]:
@@ -830,6 +845,8 @@ class BatchGenerator:
                 self._batch.evaluate(*following)
             # Wait inside the transaction, which an interrupt rolls back.
             mx.eval(self._newest)
+            read = self._newest if self._ahead else following
+            check_drawn(read.tokens.tolist(), read.logprobs.shape[-1])
             return following
 
     def _read_prompts(self) -> None:
@@ -848,6 +865,7 @@ class BatchGenerator:
         self._prefill.keep()
         following = sampled(self.model, logits, sequences)
         mx.eval(following)
+        check_drawn(following.tokens.tolist(), following.logprobs.shape[-1])
         self._batch.join(sequences, self._prefill.entries)
         if self._newest is not None:
             pairs = zip(self._newest, following, strict=True)

@@ -12,9 +12,21 @@ import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
-from mlx_moeflux.errors import ExactnessError
+from mlx_moeflux.errors import ExactnessError, InputError
 from mlx_moeflux.generation.memory import with_memory_limits
-from mlx_moeflux.generation.sampling import LogitsProcessor, Sampler, make_sampler
+from mlx_moeflux.generation.sampling import (
+    LogitsProcessor,
+    Sampler,
+    check_callable,
+    check_drawn,
+    check_integer,
+    check_processors,
+    check_sampler,
+    drawn,
+    make_sampler,
+    processed,
+)
+from mlx_moeflux.kernels.trials import describe
 
 Progress = Callable[[int, int], None]
 
@@ -25,7 +37,6 @@ CLEAR_EVERY = 256
 STOPS_PER_CALL = 4
 
 
-@with_memory_limits
 def generate_step(
     prompt: mx.array,
     model: Any,
@@ -56,18 +67,46 @@ def generate_step(
     cache holds everything up to the last token that was yielded.
 
     Evaluates: one step ahead of the caller.
+
+    Raises:
+        InputError: The prompt or an option is of another type or out of range, or the sampler drew
+            an id outside the vocabulary. ShapeError: The sampler or a processor returned another
+            shape or dtype. CacheError: `prompt_cache` is no state of this model.
     """
+    if not isinstance(prompt, mx.array) or prompt.ndim != 1 or not prompt.size:
+        raise InputError(f"the prompt is {describe(prompt)}; give an array of ids [T] with T > 0.")
+    check_integer("max_tokens", max_tokens, -1, hint=" (-1: no limit)")
+    if prefill_step_size is not None:
+        check_integer("prefill_step_size", prefill_step_size, 1)
+    check_callable("prompt_progress_callback", prompt_progress_callback)
+    if prompt_cache is not None:
+        model.check_cache(prompt_cache)
+    loop = _Loop(
+        model,
+        model.make_cache() if prompt_cache is None else prompt_cache,
+        check_sampler(sampler) or make_sampler(),
+        check_processors(logits_processors),
+        prompt,
+        resumed,
+        prompt_progress_callback,
+        on_prompt_read,
+    )
     if resumed is not None:
-        cache = resumed.state
-    else:
-        cache = model.make_cache() if prompt_cache is None else prompt_cache
-    sampler, processors = sampler or make_sampler(), list(logits_processors)
-    progress = prompt_progress_callback
-    loop = _Loop(model, cache, sampler, processors, prompt, resumed, progress, on_prompt_read)
-    with model.lock, transaction(cache):
-        size = prefill_step_size or prompt.shape[0]
-        following: Any = loop.prefill(size, stop=max_tokens == 0)
+        loop.cache = resumed.state
+    size = prefill_step_size or prompt.shape[0]
+    options = {"max_tokens": max_tokens, "prompt_cache": prompt_cache}
+    return _steps(prompt, model, loop=loop, size=size, **options)
+
+
+@with_memory_limits
+def _steps(
+    prompt: mx.array, model: Any, *, loop: _Loop, max_tokens: int, size: int, prompt_cache: Any
+) -> Generator[tuple[int, mx.array], None, None]:
+    """Yield what :func:`generate_step` yields. size: Tokens a call of the prefill."""
+    cache, resumed = loop.cache, loop.resumed
     keep_last = prompt_cache is not None or (resumed is not None and resumed.keeps_reply)
+    with model.lock, transaction(cache):
+        following: Any = loop.prefill(size, stop=max_tokens == 0)
     # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
     # pending reader would keep MLX from writing the key-value buffers in place.
     ahead = mx.default_device() != mx.cpu
@@ -77,7 +116,7 @@ def generate_step(
             count += 1
             token, logprobs, finite = following
             if not ahead:
-                mx.eval(token)
+                check_drawn([token.item()], logprobs.size)
             # An interrupt may come at item(), when the cache has advanced already.
             with model.lock, transaction(cache):
                 if count != max_tokens:
@@ -85,6 +124,7 @@ def generate_step(
                 elif keep_last:
                     loop.read(token)
                 value: Any = token.item()
+                check_drawn([value], logprobs.size)
                 check_finite(finite, prompt.shape[0] + len(reply))
                 reply.append(value)
             yield value, logprobs
@@ -212,10 +252,9 @@ class _Loop:
                 seen = self.tokens
                 new = self.prompt if seen is None else inputs.astype(seen.dtype)
                 self.tokens = new if seen is None else mx.concatenate([seen, new])
-                for processor in self.processors:
-                    logits = processor(self.tokens, logits)
+                logits = processed(self.processors, self.tokens, raw)
             logprobs, finite = normalised(logits)
-            token = self.model.lead(self.sampler(logprobs))
+            token = self.model.lead(drawn(self.sampler, logprobs))
             mx.async_eval(token, logprobs, finite)
             self.model.start_eval()
         except BaseException:

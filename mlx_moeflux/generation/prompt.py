@@ -31,6 +31,8 @@ def prompt_ids(
         CacheError: A text is much longer than the context.
     """
     given: Any = prompt
+    options = {} if options is None else options
+    check_template_options(options)
     most = model.context_left()
     if isinstance(prompt, str):
         framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
@@ -40,7 +42,7 @@ def prompt_ids(
         if len(given.shape) != 1 or any(not isinstance(i, int) for i in ids):
             raise InputError(f"the prompt is {given.dtype} {list(given.shape)}; expected ids [T].")
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
-        ids = _template_ids(tokenizer, given, tools, {} if options is None else options, most)
+        ids = _template_ids(tokenizer, given, tools, options, most)
     else:
         ids = list(given) if isinstance(prompt, Iterable) else given
         plain = isinstance(ids, list) and all(isinstance(i, Integral) for i in ids)
@@ -90,7 +92,6 @@ def _template_ids(
     options: Mapping[str, Any],
     most: int,
 ) -> list[int]:
-    check_template_options(options)
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
     return _encoded(tokenizer, text, most, add_special_tokens=False)
 
@@ -98,7 +99,7 @@ def _template_ids(
 def check_template_options(options: Any) -> None:
     """Raise InputError unless `options` is a mapping without parameters of the call itself."""
     if not isinstance(options, Mapping):
-        raise InputError(f"template_options is a {type(options).__name__}; give a dict.")
+        raise InputError(f"template_options is {options!r}; give a dict of names and values.")
     for name in {"conversation", "tools", "tokenize", "return_dict"} & options.keys():
         raise InputError(f"template_options cannot set '{name}'; remove it.")
 

@@ -16,7 +16,8 @@ from typing import Any, TypedDict
 
 import mlx.core as mx
 
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import InputError, ShapeError
+from mlx_moeflux.kernels.trials import describe
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -264,7 +265,89 @@ def choose_sampling(
             raise InputError(f"give either {what} or '{next(iter(plain))}', not both.")
     if processors is None:
         processors = make_logits_processors(**theirs)
-    return sampler or make_sampler(**ours), list(processors)
+    return check_sampler(sampler) or make_sampler(**ours), check_processors(processors)
+
+
+def check_sampler(sampler: Sampler | None) -> Sampler | None:
+    """Return `sampler`; raise an InputError if it is neither None nor callable."""
+    check_callable("sampler", sampler)
+    return sampler
+
+
+def check_processors(processors: Iterable[LogitsProcessor] | None) -> list[LogitsProcessor]:
+    """Return logits processors as a list; raise an InputError if one is not callable."""
+    if processors is None:
+        return []
+    if not isinstance(processors, Iterable):
+        raise InputError(f"logits_processors is {processors!r}; give a list of callables.")
+    found = list(processors)
+    for processor in found:
+        if not callable(processor):
+            raise InputError(f"logits_processors has {processor!r}; give callables.")
+    return found
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise an InputError unless `value` is None or callable."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name} is {value!r}; give a callable.")
+
+
+def processed(
+    processors: Iterable[LogitsProcessor], tokens: mx.array, logits: mx.array
+) -> mx.array:
+    """Pass logits ``[B, V]`` after `tokens` ``[T]`` through all processors, lazily.
+
+    Raises:
+        ShapeError: One does not return floats of the same shape.
+    """
+    shape = logits.shape
+    for processor in processors:
+        logits = processor(tokens, logits)
+        if (
+            not isinstance(logits, mx.array)
+            or logits.shape != shape
+            or not mx.issubdtype(logits.dtype, mx.floating)
+        ):
+            raise ShapeError(
+                f"the logits processor {_name_of(processor)} returned {describe(logits)}; expected "
+                f"float logits {list(shape)}."
+            )
+    return logits
+
+
+def drawn(sampler: Sampler, logprobs: mx.array) -> mx.array:
+    """Return the ids ``[B]`` that `sampler` draws from logprobs ``[B, V]``, lazily; when they are
+    read, :func:`check_drawn` compares them with the vocabulary.
+
+    Raises:
+        ShapeError: It does not return integers of this shape.
+    """
+    tokens = sampler(logprobs)
+    if (
+        not isinstance(tokens, mx.array)
+        or tokens.shape != logprobs.shape[:1]
+        or not mx.issubdtype(tokens.dtype, mx.integer)
+    ):
+        raise ShapeError(
+            f"the sampler {_name_of(sampler)} returned {describe(tokens)}; expected integer ids "
+            f"{list(logprobs.shape[:1])}."
+        )
+    return tokens
+
+
+def check_drawn(tokens: Iterable[int], vocabulary: int) -> None:
+    """Raise an InputError unless the ids that a sampler drew are in the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise InputError(
+                f"the sampler returned id {token}, which is outside the vocabulary; return 0 to "
+                f"{vocabulary - 1}."
+            )
+
+
+def _name_of(given: Any) -> str:
+    return getattr(given, "__name__", type(given).__name__)
 
 
 def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
@@ -284,14 +367,18 @@ def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
         raise InputError(f"{name} is {value}; it must be at least {low}{hint}.")
 
 
-def check_ids(name: str, ids: Iterable[int], vocabulary: int | None = None) -> list[int]:
-    """Return `ids` as a list; raise an InputError if one is no id of the vocabulary."""
+def check_ids(
+    name: str, ids: Iterable[int], vocabulary: int | None = None, *, what: str = "token id"
+) -> list[int]:
+    """Return `ids` as a list; raise an InputError if one is no id of the vocabulary. what: A name
+    for one of them."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
-        raise InputError(f"{name} is {ids!r}; give token ids.")
+        raise InputError(f"{name} is {ids!r}; give {what}s.")
     found = list(ids)
     for i in found:
         if not isinstance(i, Integral) or i < 0:
-            raise InputError(f"{name} has {i!r}, which is no token id; ids count from 0.")
+            kind = what.rpartition(" ")[2]
+            raise InputError(f"{name} has {i!r}, which is no {what}; {kind}s count from 0.")
         if vocabulary is not None and i >= vocabulary:
             raise InputError(
                 f"{name} has token id {i}, which is out of range; the vocabulary has {vocabulary}."

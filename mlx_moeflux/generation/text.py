@@ -23,6 +23,7 @@ from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
     SamplingOptions,
+    check_callable,
     check_ids,
     check_integer,
     choose_sampling,
@@ -101,6 +102,8 @@ def stream_generate(
     for name in checked:
         if (given := options.get(name)) is not None:
             check_ids(name, given, model.config.vocab_size)
+    check_callable("prompt_progress_callback", prompt_progress_callback)
+    breakpoints = check_ids("breakpoints", breakpoints, what="position")
     others = (*GenerationOptions.__annotations__, "verbose", "return_response")
     sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
@@ -113,6 +116,8 @@ def stream_generate(
             resumed = prompt_cache.resume(model, ids, breakpoints=positions)
         warm_up(model.store, resumed.experts)
     else:
+        if prompt_cache is not None:
+            model.check_cache(prompt_cache)
         room = _room(model, prompt_cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
     read_at: list[float] = []

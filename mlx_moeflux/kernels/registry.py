@@ -436,6 +436,11 @@ def choose_kernels(
         ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
         UnsupportedError: A chosen form needs a GPU, and MLX drives none.
     """
+    if not isinstance(choices, str | Mapping | None):
+        raise InputError(
+            f"kernels is a {type(choices).__name__}; give operation -> name or callable, or a text "
+            "such as 'auto,sdpa=reference'."
+        )
     given = parse(choices, "kernels") if isinstance(choices, str) else (choices or {}).items()
     base, named = AUTO, {}
     for operation, form in (*parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT), *given):

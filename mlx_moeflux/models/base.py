@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, check_positions
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
-from mlx_moeflux.errors import InputError
+from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
@@ -303,6 +303,33 @@ class StreamingModel(Module):
         """Return the bytes of one sequence's state after `positions` tokens, spare rows
         included."""
         return sum(entry.nbytes(positions) for entry in self.entry_specs())
+
+    def check_cache(self, cache: Any) -> None:
+        """Raise a CacheError unless `cache` is a state that :meth:`make_cache` of this model made,
+        or one like it."""
+        remedy = "give a state of this model's make_cache()"
+        expected, layers = self.make_cache(), self.entry_specs()
+        if not isinstance(cache, (list, tuple)):
+            raise CacheError(f"the cache is a {type(cache).__name__}; {remedy}.")
+        if len(cache) != len(expected):
+            counts = f"{len(cache)} entries and this model {len(expected)} layers"
+            raise CacheError(f"the cache has {counts}; {remedy}.")
+        owner = getattr(getattr(cache, "_spec", None), "__self__", self)
+        if owner.identity != self.identity:
+            raise CacheError(f"the cache is a state of another model; {remedy}.")
+        for i, (entry, own, spec) in enumerate(zip(cache, expected, layers, strict=True)):
+            if getattr(entry, "fields", None) != own.fields:
+                what = f"a {type(entry).__name__}, this model's a {type(own).__name__}"
+                raise CacheError(f"entry {i} of the cache is {what}; {remedy}.")
+            if type(entry) is not type(own) or entry.empty():
+                continue
+            for name, array in EntrySpec.of(entry).arrays.items():
+                if array.shape[1:] != spec.arrays[name].shape[1:]:
+                    raise CacheError(
+                        f"'{name}' of entry {i} of the cache is {list(array.shape)} and this "
+                        f"model's {list(spec.arrays[name].shape)} for one sequence, rows left out "
+                        f"as 0; {remedy}."
+                    )
 
     def context_left(self, cache: Sequence[BaseCache] | None = None) -> int:
         """Return how many tokens the longest sequence of a state may still take.

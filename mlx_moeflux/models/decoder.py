@@ -17,6 +17,7 @@ from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import DecoderLayer, on_gpu, project_normed, weights_of
@@ -139,21 +140,29 @@ class DecoderModel(StreamingModel):
         A call that raises leaves `cache` as it was before.
 
         Raises:
-            InputError: Shape or dtype is wrong, or an id is outside the vocabulary. Ids of one
-                token with a cache are not checked: reading them would make decode wait.
+            InputError: Shape or dtype is wrong, or an id is outside the vocabulary. On a GPU, ids
+                of one token with a cache are not read, because decode would wait; one outside the
+                vocabulary counts as the last. CacheError: `cache` is no state of this model.
         """
+        if not isinstance(tokens, mx.array):
+            raise InputError(f"tokens are {describe(tokens)}; give an array of ids [B, T].")
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise InputError(f"tokens have shape {list(tokens.shape)}, expected [B, T] with T > 0.")
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
-        if cache is None or tokens.shape[1] > 1:
-            self._check_ids(tokens)
         self.notice_edits()
+        one = tokens.shape[1] == 1 and cache is not None
+        if not one or not on_gpu():
+            self._check_ids(tokens)
         if cache is None:
             cache = self.make_cache()
             for entry in cache:
                 entry.scratch = self.training
+        elif not one or not isinstance(cache, list) or len(cache) != len(self.model.layers):
+            self.check_cache(cache)
         tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
+        if one and on_gpu():
+            tokens = mx.minimum(tokens, self.config.vocab_size - 1)
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.store.stays_on_device:
             if self._can_segment(tokens.shape[0]):
@@ -183,6 +192,8 @@ class DecoderModel(StreamingModel):
         A call that raises leaves all states as they were.
         """
         self.notice_edits()
+        for rows in prompts:
+            self._check_ids(rows)
         chunk = self.prefill_chunk
         with ExitStack() as transactions:
             for state in states:

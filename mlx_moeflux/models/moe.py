@@ -317,12 +317,13 @@ class SparseMoeBlock(Module):
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Return ids and weights of logits ``[N, E]``, see :class:`Router`."""
         answer = self._router(logits)
-        if not isinstance(answer, tuple) or len(answer) != 2:
+        if not isinstance(answer, (tuple, list)) or len(answer) != 2:
             raise ShapeError(
                 f"{type(self._router).__name__} returned {describe(answer)} in layer {self.layer}; "
                 "expected ids and weights."
             )
-        return answer
+        ids, weights = answer
+        return ids, weights
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """Add residual x ``[B, T, C]``, routed experts' sum ``[N, C]`` and shared expert."""
@@ -471,7 +472,7 @@ class SigmoidMoeBlock(SparseMoeBlock):
             choose: Any = self._router
             owner = self if "e_score_correction_bias" in self else self.gate
             return choose(logits, owner["e_score_correction_bias"])
-        return self._router(logits)
+        return super().route(logits)
 
     def combine(self, x: mx.array, experts: mx.array, shared: Any) -> mx.array:
         """See :meth:`SparseMoeBlock.combine`; the shared experts' sum is not scaled."""
