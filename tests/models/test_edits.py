@@ -4,7 +4,9 @@ a model that traces nothing and has no concatenated projections."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +17,9 @@ from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.loading import load_model
-from mlx_moeflux.models import qwen3_5_moe
+from mlx_moeflux.models import modules, qwen3_5_moe
 from mlx_moeflux.models.layers import DecoderLayer
-from mlx_moeflux.models.modules import Linear, RMSNorm
+from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 
 PROMPT, STEPS = [5, 6, 7], [9, 8, 11]
@@ -398,6 +400,15 @@ def test_a_method_that_was_replaced_in_the_class_acts_and_can_be_put_back(direct
         monkeypatch.undo()
         assert close(logits_of(model), plain)
         assert model._survey.traceable
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])
+def test_every_module_counts_edits(directories, family):
+    with loaded(directories / family) as model:
+        assert all(isinstance(module, Module) for module in model.modules())
+    for file in Path(modules.__file__).parent.glob("*.py"):
+        made = re.findall(r"nn\.(?:Linear|RMSNorm|Embedding)\(", file.read_text())
+        assert not made, file
 
 
 # ---- What cannot act
