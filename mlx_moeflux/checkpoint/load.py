@@ -130,7 +130,8 @@ def load_groups(groups: Iterable[Sequence[Any]]) -> Iterator[list[mx.array]]:
 def _load(tensors: list[Any], readers: ThreadPoolExecutor) -> list[mx.array]:
     if mx.default_device().type == mx.gpu and mx.cuda.is_available():
         return _load_cuda(tensors, readers)
-    arrays = [mx.zeros(tensor.shape, mlx_dtype(tensor.dtype)) for tensor in tensors]
+    # On the CPU, also with Metal: these threads start no work on a GPU beside the caller's.
+    arrays = [mx.zeros(t.shape, mlx_dtype(t.dtype), stream=mx.cpu) for t in tensors]
     mx.eval(arrays)
     # MLX's stubs do not declare the buffer protocol, and an empty view cannot be cast.
     views = [
@@ -199,25 +200,29 @@ class _VirtualFile:
             try:
                 _fill([(tensor, view)], self._readers)
             except Exception as error:  # noqa: BLE001 (raised again where MLX has returned)
-                self.error = error
+                # Frames of the traceback hold views of memory that MLX frees.
+                self.error = error.with_traceback(None)
         return view.nbytes
 
 
 def _fill(pieces: list[tuple[Any, memoryview]], readers: ThreadPoolExecutor) -> None:
     """Read each tensor into its view, a writable one of exactly its bytes."""
-    plain, jobs = [], []
+    plain: list[tuple[TensorRef, memoryview]] = []
+    jobs: list[Future] = []
     with _Files() as files:
-        for tensor, view in pieces:
-            for ref, part in _parts(tensor, view):
-                if isinstance(ref, TensorRef):
-                    plain.append((ref, part))
-                else:
-                    jobs.append(readers.submit(ref.read_into, part))
-        # One thread makes the reads of one group.
-        jobs += [
-            readers.submit(files.read, reads) for reads in in_groups(_reads(plain), READ_BYTES)
-        ]
-        _finish(jobs)
+        try:
+            for tensor, view in pieces:
+                for ref, part in _parts(tensor, view):
+                    if isinstance(ref, TensorRef):
+                        plain.append((ref, part))
+                    else:
+                        jobs.append(readers.submit(ref.read_into, part))
+            # One thread makes the reads of one group.
+            for reads in in_groups(_reads(plain), READ_BYTES):
+                jobs.append(readers.submit(files.read, reads))
+        finally:
+            # Also if the readers take no more: no file is closed under a read.
+            _finish(jobs)
     _finish(
         [
             readers.submit(_take_checksums, tensor, view, e, step)
