@@ -367,6 +367,30 @@ def test_template_config_that_the_call_sets(key, capsys):
 
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}endless {% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("benchmark --delay inf", "delay is inf"),
+        ("benchmark --delay nan", "delay is nan"),
+        (f"benchmark -p {'9' * 23}", "contexts has more than"),
+        (f"benchmark --batch-size {'9' * 23}", "batch_sizes has more than"),
+        ("synthesize --like qwen3-tiny --skew inf --out", "skew is inf"),
+        ("synthesize --like qwen3-tiny --skew nan --out", "skew is nan"),
+        (f"synthesize --like qwen3-tiny --experts {'9' * 23} --out", "are too many"),
+        (f"synthesize --like qwen3-tiny --layers {'9' * 18} --out", "are too many"),
+    ],
+)
+def test_counts_without_end(tmp_path, words, said, capsys):
+    place = [str(tmp_path / "out")] if words.startswith("synthesize") else []
+    assert main([*words.split(), *place]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "out").exists()
+
+
 # Template, what makes the prompt, and the line that says so.
 LONG = [
     ("", "'some words ' * 2_700_000", "CacheError the prompt of 29700000 characters has more"),

@@ -7,6 +7,7 @@ so that some experts are chosen more often than others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,10 @@ class Skew:
         )
 
 
+# More than any model has.
+MOST_LAYERS, MOST_EXPERTS = 1000, 10_000
+
+
 def synthesize(
     like: str,
     out: str | Path,
@@ -90,8 +95,13 @@ def synthesize(
             f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "
             "token takes."
         )
-    if skew < 0:
-        raise InputError(f"skew is {skew}; it must not be negative.")
+    if not 0 <= skew < math.inf:
+        raise InputError(f"skew is {skew}; it must not be negative or infinite.")
+    if config.num_hidden_layers > MOST_LAYERS or config.num_experts > MOST_EXPERTS:
+        raise InputError(
+            f"{config.num_hidden_layers} layers of {config.num_experts} experts are too many; give "
+            f"at most {MOST_LAYERS} and {MOST_EXPERTS}."
+        )
     spec, out = QuantSpec(bits, group_size), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not an empty directory; give another.")

@@ -62,6 +62,9 @@ from mlx_moeflux.measure.profile.stages import Profiler
 from mlx_moeflux.models import map_checkpoint
 from mlx_moeflux.models.weights import default_dtype
 
+# Of a prompt, and sequences of a batch; seconds between trials.
+MOST_TOKENS, MOST_DELAY = 1 << 24, 86_400
+
 
 @dataclass(frozen=True)
 class Options:
@@ -106,6 +109,10 @@ class Options:
         for name in ("contexts", "batch_sizes"):
             if min(getattr(self, name)) < 1:
                 raise InputError(f"{name} has {min(getattr(self, name))}; give at least 1.")
+            if max(getattr(self, name)) > MOST_TOKENS:
+                raise InputError(f"{name} has more than {MOST_TOKENS}; give fewer.")
+        if not 0 <= self.delay <= MOST_DELAY:
+            raise InputError(f"delay is {self.delay} s; give 0 to {MOST_DELAY}.")
         if self.prefill_step_size is not None and self.prefill_step_size < 1:
             raise InputError(f"prefill_step_size is {self.prefill_step_size}; give at least 1.")
         if self.compare not in (None, "mlx-lm"):
