@@ -255,7 +255,7 @@ def test_numbers_in_names(tmp_path, part, number):
 
 @pytest.mark.parametrize("number", ["9" * 9, "9" * 24, "9" * 200, "0" * 24])
 def test_numbers_in_names_of_layer_files(tmp_path, number):
-    """Of a moeflux directory: nothing counts up to them."""
+    """A moeflux directory with such a file is refused at once."""
     for name in ("00", number):
         (tmp_path / f"layer_{name}.bin").write_bytes(bytes(16))
     line_of(

@@ -1,4 +1,4 @@
-"""What config.json or an index says about tensors that are stored, or are not: the tensors decide.
+"""Stored tensors against what config.json or an index says about them: the tensors decide.
 
 Oracle: the same twin without the contradiction; transformers 5.23 for the values of a head."""
 
