@@ -43,7 +43,7 @@ def fault(action: argparse.Action, text: str | None) -> str | None:
         return "shows Python"
     default = action.default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
-    if shown in ("None", "False", "", "{}"):
+    if shown in ("None", "False", "", "{}") or action.const is False:
         return None
     value = rf"(?<![\w.]){re.escape(shown)}(?![\w.]*\w)"
     if "default" not in text or not re.search(value, text, re.IGNORECASE):

@@ -295,8 +295,10 @@ class StreamedLayer:
     def count(self, **counts: int | float) -> None:
         """Add to statistics that belong together: another thread copies all sums or none."""
         values = vars(self.stats)
+        for name in counts:
+            counts[name] += values[name]
         # One call of C: it holds the interpreter, and no interrupt divides it.
-        values.update({name: values[name] + number for name, number in counts.items()})
+        values.update(counts)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
         self.count(
