@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.conversion.convert import convert
-from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 from mlx_moeflux.kernels.mla import latent as kernel
 from mlx_moeflux.kernels.moe.router import sigmoid_top_k
 from mlx_moeflux.loading import load_model
@@ -372,11 +372,15 @@ def test_layers_of_prediction_are_dropped_whatever_the_config_counts(tmp_path):
     with load_model(TWIN) as model:
         assert len(model.layers) == 3
         assert set(model.moe_blocks()) == {1, 2}
-        expected = model(mx.array([[5, 6, 7]]))
     other = Path(shutil.copytree(TWIN, tmp_path / "x"))
     config = json.loads((other / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
     config["num_nextn_predict_layers"] = 0
     (other / "config.json").write_text(json.dumps(config))
-    with load_model(other) as model:
-        assert mx.array_equal(model(mx.array([[5, 6, 7]])), expected)
+    tokens = mx.array([[1, 2, 3]])
+    with load_model(other) as model, load_model(TWIN) as expected:
+        assert mx.array_equal(model(tokens), expected(tokens))
+    config["num_hidden_layers"] = 2
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"3 layers, config\.json says 2"):
+        load_model(other)

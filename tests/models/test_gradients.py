@@ -19,8 +19,8 @@ OF_TYPE = {json.loads((GOLDEN / c / "config.json").read_text())["model_type"]: c
 
 
 def test_every_family_has_a_twin():
-    # An alias such as joyai_llm_flash has the modules of another type.
-    assert {MODEL_TYPES[name] for name in OF_TYPE} == set(MODEL_TYPES.values())
+    # joyai_llm_flash is another name of deepseek_v3.
+    assert OF_TYPE.keys() == MODEL_TYPES.keys() - {"joyai_llm_flash"}
 
 
 @pytest.mark.parametrize("family", OF_TYPE)
