@@ -1,20 +1,13 @@
 """Oracle: the resident model. A streamed model has its bits, over prompts and decode steps, in a
-pairwise cover of families, dtypes, forms of experts, numbers of sequences and budgets.
-
-``python -m tests.test_same_bits [cpu]`` runs the whole table, a line for each combination, on the
-GPU that MLX has or on the CPU.
-"""
+pairwise cover of families, dtypes, forms of experts, numbers of sequences and budgets."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import json
-import os
 import re
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +112,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def checkpoint(family: str, experts: str) -> Path:
     """The directory of a family with experts in one form."""
     shape, twin = FAMILIES[family]
-    if experts == "floats" and twin is not None:
+    # Beside the buffers of reads that a GPU needs, other twins have too few experts to stream.
+    streams = mx.default_device() == mx.cpu or family in ("qwen3.5", "glm")
+    if experts == "floats" and twin is not None and streams:
         return GOLDEN / twin
     out = Path(_folder().name) / f"{family} {experts}"
     hybrid = hasattr(SHAPES[shape], "full_attention_interval")
@@ -175,15 +170,14 @@ def in_form(
 # ---- Comparison
 
 
-def budget_of(row: Combination, options: dict) -> str | int:
-    """The budget of a row: the least is what the error for a byte asks for."""
-    if row.budget != "least":
-        return row.budget
+def budget_of(row: Combination, options: dict, expert_bytes: int) -> int:
+    """The budget of a row, but at least what the error for a byte asks for."""
     with pytest.raises(MemoryBudgetError) as refused:
         load_model(checkpoint(row.family, row.experts), expert_memory=1, **options)
     found = re.search(r"budget that works is (\d+) bytes", str(refused.value))
     assert found, refused.value
-    return int(found[1])
+    share = 0 if row.budget == "least" else int(row.budget.removesuffix("%"))
+    return max(int(found[1]), expert_bytes * share // 100)
 
 
 def answers(model, row: Combination) -> list[np.ndarray]:
@@ -197,23 +191,22 @@ def answers(model, row: Combination) -> list[np.ndarray]:
     return found
 
 
-def compare(row: Combination) -> str:
-    """Compare a resident model with itself, and a streamed one with it; return the slots of a
-    layer."""
+def compare(row: Combination) -> None:
+    """Compare a resident model with itself, and a streamed one with it."""
     directory = checkpoint(row.family, row.experts)
     options = {"dtype": DTYPES[row.dtype], "expert_threads": 1}
     with load_model(directory, expert_memory="100%", **options) as model:
         assert model.plan.resident
+        budget = budget_of(row, options, model.plan.expert_bytes)
         expected = answers(model, row)
         assert same(answers(model, row), expected), f"{row}: a second run differs"
-    with load_model(directory, expert_memory=budget_of(row, options), **options) as model:
+    with load_model(directory, expert_memory=budget, **options) as model:
         assert not model.plan.resident
         for run in range(2):
             given = answers(model, row)
             assert same(given, expected), f"{row}, run {run}: {difference(given, expected)}"
         assert model.store.stats().total.misses
         assert model.store.stats().lossy == []
-        return f"{min(model.store.slots.values())} of {model.config.num_experts} slots"
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -241,29 +234,3 @@ def test_streamed_is_resident_in_the_whole_table(row):
 def test_streamed_is_resident_on_a_gpu(row):
     require_gpu()
     compare(row)
-
-
-def main() -> int:
-    """Run the whole table; return the number of rows that differ."""
-    say = functools.partial(print, flush=True)
-    if "cpu" in sys.argv[1:]:
-        mx.set_default_device(mx.cpu)
-    lines, wrong, begun = [], 0, time.perf_counter()
-    for i, row in enumerate(COMBINATIONS + UNREAD, 1):
-        start = time.perf_counter()
-        try:
-            result = f"same bits ({compare(row)})"
-        except Exception as error:  # noqa: BLE001 (the others are run all the same)
-            result, wrong = f"FAILED: {type(error).__name__}: {error}", wrong + 1
-        say(f"{i:2} {row}: {result} {time.perf_counter() - start:.1f} s")
-        lines.append(f"{i:2} {' '.join(f'{value!s:13}' for value in row)} {result[:60]}")
-    say("\n   " + " ".join(f"{name:13}" for name in Combination._fields))
-    say("\n".join(lines))
-    device = mx.device_info().get("device_name", "CPU") if "cpu" not in sys.argv[1:] else "CPU"
-    spent = f"{time.perf_counter() - begun:.0f} s"
-    say(f"{len(lines) - wrong} of {len(lines)} have the same bits; {device}, {spent}")
-    return wrong
-
-
-if __name__ == "__main__":
-    os._exit(min(main(), 1))
