@@ -223,7 +223,6 @@ TOGETHER = """
     from mlx_moeflux.loading import BUNDLED_MODEL
 
     rounds, threads = map(int, sys.argv[1:])
-    faulthandler.dump_traceback_later(60 + 5 * rounds, exit=True)
     texts = set()
 
     def run(i):
@@ -233,6 +232,7 @@ TOGETHER = """
             texts.add(mlx_moeflux.generate(model, tokenizer, "def f(", max_tokens=3))
 
     for _ in range(rounds):
+        faulthandler.dump_traceback_later(120, exit=True)
         started = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(threads)]
         for thread in started:
             thread.start()
