@@ -213,6 +213,11 @@ class AttentionCache(BaseCache):
         `window` tokens, themselves included; call it before T columns are appended."""
         if self.columns + T <= window:
             return {}
+        if T == 1:
+            # As a traced step has it, so that both compute with one kernel.
+            first = mx.array([self.columns + 1 - window], dtype=mx.int32)
+            padding = self.left_padding
+            return {"mask": None, "start": first if padding is None else mx.maximum(first, padding)}
         return {"mask": self.make_mask(T, window_size=window), "start": None}
 
     def _reserve(self, keys: mx.array, values: mx.array) -> None:

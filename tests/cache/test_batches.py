@@ -149,6 +149,19 @@ def test_masks_follow_their_definition(window):
     assert plain.make_mask(1, window_size=7) is None
 
 
+@pytest.mark.parametrize("window", [1, 3, 6, 7, 50])
+def test_a_token_sees_from_the_first_key_of_its_window_on(window):
+    """The first key, instead of a mask, gives a step the same arguments traced and untraced."""
+    for cache in (KVCache.merge([filled(2)[0], filled(6)[0]]), filled(6)[0]):
+        seen, found = cache.make_mask(1, window_size=window), cache.windowed(1, window)
+        if window > 6:
+            assert found == {}
+            continue
+        assert found["mask"] is None
+        starts = np.broadcast_to(np.asarray(found["start"]), (seen.shape[0],))
+        assert starts.tolist() == [int(np.argmax(row)) for row in np.asarray(seen)[:, 0, 0]]
+
+
 def test_left_padding_never_makes_nan_and_never_changes_a_token():
     lengths, T = [5, 2, 4], 5
     padding = [T - n for n in lengths]

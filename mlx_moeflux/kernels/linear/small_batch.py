@@ -30,7 +30,7 @@ from mlx_moeflux.kernels.linear.project import (
     project,
 )
 from mlx_moeflux.kernels.linear.quantised import Matrix, arrays_of
-from mlx_moeflux.kernels.moe.add_shared import Shared, add_shared, checked
+from mlx_moeflux.kernels.moe.add_shared import Shared, add_shared_fused, checked
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
@@ -221,14 +221,14 @@ _SHARED = MetalKernel(
 @launches(_SHARED)
 def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in one launch; float32 goes to the
-    reference.
+    kernel of a few rows, whose bits are the same in a trace and outside.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The matrix is stored in another way, or there is no GPU.
     """
     if residual.dtype == mx.float32:
-        return add_shared(residual, experts, gate, up, down, score=score)
+        return add_shared_fused(residual, experts, gate, up, down, score=score)
     summed, scores, known = checked(residual, experts, gate, up, down, score)
     launch = _shared_launch(known, most_bytes())
     tokens = _count(residual.size // residual.shape[-1])

@@ -263,5 +263,8 @@ def accumulate_experts(
     to continue; one of -0.0 changes nothing, not even the sign of a zero.
     """
     terms = [] if initial is None else [initial]
-    terms += [out[:, k].astype(mx.float32) * weights[:, k, None] for k in range(out.shape[1])]
+    for k in range(out.shape[1]):
+        product = out[:, k].astype(mx.float32) * weights[:, k, None]
+        # A view keeps a trace from fusing product and sum, which would then round once.
+        terms.append(mx.unflatten(product.flatten(), 0, product.shape))
     return functools.reduce(operator.add, terms)

@@ -23,7 +23,7 @@ from mlx_moeflux.kernels.linear.small_batch import (
 )
 from mlx_moeflux.kernels.runtime import metal
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64, patched
+from tests.kernels.harness import Case, error, float64, launched, patched
 from tests.kernels.linear import test_project
 from tests.kernels.moe import test_add_shared
 
@@ -190,6 +190,18 @@ def test_float32_is_the_reference():
     args, options, _ = test_project.arguments(test_project.SIZES[4], with_norm=True, residual=False)
     for y, expected in zip(project_rows(*args, **options), project(*args, **options), strict=True):
         assert mx.array_equal(y, expected).item()
+
+
+def test_a_shared_expert_in_float32_takes_the_kernel_of_a_few_rows(device):
+    """The reference would round other sums in a trace than outside."""
+    sizes = (*SHARED[0][:-1], mx.float32)
+    args, options, truth = shared_arguments(sizes, scored=True)
+    with launched() as names:
+        y = add_shared_rows(*args, **options)
+        mx.eval(y)
+    assert names
+    assert "rows" not in names[0]
+    assert error(y, truth) <= test_add_shared.limit_of(args, options, truth)
 
 
 def case(structure, ends, *, norm=True, tokens=10, width=128, bits=(4, 8, 2, 8)) -> Case:
