@@ -78,8 +78,6 @@ class LatentAttention(Module):
         C, H, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         Dn, Dr, Dv = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.config, self._kernels = config, kernels
-        # The sum computes the product with values too, which a given callable need not know.
-        self._sums_values = kernels.are_auto("latent_attention", "head_product")
         bias = config.attention_bias
         if config.q_lora_rank is None:
             self.q_proj = Linear(C, H * (Dn + Dr), bias=False)
@@ -135,7 +133,8 @@ class LatentAttention(Module):
         if absorbs:
             if q_latent is None:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
-            if T == 1 and self._sums_values:
+            if T == 1 and kernels.are_auto("latent_attention", "head_product"):
+                # The sum computes this product too, which a given callable need not know.
                 options["values"] = values
             y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)
             if "values" not in options:

@@ -209,6 +209,10 @@ def test_a_global_scale_that_is_missing_is_one_line(of_mlx_lm, tmp_path):
     tensors = foreign.read_safetensors(packed / "model.safetensors")
     del tensors["model.layers.0.self_attn.o_proj.global_scale"]
     foreign.write_safetensors(packed / "model.safetensors", tensors)
+    # An index as it was before it described the trunk.
+    index = json.loads((packed / "experts" / "index.json").read_text())
+    del index["trunk"], index["blake2b"]
+    (packed / "experts" / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"o_proj' is stored in .* with a global_scale"):
         load_model(packed)
 

@@ -118,12 +118,12 @@ def test_outputs_that_cannot_be_written_are_one_line_at_once(tmp_path, place):
 
 
 def test_the_command_writes_both_files(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine_report, "steps", lambda folder, model: [GOOD])
+    monkeypatch.setattr(machine_report, "steps", lambda folder, model, strict_config: [GOOD])
     assert cli.main(["report", "--out", str(tmp_path / "mine")]) == 0
     assert "Policies" in capsys.readouterr().out
     assert (tmp_path / "mine.md").exists()
     assert json.loads((tmp_path / "mine.json").read_text())["format"] == 1
-    monkeypatch.setattr(machine_report, "steps", lambda folder, model: [WRONG])
+    monkeypatch.setattr(machine_report, "steps", lambda folder, model, strict_config: [WRONG])
     assert cli.main(["report", "--out", str(tmp_path / "mine")]) == 1
     assert cli.main(["report", "--seconds", "nan"]) == 1
 
