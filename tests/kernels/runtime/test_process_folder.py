@@ -150,6 +150,19 @@ def test_what_another_process_stores_later_is_taken(shared):
         assert (first.path / "late.ptx").read_bytes() == b"newer"
 
 
+def test_custom_kernels_are_linked_when_they_are_asked_for(shared):
+    """A folder of hundreds of them would delay every start."""
+    name = "custom_kernel_f_12"
+    with closing(ProcessFolder(shared)) as first:
+        first.store(name, "f\t_Zf\n", b"code")
+        first.store("copy_12", "c\t_Zc\n", b"stock")
+    with closing(ProcessFolder(shared)) as second:
+        assert second.has("copy_12")
+        assert not (second.path / f"{name}.ptx").exists()
+        assert second.take(name)
+        assert (second.path / f"{name}.ptx").read_bytes() == b"code"
+
+
 def test_a_disk_without_links_gets_copies(shared, monkeypatch):
     def refuse(*_):
         raise OSError(1, "Operation not permitted")

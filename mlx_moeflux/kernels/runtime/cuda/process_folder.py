@@ -21,6 +21,8 @@ from mlx_moeflux import user_cache
 
 CODE, NAMES, SOURCE = ".ptx", ".txt", ".cu"
 PROCESSES = "processes"
+# Beginning of the names of custom kernels' modules.
+CUSTOM = "custom_kernel_"
 _LOCK = ".lock"
 
 
@@ -42,7 +44,9 @@ class ProcessFolder:
         self.path = self._lock.with_suffix("")
         self.path.mkdir(mode=0o700)
         for name in _names(shared, CODE):
-            self.take(name)
+            # Custom kernels are taken when they are first built; MLX asks for its own at any time.
+            if not name.startswith(CUSTOM):
+                self.take(name)
         atexit.register(self.close)
 
     def take(self, name: str) -> bool:
