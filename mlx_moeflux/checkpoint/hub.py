@@ -131,8 +131,8 @@ def refuse_what_is_no_model(place: Path | str, names: Collection[str]) -> None:
         return
     if ggufs:
         raise CheckpointError(
-            f"{place} holds {min(ggufs)}, the projector of a model that sees, and no model; add the"
-            " GGUF file of the language model."
+            f"{place} holds {min(ggufs)}, a vision projector, and no model; add the GGUF"
+            " file of the language model."
         )
     if "adapter_config.json" in names:
         raise CheckpointError(

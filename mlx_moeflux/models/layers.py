@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
@@ -231,6 +231,18 @@ class ScaledLinear(QuantizedLinear):
         module.global_scale = mx.array([float(NVFP4_UNIT)])
         module.freeze()
         return module
+
+    @property
+    def biases(self) -> None:
+        """Refuse what mlx-lm's adapters read when they are fused into a matrix; there are none.
+
+        Raises:
+            UnsupportedError: Always: the numbers would lack the global scale.
+        """
+        raise UnsupportedError(
+            "an adapter cannot be fused into a matrix in NVFP4 with a global_scale; keep the "
+            "adapter, or convert the checkpoint with --dequantize first."
+        )
 
     def __call__(self, x: mx.array) -> mx.array:
         known = settings(_spec(self.bits, self.group_size, self.mode))

@@ -295,7 +295,7 @@ NO_MODELS = {
     "empty": ([], "is empty; pass the directory that holds"),
     "adapter": (["adapter_config.json", "adapter_model.safetensors"], "mlx_lm.fuse"),
     "adapter of mlx-lm": (["adapters.safetensors", "adapter_config.json"], "holds an adapter"),
-    "projector": (["mmproj-F16.gguf"], "holds mmproj-F16.gguf, the projector"),
+    "projector": (["mmproj-F16.gguf"], "holds mmproj-F16.gguf, a vision projector"),
     "projectors": (["x-mmproj-q8.gguf", "mmproj-BF16.gguf", "README.md"], "mmproj-BF16.gguf"),
 }
 

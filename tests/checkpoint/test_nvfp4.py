@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import open_checkpoint
@@ -193,6 +194,15 @@ def test_an_edited_global_scale_acts(of_mlx_lm):
         before = np.array(model(mx.array(TOKENS)))
         model.layers[0].mlp.switch_mlp.up_proj.global_scale *= 2
         assert not near(np.array(model(mx.array(TOKENS))), before, 1e-3)
+
+
+def test_an_adapter_is_not_fused_without_the_global_scale(tmp_path):
+    path = foreign.write_fp4(GOLDEN / "qwen3_moe_top2", tmp_path, "modelopt")
+    with load_model(path) as model:
+        adapter = LoRALinear.from_base(model.layers[0].self_attn.o_proj)
+        assert mx.isfinite(adapter(mx.ones((1, adapter.lora_a.shape[0])))).all()
+        with pytest.raises(UnsupportedError, match=r"cannot be fused .* global_scale"):
+            adapter.fuse()
 
 
 def test_a_global_scale_that_is_missing_is_one_line(of_mlx_lm, tmp_path):

@@ -290,8 +290,7 @@ def open_gguf(path: Path) -> GgufFile:
     if architecture != ARCHITECTURE:
         if architecture == "clip":
             raise UnsupportedError(
-                f"{path} is the projector of a model that sees (mmproj); pass the GGUF file of the "
-                "language model."
+                f"{path} is a vision projector (mmproj); pass the GGUF file of the language model."
             )
         raise UnsupportedError(
             f"{path}: the architecture is {architecture!r}; of GGUF only {ARCHITECTURE!r} is read."
