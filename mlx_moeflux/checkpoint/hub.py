@@ -16,6 +16,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -250,7 +251,7 @@ def _download(remote: _Remote) -> Path:
         huggingface_hub.hf_hub_download,
         remote.repo_id,
         revision=remote.commit,
-        tqdm_class=_share_of(bar),
+        tqdm_class=_share_of(bar, stopped := Event()),
     )
     with bar, ThreadPoolExecutor(_DOWNLOADS) as threads:
         jobs = [threads.submit(fetch, name) for name in remote.missing]
@@ -259,13 +260,21 @@ def _download(remote: _Remote) -> Path:
                 job.result()
         except _failures() as cause:
             raise _translated(cause, remote.repo_id, remote.revision) from cause
+        except BaseException:
+            # Ctrl-C does not wait for files of gigabytes; after a file that fails the others end.
+            stopped.set()
+            raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
     return _complete(remote)
 
 
-def _share_of(bar: tqdm) -> type[tqdm]:
-    """Return a class of bars, as the library makes one for each file, that move `bar` instead."""
+def _share_of(bar: tqdm, stopped: Event) -> type[tqdm]:
+    """Return a class of bars, as the library makes one for each file, that move `bar` instead.
+
+    The library calls them after each part of a file, in the thread that reads it. Once `stopped` is
+    set they end that thread; a later download keeps whole files and begins this one again.
+    """
 
     class Share(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -275,6 +284,8 @@ def _share_of(bar: tqdm) -> type[tqdm]:
 
         def update(self, n: float | None = 1) -> None:
             bar.update(n)
+            if stopped.is_set():
+                raise OSError("the download was stopped")
 
         # Bytes that a compressed transfer took, for a second bar.
         def update_transfer(self, n: float | None = 1) -> None: ...
@@ -304,8 +315,9 @@ def _remote_headers(remote: _Remote) -> RemoteHeaders:
     repo_id, commit = remote.repo_id, remote.commit
     try:
         # By its commit: a branch would point to a copy without weights afterwards.
+        silent = _share_of(tqdm(disable=True), Event())
         file = huggingface_hub.hf_hub_download(
-            repo_id, "config.json", revision=commit, tqdm_class=_share_of(tqdm(disable=True))
+            repo_id, "config.json", revision=commit, tqdm_class=silent
         )
         found = huggingface_hub.HfApi().get_safetensors_metadata(repo_id, revision=commit)
     except errors.NotASafetensorsRepoError as cause:

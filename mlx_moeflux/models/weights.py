@@ -125,9 +125,11 @@ def _dtypes(parameter: mx.Dtype) -> tuple[str, ...]:
 
 
 def _check_written(name: str, ref: TensorRef, array: mx.array) -> None:
-    """Raise CheckpointError if a norm or scales are zeros, which no model has: space was reserved
-    for the file, or it was cut off and filled up."""
-    if name.endswith(("norm.weight", ".scales")) and not array.any().item():
+    """Raise CheckpointError if a norm or scales in floats are zeros, which no model has: space was
+    reserved for the file, or it was cut off and filled up. Scales in bytes are zeros where NVFP4
+    stores a matrix of zeros."""
+    kept = name.endswith(("norm.weight", ".scales")) and array.dtype != mx.uint8
+    if kept and not array.any().item():
         raise CheckpointError(
             f"{ref.file} has zeros as '{ref.name}'; it was not written completely: copy, download "
             "or convert it again."

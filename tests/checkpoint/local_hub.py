@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +20,8 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 class LocalHub(ThreadingHTTPServer):
     """Serves `files` as the repository org/tiny, whose branch main is at `commit`.
 
-    requests: Method and path of each request, in order.
+    requests: Method and path of each request, in order. pause: Seconds before each megabyte but the
+    first of a file.
     """
 
     daemon_threads = True
@@ -28,6 +30,7 @@ class LocalHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.commit = files, commit
         self.requests: list[tuple[str, str]] = []
+        self.pause = 0.0
 
     @property
     def url(self) -> str:
@@ -101,8 +104,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, data: bytes) -> None:
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        if self.command == "HEAD":
+            return
+        for start in range(0, len(data), 1 << 20):
+            if start:
+                time.sleep(self.server.pause)
+            try:
+                self.wfile.write(data[start : start + (1 << 20)])
+            except OSError:  # the client left
+                self.close_connection = True
+                return
 
 
 @contextmanager

@@ -3,6 +3,7 @@ writes and finds is tried on a hub at 127.0.0.1. No network."""
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -249,6 +250,28 @@ def test_a_download_that_breaks_off_says_that_it_resumes(hub):
         resolve("org/name")
     one_sentence(str(caught.value), "Downloading org/name failed", "goes on where it stopped")
     assert len(str(caught.value)) < 400
+
+
+def test_ctrl_c_does_not_wait_for_the_rest_of_a_file(tmp_path):
+    """60 MB in 60 s; the library reports parts of 10 MB."""
+    with local_hub(BUNDLED_MODEL, {"model-2.safetensors": bytes(60 << 20)}) as hub:
+        hub.pause = 1.0
+        command = [sys.executable, "-m", "mlx_moeflux", "generate", "--model", "org/tiny"]
+        started = subprocess.Popen(
+            command, env=hub.environment(tmp_path), stderr=subprocess.PIPE, text=True
+        )
+        until = time.monotonic() + 30
+        while ("GET", f"/org/tiny/resolve/{COMMIT}/model-2.safetensors") not in hub.requests:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        hub.pause = 0.2
+        begun = time.monotonic()
+        _, written = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in written
+    assert time.monotonic() - begun < 9
+    assert not [f for f in tmp_path.rglob("*") if f.is_file() and f.stat().st_size > 10 << 20]
 
 
 def test_the_real_library_takes_a_copy_from_its_cache_offline(monkeypatch, tmp_path):

@@ -196,6 +196,19 @@ def test_an_edited_global_scale_acts(of_mlx_lm):
         assert not near(np.array(model(mx.array(TOKENS))), before, 1e-3)
 
 
+def test_a_matrix_of_zeros_was_written(of_mlx_lm, tmp_path):
+    """Its scales are zeros too, as those of a layer that adds nothing."""
+    tensors = foreign.read_safetensors(of_mlx_lm[0] / "model.safetensors")
+    for part in ("weight", "scales"):
+        name = f"model.layers.0.self_attn.o_proj.{part}"
+        dtype, shape, data = tensors[name]
+        tensors[name] = dtype, shape, bytes(len(data))
+    foreign.copy_config(of_mlx_lm[0], tmp_path)
+    foreign.write_safetensors(tmp_path / "model.safetensors", tensors)
+    with load_model(tmp_path) as model:
+        assert np.isfinite(np.array(model(mx.array(TOKENS)))).all()
+
+
 def test_an_adapter_is_not_fused_without_the_global_scale(tmp_path):
     path = foreign.write_fp4(GOLDEN / "qwen3_moe_top2", tmp_path, "modelopt")
     with load_model(path) as model:
