@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from mlx_moeflux import generate, load
 from mlx_moeflux.kernels.examples import example
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.loading import BUNDLED_MODEL

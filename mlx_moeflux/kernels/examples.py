@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.delta.delta_mixer import normalise_qk
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 

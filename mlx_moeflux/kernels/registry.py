@@ -32,11 +32,12 @@ from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_at
 from mlx_moeflux.kernels.cpu import blas, blas_delta
 from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
 from mlx_moeflux.kernels.examples import small_cases, without_padding
-from mlx_moeflux.kernels.linear import project, small_batch
+from mlx_moeflux.kernels.linear import matvec, project
 from mlx_moeflux.kernels.mla import latent, latent_step
 from mlx_moeflux.kernels.moe import (
     add_shared,
     expert_mix,
+    expert_pairs,
     expert_rows,
     moe_combine,
     moe_step,
@@ -56,8 +57,8 @@ Implementation = Callable[..., Any]
 IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "project": {
         "reference": project.project,
-        "fused": project.project_fused,
-        "rows": small_batch.project_rows,
+        "fused": matvec.project_fused,
+        "rows": project.project_rows,
         "dequantised": project.project_dequantised,
         "blas": blas.project_blas,
     },
@@ -112,7 +113,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
     "expert_mix": {
         "reference": expert_mix.expert_mix,
-        "pairs": expert_mix.expert_mix_pairs,
+        "pairs": expert_pairs.expert_mix_pairs,
         "rows": expert_rows.expert_mix_rows,
         "grouped": expert_mix.expert_mix_grouped,
         "blas": blas.expert_mix_blas,
@@ -121,7 +122,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     "add_shared": {
         "reference": add_shared.add_shared,
         "fused": add_shared.add_shared_fused,
-        "rows": small_batch.add_shared_rows,
+        "rows": add_shared.add_shared_rows,
         "dequantised": add_shared.add_shared_dequantised,
         "blas": blas.add_shared_blas,
     },

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ProjectionBank
 from mlx_moeflux.kernels.runtime.metal import on_nvidia
 

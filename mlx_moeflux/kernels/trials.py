@@ -31,7 +31,7 @@ import numpy as np
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import verdicts
 from mlx_moeflux.kernels.examples import example
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.runtime import failures, metal
 from mlx_moeflux.kernels.verdicts import Verdict
 

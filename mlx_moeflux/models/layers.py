@@ -17,8 +17,8 @@ from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
-from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.kernels.trials import describe

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_moeflux.cache import LatentCache
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla.latent import HeadMatrices
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.layers import ScaledLinear, project_normed, weights_of

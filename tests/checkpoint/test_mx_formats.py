@@ -16,7 +16,7 @@ from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import MoefluxError, UnsupportedError
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ProjectionBank
 from mlx_moeflux.loading import load_model
 from tests.models.twins import GOLDEN, relative_error

@@ -9,7 +9,8 @@ from mlx_moeflux.experts.compute import ExpertCompute
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix_grouped, expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_mix import expert_mix_grouped
+from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.kernels.runtime import metal
 from tests.experts.helpers import (

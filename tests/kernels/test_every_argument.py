@@ -12,7 +12,7 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import examples
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
 from tests.kernels.experts import BETWEEN
 from tests.kernels.forms import differences

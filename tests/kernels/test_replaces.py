@@ -12,7 +12,7 @@ import pytest
 from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.batch import Batch
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REPLACES, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime.metal import MetalBackend, set_backend
 from mlx_moeflux.loading import load_model

@@ -20,7 +20,7 @@ import pytest
 from mlx_moeflux.errors import ExactnessError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
 from mlx_moeflux.kernels.examples import TINY, example, workload
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels
 from mlx_moeflux.kernels.runtime import metal

@@ -27,8 +27,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
-from mlx_moeflux.kernels.linear.project import Weight
 from mlx_moeflux.kernels.linear.quantised import FLOATS, arrays_of
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 
 KEPT_BYTES = 128 << 20

@@ -17,8 +17,7 @@ import numpy as np
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
-from mlx_moeflux.kernels.delta.delta_mixer import L2_EPSILON
-from mlx_moeflux.kernels.delta.gated_delta import CHUNK
+from mlx_moeflux.kernels.delta.gated_delta import CHUNK, L2_EPSILON
 
 # More tokens are faster as a chunk, with states of 32 to 128 squared.
 MOST_SINGLE = 3 * CHUNK // 4

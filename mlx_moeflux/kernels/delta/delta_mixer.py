@@ -51,6 +51,7 @@ import mlx.nn as nn
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.delta.gated_delta import (
+    L2_EPSILON,
     gated_delta,
     gated_delta_chunkwise_fused,
     gated_delta_recurrent_fused,
@@ -83,9 +84,6 @@ def causal_conv_silu(
         return y, mx.contiguous(window[:, T:])
     ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(W - 1)[None]  # [B, W - 1]
     return y, mx.take_along_axis(window, ends[..., None], axis=1)
-
-
-L2_EPSILON = 1e-6
 
 
 def l2_normalise(x: mx.array) -> mx.array:

@@ -1,9 +1,9 @@
-"""``project`` and ``add_shared`` for some dozens of rows: every weight is read once for up to 32.
+"""``project`` for some dozens of rows: every weight is read once for up to 32.
 
-Formulas and shapes are those of :mod:`mlx_moeflux.kernels.linear.project` and
-:mod:`mlx_moeflux.kernels.moe.add_shared`. Weights, and x where a norm or SwiGLU comes before, are
-rounded to the dtype of x; products are summed in float32. What a row gets depends on nothing but
-the row: tokens may be computed together or apart, without changing a bit.
+The formula and shapes are those of :mod:`mlx_moeflux.kernels.linear.project`; ``add_shared`` and
+``expert_mix`` use the same tiles. Weights, and x where a norm comes before, are rounded to the
+dtype of x; products are summed in float32. What a row gets depends on nothing but the row: tokens
+may be computed together or apart, without changing a bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.project import (
+from mlx_moeflux.kernels.linear.matvec import (
     ENTRIES,
     STRUCTURES,
     Call,
@@ -27,10 +27,8 @@ from mlx_moeflux.kernels.linear.project import (
     chosen,
     declared,
     operands,
-    project,
 )
-from mlx_moeflux.kernels.linear.quantised import Matrix, arrays_of
-from mlx_moeflux.kernels.moe.add_shared import Shared, add_shared_fused, checked
+from mlx_moeflux.kernels.linear.quantised import Matrix
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
@@ -90,7 +88,7 @@ def simdgroups(width: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _count(tokens: int) -> mx.array:
+def row_count(tokens: int) -> mx.array:
     array = mx.full((8,), tokens, mx.int32)
     mx.eval(array)
     return array
@@ -113,20 +111,18 @@ def project_rows(
     x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
 ) -> list[mx.array]:
     """:func:`~mlx_moeflux.kernels.linear.project.project` in one launch, for the combinations of
-    matrices in STRUCTURES. float32, of which products in tiles lose bits, goes to the reference.
+    matrices in STRUCTURES.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             its results stay float32, or there is no GPU.
     """
-    if x.dtype == mx.float32 and x.size:
-        return project(x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
-    if any(getattr(w, "precise", False) for w in weights):
+    if x.dtype == mx.float32 or any(getattr(w, "precise", False) for w in weights):
         raise UnsupportedError("no kernel of rows gives results in float32; take the reference.")
     end = "normed" if normed else ""
     kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)
-    launch, tokens = _launch(call, most_bytes()), _count(x.size // x.shape[-1])
+    launch, tokens = _launch(call, most_bytes()), row_count(x.size // x.shape[-1])
     return kernel(*operands(kernel, x, weights, norm, residual, tokens), **launch)
 
 
@@ -144,7 +140,7 @@ def _choice(m: int, first: int, count: int) -> str:
 
 def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
     """The kernel of a structure: threadgroups are dealt out among the matrices, and the results of
-    each. end: See :func:`mlx_moeflux.kernels.linear.project._kernel`."""
+    each. end: See :func:`mlx_moeflux.kernels.linear.matvec._kernel`."""
     body = """
         threadgroup float partial[PARTIAL];
         threadgroup float inverse[8 * NT];
@@ -201,48 +197,3 @@ def _launch(call: Call, memory: int) -> dict[str, Any]:
         shapes.append(call.shape)
     dtypes = [call.dtype] * len(shapes)
     return launch_of(template, (groups, -(-tokens // (8 * NT))), 32 * W, shapes, *dtypes)
-
-
-_SHARED = MetalKernel(
-    "add_shared_rows",
-    file="small_batch.metal",
-    inputs=("residual", "experts", "gate", "up", "score", "tokens", "w", "scales", "biases"),
-    outputs=("y",),
-    body="""
-        threadgroup float partial[PARTIAL];
-        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, ROUTED, SCORED>(
-            residual, experts, gate, up, score, w, scales, biases, y, partial,
-            threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
-            tokens[0], thread_index_in_threadgroup);
-    """,
-)
-
-
-@launches(_SHARED)
-def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
-    """:func:`~mlx_moeflux.kernels.moe.add_shared.add_shared` in one launch; float32 goes to the
-    kernel of a few rows, whose bits are the same in a trace and outside.
-
-    Raises:
-        ShapeError: Shapes or dtypes do not fit together.
-        UnsupportedError: The matrix is stored in another way, or there is no GPU.
-    """
-    if residual.dtype == mx.float32:
-        return add_shared_fused(residual, experts, gate, up, down, score=score)
-    summed, scores, known = checked(residual, experts, gate, up, down, score)
-    launch = _shared_launch(known, most_bytes())
-    tokens = _count(residual.size // residual.shape[-1])
-    return _SHARED(residual, summed, gate, up, scores, tokens, *arrays_of(down), **launch)[0]
-
-
-@functools.lru_cache(maxsize=64)
-def _shared_launch(known: Shared, memory: int) -> dict[str, Any]:
-    (*leading, C), F, dtype = known.shape, known.F, known.dtype
-    tokens = math.prod(leading)
-    tile, W = tiling(known.matrix, (C,), F), simdgroups(F)
-    NT = token_tiles(tokens, W * tile.groups(C), most_token_tiles(tile.MT, W, memory))
-    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
-    template |= {"ROUTED": known.routed, "SCORED": known.scored}
-    template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
-    groups = tile.groups(C), -(-tokens // (8 * NT))
-    return launch_of(template, groups, 32 * W, [known.shape], dtype)

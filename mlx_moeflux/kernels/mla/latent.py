@@ -56,8 +56,9 @@ from mlx_moeflux.kernels.attention.attention import (
 )
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence, offsets
 from mlx_moeflux.kernels.linear.dequantise import dequantise, made_dense
-from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.metal import (

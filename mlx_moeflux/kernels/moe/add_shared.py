@@ -20,12 +20,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.linear import small_batch
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.project import Weight, simdgroups_of, tiling
+from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
+from mlx_moeflux.kernels.linear.small_batch import (
+    most_token_tiles,
+    partial_floats,
+    row_count,
+    simdgroups,
+    token_tiles,
+)
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_combine
 from mlx_moeflux.kernels.runtime.launch_args import filled
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes, most_threads
 
 # Operations whose work the fused one does.
 REPLACES = ("moe_combine",)
@@ -204,3 +213,49 @@ def _launch(known: Shared, threads: int) -> dict[str, Any] | tuple[dict[str, Any
     template = {"OUT": C, "END": rows * C, "N": together, "SCORED": scored}
     blocks = -(-rows * C // (together * THREADS))
     return product, launch_of(template, (blocks, 1), THREADS, [known.shape], dtype)
+
+
+_ROWS = MetalKernel(
+    "add_shared_rows",
+    file="small_batch.metal",
+    inputs=("residual", "experts", "gate", "up", "score", "tokens", "w", "scales", "biases"),
+    outputs=("y",),
+    body="""
+        threadgroup float partial[PARTIAL];
+        add_shared_rows<MT, NT, W, IN, OUT, BITS, GROUP, V, ROUTED, SCORED>(
+            residual, experts, gate, up, score, w, scales, biases, y, partial,
+            threadgroup_position_in_grid.x * 16 * MT, threadgroup_position_in_grid.y * 8 * NT,
+            tokens[0], thread_index_in_threadgroup);
+    """,
+)
+
+
+@launches(_ROWS)
+def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
+    """:func:`add_shared` in one launch for some dozens of rows: SwiGLU is rounded to the dtype of
+    the rows, each weight read once for up to 32. float32 goes to the kernel of a few rows, whose
+    bits are the same in a trace and outside.
+
+    Raises:
+        ShapeError: Shapes or dtypes do not fit together.
+        UnsupportedError: The matrix is stored in another way, or there is no GPU.
+    """
+    if residual.dtype == mx.float32:
+        return add_shared_fused(residual, experts, gate, up, down, score=score)
+    summed, scores, known = checked(residual, experts, gate, up, down, score)
+    launch = _rows_launch(known, most_bytes())
+    tokens = row_count(residual.size // residual.shape[-1])
+    return _ROWS(residual, summed, gate, up, scores, tokens, *arrays_of(down), **launch)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_launch(known: Shared, memory: int) -> dict[str, Any]:
+    (*leading, C), F, dtype = known.shape, known.F, known.dtype
+    tokens = math.prod(leading)
+    tile, W = small_batch.tiling(known.matrix, (C,), F), simdgroups(F)
+    NT = token_tiles(tokens, W * tile.groups(C), most_token_tiles(tile.MT, W, memory))
+    template = {"T": dtype, "NT": NT, "W": W, "IN": F, "OUT": C}
+    template |= {"ROUTED": known.routed, "SCORED": known.scored}
+    template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
+    groups = tile.groups(C), -(-tokens // (8 * NT))
+    return launch_of(template, groups, 32 * W, [known.shape], dtype)

@@ -20,7 +20,7 @@ from mlx_moeflux.kernels.linear.quantised import ExpertLayout
 from mlx_moeflux.kernels.linear.small_batch import Tiling, partial_floats, simdgroups, tiling
 from mlx_moeflux.kernels.moe import expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
-from mlx_moeflux.kernels.moe.expert_mix import (
+from mlx_moeflux.kernels.moe.expert_pairs import (
     checked,
     expert_mix_pairs,
     pair_bytes,
@@ -65,9 +65,9 @@ _OUTER = MetalKernel(
 
 @launches(_INNER, _OUTER, *expert_tiles.KERNELS, *expert_mix_pairs.kernels)
 def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
-    """The module's formula, in five launches; float32, and banks whose rows do not go in steps, go
-    to :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix_pairs`, banks in MXFP4, with biases or
-    a clamp to :func:`~mlx_moeflux.kernels.moe.expert_tiles.grouped`.
+    """The module's formula, in five launches. float32, and banks whose rows do not go in steps, go
+    to :func:`~mlx_moeflux.kernels.moe.expert_pairs.expert_mix_pairs`; banks in MXFP4, with biases
+    or a clamp to :func:`~mlx_moeflux.kernels.moe.expert_tiles.grouped`.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.

@@ -25,9 +25,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.linear import project
+from mlx_moeflux.kernels.linear import matvec, project
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.linear.project import ENTRIES, Weight, joined_places, joined_stride
+from mlx_moeflux.kernels.linear.matvec import ENTRIES, joined_places, joined_stride
 from mlx_moeflux.kernels.linear.quantised import (
     ExpertLayout,
     Matrix,
@@ -35,9 +35,10 @@ from mlx_moeflux.kernels.linear.quantised import (
     matrix_of,
     staged_floats,
 )
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import add_shared, expert_mix, moe_combine, router
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
-from mlx_moeflux.kernels.moe.expert_mix import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
+from mlx_moeflux.kernels.moe.expert_pairs import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
 
 # Operations whose work the fused one does.
@@ -132,7 +133,7 @@ _FINISH = MetalKernel(
 )
 
 
-@launches(*project.joining(), _INNER, _FINISH)
+@launches(*matvec.joining(), _INNER, _FINISH)
 def moe_step_fused(
     x, weights, bank, *, norm, eps, k, normalise=True, table=None, down=None, steps=None
 ) -> mx.array:
@@ -143,7 +144,7 @@ def moe_step_fused(
         UnsupportedError: The kernels cannot read the matrices or the bank, or there is no GPU.
     """
     inner, finish = _launches(x, weights, bank, k, normalise, table, down)
-    row = project.project_joined(x, weights, norm=norm, eps=eps)
+    row = matvec.project_joined(x, weights, norm=norm, eps=eps)
     gate, up, own = bank.arrays
     slots = row if table is None else table
     h = _INNER(row, slots, *gate, *up, **inner)[0]
@@ -223,7 +224,7 @@ def _launch(
     if shared is not None:
         width, stored = widths[-1], shared[0]
         words = stored.access(width, 16)
-        if project.shares_columns(width):
+        if matvec.shares_columns(width):
             raise UnsupportedError(f"add_shared takes a shared expert of {width} in another order.")
         staged, sums = staged_floats(stored, words, width)
         template |= {"STAGED": staged, "SUMS": sums, "INNER": width, "SHARED_V": words}

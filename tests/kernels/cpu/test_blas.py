@@ -15,7 +15,7 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import example
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model

@@ -12,18 +12,18 @@ import pytest
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear import matvec
 from mlx_moeflux.kernels.linear import project as project_module
-from mlx_moeflux.kernels.linear.project import (
+from mlx_moeflux.kernels.linear.matvec import (
     _KERNELS,
-    Weight,
     joined_places,
     joined_stride,
-    project,
-    project_dequantised,
     project_fused,
     project_joined,
 )
+from mlx_moeflux.kernels.linear.project import project, project_dequantised
 from mlx_moeflux.kernels.linear.quantised import matrix_of
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.models.layers import Applied
 from tests.kernels import harness
 from tests.kernels.experts import dense, random_array, random_matrix
@@ -332,9 +332,9 @@ def test_joined_results_are_the_same_bits(device, dtype):
 
 def in_rounds(case: Case) -> Case:
     """As on a GPU for which two threadgroups are enough: they take their rows in several goes."""
-    caches = project_module.rows_at_once, project_module._launch
+    caches = matvec.rows_at_once, matvec._launch
     within = functools.partial(
-        harness.patched, project_module, *caches, PROCESSORS=1, AT_ONCE=8, MIDDLE_AT_ONCE=8
+        harness.patched, matvec, *caches, PROCESSORS=1, AT_ONCE=8, MIDDLE_AT_ONCE=8
     )
     return replace(case, name=f"{case.name}-rounds", within=within)
 

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels.linear import project as project_module
 from mlx_moeflux.kernels.linear import small_batch
-from mlx_moeflux.kernels.linear.project import Weight, project
+from mlx_moeflux.kernels.linear.project import project
 from mlx_moeflux.kernels.linear.quantised import Matrix
 from mlx_moeflux.kernels.linear.small_batch import (
     _KERNELS,
-    add_shared_rows,
     most_token_tiles,
     project_rows,
     tiling,
     token_tiles,
 )
+from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.moe import add_shared as add_shared_module
+from mlx_moeflux.kernels.moe.add_shared import add_shared_rows
 from mlx_moeflux.kernels.runtime import metal
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64, launched, patched
@@ -41,9 +44,8 @@ SIZES = [
 
 def many_at_once():
     """Meanwhile small launches take as many tokens at once as large ones."""
-    return patched(
-        small_batch, small_batch._launch, small_batch._shared_launch, ENOUGH_SIMDGROUPS=1
-    )
+    caches = small_batch._launch, add_shared_module._rows_launch
+    return patched(small_batch, *caches, ENOUGH_SIMDGROUPS=1)
 
 
 @pytest.fixture(params=["eight at once", "many at once"])
@@ -188,7 +190,8 @@ def test_tilings():
 
 def test_float32_is_the_reference():
     args, options, _ = test_project.arguments(test_project.SIZES[4], with_norm=True, residual=False)
-    for y, expected in zip(project_rows(*args, **options), project(*args, **options), strict=True):
+    found = project_module.project_rows(*args, **options)
+    for y, expected in zip(found, project(*args, **options), strict=True):
         assert mx.array_equal(y, expected).item()
 
 

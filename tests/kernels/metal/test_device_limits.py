@@ -24,10 +24,11 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.experts.compute import SCRATCH_BYTES
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.kernels.attention.paged_attention import paged_sdpa_fused
-from mlx_moeflux.kernels.linear.project import Weight, project_fused
+from mlx_moeflux.kernels.linear.matvec import project_fused
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla.latent import HeadMatrices, attend_values, takes_values
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models import model_class

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.linear.project import Weight
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import add_shared as add_shared_module
 from mlx_moeflux.kernels.moe.add_shared import add_shared, add_shared_dequantised, add_shared_fused
 from tests.kernels.experts import dense, random_array, random_matrix

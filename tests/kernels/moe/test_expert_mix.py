@@ -17,13 +17,8 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     ProjectionBank,
     accumulate_experts,
 )
-from mlx_moeflux.kernels.moe.expert_mix import (
-    ABSENT,
-    expert_mix,
-    expert_mix_grouped,
-    expert_mix_pairs,
-    pair_bytes,
-)
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix, expert_mix_grouped
+from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
 from mlx_moeflux.kernels.moe.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, launched, patched

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.kernels.moe import expert_rows
-from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix_grouped, expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix_grouped
+from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array
 from tests.kernels.harness import Case, error, patched

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.linear.project import Weight, project_fused
+from mlx_moeflux.kernels.linear.matvec import project_fused
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_step as module
 from mlx_moeflux.kernels.moe.add_shared import add_shared_fused
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
 from mlx_moeflux.kernels.moe.moe_step import moe_step, moe_step_fused
 from mlx_moeflux.kernels.moe.router import softmax_top_k_fused
