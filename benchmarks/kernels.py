@@ -16,8 +16,9 @@ import mlx.core as mx
 
 from benchmarks.timing import call_time
 from mlx_moeflux.backend import set_device_variables
-from mlx_moeflux.kernels.examples import LARGE, WORKLOADS, workload
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+from mlx_moeflux.kernels.examples import LARGE
+from mlx_moeflux.kernels.operation import row_name
+from mlx_moeflux.kernels.registry import OPERATIONS
 
 DIFFERENT = 4
 """Calls with arguments of their own, so that a cache does not hold them."""
@@ -33,19 +34,23 @@ def main() -> None:
         print("kernels: MLX drives no GPU here")
         return
     print(f"{mx.device_info().get('device_name', '?')}, MLX {mx.__version__}")
-    print(f"{'operation':20} {'tokens':>6} {'form':16} {'call':>10} {'kernels':>10}")
-    for name in (name for name in WORKLOADS if args.only in name):
+    print(f"{'operation':20} {'tokens':>6} {'implementation':16} {'call':>10} {'kernels':>10}")
+    kinds = [(record, kind) for record in OPERATIONS.values() for kind in record.workloads]
+    for record, kind in kinds:
+        if args.only not in (called := row_name(record.name, kind)):
+            continue
         for tokens in args.tokens:
-            rotated = [workload(name, LARGE, tokens, mx.bfloat16) for _ in range(DIFFERENT)]
-            for form, operation in IMPLEMENTATIONS[name.partition(" ")[0]].items():
-                print(f"{name:20} {tokens:6} {form:16} {measured(operation, rotated)}", flush=True)
+            rotated = [record.workload(kind, LARGE, tokens, mx.bfloat16) for _ in range(DIFFERENT)]
+            for name, implementation in record.implementations.items():
+                times = measured(implementation, rotated)
+                print(f"{called:20} {tokens:6} {name:16} {times}", flush=True)
 
 
-def measured(operation, rotated) -> str:
-    """The two times of a form, or why it does not run."""
+def measured(implementation, rotated) -> str:
+    """Return the two times of an implementation, or why it does not run."""
 
     def calls(count: int) -> list:
-        return [operation(*args, **kwargs) for args, kwargs in islice(cycle(rotated), count)]
+        return [implementation(*args, **kwargs) for args, kwargs in islice(cycle(rotated), count)]
 
     try:
         mx.eval(calls(DIFFERENT))

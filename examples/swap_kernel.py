@@ -3,9 +3,8 @@
 import mlx.core as mx
 
 from mlx_moeflux import generate, load
-from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.loading import BUNDLED_MODEL
 
@@ -40,8 +39,9 @@ def my_add_shared(
 
 
 def main() -> None:
-    args, options = example("add_shared")
-    expected = IMPLEMENTATIONS["add_shared"]["reference"](*args, **options)
+    operation = OPERATIONS["add_shared"]
+    args, options = operation.example_call()
+    expected = operation.reference(*args, **options)
     difference = mx.abs(my_add_shared(*args, **options) - expected).max().item()
     print(f"difference from the reference: {difference:.1e}")
     prompt, texts = "def push(self, item):\n", []

@@ -149,11 +149,11 @@ def test_a_wrong_quotation_is_refused():
 
 def test_every_operation_and_error_has_a_reference_entry():
     from mlx_moeflux import errors
-    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+    from mlx_moeflux.kernels.registry import OPERATIONS
 
     kernels = (ROOT / "docs" / "reference" / "kernels.md").read_text(encoding="utf-8")
-    for operation, forms in IMPLEMENTATIONS.items():
-        reference = forms["reference"]
+    for operation, record in OPERATIONS.items():
+        reference = record.reference
         entry = f"::: {reference.__module__}.{reference.__name__}\n"
         assert f"`{operation}`" in kernels, operation
         assert entry in kernels, f"{operation}: {entry.strip()}"

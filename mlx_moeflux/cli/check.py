@@ -25,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Print two tables for each dtype; return 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
     from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+    from mlx_moeflux.kernels.registry import OPERATIONS
 
-    known = (STOCK, KERNELS, *IMPLEMENTATIONS)
+    known = (STOCK, KERNELS, *OPERATIONS)
     if args.operation not in (None, *known):
         raise InputError(f"no operation is called '{args.operation}'; there are {list(known)}.")
     parts = (STOCK, KERNELS) if args.operation is None else (args.operation,)
@@ -62,12 +62,12 @@ def _check(dtype: str, part: str) -> int:
     """Check stock operations, all others or one of them; return the failures."""
     import mlx.core as mx
 
-    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
+    from mlx_moeflux.kernels.registry import OPERATIONS
     from mlx_moeflux.kernels.runtime import metal
 
     if part == STOCK:
         return _check_stock(getattr(mx, dtype))
-    failed = _check_kernels(getattr(mx, dtype), IMPLEMENTATIONS if part == KERNELS else (part,))
+    failed = _check_kernels(getattr(mx, dtype), OPERATIONS if part == KERNELS else (part,))
     if (files := metal.cuda_files()) is not None:
         print(f"\n{files.count}; {files.where}")
     return failed
@@ -92,21 +92,22 @@ def _check_kernels(dtype, operations: Iterable[str]) -> int:
     """Print the error of every implementation of operations on a small example; return the
     failures."""
     from mlx_moeflux.kernels import trials
-    from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+    from mlx_moeflux.kernels.operation import REFERENCE
+    from mlx_moeflux.kernels.registry import OPERATIONS
     from mlx_moeflux.kernels.runtime import metal
 
     print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'verdict':<8} error")
     failed = 0
     for operation in operations:
-        forms = IMPLEMENTATIONS[operation]
-        for name, form in forms.items():
+        record = OPERATIONS[operation]
+        for name, implementation in record.implementations.items():
             # A reference on the GPU is compared with the same reference on the CPU.
-            if not (hasattr(form, "kernels") or name == REFERENCE):
+            if not (implementation.kernels or name == REFERENCE):
                 continue
             if isinstance(metal.backend(), metal.NoBackend):
                 verdict, detail = "not run", "no GPU"
             else:
-                result = trials.on_example(operation, name, forms, dtype)
+                result = trials.on_example(record, implementation.function, dtype)
                 failed += not result.ok
                 verdict = "right" if result.ok else "wrong"
                 detail = result.reason or f"{result.error:.1e}"

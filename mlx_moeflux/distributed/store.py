@@ -29,6 +29,7 @@ from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
+from mlx_moeflux.kernels.operation import Implementation
 from mlx_moeflux.kernels.runtime import metal
 
 # What one collective sends at most; a slow link takes a second or two for it.
@@ -51,14 +52,11 @@ class PairMix:
 
     def implementation(
         self, x: mx.array, slots: object, weights: mx.array, bank: ExpertBank
-    ) -> ExpertMix:
+    ) -> Implementation:
         """Return the implementation for a call with K experts a token."""
-        choose = getattr(self._mix, "implementation", None)
-        if choose is None:
-            return self._mix
-        shape = self.tokens, self.K
         whole = mx.zeros((self.tokens, x.shape[1]), x.dtype)
-        return choose(whole, slots, mx.zeros(shape, weights.dtype), bank)
+        weights = mx.zeros((self.tokens, self.K), weights.dtype)
+        return self._mix.implementation(whole, slots, weights, bank)
 
 
 class DistributedStore(ExpertStore):

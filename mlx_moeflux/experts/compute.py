@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +25,7 @@ from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix
+from mlx_moeflux.kernels.operation import Implementation
 from mlx_moeflux.kernels.runtime import metal
 
 # Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
@@ -34,7 +36,30 @@ SCRATCH_BYTES = {"cpu": 64 << 20, "gpu": 256 << 20}
 # Bounds the copy of chosen experts that the CPU computes with.
 TAKE_BYTES = 64 << 20
 
-ExpertMix = Callable[..., mx.array]
+
+class ExpertMix(Protocol):
+    """The operation that computes experts, as a store calls it."""
+
+    def __call__(
+        self,
+        x: mx.array,
+        slots: mx.array,
+        weights: mx.array,
+        bank: ExpertBank,
+        *,
+        initial: mx.array | None = None,
+    ) -> mx.array:
+        """See :func:`~mlx_moeflux.kernels.moe.expert_mix.expert_mix`."""
+        ...
+
+    def implementation(
+        self, x: mx.array, slots: Any, weights: mx.array, bank: ExpertBank
+    ) -> Implementation:
+        """Return what computes all parts of a call that is made in parts."""
+        ...
+
+
+REFERENCE_MIX: ExpertMix = Implementation(expert_mix)
 
 
 def check_call(layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> None:
@@ -72,20 +97,19 @@ class ExpertCompute:
     mix: The operation. scratch_bytes: None: chosen by the device.
     """
 
-    mix: ExpertMix = expert_mix
+    mix: ExpertMix = REFERENCE_MIX
     scratch_bytes: int | None = None
     take_bytes: int = TAKE_BYTES
 
-    def mixer(self, x: mx.array, weights: mx.array, bank: ExpertBank) -> ExpertMix | None:
-        """The form of `mix` for a whole call, which all of its parts take; None: the reference."""
-        choose = getattr(self.mix, "implementation", None)
+    def mixer(self, x: mx.array, weights: mx.array, bank: ExpertBank) -> Implementation | None:
+        """Return what computes a whole call, for all of its parts; None: the reference."""
         # Where experts are is not known yet, and must not matter.
-        mix = self.mix if choose is None else choose(x, None, weights, bank)
-        return None if mix is expert_mix else mix
+        mix = self.mix.implementation(x, None, weights, bank)
+        return None if mix.function is expert_mix else mix
 
     def mixed(
         self,
-        mix: ExpertMix,
+        mix: Implementation,
         x: mx.array,
         slots: mx.array,
         weights: mx.array,
@@ -107,12 +131,10 @@ class ExpertCompute:
         return mx.concatenate(totals)
 
     def rows_at_once(
-        self, mix: ExpertMix, weights: mx.array, bank: ExpertBank, dtype: mx.Dtype
+        self, mix: Implementation, weights: mx.array, bank: ExpertBank, dtype: mx.Dtype
     ) -> int:
-        """Tokens that :meth:`mixed` computes in one step. A form that needs less than the
-        reference says so in `pair_bytes(bank, dtype)`."""
-        pair_bytes = getattr(mix, "pair_bytes", None)
-        pair = None if pair_bytes is None else pair_bytes(bank, dtype)
+        """Return the tokens that :meth:`mixed` computes in one step."""
+        pair = None if mix.pair_bytes is None else mix.pair_bytes(bank, dtype)
         return max(1, self.pairs_at_once(bank, pair) // weights.shape[1])
 
     def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
@@ -278,8 +300,8 @@ class ExpertSum:
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
         mix = self.form.mixer(self.x, self.weights, bank)
-        if mix is not None and hasattr(mix, "adds"):
-            self._add_on_host(mix, pairs, slot_of, bank)
+        if mix is not None and mix.adds is not None:
+            self._add_on_host(mix.adds, pairs, slot_of, bank)
             return
         if mix is not None:
             self._mix(mix, pairs, slot_of, bank)
@@ -306,12 +328,12 @@ class ExpertSum:
             mx.eval(self._total)
 
     def _add_on_host(
-        self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
+        self, adds: Callable[..., None], pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
     ) -> None:
         if self._on_host is None:
             self._on_host = np.full(self.x.shape, -0.0, np.float32)
         pairs = pairs.where(np.argsort(pairs.expert, kind="stable"))
-        mix.adds(
+        adds(
             self._on_host,
             self.x,
             self.weights,
@@ -322,7 +344,9 @@ class ExpertSum:
             at_once=self.form.pairs_at_once(bank),
         )
 
-    def _mix(self, mix: ExpertMix, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
+    def _mix(
+        self, mix: Implementation, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank
+    ) -> None:
         # Tokens without a pair stay in: an ABSENT slot reads and adds nothing, and MLX compiles the
         # kernels that select rows anew in each process.
         slots = mx.array(pairs.grid(self.weights.shape, slot_of))

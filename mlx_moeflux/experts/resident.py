@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.compute import (
+    REFERENCE_MIX,
     ExpertCompute,
     ExpertMix,
     block_bytes,
@@ -20,7 +21,6 @@ from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.events import Chosen, EventHook
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 
 
 class Disk(Protocol):
@@ -60,7 +60,7 @@ class ResidentStore(ExpertStore):
         layers: Iterable[int],
         num_experts: int,
         events: EventHook | None = None,
-        mix: ExpertMix = expert_mix,
+        mix: ExpertMix = REFERENCE_MIX,
         scratch_bytes: int | None = None,
         block_bytes: Mapping[int, int] | None = None,
         disk: Disk | None = None,

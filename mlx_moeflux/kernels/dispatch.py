@@ -31,19 +31,6 @@ from mlx_moeflux.kernels import verdicts
 TABLE = Path(__file__).with_name("dispatch.json")
 ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
 
-# The axes of a call's first argument whose product a row's "from" counts: tokens of a sequence, or
-# rows. None: every call counts 1. Operations that are not here count the first axis.
-AXES: dict[str, slice | None] = dict.fromkeys(("append_row", "latent_step"))
-AXES |= dict.fromkeys(("project", "add_shared", "moe_step"), slice(None, -1))
-AXES |= dict.fromkeys(("gated_delta", "delta_mixer", "norm_rope"), slice(1, 2))
-AXES |= dict.fromkeys(("latent_prefill", "latent_prepare"), slice(1, 2))
-AXES |= dict.fromkeys(("sdpa", "latent_attention"), slice(2, 3))
-AXES["head_product"] = slice(0, 3, 2)
-FIRST_AXIS = slice(0, 1)
-
-# The axis of the first argument whose length is the kind of a call, in "sdpa 64".
-KIND_AXES = {"sdpa": -1}
-
 
 class Row(NamedTuple):
     """A form, and the size from which on it is used."""
@@ -122,7 +109,7 @@ def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
 
 
 def pick(chosen: Sequence[Row], size: int) -> str:
-    """The form for a call of `size`."""
+    """Return the implementation for a call of `size`."""
     return next((row.form for row in reversed(chosen) if row.start <= size), "reference")
 
 

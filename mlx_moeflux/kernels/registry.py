@@ -1,17 +1,17 @@
 """Which implementation computes each operation: one object, chosen by name, replaceable.
 
-A model asks ``kernels.gated_delta(...)`` and never knows which form answers. Forms are chosen
-per operation by name or by passing a callable::
+A model asks ``kernels.gated_delta(...)`` and never knows which implementation answers. They are
+chosen per operation by name or by passing a callable::
 
     load(path, kernels={"delta_mixer": "reference", "sdpa": my_attention})
 
 or with the environment variable ``MOEFLUX_KERNELS=auto,delta_mixer=reference``, or for one call
 with ``kernels.gated_delta(..., use_kernel="reference")``. "auto", which holds where nothing is
-said, takes the form that :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of
-the call.
+said, takes what :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of the
+call. What is known of an operation stands in its record (:mod:`mlx_moeflux.kernels.operation`).
 
-A fused operation does the work of others (REPLACES). Where one of them is chosen by name, a fused
-operation on "auto" is composed of them; one that is chosen by name too contradicts it.
+A fused operation does the work of others. Where one of them is chosen by name, a fused operation
+on "auto" is composed of them; one that is chosen by name too contradicts it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -28,141 +29,81 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, trials, verdicts
-from mlx_moeflux.kernels.attention import append, attention, norm_rope, paged_attention
-from mlx_moeflux.kernels.cpu import blas, blas_delta
-from mlx_moeflux.kernels.delta import delta_mixer, gated_delta
-from mlx_moeflux.kernels.examples import small_cases, without_padding
-from mlx_moeflux.kernels.linear import matvec, project
-from mlx_moeflux.kernels.mla import latent, latent_step
-from mlx_moeflux.kernels.moe import (
-    add_shared,
-    expert_mix,
-    expert_pairs,
-    expert_rows,
-    moe_combine,
-    moe_step,
-    router,
+from mlx_moeflux.kernels.attention.append import APPEND_ROW
+from mlx_moeflux.kernels.attention.attention import SDPA
+from mlx_moeflux.kernels.attention.norm_rope import NORM_ROPE
+from mlx_moeflux.kernels.attention.paged_attention import PAGED_SDPA
+from mlx_moeflux.kernels.delta.delta_mixer import DELTA_MIXER
+from mlx_moeflux.kernels.delta.gated_delta import GATED_DELTA
+from mlx_moeflux.kernels.linear.project import PROJECT
+from mlx_moeflux.kernels.mla.latent import (
+    HEAD_PRODUCT,
+    LATENT_ATTENTION,
+    LATENT_PREFILL,
+    LATENT_PREPARE,
 )
+from mlx_moeflux.kernels.mla.latent_step import LATENT_STEP
+from mlx_moeflux.kernels.moe.add_shared import ADD_SHARED
+from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX
+from mlx_moeflux.kernels.moe.moe_combine import MOE_COMBINE
+from mlx_moeflux.kernels.moe.moe_step import MOE_STEP
+from mlx_moeflux.kernels.moe.router import SIGMOID_TOP_K, SOFTMAX_TOP_K
+from mlx_moeflux.kernels.operation import REFERENCE, Implementation, Operation, row_name
 from mlx_moeflux.kernels.runtime import failures, metal
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
-AUTO, REFERENCE = "auto", "reference"
+AUTO = "auto"
 # Of a given callable in float32, by the largest value: the reference rounds too.
 LARGEST_ERROR = 1e-4
 
-Implementation = Callable[..., Any]
+Choice = str | Callable[..., Any]
 
-# Operation -> name -> implementation. "reference" is plain MLX and defines the meaning; those
-# marked with @launches need a GPU. "auto" picks by dispatch.json.
-IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
-    "project": {
-        "reference": project.project,
-        "fused": matvec.project_fused,
-        "rows": project.project_rows,
-        "dequantised": project.project_dequantised,
-        "blas": blas.project_blas,
-    },
-    "gated_delta": {
-        "reference": gated_delta.gated_delta,
-        "recurrent": gated_delta.gated_delta_recurrent_fused,
-        "chunkwise": gated_delta.gated_delta_chunkwise_fused,
-    },
-    "delta_mixer": {
-        "reference": delta_mixer.delta_mixer,
-        "fused": delta_mixer.delta_mixer_fused,
-        "blas": blas_delta.delta_mixer_blas,
-    },
-    "norm_rope": {
-        "reference": norm_rope.norm_rope,
-        "fused": norm_rope.norm_rope_fused,
-        "blas": blas.norm_rope_blas,
-    },
-    "append_row": {"reference": append.append_row, "fused": append.append_row_fused},
-    "sdpa": {
-        "reference": attention.causal_sdpa,
-        "fused": attention.sdpa_fused,
-        "blas": blas.sdpa_blas,
-    },
-    "paged_sdpa": {
-        "reference": paged_attention.paged_sdpa,
-        "fused": paged_attention.paged_sdpa_fused,
-    },
-    "latent_attention": {
-        "reference": latent.latent_attention,
-        "fused": latent.latent_attention_fused,
-    },
-    "latent_prefill": {
-        "reference": latent.latent_prefill,
-        "expanded": latent.latent_prefill_expanded,
-    },
-    "latent_prepare": {
-        "reference": latent.latent_prepare,
-        "fused": latent.latent_prepare_fused,
-    },
-    "latent_step": {"reference": latent_step.latent_step, "fused": latent_step.latent_step_fused},
-    "head_product": {
-        "reference": latent.head_product,
-        "fused": latent.head_product_fused,
-        "dequantised": latent.head_product_dequantised,
-    },
-    "softmax_top_k": {
-        "reference": router.softmax_top_k,
-        "fused": router.softmax_top_k_fused,
-        "blas": blas.softmax_top_k_blas,
-    },
-    "sigmoid_top_k": {"reference": router.sigmoid_top_k, "fused": router.sigmoid_top_k_fused},
-    "expert_mix": {
-        "reference": expert_mix.expert_mix,
-        "pairs": expert_pairs.expert_mix_pairs,
-        "rows": expert_rows.expert_mix_rows,
-        "grouped": expert_mix.expert_mix_grouped,
-        "blas": blas.expert_mix_blas,
-    },
-    "moe_combine": {"reference": moe_combine.moe_combine, "fused": moe_combine.moe_combine_fused},
-    "add_shared": {
-        "reference": add_shared.add_shared,
-        "fused": add_shared.add_shared_fused,
-        "rows": add_shared.add_shared_rows,
-        "dequantised": add_shared.add_shared_dequantised,
-        "blas": blas.add_shared_blas,
-    },
-    "moe_step": {"reference": moe_step.moe_step, "fused": moe_step.moe_step_fused},
+# Of each, "reference" is plain MLX and defines the meaning; those with kernels need a GPU. "auto"
+# picks by dispatch.json.
+OPERATIONS: dict[str, Operation] = {
+    record.name: record
+    for record in (
+        PROJECT,
+        GATED_DELTA,
+        DELTA_MIXER,
+        NORM_ROPE,
+        APPEND_ROW,
+        SDPA,
+        PAGED_SDPA,
+        LATENT_ATTENTION,
+        LATENT_PREFILL,
+        LATENT_PREPARE,
+        LATENT_STEP,
+        HEAD_PRODUCT,
+        SOFTMAX_TOP_K,
+        SIGMOID_TOP_K,
+        EXPERT_MIX,
+        MOE_COMBINE,
+        ADD_SHARED,
+        MOE_STEP,
+    )
 }
-
-# Fused operation -> operations whose work it does, which its reference takes as `steps`. One that
-# another of them replaces is in the list of both.
-REPLACES: dict[str, tuple[str, ...]] = {
-    "delta_mixer": delta_mixer.REPLACES,
-    "paged_sdpa": paged_attention.REPLACES,
-    "latent_step": latent_step.REPLACES,
-    "moe_step": moe_step.REPLACES,
-    "add_shared": add_shared.REPLACES,
-}
-
-# Of these operations stock MLX computes rows one by one, but on a GPU it promises no row the same
-# bits in another bank and beside other rows. So "tune" does not choose it there, and statistics
-# mark it.
-UNPROMISED = {"expert_mix": REFERENCE}
-
+if unknown := {one for record in OPERATIONS.values() for one in record.replaces} - {*OPERATIONS}:
+    raise TypeError(f"operations replace {sorted(unknown)}, which have no record")
 
 # From which size on an implementation is taken, by name; None: the reference.
 Starts = list[tuple[int, "tuple[str, Implementation] | None"]]
 
 
-class Operation:
+class Dispatcher:
     """One operation as a model calls it.
 
-    choice: "auto", the name of a form, or a callable. A call takes the arguments of the
-    reference, and ``use_kernel=`` with the name of a form for this call alone.
+    choice: "auto", the name of an implementation, or a callable. A call takes the arguments of the
+    reference, and ``use_kernel=`` with the name of an implementation for this call alone.
     """
 
-    def __init__(self, name: str, choice: str | Implementation, mode: _Mode):
-        self.name, self.choice, self._mode = name, choice, mode
-        self._implementations = IMPLEMENTATIONS[name]
+    def __init__(self, record: Operation, choice: Choice, mode: _Mode):
+        self.record, self.name, self.choice, self._mode = record, record.name, choice, mode
+        self._implementations = record.implementations
         self.reference = self._implementations[REFERENCE]
-        self._fixed = choice if callable(choice) else self._implementations.get(choice)
-        self._axes = dispatch.AXES.get(name, dispatch.FIRST_AXIS)
-        self._kind_axis = dispatch.KIND_AXES.get(name)
+        self._fixed = (
+            Implementation(choice) if callable(choice) else self._implementations.get(choice)
+        )
         # What the choice was made for.
         self._backend: metal.Backend | None = None
         self._checks_first_use = False
@@ -176,29 +117,35 @@ class Operation:
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.active()!r})"
 
+    @property
+    def chosen_by_name(self) -> bool:
+        """True unless the implementation is on "auto"; a given callable counts as chosen."""
+        return self.choice != AUTO
+
     def compose(self, steps: Kernels) -> None:
-        """Take the reference with the operations of `steps`, unless a form is chosen by name."""
-        if self.choice == AUTO:
+        """Take the reference with the operations of `steps`, unless one is chosen by name."""
+        if not self.chosen_by_name:
             self.choice = REFERENCE
-            self._fixed = self.reference = partial(self.reference, steps=steps)
+            composed = Implementation(partial(self.reference.function, steps=steps))
+            self._fixed = self.reference = composed
 
     def __call__(self, *args, use_kernel: str | None = None, **kwargs):
         if use_kernel is not None and use_kernel != AUTO:
-            return _named(self.name, use_kernel)(*args, **kwargs)
+            return _named(self.record, use_kernel).function(*args, **kwargs)
         if use_kernel is None and self._fixed is not None:
             self.called = True
-            return self._by_name()(*args, **kwargs)
+            return self._by_name().function(*args, **kwargs)
         best = self._best(args)
         if self._checks_first_use and self._needs_trials():
             return self._try(best, args, kwargs)
         if best is None:
-            return self.reference(*args, **kwargs)
+            return self.reference.function(*args, **kwargs)
         try:
-            return best[1](*args, **kwargs)
+            return best[1].function(*args, **kwargs)
         except (ShapeError, UnsupportedError) as error:
             reason = str(error)
         # The kernel does not take these shapes; if they are wrong, the reference says so.
-        result = self.reference(*args, **kwargs)
+        result = self.reference.function(*args, **kwargs)
         self._fell_back(best[0], reason)
         return result
 
@@ -219,12 +166,12 @@ class Operation:
     def _try(self, best: tuple[str, Implementation] | None, args: tuple, kwargs: dict) -> Any:
         """Compute where an implementation runs only after its trial."""
         try:
-            return trials.call(self.name, best, self._implementations, args, kwargs)
+            return trials.call(self.record, best, args, kwargs)
         except (ShapeError, UnsupportedError) as error:
             if best is None:
                 raise
             reason = str(error)
-        result = trials.call(self.name, None, self._implementations, args, kwargs)
+        result = trials.call(self.record, None, args, kwargs)
         self._fell_back(best[0], reason)
         return result
 
@@ -233,25 +180,32 @@ class Operation:
         self.fallbacks[name] = calls + 1, reason
 
     def implementation(self, *args, **kwargs) -> Implementation:
-        """The form for a call with these arguments, to compute it in parts: the same for all."""
+        """Return what computes a call with these arguments, for one that is made in parts: the same
+        for all of them."""
         if self._fixed is not None:
             self.called = True
             return self._by_name()
         best = self._best(args)
         if best is None:
             return self.reference
-        name, form = best
-        takes = getattr(form, "takes", None)
-        if takes is not None and not takes(*args, **kwargs):
+        name, found = best
+        if found.takes is not None and not found.takes(*args, **kwargs):
             self._fell_back(name, "it does not take these arguments")
             return self.reference
         if self._checks_first_use and self._needs_trials():
-            return lambda *args, **kwargs: self._try(best, args, kwargs)
-        return form
+            return replace(found, function=lambda *args, **kwargs: self._try(best, args, kwargs))
+        return found
 
     def size(self, args: Sequence[Any]) -> int:
         """Return what a row's "from" counts: tokens of a sequence, or rows."""
-        return 1 if self._axes is None else math.prod(args[0].shape[self._axes])
+        axes = self.record.size
+        return 1 if axes is None else math.prod(args[0].shape[axes])
+
+    def row_name(self, args: Sequence[Any]) -> str:
+        """Return the name of the table's rows for a call: those of its kind, if it has any."""
+        axis = self.record.kind
+        named = self.name if axis is None else row_name(self.name, str(args[0].shape[axis]))
+        return named if named in dispatch.table() else self.name
 
     def _best(self, args) -> tuple[str, Implementation] | None:
         """Return the implementation that "auto" chooses for a call, with its name; None: the
@@ -269,7 +223,7 @@ class Operation:
             return None
         starts = self._starts
         if self._special:
-            starts = self._special.get(str(args[0].shape[self._kind_axis]), starts)
+            starts = self._special.get(str(args[0].shape[self.record.kind]), starts)
         if len(starts) == 1 and starts[0][0] <= 1:
             return starts[0][1]
         size = self.size(args)
@@ -305,24 +259,26 @@ class Operation:
     def unpromised(self) -> list[str]:
         """Return why stock MLX computes this operation in place of a kernel whose bits do not
         depend on the memory for experts, a line each; none on a CPU."""
-        stock, backend = UNPROMISED.get(self.name), metal.backend()
+        backend = metal.backend()
         there = not isinstance(backend, metal.NoBackend) and (
             not backend.follows_device or mx.default_device().type == mx.gpu
         )
-        if stock is None or not there or callable(self.choice):
+        if self.record.equal_rows or not there or callable(self.choice):
             return []
+        stock = f"{self.name}={REFERENCE}"
         if self.choice != AUTO:
-            return [f"{self.name}={stock} is chosen"] if self.choice == stock else []
-        forms = {row.form for row in dispatch.rows(self.name, backend.name)}
-        reasons = [f"{self.name}={stock} is in the table of kernels"] if stock in forms else []
-        gone = [form for form in forms if failures.failed(self._implementations[form])]
+            return [f"{stock} is chosen"] if self.choice == REFERENCE else []
+        names = {row.form for row in dispatch.rows(self.name, backend.name)}
+        reasons = [f"{stock} is in the table of kernels"] if REFERENCE in names else []
+        gone = [name for name in names if failures.failed(self._implementations[name])]
         if backend.checks_first_use:
             known = (key.partition(" ")[0].partition("=") for key in verdicts.refused())
-            gone += [form for name, _, form in known if name == self.name and form != stock]
-        return reasons + [f"{self.name}={form} failed on this GPU" for form in sorted(set(gone))]
+            gone += [name for op, _, name in known if op == self.name and name != REFERENCE]
+        return reasons + [f"{self.name}={name} failed on this GPU" for name in sorted(set(gone))]
 
     def active(self) -> str:
-        """The name of the form; for "auto" those of the back end, with the sizes they begin at."""
+        """Return the name of the implementation; for "auto" those of the back end, with the sizes
+        they begin at."""
         if callable(self.choice):
             return getattr(self.choice, "__name__", type(self.choice).__name__)
         if self.choice != AUTO:
@@ -340,30 +296,34 @@ class _Mode:
 
 
 class Kernels:
-    """One :class:`Operation` for each name in IMPLEMENTATIONS, as attributes.
+    """One :class:`Dispatcher` for each of OPERATIONS, as attributes and by name.
 
     A call's shapes are those of the reference's docstring.
     """
 
-    def __init__(self, choices: Mapping[str, str | Implementation] | None = None):
+    def __init__(self, choices: Mapping[str, Choice] | None = None):
         self._mode, choices = _Mode(), choices or {}
         self._operations = {
-            name: Operation(name, choices.get(name, AUTO), self._mode) for name in IMPLEMENTATIONS
+            name: Dispatcher(record, choices.get(name, AUTO), self._mode)
+            for name, record in OPERATIONS.items()
         }
-        self._chosen = {name for name, op in self._operations.items() if op.choice != AUTO}
-        for fused, replaced in REPLACES.items():
-            if not self.are_auto(*replaced):
-                self._operations[fused].compose(self)
-        vars(self).update(self._operations)
+        chosen = {name for name, one in self._operations.items() if one.chosen_by_name}
+        for one in self._operations.values():
+            if not chosen.isdisjoint(one.record.replaces):
+                one.compose(self)
+        self.__dict__.update(self._operations)
 
-    def __getattr__(self, name: str) -> Operation:
+    def __getattr__(self, name: str) -> Dispatcher:
         raise AttributeError(f"no operation is called '{name}'")
+
+    def __getitem__(self, name: str) -> Dispatcher:
+        return self._operations[name]
 
     def __repr__(self) -> str:
         return f"Kernels({self.names()})"
 
     def names(self) -> dict[str, str]:
-        """Operation -> the name of the active form, for ``--stats``."""
+        """Return operation -> the name of the active implementation, for ``--stats``."""
         return {name: op.active() for name, op in self._operations.items()}
 
     def identity(self) -> list[Any]:
@@ -394,7 +354,7 @@ class Kernels:
     def observed(self, note: Callable[[str, tuple, dict[str, Any]], None]) -> Iterator[None]:
         """Call ``note(operation, args, kwargs)`` before each call of an operation on "auto"."""
 
-        def spy(operation: Operation, *args, **kwargs):
+        def spy(operation: Dispatcher, *args, **kwargs):
             note(operation.name, args, kwargs)
             before, operation._fixed = operation._fixed, None
             try:
@@ -404,16 +364,12 @@ class Kernels:
 
         watched = [op for op in self._operations.values() if op.choice == AUTO]
         for operation in watched:
-            operation._fixed = partial(spy, operation)
+            operation._fixed = Implementation(partial(spy, operation))
         try:
             yield
         finally:
             for operation in watched:
                 operation._fixed = None
-
-    def are_auto(self, *names: str) -> bool:
-        """Return True if all of these operations are on "auto"."""
-        return self._chosen.isdisjoint(names)
 
     def references_only(self, on: bool = True) -> None:
         """Use references instead of implementations chosen by name: training needs their
@@ -422,7 +378,7 @@ class Kernels:
 
 
 def choose_kernels(
-    choices: str | Mapping[str, str | Implementation] | None = None, *, check_values: bool = True
+    choices: str | Mapping[str, Choice] | None = None, *, check_values: bool = True
 ) -> Kernels:
     """Choose implementations: "auto", then those of ``$MOEFLUX_KERNELS``, then `choices`.
 
@@ -444,37 +400,37 @@ def choose_kernels(
         )
     given = parse(choices, "kernels") if isinstance(choices, str) else (choices or {}).items()
     base, named = AUTO, {}
-    for operation, form in (*parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT), *given):
+    for operation, choice in (*parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT), *given):
         if operation is None:
-            base, named = form, {}
+            base, named = choice, {}
         else:
-            named[operation] = form
-    for operation, form in named.items():
-        if operation not in IMPLEMENTATIONS:
-            known = ", ".join(IMPLEMENTATIONS)
+            named[operation] = choice
+    for operation, choice in named.items():
+        if operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
             raise InputError(f"no operation is called '{operation}'; there are {known}.")
-        if callable(form):
-            _check_implementation(operation, form, check_values)
-        elif form != AUTO:
-            _named(operation, form)
-    for fused, replaced in REPLACES.items():
-        both = [name for name in replaced if named.get(name, AUTO) != AUTO]
+        if callable(choice):
+            _check_callable(OPERATIONS[operation], choice, check_values)
+        elif choice != AUTO:
+            _named(OPERATIONS[operation], choice)
+    for fused, record in OPERATIONS.items():
+        both = [name for name in record.replaces if named.get(name, AUTO) != AUTO]
         if both and named.get(fused, AUTO) not in (AUTO, REFERENCE):
             raise InputError(
                 f"'{fused}' does the work of '{both[0]}', and both are chosen by name; choose one."
             )
     _check_table()
-    return Kernels(dict.fromkeys(IMPLEMENTATIONS, base) | named)
+    return Kernels(dict.fromkeys(OPERATIONS, base) | named)
 
 
-def parse(text: str, source: str) -> list[tuple[str | None, str | Implementation]]:
+def parse(text: str, source: str) -> list[tuple[str | None, Choice]]:
     """``auto,sdpa=reference`` -> operations and names; "auto" or "reference" alone, of operation
     None, is for all and forgets what is before it.
 
     Raises:
         InputError: An item is neither.
     """
-    chosen: list[tuple[str | None, str | Implementation]] = []
+    chosen: list[tuple[str | None, Choice]] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         operation, _, name = item.partition("=")
         if name:
@@ -486,63 +442,61 @@ def parse(text: str, source: str) -> list[tuple[str | None, str | Implementation
     return chosen
 
 
-def _named(operation: str, form: str) -> Implementation:
-    """A form by name, if it can run here."""
-    found = IMPLEMENTATIONS[operation].get(form)
+def _named(operation: Operation, name: str) -> Implementation:
+    """Return an implementation by name, if it can run here."""
+    found = operation.implementations.get(name)
     if found is None:
-        known = ", ".join([AUTO, *IMPLEMENTATIONS[operation]])
-        raise InputError(f"'{operation}' has no form '{form}'; there are {known}.")
-    if hasattr(found, "kernels") and isinstance(metal.backend(), metal.NoBackend):
+        known = ", ".join([AUTO, *operation.implementations])
+        raise InputError(f"'{operation.name}' has no form '{name}'; there are {known}.")
+    if found.kernels and isinstance(metal.backend(), metal.NoBackend):
         raise UnsupportedError(
-            f"{operation}={form} needs a GPU and MLX drives none here; choose 'reference' or "
+            f"{operation.name}={name} needs a GPU and MLX drives none here; choose 'reference' or "
             "'auto'."
         )
     return found
 
 
 def _check_table() -> None:
-    """A table that another version wrote may name forms that are gone."""
+    """A table that another version wrote may name implementations that are gone."""
     for name, backends in dispatch.table().items():
-        forms = IMPLEMENTATIONS.get(name.partition(" ")[0])
+        operation = OPERATIONS.get(name.partition(" ")[0])
         named = {row.form for rows in backends.values() for row in rows}
-        if forms is not None and not named <= forms.keys():
-            missing = min(named - forms.keys())
+        if operation is not None and not named <= operation.implementations.keys():
+            missing = min(named - operation.implementations.keys())
             raise InputError(
                 f"{dispatch.ENVIRONMENT}: '{name}' has no form '{missing}'; write the table anew "
                 "with 'mlx_moeflux tune --kernels'."
             )
 
 
-def _check_implementation(operation: str, form: Implementation, values: bool) -> None:
-    """Run `form` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
+def _check_callable(operation: Operation, given: Callable[..., Any], values: bool) -> None:
+    """Run `given` and the reference on small cases; shapes, dtypes and, with `values`, numbers must
     agree."""
-    reference = IMPLEMENTATIONS[operation][REFERENCE]
-    for what, case in small_cases(operation):
+    reference, name = operation.reference, operation.name
+    for what, case in operation.small_cases():
         args, kwargs = case
         expected = reference(*args, **kwargs)
         mx.eval(expected)
         try:
-            actual = form(*args, **kwargs)
+            actual = given(*args, **kwargs)
             mx.eval(actual)
         except MoefluxError:
             raise
         except Exception as error:
             names = ", ".join(signature(reference).parameters)
             raise ShapeError(
-                f"the given '{operation}' fails on a small case ({what}): {type(error).__name__}: "
+                f"the given '{name}' fails on a small case ({what}): {type(error).__name__}: "
                 f"{error}. Its arguments are those of the reference: {names}."
             ) from error
         described, wanted = trials.describe(actual), trials.describe(expected)
         if described != wanted:
-            raise ShapeError(
-                f"the given '{operation}' returns {described} ({what}), expected {wanted}."
-            )
-        compared = (without_padding(operation, case, value) for value in (actual, expected))
+            raise ShapeError(f"the given '{name}' returns {described} ({what}), expected {wanted}.")
+        compared = (operation.without_unread(case, value) for value in (actual, expected))
         error, limit = trials.largest_error(*compared), LARGEST_ERROR
         if values and not error <= limit:
             by = f"{error:.2g} of the largest value, more than {limit:g},"
             by = by if error < math.inf else "NaN, an infinite number or another integer"
             raise InputError(
-                f"the given '{operation}' differs from the reference by {by} on a small case "
-                f"({what}); mend it, or pass check_values=False if it is meant to differ."
+                f"the given '{name}' differs from the reference by {by} on a small case ({what}); "
+                "mend it, or pass check_values=False if it is meant to differ."
             )

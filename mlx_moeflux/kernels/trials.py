@@ -30,12 +30,10 @@ import numpy as np
 
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import verdicts
-from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
 from mlx_moeflux.kernels.runtime import failures, metal
 from mlx_moeflux.kernels.verdicts import Verdict
-
-Implementation = Callable[..., Any]
 
 # What stock MLX may be off, root mean square by root mean square; a wrong operation is off by more
 # than a tenth. Products of float32 on NVIDIA keep 11 bits unless MLX_ENABLE_TF32=0.
@@ -52,50 +50,14 @@ FLOORS = {mx.float32: 2e-5, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 # as equal, and then one draw says nothing.
 DRAWS, PASSES, FAILURES = 12, 3, 5
 GROSS = 4.0
-_ROUTERS = {"softmax_top_k", "sigmoid_top_k", "moe_step"}
 
 # Arrays up to this size may be replaced by others; larger ones are those of the call.
 MOST_BYTES = 32 * 2**20
 # Tokens of a prompt's trial, at least; rows of which the truth is computed.
 TOKENS, ROWS = 64, 4
 
-# Operation -> its arguments with tokens, and on which axis. Prompts are cut there: to their first
-# tokens, on which nothing later has influence.
-_CUTS: dict[str, dict[str, int]] = {
-    "project": dict.fromkeys(("x", "residual"), -2),
-    "gated_delta": dict.fromkeys(("q", "k", "v", "log_decay", "beta", "mask"), 1),
-    "delta_mixer": dict.fromkeys(("qkv", "z", "a", "b", "mask"), 1),
-    "norm_rope": dict.fromkeys(("q", "k", "v"), 1),
-    "sdpa": {"q": 2, "gate": 1},
-    "latent_attention": {"q_latent": 2, "q_rotary": 2},
-    "latent_prefill": {"q": 1, "q_rotary": 2},
-    "latent_prepare": dict.fromkeys(("q", "kv"), 1),
-    "head_product": {"x": 2},
-    "softmax_top_k": {"logits": 0},
-    "sigmoid_top_k": {"logits": 0},
-    "expert_mix": dict.fromkeys(("x", "slots", "weights", "initial"), 0),
-    "moe_combine": dict.fromkeys(("residual", "experts", "shared", "score"), 0),
-    "add_shared": dict.fromkeys(("residual", "experts", "gate", "up", "score"), -2),
-}
-# Operations whose rows have nothing to do with each other; rows are the second to last axis of
-# every argument with tokens, and of every result.
-_BY_ROWS = {
-    *("project", "head_product", "softmax_top_k", "sigmoid_top_k"),
-    *("expert_mix", "moe_combine", "add_shared"),
-}
-# Arguments that are shrunk: inputs of norms, so that an epsilon shows, and what products are added
-# to.
-_SHRUNK = {
-    "project": ("x", "residual"),
-    "norm_rope": ("q", "k"),
-    "latent_prepare": ("kv",),
-    "latent_step": ("kv",),
-    "add_shared": ("residual", "experts"),
-    "moe_step": ("x",),
-}
+# What an argument is shrunk by.
 SHRINKAGE = 1 / 16
-# Operations whose references consist of operations with trials of their own.
-_COMPOSED = {"latent_step", "moe_step"}
 
 
 class _State(threading.local):
@@ -113,9 +75,8 @@ _warned: set[str] = set()
 
 
 def call(
-    operation: str,
+    operation: Operation,
     found: tuple[str, Implementation] | None,
-    others: Mapping[str, Implementation],
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
@@ -126,40 +87,42 @@ def call(
         ShapeError, UnsupportedError: `found` does not take these arguments.
         ExactnessError: Nothing is right here.
     """
-    reference = others["reference"]
+    reference = operation.implementations[REFERENCE].function
     if _state.references:
         return reference(*args, **kwargs)
     if found is not None:
-        result, right = _launched(operation, *found, reference, args, kwargs)
+        result, right = _launched(operation, *found, args, kwargs)
         if right:
             return result
-    if operation in _COMPOSED and kwargs.get("steps") is not None:
+    if operation.composed and kwargs.get("steps") is not None:
         return reference(*args, **kwargs)
-    key = _key(operation, "reference", _shapes(operation, args, kwargs))
-    if _verdict(key, operation, "reference", reference, reference, args, kwargs, "").ok:
+    key = _key(operation.name, REFERENCE, _shapes(args, kwargs))
+    if _verdict(key, operation, REFERENCE, args, kwargs, "").ok:
         return reference(*args, **kwargs)
-    for name, other in others.items():
-        if other is reference or failures.failed(other) or (found and name == found[0]):
+    for name, other in operation.implementations.items():
+        if name == REFERENCE or failures.failed(other) or (found and name == found[0]):
             continue
         try:
-            result, right = _launched(operation, name, other, reference, args, kwargs)
+            result, right = _launched(operation, name, other, args, kwargs)
         except (ShapeError, UnsupportedError):
             continue
         if right:
             return result
     raise ExactnessError(
-        f"'{operation}' is wrong on {verdicts.gpu()}, by stock MLX and by every kernel that takes "
-        "these arguments; 'mlx_moeflux check' shows by how much."
+        f"'{operation.name}' is wrong on {verdicts.gpu()}, by stock MLX and by every kernel that "
+        "takes these arguments; 'mlx_moeflux check' shows by how much."
     )
 
 
-def _launched(operation, name, form, reference, args, kwargs) -> tuple[Any, bool]:
+def _launched(
+    operation: Operation, name: str, form: Implementation, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
     """Return a result of `form` that is not evaluated, and whether it can be trusted."""
     with metal.recorded() as launches:
-        result = form(*args, **kwargs)
-    key = _key(operation, name, sorted(set(launches)) or _shapes(operation, args, kwargs))
+        result = form.function(*args, **kwargs)
+    key = _key(operation.name, name, sorted(set(launches)) or _shapes(args, kwargs))
     texts = ", ".join(sorted({launch[0] for launch in launches}))
-    return result, _verdict(key, operation, name, form, reference, args, kwargs, texts).ok
+    return result, _verdict(key, operation, name, args, kwargs, texts).ok
 
 
 def _key(operation: str, name: str, variant: Any) -> str:
@@ -167,7 +130,7 @@ def _key(operation: str, name: str, variant: Any) -> str:
     return f"{operation}={name} {digest}"
 
 
-def _shapes(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return what stock MLX chooses its kernels by, but for lengths that grow."""
     first = arrays(args)[0].shape
     tokens = math.prod(first[:-1])
@@ -176,20 +139,27 @@ def _shapes(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     return [size, *parts]
 
 
-def _verdict(key, operation, name, form, reference, args, kwargs, launched) -> Verdict:
+def _verdict(
+    key: str,
+    operation: Operation,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    launched: str,
+) -> Verdict:
     """Return what is known, else try. While a graph is traced, what is unknown is not used."""
     if (known := verdicts.get(key)) is not None:
         return known
     if _state.tracing or not _have_values((args, list(kwargs.values()))):
         _state.pending = _state.tracing
-        return Verdict(name == "reference", reason="not tried yet")
+        return Verdict(name == REFERENCE, reason="not tried yet")
     with verdicts.running(key):
         # For want of memory this raises, and the next call tries again.
-        verdict = attempt(operation, form, reference, args, kwargs)
+        verdict = attempt(operation, operation.implementations[name].function, args, kwargs)
     verdict = dataclasses.replace(verdict, launched=launched)
     verdicts.put(key, verdict)
     if not verdict.ok:
-        _warn(operation, name, verdict)
+        _warn(operation.name, name, verdict)
     return verdict
 
 
@@ -209,7 +179,7 @@ def _warn(operation: str, name: str, verdict: Verdict) -> None:
     if (what := f"{operation}={name}") in _warned:
         return
     _warned.add(what)
-    instead = "a kernel computes" if name == "reference" else "stock MLX computes"
+    instead = "a kernel computes" if name == REFERENCE else "stock MLX computes"
     warnings.warn(
         f"{what} is not used on {verdicts.gpu()} because its trial failed ({verdict.reason}); "
         f"{instead} instead, see 'mlx_moeflux check'.",
@@ -271,21 +241,18 @@ class Errors(NamedTuple):
 
 
 def attempt(
-    operation: str,
-    form: Implementation,
-    reference: Implementation,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    operation: Operation, form: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Verdict:
-    """Try an implementation on the arguments of a call; the reference itself is held against the
-    absolute limit. Evaluates."""
+    """Try `form` on the arguments of a call; the reference itself is held against the absolute
+    limit. Evaluates."""
+    reference = operation.implementations[REFERENCE].function
     call = signature(reference).bind(*args, **kwargs)
     call.arguments.pop("steps", None)
     call = _cut(operation, form, call)
     dtype = _dtype(call)
     least, passed, failed, without_stock = math.inf, 0, 0, 0
     reason = "no finite arguments to try it on"
-    for drawn, truth, rows in _draws(operation, reference, call):
+    for drawn, truth, rows in _draws(operation, call):
         actual, broken = _run(form, drawn)
         if broken:
             return Verdict(False, reason=broken)
@@ -315,7 +282,7 @@ def attempt(
         gross = any(
             e.rms > GROSS * max(_rms_limit(n, dtype), _stock_limit(dtype)) for e, n in pairs
         )
-        if failed == FAILURES or (gross and operation not in _ROUTERS):
+        if failed == FAILURES or (gross and not operation.chooses):
             break
     if without_stock >= PASSES and not failed:
         return Verdict(True, least)
@@ -360,7 +327,7 @@ def _is_like(actual: Any, stock: Any, naive: Sequence[Errors], dtype: mx.Dtype) 
 Draw = tuple[BoundArguments, list[mx.array], "np.ndarray | None"]
 
 
-def _draws(operation: str, reference: Implementation, call: BoundArguments) -> Iterator[Draw]:
+def _draws(operation: Operation, call: BoundArguments) -> Iterator[Draw]:
     """Yield arguments, the true results, and the rows that these are, None for all: first for the
     call's numbers, then for the same in other orders."""
     for draw in range(DRAWS):
@@ -369,13 +336,14 @@ def _draws(operation: str, reference: Implementation, call: BoundArguments) -> I
         some = drawn if rows is None else _map_tokens(operation, drawn, _take(rows))
         with _references(), mx.stream(mx.cpu):
             wide = {name: _wide(value) for name, value in some.arguments.items()}
+            reference = operation.implementations[REFERENCE].function
             truth = arrays(_called(reference, BoundArguments(call.signature, wide)))
             mx.eval(truth)
         if all(_is_finite(array) for array in truth):
             yield drawn, truth, rows
 
 
-def _run(form: Implementation, call: BoundArguments) -> tuple[Any, str]:
+def _run(form: Function, call: BoundArguments) -> tuple[Any, str]:
     """Return what `form` gives, evaluated, or None and why it fails."""
     try:
         result = _called(form, call)
@@ -390,7 +358,7 @@ def _run(form: Implementation, call: BoundArguments) -> tuple[Any, str]:
         return None, " ".join(str(error).split())[:300]
 
 
-def _called(form: Implementation, call: BoundArguments) -> Any:
+def _called(form: Function, call: BoundArguments) -> Any:
     return form(*call.args, **call.kwargs)
 
 
@@ -455,9 +423,9 @@ def _dtype(call: BoundArguments) -> mx.Dtype:
     return next((d for d in (mx.bfloat16, mx.float16) if d in found), mx.float32)
 
 
-def _cut(operation: str, form: Implementation, call: BoundArguments) -> BoundArguments:
+def _cut(operation: Operation, form: Function, call: BoundArguments) -> BoundArguments:
     """Return the call with the first tokens alone, as few as `form` still launches the same for."""
-    axes = _CUTS.get(operation, {})
+    axes = operation.tokens
     name = next(iter(axes), None)
     if name is None or call.arguments.get("lengths") is not None:
         return call
@@ -482,17 +450,17 @@ def _first(n: int) -> mx.array:
     return mx.arange(n)
 
 
-def _variant(form: Implementation, call: BoundArguments) -> list[Any]:
+def _variant(form: Function, call: BoundArguments) -> list[Any]:
     """Return what `form` launches; nothing is evaluated."""
     with metal.recorded() as launches:
         _called(form, call)
     return sorted(set(launches))
 
 
-def _map_tokens(operation: str, call: BoundArguments, change: Callable) -> BoundArguments:
+def _map_tokens(operation: Operation, call: BoundArguments, change: Callable) -> BoundArguments:
     """Return the call with ``change(array, axis)`` for each argument that has tokens."""
     changed = dict(call.arguments)
-    for name, axis in _CUTS[operation].items():
+    for name, axis in operation.tokens.items():
         if isinstance(array := changed.get(name), mx.array):
             changed[name] = change(array, axis)
     return BoundArguments(call.signature, changed)  # pyright: ignore[reportArgumentType]
@@ -502,25 +470,25 @@ def _take(rows: np.ndarray) -> Callable[[mx.array, int], mx.array]:
     return lambda array, axis: mx.take(array, mx.array(rows), axis)
 
 
-def _sampled_rows(operation: str, call: BoundArguments) -> np.ndarray | None:
+def _sampled_rows(operation: Operation, call: BoundArguments) -> np.ndarray | None:
     """Return ROWS rows for which the truth is computed, None for all."""
-    if operation not in _BY_ROWS:
+    if not operation.by_rows:
         return None
-    given = [call.arguments.get(name) for name in _CUTS[operation]]
+    given = [call.arguments.get(name) for name in operation.tokens]
     with_rows = [array for array in given if isinstance(array, mx.array)]
     total = with_rows[0].shape[-2] if with_rows[0].ndim > 1 else 1
     alike = all(math.prod(a.shape[:-2]) == 1 and a.shape[-2] == total for a in with_rows)
-    if total <= ROWS or not (alike or operation == "head_product"):
+    if total <= ROWS or not (alike or operation.keeps_axes):
         return None
     return np.unique(np.linspace(0, total - 1, ROWS).astype(np.int64))
 
 
-def _drawn(operation: str, call: BoundArguments, *, keep: bool) -> BoundArguments:
+def _drawn(operation: Operation, call: BoundArguments, *, keep: bool) -> BoundArguments:
     """Return the call with floats that say something. keep: Those of the call, but for arrays of
     one number, such as a state before the first token; otherwise they change places. Some are
     shrunk."""
     drawn = {name: _redrawn(value, keep) for name, value in call.arguments.items()}
-    for name in _SHRUNK.get(operation, ()):
+    for name in operation.shrunk:
         if drawn.get(name) is not None:
             drawn[name] = drawn[name] * SHRINKAGE
     return BoundArguments(call.signature, drawn)  # pyright: ignore[reportArgumentType]
@@ -587,8 +555,9 @@ def largest_error(actual: Any, expected: Any) -> float:
     return max((e.worst for e in _errors(actual, arrays(expected), None)), default=0.0)
 
 
-def on_example(operation: str, name: str, forms: Mapping[str, Implementation], dtype: mx.Dtype):
-    """Return the verdict on a small call with every option of the operation, for ``check``."""
-    args, kwargs = example(operation, dtype, form=name)
+def on_example(operation: Operation, form: Function, dtype: mx.Dtype) -> Verdict:
+    """Return the verdict of `form` on a small call with every option of the operation, for
+    ``check``."""
+    args, kwargs = operation.example_call(dtype)
     mx.eval(arrays((args, list(kwargs.values()))))
-    return attempt(operation, forms[name], forms["reference"], args, kwargs)
+    return attempt(operation, form, args, kwargs)

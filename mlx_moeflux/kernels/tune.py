@@ -22,13 +22,13 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.examples import LARGE, SMALL, WORKLOADS, Arguments, workload
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE, UNPROMISED
+from mlx_moeflux.kernels.examples import LARGE, SMALL, Arguments
+from mlx_moeflux.kernels.operation import REFERENCE, Implementation, row_name
+from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.runtime import metal
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
-OF_ONE_SIZE = frozenset(("append_row", "latent_step"))
 # Of one measurement, and of one call that is still repeated.
 SECONDS, LONGEST = 0.02, 0.2
 # Noise makes a slope zero or negative.
@@ -36,6 +36,11 @@ RESOLUTION = 1e-7
 ROUNDS = 3
 
 Report = Callable[[str], None]
+
+# Names of dispatch.json: an operation, or one and a kind of call.
+WORKLOADS = tuple(
+    row_name(name, kind) for name, record in OPERATIONS.items() for kind in record.workloads
+)
 
 
 # Operation, or operation and kind -> tokens -> calls to take turns with.
@@ -50,8 +55,8 @@ def tune(
 ) -> dict:
     """Return the table in use with the rows of this back end measured anew.
 
-    operations: Only these. calls: Those of a model; None: of
-    :data:`~mlx_moeflux.kernels.examples.WORKLOADS`.
+    operations: Only these, or kinds of them. calls: Those of a model; None: the workloads of the
+        records.
 
     Raises:
         InputError: There is no such operation.
@@ -95,10 +100,10 @@ def measure(
 
     calls: Tokens, and calls to take turns with, by ascending tokens.
     """
-    operation = name.partition(" ")[0]
-    forms = {form: call for form, call in IMPLEMENTATIONS[operation].items() if _runs(form, call)}
-    if not isinstance(metal.backend(), metal.NoBackend):
-        forms.pop(UNPROMISED.get(operation), None)
+    operation = OPERATIONS[name.partition(" ")[0]]
+    forms = {form: each for form, each in operation.implementations.items() if _runs(each)}
+    if not (operation.equal_rows or isinstance(metal.backend(), metal.NoBackend)):
+        del forms[REFERENCE]
     found: dict[int, dict[str, float]] = {}
     if len(forms) < 2:
         return {}
@@ -118,13 +123,15 @@ def _published(name: str) -> Iterator[tuple[int, list[Arguments]]]:
     """Yield calls of an operation in the sizes of published models."""
     device, sizes = ("gpu", LARGE) if _gpu() else ("cpu", SMALL)
     dtype = mx.bfloat16 if device == "gpu" else mx.float32
-    for tokens in TOKENS[device][: 1 if name in OF_ONE_SIZE else None]:
+    operation, _, kind = name.partition(" ")
+    record = OPERATIONS[operation]
+    for tokens in TOKENS[device][: 1 if record.size is None else None]:
         number = 8 if tokens <= 64 else 2
-        yield tokens, [workload(name, sizes, tokens, dtype) for _ in range(number)]
+        yield tokens, [record.workload(kind, sizes, tokens, dtype) for _ in range(number)]
 
 
 def seconds(
-    forms: Mapping[str, Callable[..., Any]], calls: Sequence[Arguments], *, report: Report
+    forms: Mapping[str, Implementation], calls: Sequence[Arguments], *, report: Report
 ) -> dict[str, float]:
     """Return implementation -> seconds of one call: the median of slopes over the number of calls
     in one evaluation. Implementations alternate, so that a machine that slows down slows all alike.
@@ -197,7 +204,7 @@ def _gpu() -> bool:
     return mx.default_device().type == mx.gpu
 
 
-def _runs(name: str, form: Callable[..., Any]) -> bool:
-    if name == "blas":  # of the CPU
+def _runs(implementation: Implementation) -> bool:
+    if implementation.on_cpu:
         return not _gpu()
-    return not hasattr(form, "kernels") or not isinstance(metal.backend(), metal.NoBackend)
+    return not implementation.kernels or not isinstance(metal.backend(), metal.NoBackend)

@@ -7,7 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import Arguments
 
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -24,8 +23,8 @@ def calls_of(model: Any, tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, 
     found: dict[str, dict[int, list[Arguments]]] = {}
 
     def note(operation: str, args: tuple, kwargs: dict[str, Any]) -> None:
-        size = getattr(model.kernels, operation).size(args)
-        kept = found.setdefault(_name(operation, args), {}).setdefault(size, [])
+        asked = model.kernels[operation]
+        kept = found.setdefault(asked.row_name(args), {}).setdefault(asked.size(args), [])
         if len(kept) < MOST:
             kept.append((args, kwargs))
 
@@ -42,9 +41,3 @@ def calls_of(model: Any, tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, 
         model.compile_steps = before
     return {name: dict(sorted(by_size.items())) for name, by_size in sorted(found.items())}
 
-
-def _name(operation: str, args: Sequence[Any]) -> str:
-    """Return the operation, with the kind of call where the table has rows of that kind."""
-    axis = dispatch.KIND_AXES.get(operation)
-    named = operation if axis is None else f"{operation} {args[0].shape[axis]}"
-    return named if named in dispatch.table() else operation

@@ -133,7 +133,8 @@ class LatentAttention(Module):
         if absorbs:
             if q_latent is None:
                 q_latent = kernels.head_product(q_nope, keys, transposed=transposed)
-            if T == 1 and kernels.are_auto("latent_attention", "head_product"):
+            product, attention = kernels.head_product, kernels.latent_attention
+            if T == 1 and not (product.chosen_by_name or attention.chosen_by_name):
                 # The sum computes this product too, which a given callable need not know.
                 options["values"] = values
             y = kernels.latent_attention(q_latent, q_rope, *buffers, **options)

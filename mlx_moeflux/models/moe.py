@@ -301,7 +301,7 @@ class SparseMoeBlock(Module):
         if implementation is operation.reference:
             return None
         self._store.count(x.size // x.shape[-1], self.layer)
-        return implementation(x, weights, bank, **options)
+        return implementation.function(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:
         """Return the projections of norm(x), the router's first, and the shared expert's down."""

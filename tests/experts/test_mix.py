@@ -9,8 +9,7 @@ from mlx_moeflux.experts.compute import ExpertCompute
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix_grouped
-from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
+from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX, expert_mix_grouped
 from mlx_moeflux.kernels.registry import choose_kernels
 from mlx_moeflux.kernels.runtime import metal
 from tests.experts.helpers import (
@@ -33,7 +32,7 @@ class BySize:
 
     def implementation(self, x, slots, weights, bank):
         assert slots is None
-        return expert_mix_pairs if x.shape[0] <= FEW_TOKENS else expert_mix_grouped
+        return EXPERT_MIX.others["pairs" if x.shape[0] <= FEW_TOKENS else "grouped"]
 
 
 FUSED = {"mix": BySize(), "scratch_bytes": 30_000}
@@ -100,7 +99,7 @@ def test_the_table_and_names_decide(experts, monkeypatch):
     x, _, weights = random_call(2)
     bank = experts.bank(3)
     by_name = choose_kernels({"expert_mix": "grouped"}).expert_mix
-    assert ExpertCompute(mix=by_name).mixer(x, weights, bank) is expert_mix_grouped
+    assert ExpertCompute(mix=by_name).mixer(x, weights, bank).function is expert_mix_grouped
     monkeypatch.setenv("MOEFLUX_KERNELS", "expert_mix=reference")
     by_name = choose_kernels().expert_mix
     assert ExpertCompute(mix=by_name).mixer(x, weights, bank) is None
@@ -115,9 +114,10 @@ def test_a_bank_that_kernels_do_not_read_takes_the_reference(monkeypatch):
     monkeypatch.setattr(dispatch, "rows", lambda operation, backend: rows)
     kernels = choose_kernels("auto")
     x, _, weights = random_call(2)
-    assert ExpertCompute(mix=kernels.expert_mix).mixer(x, weights, experts.bank(3)) is None
+    compute = ExpertCompute(mix=kernels.expert_mix)
+    assert compute.mixer(x, weights, experts.bank(3)) is None
     four = random_experts().bank(3)
-    assert ExpertCompute(mix=kernels.expert_mix).mixer(x, weights, four) is expert_mix_grouped
+    assert compute.mixer(x, weights, four).function is expert_mix_grouped
 
 
 @pytest.mark.parametrize(("n", "slots"), [(40, K), (40, E - 1), (FEW_TOKENS + 2, K)])

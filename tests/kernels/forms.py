@@ -6,9 +6,13 @@ import dataclasses
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+from mlx_moeflux.kernels.operation import REFERENCE
+from mlx_moeflux.kernels.registry import OPERATIONS
 from mlx_moeflux.kernels.trials import describe
 from tests.kernels.harness import error
+
+# Operation -> name -> implementation, the reference too.
+IMPLEMENTATIONS = {name: record.implementations for name, record in OPERATIONS.items()}
 
 # Operations whose queries mean nothing before their sequence's first key, and where the keys are.
 KEYS = {"sdpa": 1, "latent_attention": 2, "latent_prefill": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -12,15 +13,16 @@ from mlx_moeflux.cli import check, main
 from mlx_moeflux.cli.generate import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
-from mlx_moeflux.kernels.examples import EXAMPLES, example
 from mlx_moeflux.kernels.moe import router
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import failures, metal
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
 
 FUSED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms
-         if hasattr(forms[name], "kernels")]  # fmt: skip
+         if forms[name].kernels]  # fmt: skip
 LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
 
 
@@ -35,9 +37,8 @@ def calls(monkeypatch):
             ran.append(name)
             return form(*args, **kwargs)
 
-        if hasattr(form, "kernels"):
-            counted.kernels = form.kernels
-        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, counted)
+        stand_in = replace(form, function=counted)
+        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, stand_in)
     return ran
 
 
@@ -70,9 +71,47 @@ def test_the_table_names_forms_that_exist():
             assert sorted(row.start for row in rows) == [row.start for row in rows]
 
 
-def test_every_operation_has_an_example_and_a_reference():
-    assert set(EXAMPLES) == set(IMPLEMENTATIONS)
-    assert all("reference" in forms for forms in IMPLEMENTATIONS.values())
+def halved(x: mx.array, *, k: int) -> mx.array:
+    return x / 2
+
+
+RECORD = {
+    "name": "halved", "reference": halved, "others": {}, "size": None,
+    "example": lambda s, n, x: ((x(n),), {"k": 1}), "workloads": {"": lambda s, n, x: ((), {})},
+}  # fmt: skip
+
+
+def test_a_record_gives_calls_and_the_reference():
+    record = Operation(**RECORD)
+    assert list(record.implementations) == ["reference"]
+    args, kwargs = record.example_call(mx.bfloat16, tokens=3)
+    assert (args[0].shape, args[0].dtype, kwargs) == ((3,), mx.bfloat16, {"k": 1})
+    assert [what for what, _ in record.small_cases()] == ["several tokens", "one token"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        *[(name, f"argument: '{name}'") for name in RECORD],
+        ({"tokens": {"y": 0}}, "'halved' is wrong: 'y' is no argument"),
+        ({"shrunk": ("y",)}, "'y' is no argument"),
+        ({"others": {"fused": Implementation(lambda x: x)}}, "'fused' takes no 'k'"),
+        ({"others": {"reference": Implementation(halved)}}, "another implementation is called"),
+        ({"replaces": ("project",)}, "takes no steps"),
+        ({"reference": lambda x, *, k, steps=None: x}, "replaces nothing"),
+        ({"composed": True}, "replaces nothing and is composed"),
+        ({"by_rows": True}, "rows have no axis"),
+        ({"workloads": {}}, "no workload"),
+        ({"workloads": {"64": RECORD["example"]}}, "kinds have no axis"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_incomplete_record_is_an_error(change, fault):
+    given = {n: v for n, v in RECORD.items() if n != change} | (
+        {} if isinstance(change, str) else change
+    )
+    with pytest.raises(TypeError, match=fault):
+        Operation(**given)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -114,7 +153,8 @@ def test_wrong_shapes_are_no_fallback(monkeypatch, table):
 
     table([("fused", 1)])
     for name in ("fused", "reference"):
-        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, refuses)
+        stand_in = replace(IMPLEMENTATIONS["softmax_top_k"][name], function=refuses)
+        monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, stand_in)
     kernels = Kernels()
     with emulated(), pytest.raises(ShapeError, match="no rows"):
         kernels.softmax_top_k(LOGITS, k=2)
@@ -333,7 +373,8 @@ def test_training_takes_references(calls, table):
 )
 @pytest.mark.parametrize(("operation", "name"), FUSED)
 def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
-    verdict = trials.on_example(operation, name, IMPLEMENTATIONS[operation], dtype)
+    form = IMPLEMENTATIONS[operation][name].function
+    verdict = trials.on_example(OPERATIONS[operation], form, dtype)
     assert verdict.ok, verdict
 
 
@@ -379,8 +420,8 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     def wrong(logits, *, k, normalise=True):
         return router.softmax_top_k(logits, k=k)[0], mx.zeros((logits.shape[0], k))
 
-    wrong.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
-    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", wrong)
+    stand_in = replace(IMPLEMENTATIONS["softmax_top_k"]["fused"], function=wrong)
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", stand_in)
     with emulated():
         assert main(["check", "--operation", "softmax_top_k", "--dtype", "float32"]) == 1
     assert "wrong" in capsys.readouterr().out
@@ -409,7 +450,7 @@ def test_check_says_which_process_ended_and_how(capsys, monkeypatch):
 
 
 def test_examples_have_the_asked_dtype():
-    (logits,), _ = example("softmax_top_k", mx.bfloat16)
+    (logits,), _ = OPERATIONS["softmax_top_k"].example_call(mx.bfloat16)
     assert logits.dtype == mx.bfloat16
 
 

@@ -13,13 +13,15 @@ from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.batch import Batch
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REPLACES, Kernels, choose_kernels
+from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime.metal import MetalBackend, set_backend
 from mlx_moeflux.loading import load_model
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error, on_the_cpu
 from tests.kernels.metal.metal_device import _blank, on_metal
 
 PROMPT, TOKEN = mx.array([[5, 6, 7]]), mx.array([[9]])
+REPLACES = {name: record.replaces for name, record in OPERATIONS.items() if record.replaces}
 PAIRS = [(fused, one) for fused, replaced in REPLACES.items() for one in replaced]
 FAMILIES = {"latent_step": "deepseek-tiny"}
 
@@ -61,7 +63,7 @@ def blank_device(monkeypatch):
 
 def counted(operation, calls):
     """The reference of an operation, which notes its name."""
-    reference = IMPLEMENTATIONS[operation]["reference"]
+    reference = OPERATIONS[operation].reference
 
     @functools.wraps(reference)
     def given(*args, **kwargs):
@@ -108,7 +110,7 @@ def test_a_given_callable_is_called_although_a_fused_operation_does_its_work(
 @pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])
 @pytest.mark.parametrize("memory", ["100%", "50%"])
 def test_what_references_are_made_of_is_called_where_it_is_given(directories, family, memory):
-    """So no fused operation is missing in REPLACES."""
+    """So no fused operation is without `replaces`."""
 
     def called(*operations):
         calls = []
@@ -164,7 +166,7 @@ def test_what_contradicts_itself_is_one_line(monkeypatch, fused, replaced):
 
 @pytest.mark.parametrize("fused", REPLACES)
 def test_a_fused_operation_is_what_was_said_of_it(fused):
-    mine = IMPLEMENTATIONS[fused]["reference"]
+    mine = OPERATIONS[fused].reference
     # For all others "reference" was not said by name.
     assert choose_kernels("reference").names()[fused] == "reference"
     kernels = Kernels(dict.fromkeys(IMPLEMENTATIONS, "reference") | {fused: mine})

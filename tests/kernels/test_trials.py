@@ -3,6 +3,7 @@ found, and references, which must pass."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -19,11 +20,12 @@ import pytest
 
 from mlx_moeflux.errors import ExactnessError, UnsupportedError
 from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
-from mlx_moeflux.kernels.examples import TINY, example, workload
+from mlx_moeflux.kernels.examples import TINY
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import router
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels
+from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.kernels.runtime import metal
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
 from tests.kernels.metal import metal_device
 
@@ -31,7 +33,7 @@ LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
 
 
 def reference(operation):
-    return IMPLEMENTATIONS[operation]["reference"]
+    return OPERATIONS[operation].reference
 
 
 # ---- Planted faults
@@ -104,10 +106,9 @@ FAULTS = {
 
 def verdict_on(fault, dtype):
     operation, form = FAULTS[fault]
-    forms = IMPLEMENTATIONS[operation] | {"wrong": form}
     if form is not transposed:
-        return trials.on_example(operation, "wrong", forms, dtype)
-    return trials.attempt(operation, form, forms["reference"], *square(dtype))
+        return trials.on_example(OPERATIONS[operation], form, dtype)
+    return trials.attempt(OPERATIONS[operation], form, *square(dtype))
 
 
 @pytest.mark.parametrize("dtype", stock.DTYPES, ids=str)
@@ -127,13 +128,13 @@ def test_a_planted_fault_is_found_a_hundred_times(fault, dtype):
 def test_a_thousand_trials_of_right_kernels_find_nothing():
     with emulated():
         alarms = [
-            (operation, name, str(dtype), verdict)
-            for operation, forms in IMPLEMENTATIONS.items()
-            for name, form in forms.items()
-            if hasattr(form, "kernels")
+            (operation.name, name, str(dtype), verdict)
+            for operation in OPERATIONS.values()
+            for name, form in operation.implementations.items()
+            if form.kernels
             for dtype in stock.DTYPES
             for _ in range(15)
-            if not (verdict := trials.on_example(operation, name, forms, dtype)).ok
+            if not (verdict := trials.on_example(operation, form.function, dtype)).ok
         ]
     assert not alarms
 
@@ -147,13 +148,13 @@ def off_by(factors):
 def test_some_unlucky_draws_refuse_no_kernel(unlucky):
     """delta_mixer in bfloat16 fails one draw of fifty, and is right."""
     form = off_by(itertools.chain([1.02] * unlucky, itertools.repeat(1)))
-    verdict = trials.attempt("project", form, reference("project"), *square(mx.bfloat16))
+    verdict = trials.attempt(OPERATIONS["project"], form, *square(mx.bfloat16))
     assert verdict.ok == (unlucky < trials.FAILURES)
 
 
 def test_one_gross_error_refuses_a_kernel():
     form = off_by(itertools.chain([1, 1.5], itertools.repeat(1)))
-    assert not trials.attempt("project", form, reference("project"), *square(mx.bfloat16)).ok
+    assert not trials.attempt(OPERATIONS["project"], form, *square(mx.bfloat16)).ok
 
 
 def test_rows_of_one_number_are_taken_together():
@@ -165,8 +166,7 @@ def test_rows_of_one_number_are_taken_together():
 
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
 def test_stock_operations_pass(operation):
-    forms = IMPLEMENTATIONS[operation]
-    assert trials.on_example(operation, "reference", forms, mx.bfloat16).ok
+    assert trials.on_example(OPERATIONS[operation], reference(operation), mx.bfloat16).ok
 
 
 # ---- A GPU where nothing runs before its trial
@@ -192,10 +192,8 @@ def calls(monkeypatch):
 
 def stand_in(monkeypatch, name, function):
     forms = IMPLEMENTATIONS["softmax_top_k"]
-    if hasattr(forms[name], "kernels"):
-        function.kernels = forms[name].kernels
-    function.__signature__ = inspect.signature(forms["reference"])
-    monkeypatch.setitem(forms, name, function)
+    function.__signature__ = inspect.signature(reference("softmax_top_k"))
+    monkeypatch.setitem(forms, name, dataclasses.replace(forms[name], function=function))
 
 
 def another_process(monkeypatch):
@@ -344,7 +342,7 @@ def test_trials_leave_the_random_numbers_of_users_alone():
     mx.random.seed(5)
     Kernels().softmax_top_k(LOGITS, k=2)
     for operation in IMPLEMENTATIONS:
-        trials.on_example(operation, "reference", IMPLEMENTATIONS[operation], mx.float32)
+        trials.on_example(OPERATIONS[operation], reference(operation), mx.float32)
     assert mx.array_equal(mx.random.uniform(shape=(3,)), expected)
 
 
@@ -385,27 +383,29 @@ def test_in_a_trace_of_somebody_else_stock_computes(calls):
 
 
 def test_prompts_are_cut_and_the_truth_has_few_rows():
-    args, kwargs = workload("expert_mix", TINY, 300, mx.bfloat16)
+    args, kwargs = OPERATIONS["expert_mix"].workload("", TINY, 300, mx.bfloat16)
     seen = []
 
     def right(x, slots, weights, bank, *, initial=None):
         seen.append(x.shape)
         return reference("expert_mix")(x, slots, weights, bank, initial=initial)
 
-    assert trials.attempt("expert_mix", right, reference("expert_mix"), args, kwargs).ok
+    assert trials.attempt(OPERATIONS["expert_mix"], right, args, kwargs).ok
     assert set(seen) == {(300, TINY.C), (trials.TOKENS, TINY.C)}
 
 
-@pytest.mark.parametrize("operation", sorted(trials._CUTS))
+@pytest.mark.parametrize(
+    "operation", sorted(name for name, record in OPERATIONS.items() if record.tokens)
+)
 def test_prompts_of_every_operation_can_be_cut(operation):
-    args, kwargs = example(operation, mx.float32, tokens=trials.TOKENS + 40)
+    args, kwargs = OPERATIONS[operation].example_call(mx.float32, tokens=trials.TOKENS + 40)
     call = inspect.signature(reference(operation)).bind(*args, **kwargs)
-    cut = trials._cut(operation, reference(operation), call)
-    name, axis = next(iter(trials._CUTS[operation].items()))
+    cut = trials._cut(OPERATIONS[operation], reference(operation), call)
+    name, axis = next(iter(OPERATIONS[operation].tokens.items()))
     if operation == "project":
         args = (mx.concatenate([args[0]] * trials.TOKENS), *args[1:])
         call = inspect.signature(reference(operation)).bind(*args, **kwargs)
-        cut = trials._cut(operation, reference(operation), call)
+        cut = trials._cut(OPERATIONS[operation], reference(operation), call)
     assert cut.arguments[name].shape[axis] == trials.TOKENS
     # Of a cut call every result is that of the first tokens.
     some = trials.arrays(reference(operation)(*cut.args, **cut.kwargs))
@@ -418,10 +418,10 @@ def test_prompts_of_every_operation_can_be_cut(operation):
 
 def test_a_state_before_the_first_token_is_no_example():
     """Zeros would hide a wrong decay."""
-    args, kwargs = example("gated_delta", mx.bfloat16)
+    args, kwargs = OPERATIONS["gated_delta"].example_call(mx.bfloat16)
     kwargs["state"] = mx.zeros_like(kwargs["state"])
     form = FAULTS["decay 2 % off"][1]
-    assert not trials.attempt("gated_delta", form, reference("gated_delta"), args, kwargs).ok
+    assert not trials.attempt(OPERATIONS["gated_delta"], form, args, kwargs).ok
 
 
 # ---- Processes that die in a trial

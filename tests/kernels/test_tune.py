@@ -13,11 +13,12 @@ from mlx_moeflux import backend
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch, tune
-from mlx_moeflux.kernels.examples import WORKLOADS, Sizes, workload
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels, choose_kernels
+from mlx_moeflux.kernels.examples import Sizes
+from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.trials import arrays, largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 from mlx_moeflux.measure import command_buffers, model_calls
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
 
 TINY = Sizes(
@@ -75,18 +76,16 @@ def test_stock_mlx_is_never_chosen_for_experts_on_a_gpu(name, monkeypatch):
     assert "reference" in tried[2]
 
 
-def test_every_operation_with_a_kernel_has_a_workload():
-    measured = {name.partition(" ")[0] for name in WORKLOADS}
-    for operation, forms in IMPLEMENTATIONS.items():
-        assert operation in measured or not any(hasattr(f, "kernels") for f in forms.values())
+SOME = [
+    name if name.startswith("delta") else pytest.param(name, marks=pytest.mark.slow)
+    for name in tune.WORKLOADS
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n.startswith("delta") else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS],
-)
+@pytest.mark.parametrize("name", SOME)
 def test_forms_take_the_workloads(name):
-    args, kwargs = workload(name, TINY, 2, mx.float32)
+    operation, _, kind = name.partition(" ")
+    args, kwargs = OPERATIONS[operation].workload(kind, TINY, 2, mx.float32)
     forms = IMPLEMENTATIONS[name.partition(" ")[0]]
     expected = arrays(forms["reference"](*args, **kwargs))
     once = {"partly_written": ("h", "order", "out"), "schedules": [("forward", 0)]}

@@ -15,6 +15,7 @@ from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,
+    REFERENCE_MIX,
     ExpertCompute,
     ExpertMix,
     ExpertSum,
@@ -49,7 +50,6 @@ from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 from mlx_moeflux.kernels.runtime import metal
 
 DEFAULT_THREADS = 8
@@ -117,7 +117,7 @@ class StreamedStore(ExpertStore):
         balance: str | Balance | None = None,
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
-        mix: ExpertMix = expert_mix,
+        mix: ExpertMix = REFERENCE_MIX,
         scratch_bytes: int | None = None,
         activation: Activation = swiglu,
     ):

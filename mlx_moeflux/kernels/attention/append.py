@@ -15,9 +15,11 @@ import functools
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.quantised import FLOATS
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import on_the_device
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
+from mlx_moeflux.kernels.runtime.metal import MetalKernel
 
 Pair = tuple[mx.array, mx.array]
 
@@ -46,7 +48,6 @@ _KERNEL = MetalKernel(
 _THREADS = 256
 
 
-@launches(_KERNEL)
 def append_row_fused(tail, k, v, *, position):
     """The module's formula in one launch.
 
@@ -83,3 +84,19 @@ def _plan(keys, values, k, v, dtype):
         "output_shapes": [keys, values],
         "output_dtypes": [dtype, dtype],
     }
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    tail, row = (x(s.B, s.Hkv, s.tail, s.Dh), x(s.B, s.Hkv, s.tail, s.Dhv)), (s.B, s.Hkv, 1)
+    position = mx.array([2 * s.tail + 3], dtype=mx.int32)
+    return (tail, x(*row, s.Dh), x(*row, s.Dhv)), {"position": position}
+
+
+APPEND_ROW = Operation(
+    name="append_row",
+    reference=append_row,
+    others={"fused": Implementation(append_row_fused, kernels=(_KERNEL,))},
+    size=None,
+    example=_workload,
+    workloads={"": _workload},
+)

@@ -28,16 +28,20 @@ alone decides; each is in a ``.metal`` file of its name:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent_token
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend, launches
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend
 
 
 class Call(NamedTuple):
@@ -251,10 +255,9 @@ JOIN = MetalKernel(
     """,
 )
 SHARED = (*_KERNELS["shared"], JOIN)
-SDPA = (*_KERNELS["rows"], *SHARED)
+SDPA_KERNELS = (*_KERNELS["rows"], *SHARED)
 
 
-@launches(*SDPA)
 def sdpa_fused(q, k, v, *, scale, mask, length=None, start=None, tail=None, gate=None, sinks=None):
     """:func:`causal_sdpa` without scores in device memory; rows outside a sequence's range are
     never read, and a query that sees no key gets zeros. A mask that is an array goes to the
@@ -469,3 +472,78 @@ def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tupl
             needed = (keys * (D + 8) + values + M * (keys + 8)) * size
             needed += 16 * W * (keys + 1) * 4 + M * 4
             yield needed, {"MT": MT, "W": W, "BN": keys, "LAYOUT": layout}
+
+
+def call_of_size(s: Sizes, n: int, x: Normal, Dh: int, Dv: int, Hq: int, Hkv: int) -> Arguments:
+    rows = s.keys + -(-n // s.step) * s.step  # buffers are larger than what they hold
+    keys, values = x(s.B, Hkv, rows, Dh), x(s.B, Hkv, rows, Dv)
+    options = {"scale": Dh**-0.5, "mask": None if n == 1 else "causal", "length": s.keys + n}
+    return (x(s.B, Hq, n, Dh), keys, values), options
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    args, options = call_of_size(s, n, x, s.Dh, s.Dhv, s.Hq, s.Hkv)
+    return args, options | {"start": mx.array([0, 1]), "gate": x(s.B, n, s.Hq, 2 * s.Dhv)}
+
+
+def _cases(example: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """Yield what traced steps on GPUs and other callers pass too: a tail, a length on the device, a
+    mask as an array, queries that are padding."""
+    (q, k, v), every = example
+    T, length = q.shape[2], every["length"]
+    plain = {name: every[name] for name in ("scale", "mask", "length")}
+    cases = [every, plain | {"gate": every["gate"]}, plain]
+    if T > 1:
+        visible = mx.random.uniform(shape=(1, 1, T, length)) < 0.5
+        visible[..., 0] = True
+        # The first query of the second sequence is padding.
+        cases += [plain | {"mask": visible}, plain | {"start": mx.array([0, length - T + 1])}]
+    else:
+        rows = next(n for n in (8, 4, 2, 1) if k.shape[2] % n == 0)
+        tail = tuple(examples.normal(q.dtype)(*x.shape[:2], rows, x.shape[3]) for x in (k, v))
+        cases += [every | {"tail": tail, "length": mx.array([length], dtype=mx.int32)}]
+    for options in cases:
+        yield _given(options), ((q, k, v), options)
+
+
+def _given(options: dict[str, Any]) -> str:
+    """The arguments of a call of attention that change what is computed."""
+    names = [name for name in ("start", "tail", "gate") if name in options]
+    mask, length = options["mask"], options["length"]
+    shown = "an array" if isinstance(mask, mx.array) else mask
+    on_device = ["length on the device"] if isinstance(length, mx.array) else []
+    return ", ".join([f"mask {shown}", *names, *on_device])
+
+
+def _without_padding(call: Arguments, y: mx.array) -> mx.array:
+    """Return the result with 0 for queries of padding if they have finite numbers: later layers
+    compute with them."""
+    (q, *_), options = call
+    if "start" not in options or not isinstance(y, mx.array):
+        return y
+    T = q.shape[2]
+    query = options["length"] - T + mx.arange(T)
+    padding = (query < options["start"].reshape(-1, 1))[:, None, :, None]
+    return mx.where(padding & mx.isfinite(y), mx.zeros_like(y), y)
+
+
+SDPA = Operation(
+    name="sdpa",
+    reference=causal_sdpa,
+    others={
+        "fused": Implementation(sdpa_fused, kernels=SDPA_KERNELS),
+        "blas": Implementation(blas.sdpa_blas, on_cpu=True),
+    },
+    size=slice(2, 3),
+    kind=-1,
+    tokens={"q": 2, "gate": 1},
+    example=_example,
+    workloads={
+        "": lambda s, n, x: call_of_size(s, n, x, s.Dh, s.Dh, s.Hq, s.Hkv),
+        "64": lambda s, n, x: call_of_size(s, n, x, 64, 64, 2 * s.Hq, s.Hq // 2),
+        "128": lambda s, n, x: call_of_size(s, n, x, 128, 128, 2 * s.Hq, 2 * s.Hkv),
+        "192": lambda s, n, x: call_of_size(s, n, x, 192, 128, s.heads, s.heads),
+    },
+    cases=_cases,
+    unread=_without_padding,
+)

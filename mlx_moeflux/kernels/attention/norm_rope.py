@@ -21,8 +21,11 @@ import functools
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import equal, filled, on_the_device
-from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel, launches
+from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel
 
 
 def norm_rope(
@@ -76,7 +79,6 @@ _KERNEL = MetalKernel(
 _THREADS = 256
 
 
-@launches(_KERNEL)
 def norm_rope_fused(
     q, k, v, *, q_weight, k_weight, eps, dims, base, offset, frequencies=None, traditional=False
 ):
@@ -184,3 +186,28 @@ def offsets(offset: int | mx.array, batch: int) -> mx.array:
     if offset.size not in (1, batch):
         raise ShapeError(f"norm_rope: {offset.size} offsets for {batch} sequences.")
     return on_the_device(offset, batch)
+
+
+def _workload(s: Sizes, n: int, x: Normal, *, gates: int = 0) -> Arguments:
+    q, k, v = (x(s.B, n, h, d) for h, d in ((s.Hq, s.Dh + gates), (s.Hkv, s.Dh), (s.Hkv, s.Dhv)))
+    options = {"eps": 1e-6, "dims": s.Dh // 4, "base": 1e4, "offset": 3}
+    return (q, k, v), {"q_weight": x(s.Dh), "k_weight": x(s.Dh), **options}
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    return _workload(s, n, x, gates=s.Dh)
+
+
+NORM_ROPE = Operation(
+    name="norm_rope",
+    reference=norm_rope,
+    others={
+        "fused": Implementation(norm_rope_fused, kernels=(_KERNEL,)),
+        "blas": Implementation(blas.norm_rope_blas, on_cpu=True),
+    },
+    size=slice(1, 2),
+    tokens=dict.fromkeys(("q", "k", "v"), 1),
+    shrunk=("q", "k"),
+    example=_example,
+    workloads={"": _workload},
+)

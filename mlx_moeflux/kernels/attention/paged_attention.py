@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.attention.attention import (
     SHARED,
     Call,
@@ -24,10 +25,8 @@ from mlx_moeflux.kernels.attention.attention import (
     check_tail,
     run,
 )
-from mlx_moeflux.kernels.runtime.metal import launches
-
-# Operations whose work the fused one does.
-REPLACES = ("sdpa",)
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.operation import Implementation, Operation
 
 
 class References:
@@ -66,7 +65,6 @@ def paged_sdpa(
     return steps.sdpa(q, keys, values, scale=scale, mask=None, **options)
 
 
-@launches(*SHARED)
 def paged_sdpa_fused(
     q, k, v, *, table, page, scale, length, start=None, tail, gate=None, sinks=None
 ):
@@ -93,3 +91,48 @@ def paged_sdpa_fused(
     check_tail(call, *tail)
     options = {"scale": scale, "length": length, "start": start}
     return run(call, q, k, v, **options, tail=tail, table=table, gate=gate, sinks=sinks)
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    """Arguments for n sequences with consecutive blocks."""
+    pages, tail = (
+        (s.keys + 256) // examples.BLOCK,
+        (x(n, s.Hkv, s.tail, s.Dh), x(n, s.Hkv, s.tail, s.Dh)),
+    )
+    rows = (n * pages + 1) * examples.BLOCK
+    table = (1 + mx.arange(n * pages)).reshape(n, pages).astype(mx.int32)
+    options = {
+        "table": table,
+        "page": examples.BLOCK,
+        "length": mx.array([s.keys + 1], dtype=mx.int32),
+    }
+    return (x(n, s.Hq, 1, s.Dh), x(rows, s.Hkv, s.Dh), x(rows, s.Hkv, s.Dh)), {
+        **options, "tail": tail, "scale": s.Dh**-0.5
+    }  # fmt: skip
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    tail = (x(2, s.Hkv, s.tail, s.Dh), x(2, s.Hkv, s.tail, s.Dhv))
+    table = mx.array([[2, 0, 3, 0], [1, 4, 5, 0]], dtype=mx.int32)
+    length, start = (mx.array(value, dtype=mx.int32) for value in ([40], [7, 0]))
+    options = {
+        "table": table,
+        "page": examples.BLOCK,
+        "length": length,
+        "start": start,
+        "tail": tail,
+        "scale": s.Dh**-0.5,
+    }
+    pool = (6 * examples.BLOCK, s.Hkv)
+    return (x(2, s.Hq, 1, s.Dh), x(*pool, s.Dh), x(*pool, s.Dhv)), options
+
+
+PAGED_SDPA = Operation(
+    name="paged_sdpa",
+    reference=paged_sdpa,
+    others={"fused": Implementation(paged_sdpa_fused, kernels=SHARED)},
+    size=slice(0, 1),
+    replaces=("sdpa",),
+    example=_example,
+    workloads={"": _workload},
+)

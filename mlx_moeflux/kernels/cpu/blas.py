@@ -454,7 +454,8 @@ def _views(bank: ExpertBank) -> dict[str, tuple[ProjectionBank, Views]]:
     return known
 
 
-def _takes_bank(x: mx.array, slots: object, weights: object, bank: ExpertBank) -> bool:
+def takes_bank(x: mx.array, slots: object, weights: object, bank: ExpertBank) -> bool:
+    """Return True if numpy sees the arrays of this bank and of `x`."""
     try:
         _views(bank)
         numbers(x)
@@ -463,13 +464,10 @@ def _takes_bank(x: mx.array, slots: object, weights: object, bank: ExpertBank) -
     return True
 
 
-def _pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
+def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
+    """Bytes of scratch for each pair of a token and an expert."""
     F, C = bank.gate.weight.shape[1], bank.down.weight.shape[1]
     return 4 * (3 * C + 3 * F)
-
-
-expert_mix_blas.takes, expert_mix_blas.adds = _takes_bank, add_experts
-expert_mix_blas.pair_bytes = _pair_bytes
 
 
 @quiet

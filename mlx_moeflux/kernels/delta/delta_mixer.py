@@ -50,17 +50,18 @@ import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.cpu import blas_delta
 from mlx_moeflux.kernels.delta.gated_delta import (
-    L2_EPSILON,
+    GATED_DELTA,
     gated_delta,
     gated_delta_chunkwise_fused,
     gated_delta_recurrent_fused,
+    normalise_qk,
 )
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel, float_bits, launches
-
-# Operations whose work the fused one does.
-REPLACES = ("gated_delta",)
+from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel, float_bits
 
 
 class References:
@@ -84,17 +85,6 @@ def causal_conv_silu(
         return y, mx.contiguous(window[:, T:])
     ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(W - 1)[None]  # [B, W - 1]
     return y, mx.take_along_axis(window, ends[..., None], axis=1)
-
-
-def l2_normalise(x: mx.array) -> mx.array:
-    """``[..., D]`` to unit length over D, in float32, returned in the dtype of x."""
-    f = x.astype(mx.float32)
-    return (f * mx.rsqrt((f * f).sum(axis=-1, keepdims=True) + L2_EPSILON)).astype(x.dtype)
-
-
-def normalise_qk(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
-    """q, k ``[B, T, Hk, Dk]``: both to unit length, q also scaled by Dk^-1/2."""
-    return l2_normalise(q) * (q.shape[-1] ** -0.5), l2_normalise(k)
 
 
 def decay_beta(
@@ -499,14 +489,6 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
     )[0]
 
 
-@launches(
-    STEP,
-    STEP_OF_ROWS,
-    _PREPARE,
-    *gated_delta_recurrent_fused.kernels,
-    *gated_delta_chunkwise_fused.kernels,
-    _GATED_NORM,
-)
 def delta_mixer_fused(
     qkv,
     z,
@@ -584,3 +566,40 @@ def _pack(width: int) -> int:
     """Return the neighbours in a row of `width` that a lane reads together: a divisor of its
     share."""
     return math.gcd(width // 32, 4)
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    D, gates = 2 * s.Hk * s.Dk + s.Hv * s.Dv, (s.B, n, s.Hv)
+    return (x(s.B, n, D), x(s.B, n, s.Hv * s.Dv), x(*gates), x(*gates)), {
+        "conv_weight": x(D, 4),
+        "conv_state": x(s.B, 3, D),
+        "state": x(s.B, s.Hv, s.Dv, s.Dk, dtype=mx.float32),
+        "a_log": x(s.Hv, dtype=mx.float32),
+        "dt_bias": x(s.Hv, dtype=mx.float32),
+        "norm_weight": x(s.Dv),
+        "eps": 1e-6,
+    }
+
+
+DELTA_MIXER = Operation(
+    name="delta_mixer",
+    reference=delta_mixer,
+    others={
+        "fused": Implementation(
+            delta_mixer_fused,
+            kernels=(
+                STEP,
+                STEP_OF_ROWS,
+                _PREPARE,
+                *(k for other in GATED_DELTA.others.values() for k in other.kernels),
+                _GATED_NORM,
+            ),
+        ),
+        "blas": Implementation(blas_delta.delta_mixer_blas, on_cpu=True),
+    },
+    size=slice(1, 2),
+    tokens=dict.fromkeys(("qkv", "z", "a", "b", "mask"), 1),
+    replaces=("gated_delta",),
+    example=_workload,
+    workloads={"": _workload},
+)

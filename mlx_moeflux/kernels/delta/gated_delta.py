@@ -37,14 +37,27 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
+from mlx_moeflux.kernels.runtime.metal import MetalKernel
 
 # Tokens whose delta updates are solved together. CPU back end, 2 cores, Hk 16, Hv 32, D 128,
 # T 512: chunks of 8, 16, 32, 64 take 0.53, 0.44, 0.42, 0.68 s; token by token 0.67 s.
 CHUNK = 32
 # Added to the sum of squares of q and of k where they are normalised.
 L2_EPSILON = 1e-6
+
+
+def l2_normalise(x: mx.array) -> mx.array:
+    """``[..., D]`` to unit length over D, in float32, returned in the dtype of x."""
+    f = x.astype(mx.float32)
+    return (f * mx.rsqrt((f * f).sum(axis=-1, keepdims=True) + L2_EPSILON)).astype(x.dtype)
+
+
+def normalise_qk(q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
+    """q, k ``[B, T, Hk, Dk]``: both to unit length, q also scaled by Dk^-1/2."""
+    return l2_normalise(q) * (q.shape[-1] ** -0.5), l2_normalise(k)
 
 
 def gated_delta_recurrent(
@@ -236,7 +249,6 @@ _WALK = MetalKernel(
 )
 
 
-@launches(_RECURRENT)
 def gated_delta_recurrent_fused(q, k, v, *, log_decay, beta, state, mask=None):
     """Token by token in one launch, the state in registers.
 
@@ -256,7 +268,6 @@ def gated_delta_recurrent_fused(q, k, v, *, log_decay, beta, state, mask=None):
     return y, new_state
 
 
-@launches(_FACTORS, _WALK)
 def gated_delta_chunkwise_fused(
     q,
     k,
@@ -398,3 +409,26 @@ def _check(shapes, dtypes, mask) -> None:
         )
     if mask is not None and mask != ((B, T), mx.bool_):
         raise ShapeError(f"gated delta rule: mask is {mask}, expected bool {[B, T]}.")
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    q, k = normalise_qk(x(s.B, n, s.Hk, s.Dk), x(s.B, n, s.Hk, s.Dk))
+    return (q, k, x(s.B, n, s.Hv, s.Dv)), {
+        "log_decay": -0.3 * mx.abs(x(s.B, n, s.Hv, dtype=mx.float32)),
+        "beta": mx.sigmoid(x(s.B, n, s.Hv, dtype=mx.float32)),
+        "state": x(s.B, s.Hv, s.Dv, s.Dk, dtype=mx.float32),
+    }
+
+
+GATED_DELTA = Operation(
+    name="gated_delta",
+    reference=gated_delta,
+    others={
+        "recurrent": Implementation(gated_delta_recurrent_fused, kernels=(_RECURRENT,)),
+        "chunkwise": Implementation(gated_delta_chunkwise_fused, kernels=(_FACTORS, _WALK)),
+    },
+    size=slice(1, 2),
+    tokens=dict.fromkeys(("q", "k", "v", "log_decay", "beta", "mask"), 1),
+    example=_workload,
+    workloads={"": _workload},
+)

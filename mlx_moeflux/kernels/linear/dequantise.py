@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Stored, arrays_of, matrix_of, settings
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, on_nvidia
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, on_nvidia
 
 # Of a threadgroup, and words that each takes.
 _THREADS, _WORDS = 256, 4
@@ -46,7 +46,6 @@ _KERNEL = MetalKernel(
 )
 
 
-@launches(_KERNEL)
 def dequantise_fused(stored: Stored, dtype: mx.Dtype) -> mx.array:
     """The module's formula in one launch, with one rounding.
 

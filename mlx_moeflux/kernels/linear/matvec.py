@@ -24,7 +24,7 @@ from mlx_moeflux.kernels.linear.quantised import (
     staged_floats,
 )
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, launches, most_threads
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, most_threads
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
 # on the chip.
@@ -344,7 +344,7 @@ def _as_one(m: int, i: int, j: int, y: str, call: Callable[..., str]) -> str:
 
 _FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed", "joined"]))
 _KERNELS = {form: _kernel(*form) for form in _FORMS}
-launches(*_KERNELS.values())(project_fused)
+KERNELS = tuple(_KERNELS.values())
 
 
 def joining() -> tuple[MetalKernel, ...]:

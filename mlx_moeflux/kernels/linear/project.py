@@ -19,8 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.linear import small_batch
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.linear import matvec, small_batch
 from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.operation import Implementation, Operation
 
 # Bytes of a matrix that are dense at a time, in rows that are a multiple of this: where a result's
 # rows do not begin at multiples of 16 bytes, cuBLAS takes a kernel of a third of the speed.
@@ -106,3 +110,31 @@ def project_rows(
     return small_batch.project_rows(
         x, weights, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat
     )
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    widths = (2 * s.Hk * s.Dk + s.Hv * s.Dv, s.Hv * s.Dv)
+    return (x(1, n, s.C), [examples.weight(s, x, *widths, width=s.C)]), {"norm": x(s.C)}
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    weights = [Weight(0.2 * x(examples.N, s.C)), examples.weight(s, x, s.F, s.F, width=s.C)]
+    return (x(3, s.C), weights), {"norm": x(s.C), "eps": 1e-6, "normed": True}
+
+
+PROJECT = Operation(
+    name="project",
+    reference=project,
+    others={
+        "fused": Implementation(matvec.project_fused, kernels=matvec.KERNELS),
+        "rows": Implementation(project_rows, kernels=small_batch.KERNELS),
+        "dequantised": Implementation(project_dequantised),
+        "blas": Implementation(blas.project_blas, on_cpu=True),
+    },
+    size=slice(None, -1),
+    tokens={"x": -2, "residual": -2},
+    by_rows=True,
+    shrunk=("x", "residual"),
+    example=_example,
+    workloads={"": _workload},
+)

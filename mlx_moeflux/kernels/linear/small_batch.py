@@ -29,7 +29,7 @@ from mlx_moeflux.kernels.linear.matvec import (
     operands,
 )
 from mlx_moeflux.kernels.linear.quantised import Matrix
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have before one takes more rows.
@@ -172,7 +172,7 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
 
 _FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
 _KERNELS = {form: _kernel(*form) for form in _FORMS}
-launches(*_KERNELS.values())(project_rows)
+KERNELS = tuple(_KERNELS.values())
 
 
 @functools.lru_cache(maxsize=256)

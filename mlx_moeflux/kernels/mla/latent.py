@@ -44,8 +44,9 @@ import mlx.core as mx
 
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.attention.attention import (
-    SDPA,
+    SDPA_KERNELS,
     SHARED,
     Call,
     check_dtypes,
@@ -55,16 +56,17 @@ from mlx_moeflux.kernels.attention.attention import (
     run,
 )
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence, offsets
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.dequantise import dequantise, made_dense
 from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla import latent_token
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled
 from mlx_moeflux.kernels.runtime.metal import (
     MetalKernel,
     backend,
-    launches,
     most_threads,
     on_nvidia,
 )
@@ -144,7 +146,6 @@ _TURNED = _prepare_kernel("latent_turn", _PREPARED[1:])
 _PREPARE_THREADS, _EACH = 128, 8
 
 
-@launches(_WHOLE, _TURNED)
 def latent_prepare_fused(
     q, kv, *, norm, eps, frequencies, offset, factor=1.0, interleaved=False, nope=True
 ):
@@ -328,7 +329,6 @@ _WIDE = 8  # simdgroups of a threadgroup of head_vecmat
 NARROW_SIMDGROUPS, MOST_NARROW = 4, 4
 
 
-@launches(_MATVEC, _NARROW, _VECMAT)
 def head_product_fused(x, matrices, *, transposed=False):
     """:func:`head_product` in one launch, for a few rows of each head. Rows that heads share, and
     some heads only, go to :func:`head_product_dequantised`.
@@ -657,7 +657,6 @@ def _values_launch(
 VALUES_AT_ONCE = 128 << 20
 
 
-@launches(*SHARED, latent_token.KERNEL, *head_product_fused.kernels, VALUES_KERNEL)
 def latent_attention_fused(
     q_latent,
     q_rotary,
@@ -715,7 +714,6 @@ def latent_attention_fused(
     return head_product_fused(attend(), values)
 
 
-@launches(*SDPA)
 def latent_prefill_expanded(
     q, q_rotary, latents, rotary_keys, *, expand, length, scale, mask, start=None
 ):
@@ -768,3 +766,95 @@ def heads_at_once(B: int, H: int, Dn: int, length: int) -> int:
     """Return how many heads' keys and values are computed together, both of width Dn."""
     most = max(1, VALUES_AT_ONCE // (B * length * 2 * Dn))
     return -(-H // -(-H // most))
+
+
+def prepare_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    frequencies = 1e4 ** (-mx.arange(0, s.Dr, 2) / s.Dr)
+    options = {"norm": x(s.latent), "eps": 1e-6, "frequencies": frequencies, "offset": 3}
+    arrays = (x(s.B, n, s.heads, s.Dn + s.Dr), x(s.B, n, s.latent + s.Dr))
+    return arrays, options | {"factor": 1.2, "interleaved": True}
+
+
+LATENT_PREPARE = Operation(
+    name="latent_prepare",
+    reference=latent_prepare,
+    others={"fused": Implementation(latent_prepare_fused, kernels=(_WHOLE, _TURNED))},
+    size=slice(1, 2),
+    tokens={"q": 1, "kv": 1},
+    shrunk=("kv",),
+    example=prepare_workload,
+    workloads={"": prepare_workload},
+)
+
+
+def _product_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    parts = examples.quantised(s, x, s.heads, s.Dn + s.Dv, s.latent)
+    return (x(s.B, s.heads, n, s.latent), HeadMatrices(*parts, s.spec, s.Dn, s.Dv)), {}
+
+
+HEAD_PRODUCT = Operation(
+    name="head_product",
+    reference=head_product,
+    others={
+        "fused": Implementation(head_product_fused, kernels=(_MATVEC, _NARROW, _VECMAT)),
+        "dequantised": Implementation(head_product_dequantised),
+    },
+    size=slice(0, 3, 2),
+    tokens={"x": 2},
+    by_rows=True,
+    keeps_axes=True,
+    example=_product_workload,
+    example_tokens=1,
+    workloads={"": _product_workload},
+)
+
+
+def _attention_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows = s.keys + -(-n // s.step) * s.step
+    cache = x(s.B, 1, rows, s.latent), x(s.B, 1, rows, s.Dr)
+    return (x(s.B, s.heads, n, s.latent), x(s.B, s.heads, n, s.Dr), *cache), {
+        "length": s.keys + n, "scale": (s.Dn + s.Dr) ** -0.5, "mask": None if n == 1 else "causal"
+    }  # fmt: skip
+
+
+LATENT_ATTENTION = Operation(
+    name="latent_attention",
+    reference=latent_attention,
+    others={
+        "fused": Implementation(
+            latent_attention_fused,
+            kernels=(
+                *SHARED,
+                latent_token.KERNEL,
+                *HEAD_PRODUCT.others["fused"].kernels,
+                VALUES_KERNEL,
+            ),
+        )
+    },
+    size=slice(2, 3),
+    tokens={"q_latent": 2, "q_rotary": 2},
+    example=_attention_workload,
+    workloads={"": _attention_workload},
+)
+
+
+def _prefill_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    w_k, w_v = x(s.heads, s.latent, s.Dn), x(s.heads, s.latent, s.Dv)
+
+    def expand(latent: mx.array, first: int, last: int) -> tuple[mx.array, mx.array]:
+        return latent @ w_k[first:last], latent @ w_v[first:last]
+
+    (_, *rest), options = _attention_workload(s, n, x)
+    options |= {"expand": expand, "mask": "causal"}
+    return (x(s.B, n, s.heads, s.Dn + s.Dr), *rest), options
+
+
+LATENT_PREFILL = Operation(
+    name="latent_prefill",
+    reference=latent_prefill,
+    others={"expanded": Implementation(latent_prefill_expanded, kernels=SDPA_KERNELS)},
+    size=slice(1, 2),
+    tokens={"q": 1, "q_rotary": 2},
+    example=_prefill_workload,
+    workloads={"": _prefill_workload},
+)

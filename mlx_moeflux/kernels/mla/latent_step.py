@@ -22,17 +22,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.attention import append
 from mlx_moeflux.kernels.attention.append import Pair
 from mlx_moeflux.kernels.attention.norm_rope import offsets
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Matrix, arrays_of, matrix_of
 from mlx_moeflux.kernels.mla import latent
 from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
-
-# Operations whose work the fused one does.
-REPLACES = ("latent_prepare", "append_row", "head_product")
+from mlx_moeflux.kernels.runtime.metal import MetalKernel
 
 
 class References:
@@ -118,7 +118,6 @@ _KERNEL = MetalKernel(
 )
 
 
-@launches(_KERNEL)
 def latent_step_fused(
     q,
     kv,
@@ -207,3 +206,24 @@ def _launch(
         "output_shapes": [(B, H, 1, R), (B, H, 1, Dr), latents, keys],
         "output_dtypes": [dtype] * 4,
     }
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    arrays, options = latent.prepare_workload(s, 1, x)
+    tail = x(s.B, 1, s.tail, s.latent), x(s.B, 1, s.tail, s.Dr)
+    matrices = HeadMatrices(*examples.quantised(s, x, s.heads, s.latent, s.Dn), s.spec, 0, s.latent)
+    position = mx.array([s.tail + 3], dtype=mx.int32)
+    return (*arrays, tail, matrices), options | {"position": position}
+
+
+LATENT_STEP = Operation(
+    name="latent_step",
+    reference=latent_step,
+    others={"fused": Implementation(latent_step_fused, kernels=(_KERNEL,))},
+    size=None,
+    shrunk=("kv",),
+    replaces=("latent_prepare", "append_row", "head_product"),
+    composed=True,
+    example=_workload,
+    workloads={"": _workload},
+)

@@ -20,6 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import small_batch
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.matvec import simdgroups_of, tiling
@@ -33,11 +36,9 @@ from mlx_moeflux.kernels.linear.small_batch import (
 )
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_combine
+from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_bytes, most_threads
-
-# Operations whose work the fused one does.
-REPLACES = ("moe_combine",)
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes, most_threads
 
 
 class References:
@@ -92,8 +93,6 @@ def _added(
     return residual + shared.reshape(residual.shape)
 
 
-launches(*moe_combine.moe_combine_fused.kernels)(add_shared_dequantised)
-
 _KERNEL = MetalKernel(
     "add_shared",
     file="matvec.metal",
@@ -139,7 +138,6 @@ _SUM = MetalKernel(
 APART, THREADS = 1 << 23, 128
 
 
-@launches(_KERNEL, _PRODUCT, _SUM)
 def add_shared_fused(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """The module's formula in one launch for a few rows, each on its own, with one rounding; or
     with a large matrix in two, of which the first does not need `experts`, with the same bits.
@@ -230,7 +228,6 @@ _ROWS = MetalKernel(
 )
 
 
-@launches(_ROWS)
 def add_shared_rows(residual, experts, gate, up, down, *, score=None) -> mx.array:
     """:func:`add_shared` in one launch for some dozens of rows: SwiGLU is rounded to the dtype of
     the rows, each weight read once for up to 32. float32 goes to the kernel of a few rows, whose
@@ -259,3 +256,30 @@ def _rows_launch(known: Shared, memory: int) -> dict[str, Any]:
     template |= tile.arguments() | {"PARTIAL": partial_floats(tile.MT, NT, W)}
     groups = tile.groups(C), -(-tokens // (8 * NT))
     return launch_of(template, groups, 32 * W, [known.shape], dtype)
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    inner = (x(n, s.F), x(n, s.F), examples.weight(s, x, s.C, width=s.F))
+    return (x(1, n, s.C), x(n, s.C, dtype=mx.float32), *inner), {"score": x(n, 1)}
+
+
+ADD_SHARED = Operation(
+    name="add_shared",
+    reference=add_shared,
+    others={
+        "fused": Implementation(add_shared_fused, kernels=(_KERNEL, _PRODUCT, _SUM)),
+        "rows": Implementation(add_shared_rows, kernels=(_ROWS,)),
+        "dequantised": Implementation(
+            add_shared_dequantised, kernels=moe_combine.MOE_COMBINE.others["fused"].kernels
+        ),
+        "blas": Implementation(blas.add_shared_blas, on_cpu=True),
+    },
+    size=slice(None, -1),
+    tokens=dict.fromkeys(("residual", "experts", "gate", "up", "score"), -2),
+    by_rows=True,
+    shrunk=("residual", "experts"),
+    replaces=("moe_combine",),
+    example=_workload,
+    example_tokens=3,
+    workloads={"": _workload},
+)

@@ -16,12 +16,22 @@ nothing but the token's row and the expert's bytes; so a sum may be cut in k and
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 
-from mlx_moeflux.kernels.moe import expert_tiles
-from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
+from mlx_moeflux.kernels.moe import expert_pairs, expert_rows, expert_tiles
+from mlx_moeflux.kernels.moe.expert_ffn import (
+    ExpertBank,
+    ProjectionBank,
+    accumulate_experts,
+    expert_ffn,
+)
 from mlx_moeflux.kernels.moe.expert_pairs import checked, pair_bytes, readable
-from mlx_moeflux.kernels.runtime.metal import launches
+from mlx_moeflux.kernels.operation import Implementation, Operation
 
 ABSENT = 0xFFFFFFFF
 
@@ -53,5 +63,61 @@ def expert_mix_grouped(x, slots, weights, bank, *, initial=None) -> mx.array:
     return expert_tiles.grouped(x, slots, weights, bank, initial)
 
 
-expert_mix_grouped.takes, expert_mix_grouped.pair_bytes = readable, pair_bytes
-launches(*expert_tiles.KERNELS)(expert_mix_grouped)
+@functools.lru_cache(maxsize=1)
+def random_bank(s: Sizes, dtype: mx.Dtype) -> ExpertBank:
+    """One for all calls, which differ in their routes."""
+    shapes = ((s.F, s.C), (s.F, s.C), (s.C, s.F))
+    parts = [examples.quantised(s, examples.normal(dtype), s.E, *shape) for shape in shapes]
+    mx.eval(parts)
+    gate, up, down = (ProjectionBank(*part, s.spec) for part in parts)
+    return ExpertBank(gate, up, down)
+
+
+def call_of_size(s: Sizes, n: int, x: Normal) -> Arguments:
+    order = mx.argsort(mx.random.uniform(shape=(n, s.E), key=examples.fresh_key()), axis=-1)[
+        :, : s.K
+    ]
+    slots = mx.sort(order, axis=-1).astype(mx.uint32)
+    weights, rows = mx.random.uniform(shape=(n, s.K), key=examples.fresh_key()), x(n, s.C)
+    return (rows, slots, weights, random_bank(s, rows.dtype)), {}
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    return call_of_size(s, n, x)[0], {"initial": x(n, s.C, dtype=mx.float32)}
+
+
+EXPERT_MIX = Operation(
+    name="expert_mix",
+    reference=expert_mix,
+    others={
+        "pairs": Implementation(
+            expert_pairs.expert_mix_pairs,
+            kernels=expert_pairs.KERNELS,
+            takes=expert_pairs.readable_in_pairs,
+            pair_bytes=pair_bytes,
+        ),
+        "rows": Implementation(
+            expert_rows.expert_mix_rows,
+            kernels=expert_rows.KERNELS,
+            takes=expert_pairs.readable_in_pairs,
+            pair_bytes=pair_bytes,
+        ),
+        "grouped": Implementation(
+            expert_mix_grouped, kernels=expert_tiles.KERNELS, takes=readable, pair_bytes=pair_bytes
+        ),
+        "blas": Implementation(
+            blas.expert_mix_blas,
+            on_cpu=True,
+            takes=blas.takes_bank,
+            pair_bytes=blas.pair_bytes,
+            adds=blas.add_experts,
+        ),
+    },
+    size=slice(0, 1),
+    tokens=dict.fromkeys(("x", "slots", "weights", "initial"), 0),
+    by_rows=True,
+    equal_rows=False,
+    example=_example,
+    example_tokens=examples.N,
+    workloads={"": call_of_size},
+)

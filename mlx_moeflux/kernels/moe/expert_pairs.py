@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     activation_template,
 )
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
 
 # A kernel and how it is launched.
 Launch = tuple[MetalKernel, dict[str, Any]]
@@ -162,6 +162,8 @@ _OUTER_WIDE = MetalKernel(
     """,
 )
 
+KERNELS = (*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)
+
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup.
 INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS = 2, 4, 8
 
@@ -246,7 +248,3 @@ def _pair_launches(x, slots, weights, bank, initial) -> tuple[Launch, Launch]:
             _outer_launch(bank.layout, N, K, x.dtype, initial is not None, threads),
         )
     return found
-
-
-expert_mix_pairs.takes, expert_mix_pairs.pair_bytes = readable_in_pairs, pair_bytes
-launches(*_INNER.values(), *_OUTER.values(), _INNER_WIDE, _OUTER_WIDE)(expert_mix_pairs)

@@ -18,16 +18,11 @@ from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import ExpertLayout
 from mlx_moeflux.kernels.linear.small_batch import Tiling, partial_floats, simdgroups, tiling
-from mlx_moeflux.kernels.moe import expert_tiles
+from mlx_moeflux.kernels.moe import expert_pairs, expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
-from mlx_moeflux.kernels.moe.expert_pairs import (
-    checked,
-    expert_mix_pairs,
-    pair_bytes,
-    readable_in_pairs,
-)
+from mlx_moeflux.kernels.moe.expert_pairs import checked, expert_mix_pairs
 from mlx_moeflux.kernels.moe.expert_tiles import combine, grouped, list_pairs, list_tiles
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches
+from mlx_moeflux.kernels.runtime.metal import MetalKernel
 
 EIGHT = 8
 # Tiles of 16 rows that a threadgroup takes of down, whose rows are short.
@@ -61,9 +56,9 @@ _OUTER = MetalKernel(
             thread_index_in_threadgroup);
     """,
 )
+KERNELS = (_INNER, _OUTER, *expert_tiles.KERNELS, *expert_pairs.KERNELS)
 
 
-@launches(_INNER, _OUTER, *expert_tiles.KERNELS, *expert_mix_pairs.kernels)
 def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
     """The module's formula, in five launches. float32, and banks whose rows do not go in steps, go
     to :func:`~mlx_moeflux.kernels.moe.expert_pairs.expert_mix_pairs`; banks in MXFP4, with biases
@@ -87,9 +82,6 @@ def expert_mix_rows(x, slots, weights, bank, *, initial=None) -> mx.array:
     h = _INNER(x, *lists, *gate, *up, **inner)[0]
     out = _OUTER(h, *lists, *down, **outer)[0]
     return combine(out, slots, weights, bank.slots, initial)
-
-
-expert_mix_rows.takes, expert_mix_rows.pair_bytes = readable_in_pairs, pair_bytes
 
 
 @functools.lru_cache(maxsize=256)

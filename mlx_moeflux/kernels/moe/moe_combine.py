@@ -13,8 +13,11 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
 
 MOST_THREADS = 512
 
@@ -46,7 +49,6 @@ def moe_combine(
     return total.astype(residual.dtype)
 
 
-@launches(_KERNEL)
 def moe_combine_fused(residual, experts, *, shared=None, score=None) -> mx.array:
     """:func:`moe_combine` in one launch, a threadgroup a row.
 
@@ -77,3 +79,20 @@ def _check(name: str, array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) 
         raise ShapeError(
             f"moe_combine: {name} is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}."
         )
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.C), x(n, s.C, dtype=mx.float32)), {"shared": x(n, s.C), "score": x(n, 1)}
+
+
+MOE_COMBINE = Operation(
+    name="moe_combine",
+    reference=moe_combine,
+    others={"fused": Implementation(moe_combine_fused, kernels=(_KERNEL,))},
+    size=slice(0, 1),
+    tokens=dict.fromkeys(("residual", "experts", "shared", "score"), 0),
+    by_rows=True,
+    example=_workload,
+    example_tokens=examples.N,
+    workloads={"": _workload},
+)

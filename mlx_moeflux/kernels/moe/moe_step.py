@@ -23,8 +23,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear import matvec, project
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.matvec import ENTRIES, joined_places, joined_stride
@@ -39,10 +43,8 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import add_shared, expert_mix, moe_combine, router
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
 from mlx_moeflux.kernels.moe.expert_pairs import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, launches, most_threads
-
-# Operations whose work the fused one does.
-REPLACES = ("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine")
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
 
 
 class References:
@@ -133,7 +135,6 @@ _FINISH = MetalKernel(
 )
 
 
-@launches(*matvec.joining(), _INNER, _FINISH)
 def moe_step_fused(
     x, weights, bank, *, norm, eps, k, normalise=True, table=None, down=None, steps=None
 ) -> mx.array:
@@ -162,9 +163,6 @@ def _takes(
         return False
     alike = not any(weight.precise for weight in weights)
     return alike and tuple(len(weight.results) for weight in weights) in ENTRIES
-
-
-moe_step_fused.takes = _takes
 
 
 def _launches(x, weights, bank, k, normalise, table, down) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -247,3 +245,48 @@ def _check(C, E, widths, layout, num_slots, shared, table, k) -> None:
         good = good and (len(widths) == 3 or widths[1] == 1)
     if not good:
         raise ShapeError(f"results {widths} are not logits and a shared expert of {shared}.")
+
+
+def _workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    spec = QuantSpec(8, 64)
+    router = Weight(*mx.quantize(x(s.E + 1, s.C), group_size=64, bits=8), spec, (s.E, 1))
+    rows, weights = x(1, n, s.C), [router, examples.weight(s, x, s.F, s.F, width=s.C)]
+    options = {"norm": x(s.C), "eps": 1e-6, "k": s.K, "down": examples.weight(s, x, s.C, width=s.F)}
+    return (rows, weights, expert_mix.random_bank(s, rows.dtype)), options
+
+
+def _example(s: Sizes, n: int, x: Normal) -> Arguments:
+    rows, norm, router = _decisive(s, x)
+    (_, (_, shared), bank), options = _workload(s, n, x)
+    options |= {"norm": norm, "table": mx.arange(s.E, dtype=mx.uint32)}
+    return (rows, [Weight(router, outs=(s.E, 1)), shared], bank), options
+
+
+def _decisive(s: Sizes, x: Normal) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows, a norm's weight and a router that no rounding moves to another expert. Evaluates."""
+    while True:
+        rows, norm, router = x(3, s.C), x(s.C), 0.2 * x(s.E + 1, s.C)
+        arrays = (array.astype(mx.float32) for array in (rows, norm, router[: s.E]))
+        rows32, norm32, router32 = (np.array(array) for array in arrays)
+        normed = norm32 * rows32 / np.sqrt((rows32**2).mean(axis=-1, keepdims=True))
+        scores = np.sort(normed @ router32.T, axis=-1)
+        if (scores[:, -s.K] - scores[:, -s.K - 1]).min() > 0.05 * np.abs(scores).max():
+            return rows, norm, router
+
+
+MOE_STEP = Operation(
+    name="moe_step",
+    reference=moe_step,
+    others={
+        "fused": Implementation(
+            moe_step_fused, kernels=(*matvec.joining(), _INNER, _FINISH), takes=_takes
+        )
+    },
+    size=slice(None, -1),
+    shrunk=("x",),
+    chooses=True,
+    replaces=("project", "softmax_top_k", "expert_mix", "add_shared", "moe_combine"),
+    composed=True,
+    example=_example,
+    workloads={"": _workload},
+)

@@ -21,8 +21,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.kernels import examples
+from mlx_moeflux.kernels.cpu import blas
+from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, launches
+from mlx_moeflux.kernels.operation import Implementation, Operation
+from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
 SIMDGROUPS = 4  # tokens of a threadgroup
@@ -100,7 +104,6 @@ def top_k_ids(scores: mx.array, k: int) -> mx.array:
     return mx.argsort(-scores, axis=-1)[:, :k]
 
 
-@launches(_SOFTMAX)
 def softmax_top_k_fused(logits, *, k, normalise=True) -> tuple[mx.array, mx.array]:
     """:func:`softmax_top_k` in one launch, a simdgroup a token.
 
@@ -112,7 +115,6 @@ def softmax_top_k_fused(logits, *, k, normalise=True) -> tuple[mx.array, mx.arra
     return _launch(_SOFTMAX, logits, k=k, template=template)
 
 
-@launches(_SIGMOID)
 def sigmoid_top_k_fused(
     logits, bias, *, k, groups=1, kept_groups=1, normalise=True, scale=1.0
 ) -> tuple[mx.array, mx.array]:
@@ -157,3 +159,43 @@ def _launch(
     groups, shapes, dtypes = (-(-N // simdgroups), 1), [(N, k), (N, k)], (mx.uint32, mx.float32)
     ids, weights = kernel(*inputs, **launch_of(template, groups, 32 * simdgroups, shapes, *dtypes))
     return ids, weights
+
+
+def _softmax_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    return (x(n, s.E),), {"k": s.K}
+
+
+SOFTMAX_TOP_K = Operation(
+    name="softmax_top_k",
+    reference=softmax_top_k,
+    others={
+        "fused": Implementation(softmax_top_k_fused, kernels=(_SOFTMAX,)),
+        "blas": Implementation(blas.softmax_top_k_blas, on_cpu=True),
+    },
+    size=slice(0, 1),
+    tokens={"logits": 0},
+    by_rows=True,
+    chooses=True,
+    example=_softmax_workload,
+    example_tokens=examples.N,
+    workloads={"": _softmax_workload},
+)
+
+
+def _sigmoid_workload(s: Sizes, n: int, x: Normal) -> Arguments:
+    E, options = s.E + -s.E % 8, {"k": s.K, "groups": 8, "kept_groups": 4, "scale": 2.5}
+    return (x(n, E), x(E, dtype=mx.float32)), options
+
+
+SIGMOID_TOP_K = Operation(
+    name="sigmoid_top_k",
+    reference=sigmoid_top_k,
+    others={"fused": Implementation(sigmoid_top_k_fused, kernels=(_SIGMOID,))},
+    size=slice(0, 1),
+    tokens={"logits": 0},
+    by_rows=True,
+    chooses=True,
+    example=_sigmoid_workload,
+    example_tokens=examples.N,
+    workloads={"": _sigmoid_workload},
+)

@@ -9,10 +9,10 @@ takes other forms. Want of memory is no failure of a kernel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from mlx_moeflux.errors import KernelError, MoefluxError
+from mlx_moeflux.kernels.operation import Implementation
 from mlx_moeflux.kernels.runtime.metal import KERNELS
 
 # What MLX says of a kernel that does not compile, or has too many threads for its registers.
@@ -50,9 +50,9 @@ def generation() -> int:
     return Failed.generation
 
 
-def failed(form: Callable[..., Any]) -> bool:
+def failed(implementation: Implementation) -> bool:
     """Return True if an implementation launches a kernel that failed in this process."""
-    launched = getattr(form, "kernels", ())
+    launched = implementation.kernels
     return any(Failed.everything or kernel.name in Failed.names for kernel in launched)
 
 

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -38,7 +38,6 @@ MOST_BYTES = {"metal": 32 * 1024, "cuda": 48 * 1024}
 KERNELS: dict[str, MetalKernel] = {}
 
 Launcher = Callable[..., "list[mx.array]"]
-Function = TypeVar("Function", bound=Callable)
 
 
 class Backend(Protocol):
@@ -187,16 +186,6 @@ def settle() -> None:
     """Before something is evaluated while kernels are gathered: wait for them."""
     if (files := cuda_files()) is not None:
         files.settle()
-
-
-def launches(*kernels: MetalKernel) -> Callable[[Function], Function]:
-    """Mark a function as one that launches `kernels`: it needs a GPU and has no gradient."""
-
-    def mark(function: Function) -> Function:
-        function.kernels = kernels
-        return function
-
-    return mark
 
 
 def float_bits(value: float) -> int:

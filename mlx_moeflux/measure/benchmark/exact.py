@@ -20,13 +20,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExactnessError
-from mlx_moeflux.experts.compute import ExpertCompute, ExpertMix, from_whole_bank
+from mlx_moeflux.experts.compute import REFERENCE_MIX, ExpertCompute, ExpertMix, from_whole_bank
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
-from mlx_moeflux.kernels.moe.expert_mix import expert_mix
 
 # Difference of float32 logits by their size (root mean squares over the vocabulary) at the worst
 # position: of the same arithmetic, and of another program's.
@@ -41,7 +40,7 @@ class FreshStore(ExpertStore):
     See :class:`~mlx_moeflux.experts.store.ExpertStore`; slow on purpose."""
 
     def __init__(
-        self, reader: Reader, *, mix: ExpertMix = expert_mix, activation: Activation = swiglu
+        self, reader: Reader, *, mix: ExpertMix = REFERENCE_MIX, activation: Activation = swiglu
     ):
         self._activation = activation
         self.reader, self.layers, self.num_experts = reader, reader.layers, reader.num_experts

@@ -14,12 +14,12 @@ import pytest
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
-from mlx_moeflux.kernels.examples import example
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, Kernels
+from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.layers import Applied
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error
 
 BLAS = [op for op, forms in IMPLEMENTATIONS.items() if "blas" in forms]
@@ -44,9 +44,16 @@ def test_these_have_one():
     }  # fmt: skip
 
 
+def example(operation):
+    """The arguments of an operation's example that BLAS takes."""
+    args, kwargs = OPERATIONS[operation].example_call()
+    kwargs.pop("start", None)
+    return args, kwargs
+
+
 @pytest.mark.parametrize("operation", BLAS)
 def test_agrees_with_the_reference(operation):
-    args, kwargs = example(operation, form="blas")
+    args, kwargs = example(operation)
     expected = flat(IMPLEMENTATIONS[operation]["reference"](*args, **kwargs))
     actual = flat(IMPLEMENTATIONS[operation]["blas"](*args, **kwargs))
     assert [(a.shape, a.dtype) for a in actual] == [(b.shape, b.dtype) for b in expected]
@@ -206,7 +213,7 @@ def test_kept_or_made_anew_in_blocks_gives_the_same_bits(monkeypatch, bits):
 
 @pytest.mark.parametrize("operation", BLAS)
 def test_what_mlx_traces_goes_to_the_reference(operation):
-    args, kwargs = example(operation, form="blas")
+    args, kwargs = example(operation)
     if operation == "expert_mix":
         pytest.skip("chosen before the call: see below")
     kernels = Kernels()
@@ -295,7 +302,7 @@ def test_attention_over_what_is_padded_goes_to_the_reference(refused):
 
 
 def test_a_mixer_takes_all_projections_in_one_array():
-    (qkv, *rest), kwargs = example("delta_mixer")
+    (qkv, *rest), kwargs = OPERATIONS["delta_mixer"].example_call()
     joined = mx.concatenate([qkv, *rest], axis=-1)
     apart = IMPLEMENTATIONS["delta_mixer"]["blas"](qkv, *rest, **kwargs)
     together = IMPLEMENTATIONS["delta_mixer"]["blas"](joined, None, None, None, **kwargs)
@@ -303,7 +310,7 @@ def test_a_mixer_takes_all_projections_in_one_array():
 
 
 def test_a_delta_rule_that_was_chosen_is_taken():
-    args, kwargs = example("delta_mixer")
+    args, kwargs = OPERATIONS["delta_mixer"].example_call()
     calls = []
 
     def rule(*args, **kwargs):

@@ -7,15 +7,16 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS, REFERENCE
+from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.runtime.metal import MetalKernel, set_backend
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.metal.variant import plain_name
 
 # Bytes of the types of threadgroup arrays.
@@ -159,11 +160,11 @@ def recorded(name: str = "metal", *, every_form: bool = False) -> Iterator[Recor
 
 def _through_all(forms):
     """Forms that call the others first."""
-    others = {n: f for n, f in forms.items() if hasattr(f, "kernels") or n == REFERENCE}
+    others = {n: f for n, f in forms.items() if f.kernels or n == REFERENCE}
     busy = []
 
     def through_all(name, form):
-        @functools.wraps(form)
+        @functools.wraps(form.function)
         def call(*args, **kwargs):
             for other, each in others.items() if not busy else ():
                 if other != name:
@@ -172,8 +173,8 @@ def _through_all(forms):
                     with contextlib.suppress(ShapeError, UnsupportedError):
                         each(*args, **kwargs)
                     busy.pop()
-            return form(*args, **kwargs)
+            return form.function(*args, **kwargs)
 
         return call
 
-    return {name: through_all(name, form) for name, form in forms.items()}
+    return {n: replace(f, function=through_all(n, f)) for n, f in forms.items()}

@@ -12,10 +12,10 @@ import pytest
 
 from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.kernels import dispatch, trials, verdicts
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime.metal import MetalBackend
 from mlx_moeflux.loading import load_model
 from tests.kernels.cases import all_cases
+from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error, on_the_cpu
 from tests.kernels.metal.metal_device import MetalDevice, on_metal
 from tests.kernels.metal.variant import plain_name
@@ -95,7 +95,7 @@ def asked() -> set[tuple[str, str]]:
 
 
 def kernels_of(forms: set[tuple[str, str]]) -> set[str]:
-    found = (getattr(IMPLEMENTATIONS[op][name], "kernels", ()) for op, name in forms)
+    found = (IMPLEMENTATIONS[op][name].kernels for op, name in forms)
     return {kernel.name for kernels in found for kernel in kernels}
 
 
@@ -167,7 +167,7 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
 @pytest.mark.slow
 def test_every_kernel_of_every_implementation_is_launched(tmp_path):
     forms = [form for forms in IMPLEMENTATIONS.values() for form in forms.values()]
-    names = {kernel.name for form in forms for kernel in getattr(form, "kernels", ())}
+    names = {kernel.name for form in forms for kernel in form.kernels}
     with on_metal(tmp_path) as device:
         for cases in all_cases().values():
             cases[0].check()

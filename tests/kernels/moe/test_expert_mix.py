@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.moe import expert_mix as module
+from mlx_moeflux.kernels.moe import expert_pairs as module
 from mlx_moeflux.kernels.moe import expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     ProjectionBank,
     accumulate_experts,
 )
-from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix, expert_mix_grouped
+from mlx_moeflux.kernels.moe.expert_mix import ABSENT, EXPERT_MIX, expert_mix, expert_mix_grouped
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs, pair_bytes
-from mlx_moeflux.kernels.moe.expert_rows import expert_mix_rows
 from tests.kernels.experts import BETWEEN, mix, random_array, random_bank, random_route
 from tests.kernels.harness import Case, emulated, error, launched, patched
 
-IMPLEMENTATIONS = {"pairs": expert_mix_pairs, "grouped": expert_mix_grouped}
+IMPLEMENTATIONS = {name: EXPERT_MIX.others[name] for name in ("pairs", "grouped")}
 
 # tokens, K, slots, C, F, bits, group, dtype, bits of down, biases, a clamp, dtype in the bank
 SIZES = [
@@ -132,11 +131,11 @@ def test_more_experts_than_a_threadgroup_has_room_for():
     x, slots, weights, bank = case(*sizes)
     with emulated(name="cuda"):
         test_agrees_with_float64("emulator", sizes, 0.0)
-        assert expert_mix_pairs.takes(x, slots, weights, bank)
+        assert EXPERT_MIX.others["pairs"].takes(x, slots, weights, bank)
     with emulated(name="metal"):
-        assert not expert_mix_pairs.takes(x, slots, weights, bank)
-        assert not expert_mix_rows.takes(x, slots, weights, bank)
-        assert expert_mix_grouped.takes(x, slots, weights, bank)
+        assert not EXPERT_MIX.others["pairs"].takes(x, slots, weights, bank)
+        assert not EXPERT_MIX.others["rows"].takes(x, slots, weights, bank)
+        assert EXPERT_MIX.others["grouped"].takes(x, slots, weights, bank)
         with pytest.raises(UnsupportedError, match="no room for 16 experts"):
             expert_mix_pairs(x, slots, weights, bank)
 

@@ -14,12 +14,13 @@ from mlx_moeflux.kernels.moe import moe_step as module
 from mlx_moeflux.kernels.moe.add_shared import add_shared_fused
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
-from mlx_moeflux.kernels.moe.moe_step import moe_step, moe_step_fused
+from mlx_moeflux.kernels.moe.moe_step import MOE_STEP, moe_step, moe_step_fused
 from mlx_moeflux.kernels.moe.router import softmax_top_k_fused
 from tests.kernels.experts import dense, mix, random_array, random_bank, random_matrix
 from tests.kernels.harness import Case, emulated, error, float64
 
 EPS = 1e-5
+takes = MOE_STEP.others["fused"].takes
 
 
 class Apart:
@@ -86,9 +87,9 @@ def test_more_experts_than_a_threadgroup_has_room_for():
         args, options = arguments(sizes)
         with emulated(name="cuda"):
             test_the_bits_of_the_launches_that_it_replaces("emulator", sizes)
-            assert moe_step_fused.takes(*args, **options)
+            assert takes(*args, **options)
         with emulated(name="metal"):
-            assert not moe_step_fused.takes(*args, **options)
+            assert not takes(*args, **options)
             with pytest.raises(UnsupportedError, match=f"no room for {K} experts"):
                 moe_step_fused(*args, **options)
 
@@ -104,11 +105,11 @@ def test_tokens_together_or_apart_give_the_same_bits():
 def test_what_the_form_takes():
     for sizes in SIZES:
         args, options = arguments(sizes)
-        assert moe_step_fused.takes(*args, **options), sizes
+        assert takes(*args, **options), sizes
     (x, weights, bank), options = arguments(SIZES[1])
-    assert not moe_step_fused.takes(x, weights + weights, bank, **options)
-    assert not moe_step_fused.takes(x[..., :64], weights, bank, **options)
-    assert not moe_step_fused.takes(x, weights, bank, **options | {"k": 17})
+    assert not takes(x, weights + weights, bank, **options)
+    assert not takes(x[..., :64], weights, bank, **options)
+    assert not takes(x, weights, bank, **options | {"k": 17})
 
 
 @pytest.mark.parametrize(

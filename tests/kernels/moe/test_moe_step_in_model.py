@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
+from tests.kernels.forms import IMPLEMENTATIONS
 
 APART = "auto,moe_step=reference"
 
@@ -32,8 +34,7 @@ def fused_calls(monkeypatch):
         calls.append(args[0].shape)
         return fused(*args, **kwargs)
 
-    counted.kernels, counted.takes = fused.kernels, fused.takes
-    monkeypatch.setitem(IMPLEMENTATIONS["moe_step"], "fused", counted)
+    monkeypatch.setitem(IMPLEMENTATIONS["moe_step"], "fused", replace(fused, function=counted))
     return calls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -13,9 +14,9 @@ from mlx_moeflux.errors import InputError, KernelError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.registry import IMPLEMENTATIONS
 from mlx_moeflux.kernels.runtime import failures
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
+from tests.kernels.forms import IMPLEMENTATIONS
 
 RAISES = "LU factorization failed"
 BUILD = "[metal::Device] Unable to build metal library from source\nprogram_source:3: error"
@@ -43,8 +44,8 @@ def broken(monkeypatch, tmp_path):
         )
         return ids, weights + zero
 
-    form.kernels = IMPLEMENTATIONS["softmax_top_k"]["fused"].kernels
-    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", form)
+    stand_in = replace(IMPLEMENTATIONS["softmax_top_k"]["fused"], function=form)
+    monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", stand_in)
     table = tmp_path / "dispatch.json"
     table.write_text(json.dumps({"softmax_top_k": {"cpu": [{"form": "fused", "from": 1}]}}))
     monkeypatch.setenv(dispatch.ENVIRONMENT, str(table))
@@ -116,7 +117,7 @@ def test_a_kernel_that_mlx_names_is_the_only_one():
         )
     assert failures.failed(form_of("append_row", "expert_inner_wide"))
     assert not failures.failed(form_of("expert_inner"))
-    assert not failures.failed(lambda: None)
+    assert not failures.failed(form_of())
 
 
 @pytest.mark.parametrize(("message", "kind"), [(BUILD, RuntimeError), (THREADS, ValueError)])
