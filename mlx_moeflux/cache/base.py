@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError
-from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.kernels.verify import failures
 
 
 class Mark:

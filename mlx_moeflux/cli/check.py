@@ -75,7 +75,7 @@ def _check(dtype: str, part: str) -> int:
 
 def _check_stock(dtype) -> int:
     """Print the worst error of every stock operation against float64; return the failures."""
-    from mlx_moeflux.kernels import stock
+    from mlx_moeflux.kernels.verify import stock
 
     print(f"{'stock operation':<33} {'dtype':<9} {'verdict':<8} error")
     failed = 0
@@ -89,29 +89,20 @@ def _check_stock(dtype) -> int:
 
 
 def _check_kernels(dtype, operations: Iterable[str]) -> int:
-    """Print the error of every implementation of operations on a small example; return the
+    """Print the error of every implementation of operations on a small call; return the
     failures."""
-    from mlx_moeflux.kernels import trials
-    from mlx_moeflux.kernels.operation import REFERENCE
-    from mlx_moeflux.kernels.registry import OPERATIONS
-    from mlx_moeflux.kernels.runtime import metal
+    from mlx_moeflux.kernels.verify.check import check
 
     print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'verdict':<8} error")
     failed = 0
-    for operation in operations:
-        record = OPERATIONS[operation]
-        for name, implementation in record.implementations.items():
-            # A reference on the GPU is compared with the same reference on the CPU.
-            if not (implementation.kernels or name == REFERENCE):
-                continue
-            if isinstance(metal.backend(), metal.NoBackend):
-                verdict, detail = "not run", "no GPU"
-            else:
-                result = trials.on_example(record, implementation.function, dtype)
-                failed += not result.ok
-                verdict = "right" if result.ok else "wrong"
-                detail = result.reason or f"{result.error:.1e}"
-            print(f"{operation:<18} {name:<14} {_name(dtype):<9} {verdict:<8} {detail}")
+    for operation, name, result in check(dtype, operations):
+        if result is None:
+            verdict, detail = "not run", "no GPU"
+        else:
+            failed += not result.ok
+            verdict = "right" if result.ok else "wrong"
+            detail = result.reason or f"{result.error:.1e}"
+        print(f"{operation:<18} {name:<14} {_name(dtype):<9} {verdict:<8} {detail}")
     return failed
 
 

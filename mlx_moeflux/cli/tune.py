@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_kernels(args: argparse.Namespace) -> int:
     from mlx_moeflux.kernels import dispatch
     from mlx_moeflux.kernels.runtime import metal
-    from mlx_moeflux.kernels.tune import keep, tune, write
+    from mlx_moeflux.kernels.verify.tune import keep, tune, write
     from mlx_moeflux.loading import load
     from mlx_moeflux.measure.command_buffers import tune_limits
     from mlx_moeflux.measure.model_calls import calls_of

@@ -31,8 +31,8 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
     processed,
 )
-from mlx_moeflux.kernels.runtime import failures
-from mlx_moeflux.kernels.trials import describe
+from mlx_moeflux.kernels.nested import describe
+from mlx_moeflux.kernels.verify import failures
 
 UNLIMITED = -1  # tokens of a reply
 OPEN_REPLY = 4096

@@ -26,7 +26,7 @@ from mlx_moeflux.generation.sampling import (
     make_sampler,
     processed,
 )
-from mlx_moeflux.kernels.trials import describe
+from mlx_moeflux.kernels.nested import describe
 
 Progress = Callable[[int, int], None]
 

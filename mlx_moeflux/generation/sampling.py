@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, ShapeError
-from mlx_moeflux.kernels.trials import describe
+from mlx_moeflux.kernels.nested import describe
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

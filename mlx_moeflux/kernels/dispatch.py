@@ -26,7 +26,7 @@ from mlx_moeflux import user_cache
 from mlx_moeflux._version import __version__
 from mlx_moeflux.checkpoint.files import read_json_object
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.kernels import verdicts
+from mlx_moeflux.kernels.verify import verdicts
 
 TABLE = Path(__file__).with_name("dispatch.json")
 ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"

@@ -28,7 +28,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, trials, verdicts
+from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.attention.append import APPEND_ROW
 from mlx_moeflux.kernels.attention.attention import SDPA
 from mlx_moeflux.kernels.attention.norm_rope import NORM_ROPE
@@ -48,8 +48,10 @@ from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX
 from mlx_moeflux.kernels.moe.moe_combine import MOE_COMBINE
 from mlx_moeflux.kernels.moe.moe_step import MOE_STEP
 from mlx_moeflux.kernels.moe.router import SIGMOID_TOP_K, SOFTMAX_TOP_K
+from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, Operation, row_name
-from mlx_moeflux.kernels.runtime import failures, metal
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import failures, trials, verdicts
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
 AUTO = "auto"
@@ -488,7 +490,7 @@ def _check_callable(operation: Operation, given: Callable[..., Any], values: boo
                 f"the given '{name}' fails on a small case ({what}): {type(error).__name__}: "
                 f"{error}. Its arguments are those of the reference: {names}."
             ) from error
-        described, wanted = trials.describe(actual), trials.describe(expected)
+        described, wanted = describe(actual), describe(expected)
         if described != wanted:
             raise ShapeError(f"the given '{name}' returns {described} ({what}), expected {wanted}.")
         compared = (operation.without_unread(case, value) for value in (actual, expected))

@@ -28,7 +28,7 @@ from mlx_moeflux._version import __version__
 from mlx_moeflux.backend import describe_backend
 from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.kernels import verdicts
+from mlx_moeflux.kernels.verify import verdicts
 
 # Version of the JSON file.
 FORMAT = 1

@@ -25,7 +25,7 @@ from mlx_moeflux.experts.telemetry.events import EventHook, joined, parted
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
 from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, is_own
 from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable

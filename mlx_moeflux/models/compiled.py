@@ -20,10 +20,10 @@ import mlx.core as mx
 from mlx_moeflux.cache import AttentionCache, KVCache, LatentCache, RecurrentCache, transaction
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
-from mlx_moeflux.kernels import trials
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
 
 

@@ -15,9 +15,9 @@ from mlx_moeflux.cache import BaseCache, SequenceState, transaction
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import DecoderLayer, on_gpu, project_normed, weights_of

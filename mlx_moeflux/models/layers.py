@@ -19,9 +19,9 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
 from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.modules import (
     RMS_NORMS,
     Embedding,

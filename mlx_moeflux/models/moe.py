@@ -20,8 +20,8 @@ from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.experts.store import check_result
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, ProjectionBank, swiglu
+from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.trials import describe
 from mlx_moeflux.models.layers import PreciseLinear, SwiGLU, project_normed, weights_of
 from mlx_moeflux.models.modules import RMS_NORMS, Linear, Module
 from mlx_moeflux.models.record import Recorder

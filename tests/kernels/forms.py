@@ -6,9 +6,9 @@ import dataclasses
 
 import mlx.core as mx
 
+from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.registry import OPERATIONS
-from mlx_moeflux.kernels.trials import describe
 from tests.kernels.harness import error
 
 # Operation -> name -> implementation, the reference too.

@@ -12,11 +12,12 @@ import pytest
 from mlx_moeflux.cli import check, main
 from mlx_moeflux.cli.generate import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
+from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
-from mlx_moeflux.kernels.runtime import failures, metal
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated

@@ -47,7 +47,7 @@ class Backend(Protocol):
     pads_inputs: bool
     # Kernels run only while MLX's default device is a GPU.
     follows_device: bool
-    # "auto" uses nothing before its trial (kernels/trials.py).
+    # "auto" uses nothing before its trial (kernels/verify/trials.py).
     checks_first_use: bool
 
     def build(self, kernel: MetalKernel) -> Launcher:

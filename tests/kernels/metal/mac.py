@@ -17,7 +17,7 @@ import pytest
 
 from mlx_moeflux import backend
 from mlx_moeflux.experts.io import file_readers
-from mlx_moeflux.kernels import tune
+from mlx_moeflux.kernels.verify import tune
 from mlx_moeflux.measure.benchmark import pages
 from tests.kernels.metal.metal_device import MetalDevice, on_metal
 

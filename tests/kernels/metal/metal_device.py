@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.experts.io import read_pool
-from mlx_moeflux.kernels import verdicts
 from mlx_moeflux.kernels.runtime.metal import Launcher, MetalBackend, MetalKernel, set_backend
+from mlx_moeflux.kernels.verify import verdicts
 from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import require_emulator
 from tests.kernels.metal.emulator import Emulator

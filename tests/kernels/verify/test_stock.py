@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.kernels import stock
+from mlx_moeflux.kernels.verify import stock
 from tests.kernels.harness import require_gpu
 
 

@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExactnessError, UnsupportedError
-from mlx_moeflux.kernels import dispatch, stock, trials, verdicts
+from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import TINY
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import router
+from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import stock, trials, verdicts
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
 from tests.kernels.metal import metal_device
@@ -51,7 +53,7 @@ def of_result(operation, change):
 
     def wrong(*args, **kwargs):
         result = reference(operation)(*args, **kwargs)
-        first, *rest = trials.arrays(result)
+        first, *rest = arrays(result)
         flat = change(first.reshape(-1)).astype(first.dtype).reshape(first.shape)
         return flat if isinstance(result, mx.array) else [flat, *rest]
 
@@ -408,8 +410,8 @@ def test_prompts_of_every_operation_can_be_cut(operation):
         cut = trials._cut(OPERATIONS[operation], reference(operation), call)
     assert cut.arguments[name].shape[axis] == trials.TOKENS
     # Of a cut call every result is that of the first tokens.
-    some = trials.arrays(reference(operation)(*cut.args, **cut.kwargs))
-    whole = trials.arrays(reference(operation)(*args, **kwargs))
+    some = arrays(reference(operation)(*cut.args, **cut.kwargs))
+    whole = arrays(reference(operation)(*args, **kwargs))
     for a, b in zip(some, whole, strict=True):
         where = tuple(slice(n) for n in a.shape)
         same = mx.allclose(a, b[where], atol=1e-5).item()
@@ -428,7 +430,7 @@ def test_a_state_before_the_first_token_is_no_example():
 
 DIES = """
 import os, mlx.core as mx
-from mlx_moeflux.kernels import verdicts
+from mlx_moeflux.kernels.verify import verdicts
 with verdicts.running("sdpa=fused 1"):
     os.kill(os.getpid(), 9)
 """

@@ -12,10 +12,12 @@ import pytest
 from mlx_moeflux import backend
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
-from mlx_moeflux.kernels import dispatch, tune
+from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import Sizes
+from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
-from mlx_moeflux.kernels.trials import arrays, largest_error
+from mlx_moeflux.kernels.verify import tune
+from mlx_moeflux.kernels.verify.trials import largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 from mlx_moeflux.measure import command_buffers, model_calls
 from tests.kernels.forms import IMPLEMENTATIONS

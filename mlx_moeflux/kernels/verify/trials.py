@@ -5,7 +5,7 @@ variant first runs on a GPU, with a version of MLX and a build of macOS that are
 is computed three times: by the implementation, by stock MLX, and by the reference on the CPU in
 float32, which is the truth. The implementation passes if its result is finite everywhere, close to
 stock everywhere, and off from the truth by at most twice what stock is off. Stock operations have
-trials too, against an absolute limit. Verdicts are kept (:mod:`mlx_moeflux.kernels.verdicts`).
+trials too, against an absolute limit; :mod:`mlx_moeflux.kernels.verify.verdicts` keeps verdicts.
 
 A trial runs on the arrays of the call, because only those have the shapes, the layout and the banks
 that will be used. A graph that ``mx.compile`` traces has no values; :func:`compiled` therefore runs
@@ -29,11 +29,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
-from mlx_moeflux.kernels import verdicts
 from mlx_moeflux.kernels.linear.weight import Weight
+from mlx_moeflux.kernels.nested import arrays, describe
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
-from mlx_moeflux.kernels.runtime import failures, metal
-from mlx_moeflux.kernels.verdicts import Verdict
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import failures, verdicts
+from mlx_moeflux.kernels.verify.verdicts import Verdict
 
 # What stock MLX may be off, root mean square by root mean square; a wrong operation is off by more
 # than a tenth. Products of float32 on NVIDIA keep 11 bits unless MLX_ENABLE_TF32=0.
@@ -527,26 +528,6 @@ def _wide(value: Any) -> Any:
 
 
 # ---- Comparisons
-
-
-def arrays(value: Any) -> list[mx.array]:
-    """Return the arrays of a value, of its entries and of its fields."""
-    if isinstance(value, mx.array):
-        return [value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if not isinstance(value, (tuple, list)):
-        return []
-    return [array for entry in value for array in arrays(entry)]
-
-
-def describe(value: Any) -> str:
-    """Dtypes and shapes, nested as `value` is."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(describe(v) for v in value)})"
-    if isinstance(value, mx.array):
-        return f"{str(value.dtype).removeprefix('mlx.core.')}{list(value.shape)}"
-    return type(value).__name__
 
 
 def largest_error(actual: Any, expected: Any) -> float:

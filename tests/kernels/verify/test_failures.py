@@ -14,7 +14,7 @@ from mlx_moeflux.errors import InputError, KernelError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.runtime import failures
+from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.forms import IMPLEMENTATIONS
 

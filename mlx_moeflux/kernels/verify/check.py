@@ -1,0 +1,36 @@
+"""Tries the implementations of operations, each on a small call, for ``mlx_moeflux check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_moeflux.kernels.operation import REFERENCE
+from mlx_moeflux.kernels.registry import OPERATIONS
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.verify import trials
+from mlx_moeflux.kernels.verify.verdicts import Verdict
+
+
+class Checked(NamedTuple):
+    """An implementation, and the verdict on it; None: MLX drives no GPU, and it did not run."""
+
+    operation: str
+    implementation: str
+    verdict: Verdict | None
+
+
+def check(dtype: mx.Dtype, operations: Iterable[str]) -> Iterator[Checked]:
+    """Try everything that a GPU computes: references, which stand for stock MLX, and what launches
+    kernels. A reference on the GPU is compared with the same reference on the CPU."""
+    for operation in operations:
+        record = OPERATIONS[operation]
+        for name, implementation in record.implementations.items():
+            if not (implementation.kernels or name == REFERENCE):
+                continue
+            verdict = None
+            if not isinstance(metal.backend(), metal.NoBackend):
+                verdict = trials.on_example(record, implementation.function, dtype)
+            yield Checked(operation, name, verdict)
