@@ -93,7 +93,7 @@ def _check_kernels(dtype, operations: Iterable[str]) -> int:
     failures."""
     from mlx_moeflux.kernels.verify.check import check
 
-    print(f"{'operation':<18} {'form':<14} {'dtype':<9} {'verdict':<8} error")
+    print(f"{'operation':<18} {'implementation':<14} {'dtype':<9} {'verdict':<8} error")
     failed = 0
     for operation, name, result in check(dtype, operations):
         if result is None:

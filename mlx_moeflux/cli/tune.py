@@ -89,8 +89,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
     backend = metal.backend().name
     for operation, backends in table.items():
         if operation != dispatch.MEASURED and backend in backends:
-            forms = [f"{row['form']} from {row['from']}" for row in backends[backend]]
-            print(f"{operation:<18} {', '.join(forms)}")
+            names = [f"{row['form']} from {row['from']}" for row in backends[backend]]
+            print(f"{operation:<18} {', '.join(names)}")
     print(used)
     if args.model is not None and not args.out and backend != "cpu":
         strict = args.strict_config

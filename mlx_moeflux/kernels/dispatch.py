@@ -1,9 +1,9 @@
-"""Which form "auto" takes: dispatch.json, a table from operation and back end to forms and the
-sizes from which on they are used.
+"""Which implementation "auto" takes: dispatch.json, a table from operation and back end to names of
+implementations ("form") and the sizes from which on they are used.
 
     {"gated_delta": {"cuda": [{"form": "recurrent", "from": 1, "us": {...}}, ...]}}
 
-"us" holds microseconds measured at that size for the forms that were compared. An operation or a
+"us" holds microseconds measured at that size for those that were compared. An operation or a
 back end that is not listed takes the reference. "sdpa 64" has the rows of calls of head size 64;
 others take those of "sdpa". "measured" says where and when the rows of a back end were measured.
 Those of "metal" were not: one token takes kernels, and prompts take stock MLX where its result
@@ -33,9 +33,9 @@ ENVIRONMENT, MEASURED = "MOEFLUX_DISPATCH", "measured"
 
 
 class Row(NamedTuple):
-    """A form, and the size from which on it is used."""
+    """The name of an implementation, and the size from which on it is used."""
 
-    form: str
+    name: str
     start: int = 1
 
 
@@ -110,12 +110,12 @@ def special_rows(operation: str, backend: str) -> dict[str, tuple[Row, ...]]:
 
 def pick(chosen: Sequence[Row], size: int) -> str:
     """Return the implementation for a call of `size`."""
-    return next((row.form for row in reversed(chosen) if row.start <= size), "reference")
+    return next((row.name for row in reversed(chosen) if row.start <= size), "reference")
 
 
 def describe(chosen: Sequence[Row]) -> str:
-    """``recurrent+chunkwise@64``: forms and where they begin."""
+    """``recurrent+chunkwise@64``: implementations and where they begin."""
     if not chosen:
         return "reference"
-    named = [row.form if row.start <= 1 else f"{row.form}@{row.start}" for row in chosen]
+    named = [row.name if row.start <= 1 else f"{row.name}@{row.start}" for row in chosen]
     return "+".join(named if chosen[0].start <= 1 else ["reference", *named])

@@ -152,7 +152,7 @@ class Dispatcher:
         return result
 
     def _by_name(self) -> Implementation:
-        """Return the chosen form; training takes references, but given callables stay."""
+        """Return what was chosen; training takes references, but given callables stay."""
         if self._mode.references_only and not callable(self.choice):
             return self.reference
         assert self._fixed is not None
@@ -241,11 +241,11 @@ class Dispatcher:
         backend = metal.backend()
         self._backend, self._generation = backend, failures.Failed.generation
         self._checks_first_use = backend.checks_first_use
-        forms = self._implementations.items()
-        usable = {n: (n, f) for n, f in forms if n != REFERENCE and not failures.failed(f)}
+        every = self._implementations.items()
+        usable = {n: (n, one) for n, one in every if n != REFERENCE and not failures.failed(one)}
 
         def starts(rows: Sequence[dispatch.Row]) -> Starts:
-            return [(row.start, usable.get(row.form)) for row in rows]
+            return [(row.start, usable.get(row.name)) for row in rows]
 
         self._starts = starts(dispatch.rows(self.name, backend.name))
         special = dispatch.special_rows(self.name, backend.name)
@@ -270,7 +270,7 @@ class Dispatcher:
         stock = f"{self.name}={REFERENCE}"
         if self.choice != AUTO:
             return [f"{stock} is chosen"] if self.choice == REFERENCE else []
-        names = {row.form for row in dispatch.rows(self.name, backend.name)}
+        names = {row.name for row in dispatch.rows(self.name, backend.name)}
         reasons = [f"{stock} is in the table of kernels"] if REFERENCE in names else []
         gone = [name for name in names if failures.failed(self._implementations[name])]
         if backend.checks_first_use:
@@ -338,9 +338,9 @@ class Kernels:
         given callable that nothing has called, for ``--stats``."""
         given = [op for op in self._operations.values() if callable(op.choice) and not op.called]
         return [f"{op.name}={op.active()} was given and never called" for op in given] + [
-            f"{name}={form} fell back to the reference {calls} times: {reason}"
+            f"{name}={other} fell back to the reference {calls} times: {reason}"
             for name, operation in self._operations.items()
-            for form, (calls, reason) in operation.fallbacks.items()
+            for other, (calls, reason) in operation.fallbacks.items()
         ]
 
     def unpromised(self) -> list[str]:
@@ -393,7 +393,7 @@ def choose_kernels(
             is. A fused operation and one whose work it does are both chosen by name. A callable's
             numbers are wrong, or NaN.
         ShapeError: A callable fails, or does not return the reference's shapes and dtypes.
-        UnsupportedError: A chosen form needs a GPU, and MLX drives none.
+        UnsupportedError: A chosen implementation needs a GPU, and MLX drives none.
     """
     if not isinstance(choices, str | Mapping | None):
         raise InputError(
@@ -449,7 +449,7 @@ def _named(operation: Operation, name: str) -> Implementation:
     found = operation.implementations.get(name)
     if found is None:
         known = ", ".join([AUTO, *operation.implementations])
-        raise InputError(f"'{operation.name}' has no form '{name}'; there are {known}.")
+        raise InputError(f"'{operation.name}' has no implementation '{name}'; there are {known}.")
     if found.kernels and isinstance(metal.backend(), metal.NoBackend):
         raise UnsupportedError(
             f"{operation.name}={name} needs a GPU and MLX drives none here; choose 'reference' or "
@@ -462,12 +462,12 @@ def _check_table() -> None:
     """A table that another version wrote may name implementations that are gone."""
     for name, backends in dispatch.table().items():
         operation = OPERATIONS.get(name.partition(" ")[0])
-        named = {row.form for rows in backends.values() for row in rows}
+        named = {row.name for rows in backends.values() for row in rows}
         if operation is not None and not named <= operation.implementations.keys():
             missing = min(named - operation.implementations.keys())
             raise InputError(
-                f"{dispatch.ENVIRONMENT}: '{name}' has no form '{missing}'; write the table anew "
-                "with 'mlx_moeflux tune --kernels'."
+                f"{dispatch.ENVIRONMENT}: '{name}' has no implementation '{missing}'; write the "
+                "table anew with 'mlx_moeflux tune --kernels'."
             )
 
 

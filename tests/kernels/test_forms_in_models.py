@@ -123,5 +123,5 @@ def test_forms_give_what_references_give(family, compared, tmp_path, monkeypatch
     assert not compared.wrong, "\n".join(compared.wrong)
     for operation in {operation for operation, _ in compared.taken}:
         rows = dispatch.rows(operation, backend().name)
-        forms = {row.form for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
+        forms = {row.name for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
         assert {(operation, form) for form in forms} <= compared.taken

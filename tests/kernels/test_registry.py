@@ -68,7 +68,8 @@ def test_the_table_names_forms_that_exist():
         assert set(backends) <= {"cpu", "cuda", "metal"}
         for rows in backends.values():
             assert rows, operation
-            assert all(row.form in IMPLEMENTATIONS[operation.partition(" ")[0]] for row in rows)
+            known = IMPLEMENTATIONS[operation.partition(" ")[0]]
+            assert all(row.name in known for row in rows)
             assert sorted(row.start for row in rows) == [row.start for row in rows]
 
 
@@ -185,7 +186,7 @@ def test_one_call_may_ask_for_another_form(calls, table):
         kernels.softmax_top_k(LOGITS, k=2, use_kernel="fused")
         kernels.softmax_top_k(LOGITS, k=2, use_kernel="auto")
         kernels.softmax_top_k(LOGITS, k=2)
-        with pytest.raises(InputError, match="no form 'fast'"):
+        with pytest.raises(InputError, match="no implementation 'fast'"):
             kernels.softmax_top_k(LOGITS, k=2, use_kernel="fast")
     assert calls == ["fused", "fused", "reference"]
 
@@ -222,7 +223,7 @@ def test_environment_then_argument(monkeypatch):
     ("text", "message"),
     [
         ("fast", "'fast' is neither"),
-        ("sdpa=fast", "'sdpa' has no form 'fast'; there are auto, reference"),
+        ("sdpa=fast", "'sdpa' has no implementation 'fast'; there are auto, reference"),
         ("conv=reference", "no operation is called 'conv'"),
     ],
 )

@@ -324,5 +324,5 @@ def test_a_kernel_of_wrong_shape_or_name_is_refused_at_load():
         load_model(BUNDLED_MODEL, kernels={"sdpa": lambda q, k, v, **_: q[..., :1]})
     with pytest.raises(InputError, match="sdpaa"):
         load_model(BUNDLED_MODEL, kernels={"sdpaa": "reference"})
-    with pytest.raises(InputError, match="has no form 'fast'"):
+    with pytest.raises(InputError, match="has no implementation 'fast'"):
         load_model(BUNDLED_MODEL, kernels={"sdpa": "fast"})

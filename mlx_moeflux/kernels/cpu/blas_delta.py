@@ -1,4 +1,4 @@
-"""A gated delta net between its projections on the CPU, through numpy: a form of delta_mixer.
+"""A gated delta net between its projections on the CPU, through numpy: delta_mixer.
 
 Formulas and shapes are in :mod:`mlx_moeflux.kernels.delta.delta_mixer` and
 :mod:`mlx_moeflux.kernels.delta.gated_delta`. Products are of one size for every sequence, head and

@@ -9,9 +9,9 @@ Shapes:
     float32; bank: the experts by slot; initial: ``[N, C]`` float32 or None.
     returns: ``[N, C]`` float32.
 
-Terms are added in float32 in the order of k. In one form, what an expert gives a token depends on
-nothing but the token's row and the expert's bytes; so a sum may be cut in k and continued with
-`initial`, and tokens may be computed together or apart, without changing a bit.
+Terms are added in float32 in the order of k. In one implementation, what an expert gives a token
+depends on nothing but the token's row and the expert's bytes; so a sum may be cut in k and
+continued with `initial`, and tokens may be computed together or apart, without changing a bit.
 """
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ def readable(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) ->
 
 
 def readable_in_pairs(x: mx.array, slots: object, weights: mx.array, bank: ExpertBank) -> bool:
-    """The same for forms that take a simdgroup for each of a token's experts."""
+    """Return the same for implementations that take a simdgroup for each of a token's experts."""
     return 32 * weights.shape[1] <= most_threads() and readable(x, slots, weights, bank)
 
 
 def pair_bytes(bank: ExpertBank, dtype: mx.Dtype) -> int:
-    """Bytes of scratch that the fused forms need for each pair of a long call."""
+    """Bytes of scratch that kernels need for each pair of a long call."""
     return (bank.layout.C + bank.layout.F) * dtype.size + 16
 
 

@@ -3,7 +3,7 @@
 MLX compiles a kernel, and learns how many threads it may have, when the graph is evaluated: long
 after the call that launched it. So no call can catch such an error and compute otherwise. Instead
 the reply ends with one line, the kernel is marked for the rest of the process, and the next reply
-takes other forms. Want of memory is no failure of a kernel.
+takes other implementations. Want of memory is no failure of a kernel.
 """
 
 from __future__ import annotations

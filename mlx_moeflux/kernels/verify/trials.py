@@ -116,11 +116,15 @@ def call(
 
 
 def _launched(
-    operation: Operation, name: str, form: Implementation, args: tuple, kwargs: dict[str, Any]
+    operation: Operation,
+    name: str,
+    implementation: Implementation,
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """Return a result of `form` that is not evaluated, and whether it can be trusted."""
+    """Return a result of `implementation` that is not evaluated, and whether it can be trusted."""
     with metal.recorded() as launches:
-        result = form.function(*args, **kwargs)
+        result = implementation.function(*args, **kwargs)
     key = _key(operation.name, name, sorted(set(launches)) or _shapes(args, kwargs))
     texts = ", ".join(sorted({launch[0] for launch in launches}))
     return result, _verdict(key, operation, name, args, kwargs, texts).ok
@@ -242,25 +246,25 @@ class Errors(NamedTuple):
 
 
 def attempt(
-    operation: Operation, form: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+    operation: Operation, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Verdict:
-    """Try `form` on the arguments of a call; the reference itself is held against the absolute
+    """Try `function` on the arguments of a call; the reference itself is held against the absolute
     limit. Evaluates."""
     reference = operation.implementations[REFERENCE].function
     call = signature(reference).bind(*args, **kwargs)
     call.arguments.pop("steps", None)
-    call = _cut(operation, form, call)
+    call = _cut(operation, function, call)
     dtype = _dtype(call)
     least, passed, failed, without_stock = math.inf, 0, 0, 0
     reason = "no finite arguments to try it on"
     for drawn, truth, rows in _draws(operation, call):
-        actual, broken = _run(form, drawn)
+        actual, broken = _run(function, drawn)
         if broken:
             return Verdict(False, reason=broken)
         errors = _errors(actual, truth, rows)
         least = min(least, max((e.rms for e in errors), default=0.0))
         reason = f"error {least:.2g}"
-        if form is reference:
+        if function is reference:
             if _is_near(errors, dtype):
                 return Verdict(True, least)
             continue
@@ -344,10 +348,10 @@ def _draws(operation: Operation, call: BoundArguments) -> Iterator[Draw]:
             yield drawn, truth, rows
 
 
-def _run(form: Function, call: BoundArguments) -> tuple[Any, str]:
-    """Return what `form` gives, evaluated, or None and why it fails."""
+def _run(function: Function, call: BoundArguments) -> tuple[Any, str]:
+    """Return what `function` gives, evaluated, or None and why it fails."""
     try:
-        result = _called(form, call)
+        result = _called(function, call)
         mx.eval(arrays(result))
         return result, ""
     except (ShapeError, UnsupportedError) as error:
@@ -359,8 +363,8 @@ def _run(form: Function, call: BoundArguments) -> tuple[Any, str]:
         return None, " ".join(str(error).split())[:300]
 
 
-def _called(form: Function, call: BoundArguments) -> Any:
-    return form(*call.args, **call.kwargs)
+def _called(function: Function, call: BoundArguments) -> Any:
+    return function(*call.args, **call.kwargs)
 
 
 @contextmanager
@@ -424,8 +428,8 @@ def _dtype(call: BoundArguments) -> mx.Dtype:
     return next((d for d in (mx.bfloat16, mx.float16) if d in found), mx.float32)
 
 
-def _cut(operation: Operation, form: Function, call: BoundArguments) -> BoundArguments:
-    """Return the call with the first tokens alone, as few as `form` still launches the same for."""
+def _cut(operation: Operation, function: Function, call: BoundArguments) -> BoundArguments:
+    """Return the call with the first tokens alone, as few as `function` launches the same for."""
     axes = operation.tokens
     name = next(iter(axes), None)
     if name is None or call.arguments.get("lengths") is not None:
@@ -436,13 +440,13 @@ def _cut(operation: Operation, form: Function, call: BoundArguments) -> BoundArg
         return call
     whole = None
     for tokens in itertools.takewhile(lambda n: n < total, (TOKENS << i for i in range(32))):
-        whole = _variant(form, call) if whole is None else whole
+        whole = _variant(function, call) if whole is None else whole
         some = _map_tokens(operation, call, lambda a, axis, n=tokens: mx.take(a, _first(n), axis))
         if isinstance(length := some.arguments.get("length"), int):
             some.arguments["length"] = length - (total - tokens)
         elif "length" in some.arguments:
             return call
-        if _variant(form, some) == whole:
+        if _variant(function, some) == whole:
             return some
     return call
 
@@ -451,10 +455,10 @@ def _first(n: int) -> mx.array:
     return mx.arange(n)
 
 
-def _variant(form: Function, call: BoundArguments) -> list[Any]:
-    """Return what `form` launches; nothing is evaluated."""
+def _variant(function: Function, call: BoundArguments) -> list[Any]:
+    """Return what `function` launches; nothing is evaluated."""
     with metal.recorded() as launches:
-        _called(form, call)
+        _called(function, call)
     return sorted(set(launches))
 
 
@@ -536,9 +540,9 @@ def largest_error(actual: Any, expected: Any) -> float:
     return max((e.worst for e in _errors(actual, arrays(expected), None)), default=0.0)
 
 
-def on_example(operation: Operation, form: Function, dtype: mx.Dtype) -> Verdict:
-    """Return the verdict of `form` on a small call with every option of the operation, for
+def on_example(operation: Operation, function: Function, dtype: mx.Dtype) -> Verdict:
+    """Return the verdict of `function` on a small call with every option of the operation, for
     ``check``."""
     args, kwargs = operation.example_call(dtype)
     mx.eval(arrays((args, list(kwargs.values()))))
-    return attempt(operation, form, args, kwargs)
+    return attempt(operation, function, args, kwargs)

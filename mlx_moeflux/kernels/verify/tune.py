@@ -79,16 +79,16 @@ def tune(
 
 
 def rows(times: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Tokens -> form -> seconds, as rows: another form wherever one is faster by the margin than
+    """Tokens -> name -> seconds, as rows: another name wherever one is faster by the margin than
     that before it; at first than the reference."""
     found: list[dict[str, Any]] = []
-    for tokens, by_form in sorted(times.items()):
-        now, best = found[-1]["form"] if found else REFERENCE, min(by_form, key=by_form.__getitem__)
-        if now in by_form and by_form[best] > (1 - MARGIN) * by_form[now]:
+    for tokens, by_name in sorted(times.items()):
+        now, best = found[-1]["form"] if found else REFERENCE, min(by_name, key=by_name.__getitem__)
+        if now in by_name and by_name[best] > (1 - MARGIN) * by_name[now]:
             best = now
         if found and best == now:
             continue
-        us = {form: float(f"{1e6 * t:.3g}") for form, t in sorted(by_form.items())}
+        us = {n: float(f"{1e6 * t:.3g}") for n, t in sorted(by_name.items())}
         found.append({"form": best, "from": tokens if found else 1, "us": us})
     return found
 
@@ -101,21 +101,21 @@ def measure(
     calls: Tokens, and calls to take turns with, by ascending tokens.
     """
     operation = OPERATIONS[name.partition(" ")[0]]
-    forms = {form: each for form, each in operation.implementations.items() if _runs(each)}
+    runs = {n: each for n, each in operation.implementations.items() if _runs(each)}
     if not (operation.equal_rows or isinstance(metal.backend(), metal.NoBackend)):
-        del forms[REFERENCE]
+        del runs[REFERENCE]
     found: dict[int, dict[str, float]] = {}
-    if len(forms) < 2:
+    if len(runs) < 2:
         return {}
     for tokens, rotated in calls:
-        by_form = seconds(
-            forms, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")
+        by_name = seconds(
+            runs, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")
         )
-        if not by_form:
+        if not by_name:
             continue
-        found[tokens] = by_form
-        best = min(by_form.values())
-        forms = {f: c for f, c in forms.items() if by_form.get(f, 0.0) <= HOPELESS * best}
+        found[tokens] = by_name
+        best = min(by_name.values())
+        runs = {n: each for n, each in runs.items() if by_name.get(n, 0.0) <= HOPELESS * best}
     return found
 
 
@@ -131,40 +131,40 @@ def _published(name: str) -> Iterator[tuple[int, list[Arguments]]]:
 
 
 def seconds(
-    forms: Mapping[str, Implementation], calls: Sequence[Arguments], *, report: Report
+    implementations: Mapping[str, Implementation], calls: Sequence[Arguments], *, report: Report
 ) -> dict[str, float]:
     """Return implementation -> seconds of one call: the median of slopes over the number of calls
     in one evaluation. Implementations alternate, so that a machine that slows down slows all alike.
     Those that refuse the call are left out."""
 
-    def run(form: str, count: int) -> float:
+    def run(name: str, count: int) -> float:
         outputs, start = [], time.perf_counter()
         for i in range(count):
             args, kwargs = calls[i % len(calls)]
-            outputs.append(forms[form](*args, **kwargs))
-        # On a CPU forms may compute while they are called; a GPU's host is busy elsewhere.
+            outputs.append(implementations[name](*args, **kwargs))
+        # On a CPU some compute while they are called; a GPU's host is busy elsewhere.
         start = time.perf_counter() if gpu else start
         mx.eval(outputs)
         mx.synchronize()
         return time.perf_counter() - start
 
     gpu, once, slopes = _gpu(), {}, {}
-    for form in forms:
+    for name in implementations:
         try:
-            run(form, len(calls))  # compiles, and evaluates the arguments
-            once[form], slopes[form] = run(form, 1), []
+            run(name, len(calls))  # compiles, and evaluates the arguments
+            once[name], slopes[name] = run(name, 1), []
         except (RuntimeError, ValueError) as error:
-            # Metal raises ValueError for too many threads, and so do shapes that a form refuses.
-            report(f"{form} refuses: {str(error).splitlines()[0]}")
+            # Metal raises ValueError for too many threads, and so do shapes that one refuses.
+            report(f"{name} refuses: {str(error).splitlines()[0]}")
     for _ in range(ROUNDS):
-        for form, whole in once.items():
+        for name, whole in once.items():
             if whole > LONGEST:
-                slopes[form].append(run(form, 1))
+                slopes[name].append(run(name, 1))
                 continue
             more = max(2, min(200, round(SECONDS / whole)))
-            slopes[form].append((run(form, 1 + more) - run(form, 1)) / more)
-    found = {form: max(statistics.median(times), RESOLUTION) for form, times in slopes.items()}
-    report(", ".join(f"{form} {1e6 * t:.1f}" for form, t in found.items()) + " us")
+            slopes[name].append((run(name, 1 + more) - run(name, 1)) / more)
+    found = {name: max(statistics.median(times), RESOLUTION) for name, times in slopes.items()}
+    report(", ".join(f"{name} {1e6 * t:.1f}" for name, t in found.items()) + " us")
     return found
 
 

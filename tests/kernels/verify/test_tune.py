@@ -168,7 +168,8 @@ def test_a_machine_without_times_is_told_once():
 
 def test_a_table_that_names_a_form_that_is_gone_is_one_line(own_table):
     own_table({"gated_delta": {"cuda": [{"form": "fused", "from": 1}]}})
-    with pytest.raises(InputError, match="'gated_delta' has no form 'fused'; write the table anew"):
+    words = "'gated_delta' has no implementation 'fused'; write the table anew"
+    with pytest.raises(InputError, match=words):
         choose_kernels()
 
 
