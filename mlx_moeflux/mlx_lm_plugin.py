@@ -11,6 +11,7 @@ first:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.linear.quantised import FLOATS
+
+# mlx-lm's own functions by name, kept when they are first replaced.
+_stock: dict[str, Callable[..., Any]] = {}
 
 
 def register_with_mlx_lm(**load_options: Any) -> None:
@@ -45,8 +49,8 @@ def register_with_mlx_lm(**load_options: Any) -> None:
 
     # load() and save() look these up in their module at every call, so replacing the names reaches
     # programs that have imported load or save already.
-    stock = getattr(utils.load_model, "stock", utils.load_model)
-    stock_save = getattr(utils.save_model, "stock", utils.save_model)
+    stock = _stock.setdefault("load_model", utils.load_model)
+    stock_save = _stock.setdefault("save_model", utils.save_model)
 
     def load_model(
         model_path: Path,
@@ -77,7 +81,6 @@ def register_with_mlx_lm(**load_options: Any) -> None:
             )
         stock_save(save_path, model, **options)
 
-    load_model.stock, save_model.stock = stock, stock_save
     utils.load_model, utils.save_model = load_model, save_model
 
 

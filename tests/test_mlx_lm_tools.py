@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_moeflux import mlx_lm_plugin
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.telemetry.events import Chosen
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
@@ -315,7 +316,7 @@ def test_mlx_lm_itself_loads_a_fused_model(register, run, data, tmp_path, not_co
     train(run, BUNDLED_MODEL, data, adapters)
     run("fuse", "--model", BUNDLED_MODEL, "--adapter-path", adapters, "--save-path", fused)
     tokens = mx.array([[2, 5, 9, 14, 33, 41, 7]])
-    stock, _ = sys.modules["mlx_lm.utils"].load_model.stock(fused)
+    stock, _ = mlx_lm_plugin._stock["load_model"](fused)
     stock.set_dtype(mx.float32)
     with load_model(fused, expert_memory="25%") as model, load_model(BUNDLED_MODEL) as base:
         assert mx.allclose(model(tokens), stock(tokens), atol=1e-3)

@@ -136,7 +136,7 @@ class Conversation:
         self._set_system(args.system_prompt)
 
     def take(self, line: str) -> bool:
-        """Obey a command or reply to a line; return False to leave."""
+        """Run a command or reply to a line; return False to leave."""
         text = line.strip()
         name, _, argument = SHORT.get(text, text).partition(" ")
         if name == "/quit":

@@ -53,7 +53,7 @@ class _Peer:
 
     connection: socket.socket
     rank: int = -1
-    heard: float = field(default_factory=monotonic)
+    last_seen: float = field(default_factory=monotonic)
     count: int = 0
     changed: float = field(default_factory=monotonic)
     unread: bytes = b""
@@ -225,7 +225,7 @@ class Heartbeat:
             if peer.rank >= 0:
                 self._lose(f"rank {peer.rank} is lost: its connection closed; {ADVICE}.")
             return
-        peer.heard = monotonic()
+        peer.last_seen = monotonic()
         *lines, peer.unread = (peer.unread + data)[-MOST_BYTES:].split(b"\n")
         for line in lines:
             if peer in self._peers:
@@ -250,13 +250,13 @@ class Heartbeat:
             self._calls.release()
             self._drop(peer)
         elif word == "lost":
-            self._lose(rest, told=peer)
+            self._lose(rest, notified=peer)
 
     def _watch(self, now: float) -> None:
         """Look for ranks that are silent, or that all wait."""
         peers = [peer for peer in self._peers if peer.rank >= 0]
         for peer in peers:
-            if now - peer.heard > LIMIT_SECONDS:
+            if now - peer.last_seen > LIMIT_SECONDS:
                 self._lose(f"rank {peer.rank} is lost: silent for 5 s; {ADVICE}.")
                 return
         there = self._ended.union(peer.rank for peer in peers)
@@ -270,11 +270,11 @@ class Heartbeat:
         if knows and waits and all(p.waits(now) for p in peers):
             self._lose(f"the ranks wait for each other: one ended or a link is cut; {ADVICE}.")
 
-    def _lose(self, reason: str, told: _Peer | None = None) -> None:
+    def _lose(self, reason: str, notified: _Peer | None = None) -> None:
         """Pass the reason on, and end."""
         self._closing = True
         for peer in self._peers:
-            if peer is not told:
+            if peer is not notified:
                 peer.send(f"lost {reason}")
         self._on_loss(reason)
 

@@ -98,13 +98,13 @@ class Ranks:
         whole = np.array(self.sum(mx.array(joined))).astype(np.uint8).tobytes()
         return [whole[starts[i] : starts[i + 1]].decode() for i in range(self.size)]
 
-    def tell(self, text: str) -> None:
-        """Give `text` to :meth:`hear` of all others. On rank 0."""
+    def send(self, text: str) -> None:
+        """Send `text` to :meth:`receive` of all others. On rank 0."""
         if self.heartbeat is not None:
             self.heartbeat.call()
             self.gather(text)
 
-    def hear(self) -> str | None:
+    def receive(self) -> str | None:
         """Wait, without keeping a core busy, for the next text of rank 0; None: it has ended."""
         if self.heartbeat is None or not self.heartbeat.called():
             return None
@@ -127,7 +127,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell the other ranks if the block raises, so that none waits for this one."""
+        """Notify the other ranks if the block raises, so that none waits for this one."""
         try:
             yield
         except DistributedError:
@@ -137,7 +137,7 @@ class Ranks:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on."""
+        """Notify the other ranks that this one cannot go on."""
         if self.heartbeat is not None:
             text = str(error) if isinstance(error, MoefluxError) else repr(error)
             self.heartbeat.fail(f"rank {self.rank} failed: {text}"[:1000])
@@ -159,7 +159,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def reporting(group: Any) -> Iterator[Ranks | None]:
-    """Yield the ranks of `group`, which hear of an error in the block; None for no group."""
+    """Yield the ranks of `group`, which are notified of an error in the block; None for none."""
     if group is None or group is False:
         yield None
         return

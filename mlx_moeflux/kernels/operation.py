@@ -77,8 +77,8 @@ class Operation:
         another bank and beside other rows.
     example: A small call with every option; example_tokens: Tokens of it.
     workloads: Kind -> a call as models make it, "" where no kind has its own.
-    cases: A small call -> that call, and others like it that a given callable must take, with what
-        is said of each; None: only the call.
+    cases: A small call -> that call, and others like it that a given callable must take, with its
+        name; None: only the call.
     unread: Arguments and result of a small call -> the result with 0 where nobody reads it.
     """
 

@@ -7,7 +7,7 @@ chosen per operation by name or by passing a callable::
 
 or with the environment variable ``MOEFLUX_KERNELS=auto,delta_mixer=reference``, or for one call
 with ``kernels.gated_delta(..., use_kernel="reference")``. "auto", which holds where nothing is
-said, takes what :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of the
+chosen, takes what :mod:`mlx_moeflux.kernels.dispatch` names for the back end and the size of the
 call. What is known of an operation stands in its record (:mod:`mlx_moeflux.kernels.operation`).
 
 A fused operation does the work of others. Where one of them is chosen by name, a fused operation
@@ -286,9 +286,9 @@ class Dispatcher:
         if self.choice != AUTO:
             return self.choice
         backend = metal.backend().name
-        said = dispatch.describe(dispatch.rows(self.name, backend))
+        general = dispatch.describe(dispatch.rows(self.name, backend))
         special = dispatch.special_rows(self.name, backend).items()
-        return said + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
+        return general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
 
 
 class _Mode:

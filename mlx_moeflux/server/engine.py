@@ -66,7 +66,7 @@ class Token(NamedTuple):
 class Job:
     """A prompt in the engine, which answers it with one reply.
 
-    limit: Most tokens of the reply, -1 for no limit. heard: Called in the event loop with each
+    limit: Most tokens of the reply, -1 for no limit. on_token: Called in the event loop with each
     token. logprobs: Number of alternatives to report, None reports nothing. processors: Besides
     those of `sampling`. breakpoints: Positions in the prompt whose states are kept.
     """
@@ -74,7 +74,7 @@ class Job:
     prompt: list[int]
     limit: int
     sampling: Sampling
-    heard: Callable[[Token], None]
+    on_token: Callable[[Token], None]
     logprobs: int | None = None
     processors: Sequence[LogitsProcessor] = ()
     breakpoints: Sequence[int] = ()
@@ -201,7 +201,7 @@ class Engine:
         self._commands.put(lambda: self._insert(jobs))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Remove the unfinished ones of these prompts; they are not heard of again."""
+        """Remove the unfinished ones of these prompts; nothing more is delivered of them."""
         gone = [job for job in jobs if job in self._live]
         if gone:
             self._live.difference_update(gone)
@@ -233,7 +233,7 @@ class Engine:
                     self._step()
                     self.workload = self._generator.workload()
                 self._generator.close()
-        except Exception as error:  # noqa: BLE001  # the clients must hear of it
+        except Exception as error:  # noqa: BLE001  # the clients must learn of it
             LOG.error("the engine ended: %s", _line(error))
             failed = RequestError("the model ended; the server's log says why.", status=500)
             assert self._loop is not None
@@ -285,7 +285,7 @@ class Engine:
                 # What the request's reader did not foresee: it concerns this one alone.
                 wrong = isinstance(error, InputError | CacheError | MemoryBudgetError)
                 status = 400 if wrong else 500
-                self._tell([(job, Token(error=RequestError(str(error), status=status)))])
+                self._deliver([(job, Token(error=RequestError(str(error), status=status)))])
 
     def _remove(self, jobs: Iterable[Job]) -> None:
         uids = [job.uid for job in jobs if self._jobs.pop(job.uid, None)]
@@ -297,17 +297,17 @@ class Engine:
             return
         try:
             replies = self._generator.step()
-            told = [(job, _token(job, r)) for r in replies for job in (self._jobs[r.uid],)]
+            tokens = [(job, _token(job, r)) for r in replies for job in (self._jobs[r.uid],)]
         except Exception as error:  # noqa: BLE001  # later requests are answered
             LOG.error("a step failed: %s", _line(error))
             self._end_all(RequestError("the model failed; the server's log says why.", status=500))
             self._generator.close()
             self._generator = self._make_generator()
             return
-        for job, token in told:
+        for job, token in tokens:
             if token.finish:
                 del self._jobs[job.uid]
-        self._tell(told)
+        self._deliver(tokens)
 
     def _sampler(self, sampling: Sampling) -> Sampler:
         plain = replace(
@@ -320,23 +320,23 @@ class Engine:
     def _end_all(self, error: RequestError) -> None:
         jobs = list(self._jobs.values())
         self._jobs.clear()
-        self._tell([(job, Token(error=error)) for job in jobs])
+        self._deliver([(job, Token(error=error)) for job in jobs])
 
     def _end_live(self, error: RequestError) -> None:
         """End all replies, of jobs that were not inserted yet too. Of the event loop."""
-        self._hear([(job, Token(error=error)) for job in self._live])
+        self._receive([(job, Token(error=error)) for job in self._live])
 
-    def _tell(self, told: list[tuple[Job, Token]]) -> None:
-        if told:
+    def _deliver(self, tokens: list[tuple[Job, Token]]) -> None:
+        if tokens:
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._hear, told)
+            self._loop.call_soon_threadsafe(self._receive, tokens)
 
-    def _hear(self, told: list[tuple[Job, Token]]) -> None:
-        for job, token in told:
+    def _receive(self, tokens: list[tuple[Job, Token]]) -> None:
+        for job, token in tokens:
             if job in self._live:
                 if token.finish or token.error:
                     self._live.discard(job)
-                job.heard(token)
+                job.on_token(token)
 
 
 def _line(error: Exception) -> str:

@@ -61,7 +61,7 @@ class LeadingGenerator(BatchGenerator):
         super().close()
 
     def _tell(self, call: str, **options: Any) -> None:
-        self._ranks.tell(json.dumps([call, options]))
+        self._ranks.send(json.dumps([call, options]))
 
 
 def follow(model: Any, prompt_cache: PromptCache | None) -> None:
@@ -69,7 +69,7 @@ def follow(model: Any, prompt_cache: PromptCache | None) -> None:
     ranks = model.store.ranks
     generator: Any = None
     with ranks.reporting():
-        while (text := ranks.hear()) is not None:
+        while (text := ranks.receive()) is not None:
             call, options = json.loads(text)
             if call == "open":
                 generator = BatchGenerator(model, prompt_cache=prompt_cache, **options)

@@ -148,14 +148,14 @@ def test_a_long_prompt_reads_each_expert_once_while_a_stream_goes_on(tmp_path, t
             stream = connection.getresponse()
             stream.readline()
             engine, steps, slices = server.service.engine, [0], []
-            original = engine._tell
+            original = engine._deliver
 
             def tell(told):
                 steps[0] += 1
                 slices.append(time.monotonic())
                 original(told)
 
-            monkeypatch.setattr(engine, "_tell", tell)
+            monkeypatch.setattr(engine, "_deliver", tell)
             # The stream's calls have one row; the prompt's read an expert once a call.
             calls, experts = Counter(), type(store).experts
 

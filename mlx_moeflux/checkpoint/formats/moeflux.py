@@ -105,8 +105,8 @@ class MoefluxTrunk(dict[str, TensorRef]):
         for name, ref in trunk.items():
             if ref.dtype == "U32":
                 path = name.removesuffix(".weight")
-                told = tensors[name].get("bits")
-                specs[path] = _spec(path, trunk, told=told, group=group, manifest=manifest)
+                stated = tensors[name].get("bits")
+                specs[path] = _spec(path, trunk, stated=stated, group=group, manifest=manifest)
         trunk.quantization = Quantization(None, specs)
         return trunk
 
@@ -228,7 +228,7 @@ def _tensor(name: str, entry: object, *, manifest: Path, weights: Path, size: in
 
 
 def _spec(
-    path: str, refs: dict[str, TensorRef], *, told: object, group: object, manifest: Path
+    path: str, refs: dict[str, TensorRef], *, stated: object, group: object, manifest: Path
 ) -> QuantSpec:
     """Bits and group size of one module; what the manifest leaves out follows from the shapes."""
     weight, scales, biases = (refs.get(f"{path}.{part}") for part in ("weight", "scales", "biases"))
@@ -237,13 +237,13 @@ def _spec(
     if len(weight.shape) < 2 or scales.shape != biases.shape or not prod(scales.shape):
         raise _bad(manifest, path, "has shapes that no quantised weight has")
     words, groups = weight.shape[-1], scales.shape[-1]
-    if told is None:
+    if stated is None:
         width = groups * (group if is_positive(group) else DEFAULT_GROUP_SIZE)
         bits = words * 32 // width
-    elif is_positive(told) and told <= 32:
-        bits, width = told, words * 32 // told
+    elif is_positive(stated) and stated <= 32:
+        bits, width = stated, words * 32 // stated
     else:
-        raise _bad(manifest, path, f"has bits {told!r}")
+        raise _bad(manifest, path, f"has bits {stated!r}")
     try:
         spec = QuantSpec(bits, width // groups)
         fits = (spec.words(width), spec.groups(width)) == (words, groups)

@@ -109,7 +109,7 @@ class ProjectionBank:
     def matmul(self, x: mx.array, slots: mx.array) -> mx.array:
         """x ``[P, in]``, slots ``[P]`` -> ``[P, out]``.
 
-        MLX is not told of slots that ascend: it would multiply several rows in one tile, in a way
+        MLX does not learn that slots ascend: it would multiply several rows in one tile, in a way
         that depends on the number of slots and on the other rows.
         """
         # Not x[:, None]: MLX gives an axis that is inserted a stride of 1, which was taken for the

@@ -87,8 +87,8 @@ def reported() -> Iterator[None]:
 
 def lacks_memory(error: Exception) -> bool:
     """Return True if an error of MLX means that memory is exhausted."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in message for words in _NO_MEMORY)
 
 
 def _mark(names: frozenset[str]) -> None:

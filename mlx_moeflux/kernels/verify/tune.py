@@ -73,8 +73,8 @@ def tune(
             table.setdefault(name, {})[backend] = rows(times)
     place = mx.device_info().get("device_name", "CPU") if _gpu() else "CPU"
     version = mx.__version__  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-    said = f"{place}, MLX {version}, {time.strftime('%Y-%m-%d', time.gmtime())}"
-    table[dispatch.MEASURED] = table.get(dispatch.MEASURED, {}) | {backend: said}
+    measured_on = f"{place}, MLX {version}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    table[dispatch.MEASURED] = table.get(dispatch.MEASURED, {}) | {backend: measured_on}
     return table
 
 
@@ -109,7 +109,7 @@ def measure(
         return {}
     for tokens, rotated in calls:
         by_name = seconds(
-            runs, rotated, report=lambda said, n=tokens: report(f"{name} {n}: {said}")
+            runs, rotated, report=lambda line, n=tokens: report(f"{name} {n}: {line}")
         )
         if not by_name:
             continue

@@ -191,7 +191,7 @@ def _start(process: int) -> str:
         pass  # somebody else's
     try:
         command = ["ps", "-o", "lstart=", "-p", str(process)]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-        return told.stdout.strip() or "unknown"
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        return listed.stdout.strip() or "unknown"
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -299,8 +299,8 @@ def _messages(body: Body, service: Service) -> list[dict[str, Any]]:
 def _say(messages: list[dict[str, Any]], text: str) -> None:
     """Append a text to what the assistant says at the end."""
     last = _assistant(messages, with_text=True)
-    said = last["content"]
-    last["content"] += text if said and not said.endswith("\n") else text.removeprefix("\n")
+    before = last["content"]
+    last["content"] += text if before and not before.endswith("\n") else text.removeprefix("\n")
 
 
 def _assistant(messages: list[dict[str, Any]], *, with_text: bool = False) -> dict[str, Any]:

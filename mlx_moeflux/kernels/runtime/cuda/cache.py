@@ -64,8 +64,8 @@ class Count:
 
     def __str__(self) -> str:
         left = self.variants - self.cached - self.compiled
-        said = f"{self.variants} variants, {self.cached} from files, {self.compiled} new "
-        return said + f"in {self.seconds:.1f} s" + (f", {left} by MLX" if left else "")
+        counts = f"{self.variants} variants, {self.cached} from files, {self.compiled} new "
+        return counts + f"in {self.seconds:.1f} s" + (f", {left} by MLX" if left else "")
 
 
 class Cache:
