@@ -191,14 +191,14 @@ class Heartbeat:
                 if not self._closing:
                     self._receive(key.fileobj)
             while self._outgoing:
-                self._tell(self._outgoing.popleft())
+                self._send(self._outgoing.popleft())
             now = monotonic()
             if now >= following:
                 following = now + BEAT_SECONDS
-                self._tell(f"beat {self._count}")
+                self._send(f"beat {self._count}")
                 self._watch(now)
         if self._last_line:
-            self._tell(self._last_line)
+            self._send(self._last_line)
         for each in [peer.connection for peer in self._peers] + [self._wake, self._woken]:
             each.close()
         if self._listener is not None:
@@ -278,7 +278,7 @@ class Heartbeat:
                 peer.send(f"lost {reason}")
         self._on_loss(reason)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         for peer in self._peers:
             peer.send(line)
 

@@ -22,7 +22,7 @@ class LeadingGenerator(BatchGenerator):
     def __init__(self, model: Any, *, prompt_cache: PromptCache | None, **options: Any):
         self._ranks = model.store.ranks
         options["stop_ids"] = sorted(options["stop_ids"])
-        self._tell("open", **options)
+        self._send("open", **options)
         super().__init__(model, prompt_cache=prompt_cache, **options)
 
     def insert(
@@ -32,18 +32,18 @@ class LeadingGenerator(BatchGenerator):
         breakpoints = options.get("breakpoints")
         known = None if breakpoints is None else [list(map(int, b or ())) for b in breakpoints]
         rows = [list(map(int, prompt)) for prompt in prompts]
-        self._tell("insert", prompts=rows, max_tokens=max_tokens, breakpoints=known)
+        self._send("insert", prompts=rows, max_tokens=max_tokens, breakpoints=known)
         return super().insert(prompts, max_tokens, **options)
 
     def remove(self, uids: Iterable[int], return_prompt_caches: bool = False) -> dict[int, Any]:
         """See :meth:`BatchGenerator.remove`."""
         uids = list(uids)
-        self._tell("remove", uids=uids)
+        self._send("remove", uids=uids)
         return super().remove(uids, return_prompt_caches)
 
     def step(self) -> list[BatchReply]:
         """See :meth:`BatchGenerator.step`."""
-        self._tell("step")
+        self._send("step")
         try:
             return super().step()
         except BaseException as error:  # noqa: BLE001  # of any kind: the ranks end
@@ -52,15 +52,15 @@ class LeadingGenerator(BatchGenerator):
 
     def warm_up(self, prompt_tokens: int = 32) -> None:
         """See :meth:`BatchGenerator.warm_up`."""
-        self._tell("warm_up", prompt_tokens=prompt_tokens)
+        self._send("warm_up", prompt_tokens=prompt_tokens)
         super().warm_up(prompt_tokens)
 
     def close(self) -> None:
         """See :meth:`BatchGenerator.close`."""
-        self._tell("close")
+        self._send("close")
         super().close()
 
-    def _tell(self, call: str, **options: Any) -> None:
+    def _send(self, call: str, **options: Any) -> None:
         self._ranks.send(json.dumps([call, options]))
 
 

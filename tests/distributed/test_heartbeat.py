@@ -81,7 +81,7 @@ def test_the_others_hear_why_a_rank_failed(ranks):
 def test_a_silent_rank_is_lost(ranks, rank):
     """A stopped process keeps its connections, and says nothing."""
     every, losses = ranks
-    every[rank]._deliver = lambda line: None
+    every[rank]._send = lambda line: None
     for other in {0, 1, 2} - {rank}:
         assert f"rank {rank} is lost: silent" in losses[other].get(timeout=SECONDS)
 
