@@ -76,7 +76,7 @@ class AttentionCache(BaseCache):
     @property
     def keys(self) -> mx.array | None:
         """Return the buffer of keys, the tail's rows included."""
-        self._flush()
+        self.flush()
         return self._keys
 
     @keys.setter
@@ -86,7 +86,7 @@ class AttentionCache(BaseCache):
     @property
     def values(self) -> mx.array | None:
         """Return the buffer of values, the tail's rows included."""
-        self._flush()
+        self.flush()
         return self._values
 
     @values.setter
@@ -140,7 +140,7 @@ class AttentionCache(BaseCache):
                 "extend() or filter() to change the batch."
             )
         if self._tail is not None:
-            self._flush()
+            self.flush()
         if fresh or columns + T > self._keys.shape[2]:
             self._reserve(keys, values)
         self._keys, self._values = (
@@ -151,7 +151,7 @@ class AttentionCache(BaseCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return views of all S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
-        self._flush()
+        self.flush()
         rows = slice(self.columns)
         return self.unpacked(self._keys[:, :, rows]), self.unpacked(self._values[:, :, rows])
 
@@ -176,7 +176,7 @@ class AttentionCache(BaseCache):
     def buffer(self) -> tuple[mx.array, mx.array, int]:
         """Return whole buffers and the number of columns in use."""
         if self._tail is not None:
-            self._flush()
+            self.flush()
         return self._keys, self._values, self.columns
 
     # Appending one row at a time.
@@ -185,7 +185,7 @@ class AttentionCache(BaseCache):
         """Return (keys, values, tail keys, tail values) for a step of one column: rows before
         ``tail_start(columns)`` are in the buffers, the others in the tail."""
         if self._tail is None or self._tail.start != tail_start(self.columns):
-            self._flush()
+            self.flush()
             self._reserve(self._keys[:, :, :1], self._values[:, :, :1])
             self._tail = cut(self._keys, self._values, self.columns)
         return self._keys, self._values, self._tail.keys, self._tail.values
@@ -195,7 +195,7 @@ class AttentionCache(BaseCache):
         self._tail = Tail(self._tail.start, keys, values)
         self.advance(1)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Write the rows of the tail into the buffers."""
         if self._tail is None:
             return
@@ -340,7 +340,7 @@ class AttentionCache(BaseCache):
         """Keep only these sequences, in this order, and drop columns that pad all of them."""
         keep = as_ints(batch_indices, "batch_indices")
         self._rearranged()
-        self._flush()  # while the counts are those of the rows
+        self.flush()  # while the counts are those of the rows
         all_stay = keep == list(range(self.batch_size))
         drop = self._keep(keep)
         if self._keys is None:

@@ -182,7 +182,7 @@ class PagedCache(AttentionCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
-        self._flush()
+        self.flush()
         index = self._pool.rows(self.seen())
         rows = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
         keys, values = map(self._kind.unpacked, rows)
@@ -195,7 +195,7 @@ class PagedCache(AttentionCache):
         """
         if self._kind.buffer is not AttentionCache.buffer:
             return *self.keys_and_values(), self.columns
-        self._flush()
+        self.flush()
         index = self._pool.rows(self.seen())
         index = mx.pad(index, [(0, 0), (0, self.rows_for(self.columns) - index.shape[1])])
         keys, values = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
@@ -214,7 +214,7 @@ class PagedCache(AttentionCache):
         """Return pools and tail, see :meth:`AttentionCache.begin_step`, and the block table."""
         self._pool.reserve([n + 1 for n in self.seen()])
         if self._tail is None or self._tail.start != tail_start(self.columns):
-            self._flush()
+            self.flush()
             self._tail = self._cut()
         table = self._pool.table(self.rows_for(self.columns + 1) // self._pool.block)
         return self._keys, self._values, self._tail.keys, self._tail.values, table
@@ -225,7 +225,8 @@ class PagedCache(AttentionCache):
         index = mx.pad(index, [(0, 0), (0, TAIL_ROWS - index.shape[1])])
         return Tail(start, *(array[index].swapaxes(1, 2) for array in (self._keys, self._values)))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write the tail into the blocks, as before the pool admits sequences."""
         if self._tail is None:
             return
         (start, *ends), self._tail = self._tail, None
@@ -236,10 +237,6 @@ class PagedCache(AttentionCache):
                 _scattered(pool, index, end[:, :, :rows])
                 for pool, end in zip((self._keys, self._values), ends, strict=True)
             )
-
-    def settle(self) -> None:
-        """Write the tail into the blocks; call it before the pool admits sequences."""
-        self._flush()
 
     def extend(self, other: AttentionCache) -> None:
         """Append the sequences of a contiguous entry, which the pool has admitted before."""
@@ -257,7 +254,7 @@ class PagedCache(AttentionCache):
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these sequences; the caller releases the others' blocks."""
-        self._flush()  # while the counts are those of the blocks
+        self.flush()  # while the counts are those of the blocks
         self._keep(as_ints(batch_indices, "batch_indices"))
 
     def extract(self, i: int) -> AttentionCache:
@@ -265,7 +262,7 @@ class PagedCache(AttentionCache):
         single = self._kind()
         single.columns = n = self.seen()[i]
         if n:
-            self._flush()
+            self.flush()
             index = self._pool.rows(self.seen())[i : i + 1, self.columns - n :]
             single.keys, single.values = (
                 mx.contiguous(array[index].swapaxes(1, 2)) for array in (self._keys, self._values)
@@ -275,7 +272,7 @@ class PagedCache(AttentionCache):
 
     def _scatter(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys and values [B, Hkv, T, D] at rows [B, T]."""
-        self._flush()
+        self.flush()
         rows = rows.reshape(-1)
         self._keys, self._values = (
             _scattered(pool, rows, new)

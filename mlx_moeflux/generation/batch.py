@@ -87,7 +87,7 @@ class Batch:
             raise InputError(f"{len(names)} names for a state of {state[0].batch_size} sequences.")
         if self.pool is not None:
             for entry in self._paged.values():
-                entry.settle()
+                entry.flush()
             self.pool.admit(state[0].seen())
         if not self.names:
             self._entries = [

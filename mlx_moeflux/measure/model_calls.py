@@ -40,4 +40,3 @@ def calls_of(model: Any, tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, 
     finally:
         model.compile_steps = before
     return {name: dict(sorted(by_size.items())) for name, by_size in sorted(found.items())}
-

@@ -170,7 +170,7 @@ class NativePool:
         known = zip(reader.paths, reader.stamps, reader.descriptors, strict=True)
         files = [_File.of(*each) for each in known]
         self.files = (_File * len(files))(*files)
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, BlockPlaces] = {}
         self._end = weakref.finalize(self, found.pool_close, self.handle)
 
     @staticmethod
@@ -198,16 +198,16 @@ class NativePool:
         """Return True if the caller reads blocks of `nbytes` sooner than it wakes a thread."""
         return nbytes <= read_pool.SMALL_BYTES and not self._buffered
 
-    def place(self, layer: int, slots: SlotMemory) -> Place:
+    def place(self, layer: int, slots: SlotMemory) -> BlockPlaces:
         """Return where the blocks and slots of a layer lie; kept until its bank changes."""
         known = self._places.get(layer)
         if known is None or known.addresses is not slots.addresses:
-            known = Place(self.reader, self.files, layer, slots.addresses)
+            known = BlockPlaces(self.reader, self.files, layer, slots.addresses)
             self._places[layer] = known
         return known
 
 
-class Place:
+class BlockPlaces:
     """Holds the places of a layer's blocks in files, and of one bank's slots in memory.
 
     nbytes: Of a block.

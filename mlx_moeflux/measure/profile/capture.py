@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.errors import InputError, UnsupportedError
-from mlx_moeflux.measure.profile.instrument import Retyped, settle, uncompiled
+from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
 
 
 def check_capture(file: str | Path) -> Path:
@@ -46,12 +46,12 @@ def gpu_capture(model: Any, file: str | Path, *, layer: int = 0, token: int = 10
             steps += 1
         if arguments[0].shape[1] != 1 or steps != token:
             return original(*arguments, **options)
-        settle(arguments, options)
+        evaluate(arguments, options)
         mx.synchronize()
         _start(file)
         try:
             result = original(*arguments, **options)
-            settle(result, arguments, options)
+            evaluate(result, arguments, options)
             return result
         finally:
             mx.metal.stop_capture()

@@ -58,7 +58,7 @@ def uncompiled() -> Iterator[None]:
             mx.enable_compile()
 
 
-def settle(*values: Any) -> None:
+def evaluate(*values: Any) -> None:
     """Evaluate arrays, also those in lists, options and cache entries."""
     mx.eval([array for value in values for array in _arrays(value)])
 

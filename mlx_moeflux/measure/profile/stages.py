@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.stats import LayerStats
-from mlx_moeflux.measure.profile.instrument import Retyped, settle, uncompiled
+from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
 
 # Attribute of a layer, or method of its MoE block -> stage. What comes before the experts is norm,
 # router and the shared expert's first products in one; what comes after is its last product.
@@ -154,7 +154,7 @@ class Profiler:
 
     def _call(self, original: Callable, arguments: tuple, options: dict) -> Any:
         """One call of the model."""
-        settle(arguments, options)
+        evaluate(arguments, options)
         tokens = arguments[0]
         start, stats = perf_counter(), _total(self._model)
         phase = self._phase = self.phases.setdefault(_phase_name(tokens.shape), Phase())
@@ -163,7 +163,7 @@ class Profiler:
         before = phase.seconds
         try:
             result = original(*arguments, **options)
-            settle(result, arguments[1:], options)
+            evaluate(result, arguments[1:], options)
         finally:
             self._phase = None
             end = self._ended = perf_counter()
@@ -178,11 +178,11 @@ class Profiler:
 
     def _in_layer(self, index: int) -> Callable:
         def around(original: Callable, arguments: tuple, options: dict) -> Any:
-            settle(arguments, options)
+            evaluate(arguments, options)
             start, self._layer = perf_counter(), index
             try:
                 result = original(*arguments, **options)
-                settle(result)
+                evaluate(result)
             finally:
                 self._layer = None
             self._keep(f"layer {index}", start, perf_counter())
@@ -195,14 +195,14 @@ class Profiler:
             phase = self._phase
             if self._inside or phase is None:
                 return original(*arguments, **options)
-            settle(arguments, options)
+            evaluate(arguments, options)
             self._inside = True
             stalled = _total(self._model).stall_seconds
             start = perf_counter()
             try:
                 result = original(*arguments, **options)
                 built = perf_counter()
-                settle(result, arguments, options)
+                evaluate(result, arguments, options)
             finally:
                 self._inside = False
             end = perf_counter()
