@@ -55,6 +55,7 @@ def test_it_is_small():
     assert sum(f.stat().st_size for f in BUNDLED_MODEL.iterdir()) <= 8_000_000
 
 
+@pytest.mark.slow
 def test_a_held_out_file_takes_fewer_bits_than_xz_needs():
     texts = sorted(held_out(), key=len)
     middle = [texts[len(texts) // 2][:4000]]

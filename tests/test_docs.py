@@ -70,10 +70,17 @@ def run_shell(block: Block) -> None:
 
 
 PAGES_WITH_BLOCKS = [page for page in [*TOP, *SITE] if blocks_of(page)]
+# Pages whose blocks measure for seconds.
+SLOW_PAGES = ("benchmarks.md",)
 
 
 @pytest.mark.parametrize(
-    "page", PAGES_WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name in SLOW_PAGES))
+        for page in PAGES_WITH_BLOCKS
+    ],
+    ids=[page.relative_to(ROOT).as_posix() for page in PAGES_WITH_BLOCKS],
 )
 def test_snippets_run(page, tmp_path, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from mlx_moeflux.mlx_lm_plugin import register_cache_classes
 from mlx_moeflux.models.shapes import SHAPES
 
 # Their parts are those of other shapes here.
-ALIKE = ("glm-flash-tiny", "kimi-k2.5-tiny", "minimax-tiny")
+ALIKE = ("glm-flash-tiny", "glm-tiny", "kimi-k2.5-tiny", "minimax-tiny", "qwen3-tiny")
 TINY = [
     pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name
     for name in sorted(SHAPES)
@@ -45,6 +45,7 @@ def whole_text(model, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_streamed_is_resident_bit_for_bit(directory, tmp_path):
     packed = convert(directory, tmp_path / "packed", verify_written=True)
     tokens = mx.array(np.random.default_rng(1).integers(0, 1024, (2, 45)))

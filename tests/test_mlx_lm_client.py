@@ -108,7 +108,7 @@ def text_of(tokenizer, ids, eos):
     return tokenizer.decode(without_stop(ids, eos))
 
 
-@pytest.mark.parametrize("chunk", [4, 2048])
+@pytest.mark.parametrize("chunk", [4, pytest.param(2048, marks=pytest.mark.slow)])
 def test_stream_generate(twin, loaded, chunk):
     model, tokenizer = loaded
     for prompt, expected, count in zip(twin.prompts, twin.expected, MAX_TOKENS, strict=True):
@@ -139,6 +139,7 @@ def test_batch_generate(twin, loaded, schedule):
         assert check_positions(cache) == [len(prompt) + len(ids)]
 
 
+@pytest.mark.slow
 def test_streamed_batches_equal_resident_ones_bit_for_bit(twin):
     for options in SCHEDULES.values():
         logprobs = []

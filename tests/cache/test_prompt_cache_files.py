@@ -91,7 +91,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("which", ["beginning", "end"])
+@pytest.mark.parametrize("which", ["beginning", pytest.param("end", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_file_is_ignored_with_one_warning(model, directory, fault, which):
     (prompt,) = texts(1)

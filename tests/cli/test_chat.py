@@ -66,6 +66,7 @@ def test_turns_are_those_of_the_whole_conversation(monkeypatch, capsys, talking)
     assert "/help lists the commands" in err
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_goes_on_with_the_text(monkeypatch, capsys):
     queries = ["def f(x):", " and", "try"]
     out, _ = say(monkeypatch, capsys, ["", *queries])
@@ -101,6 +102,7 @@ def test_only_what_is_new_is_read(monkeypatch, capsys, talking, tmp_path):
     assert all(prompt == known for prompt, known in seen)
 
 
+@pytest.mark.slow
 def test_r_forgets_and_h_helps(monkeypatch, capsys, talking):
     out, err = say(
         monkeypatch, capsys, ["import os", "r", "h", "import os"], "--model", str(talking)
@@ -220,6 +222,7 @@ def test_a_wrong_command_is_one_line_and_the_conversation_goes_on(
     assert (talking / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_slash_in_a_question_is_no_command(monkeypatch, capsys, talking):
     queries = ["/usr/bin is", "import os"]
     out, _ = say(monkeypatch, capsys, queries, "--model", str(talking))

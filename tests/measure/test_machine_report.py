@@ -45,6 +45,7 @@ def report(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_each_step_has_its_own_result(report):
     good, table, wrong, slow = report.outcomes
     assert [o.status for o in report.outcomes] == ["ok", "ok", "failed", "too slow"]
@@ -57,6 +58,7 @@ def test_each_step_has_its_own_result(report):
     assert report.complete
 
 
+@pytest.mark.slow
 def test_both_files_say_the_same_and_name_nobody(report, tmp_path):
     files = check_outputs(tmp_path / "report")
     machine_report.write(report, files)
@@ -146,6 +148,7 @@ def tool():
     return module
 
 
+@pytest.mark.slow
 def test_a_row_is_added_to_the_page_and_replaced(report):
     add_report = tool()
     content = json.loads(report.as_json())

@@ -102,7 +102,10 @@ def test_a_listener_is_told_of_every_layer_of_every_step(kind, B, options):
     assert mx.array_equal(logits, expected).item()
 
 
-@pytest.mark.parametrize("kind", ["resident", "streamed", "mixed"])
+KINDS = ["mixed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("resident", "streamed"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_comes_and_goes_between_steps(kind):
     with opened(kind) as model:
         model.compile_steps, tokens = True, tokens_of(40)
@@ -207,7 +210,8 @@ def test_a_file_that_is_closed_first_has_everything(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["resident", "streamed", pytest.param("complete", marks=pytest.mark.slow)]
+    "kind",
+    ["streamed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("resident", "complete"))],
 )
 def test_files_are_the_same(kind, tmp_path):
     for name in ("compiles", "not"):
@@ -240,7 +244,7 @@ def test_attribution_of_a_resident_model():
         assert traces(model) > 0
 
 
-@pytest.mark.parametrize("kind", ["streamed", "resident"])
+@pytest.mark.parametrize("kind", ["streamed", pytest.param("resident", marks=pytest.mark.slow)])
 def test_threads_take_turns(kind):
     with opened(kind) as model:
         events = []

@@ -65,7 +65,7 @@ def directories(tmp_path_factory):
     return root
 
 
-SLOW = ("gpt-oss-tiny streamed",)
+SLOW = ("gpt-oss-tiny streamed", "qwen3-tiny", "qwen3.5-tiny")
 
 
 @pytest.fixture(params=[pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in RUNS])

@@ -62,6 +62,7 @@ def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+@pytest.mark.slow
 def test_generate_streamed_past_the_page_cache(home):
     streamed = (*GENERATE, "--expert-memory", "25%", "--expert-reader", "direct")
     done = on_mac(home, *streamed)

@@ -161,6 +161,7 @@ def test_a_wrong_expert_gets_no_speed(checkpoint, monkeypatch):
     assert not any("tps" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_wrong_arithmetic_gets_no_speed(checkpoint):
     lines = []
 
