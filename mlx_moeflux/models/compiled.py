@@ -304,7 +304,7 @@ class SegmentedStep:
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
                 if i == following:
-                    h = layer.mix(h, entry, chunk=1)
+                    h = layer.mix(h, entry)
                     begun = layer.mlp.prepare(h, layer.post_attention_layernorm)
                     ahead = [] if begun.ahead is None else [begun.ahead]
                     shared = [] if begun.shared is None else begun.shared

@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -20,7 +21,14 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import metal
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
-from mlx_moeflux.models.layers import DecoderLayer, on_gpu, project_normed, weights_of
+from mlx_moeflux.models.layers import (
+    DecoderLayer,
+    Pause,
+    on_gpu,
+    project_normed,
+    run,
+    weights_of,
+)
 from mlx_moeflux.models.modules import Embedding, Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 
@@ -30,13 +38,18 @@ from mlx_moeflux.models.moe import Router, SoftmaxRouter, SparseMoeBlock
 LAYERS_AHEAD, MANY_NUMBERS = 4, 7 << 20
 
 
-def _begin(h: mx.array, before: mx.array | None = None) -> None:
-    """Submit `h` to a GPU without waiting, then wait for `before`."""
-    if on_gpu():
+def _begin(begun: deque[mx.array], pause: Pause) -> None:
+    """Submit a layer's output to a GPU without waiting, if enough was built since the last. If it
+    is large, wait for the one before the last. begun: The last two that were submitted."""
+    (h,) = pause.outputs
+    many = h.size >= MANY_NUMBERS
+    if on_gpu() and (many or pause.layers % LAYERS_AHEAD == 0):
+        begun.append(h)
+        before = begun.popleft() if len(begun) > 2 else None
         metal.settle()
         with contextlib.suppress(ValueError):  # a graph transformation refuses evaluation
             mx.async_eval(h)
-            if before is not None:
+            if many and before is not None:
                 mx.eval(before)
 
 
@@ -194,19 +207,12 @@ class DecoderModel(StreamingModel):
         self.notice_edits()
         for rows in prompts:
             self._check_ids(rows)
-        chunk = self.prefill_chunk
         with ExitStack() as transactions:
             for state in states:
                 transactions.enter_context(transaction(state))
             with metal.gathered():
-                hidden = [self.model.embed_tokens(t.astype(mx.uint32)[None]) for t in prompts]
-                for layer, *entries in zip(self.model.layers, *states, strict=True):
-                    if _is_plain(layer):
-                        hidden = layer.together(hidden, entries, chunk=chunk)
-                    else:
-                        pairs = zip(hidden, entries, strict=True)
-                        hidden = [layer(x, entry, None, chunk=chunk) for x, entry in pairs]
-                return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
+                rows = [ids.astype(mx.uint32)[None] for ids in prompts]
+                return self._last_logits(run(self._walk(rows, states, self.prefill_chunk)))
 
     def read_in_pauses(
         self, tokens: Sequence[mx.array], states: Sequence[Sequence[BaseCache]]
@@ -227,37 +233,34 @@ class DecoderModel(StreamingModel):
                 transactions.enter_context(transaction(state))
             for rows in tokens:
                 self._check_ids(rows)
-            hidden = [self.model.embed_tokens(rows.astype(mx.uint32)) for rows in tokens]
-            many = sum(h.size for h in hidden) >= MANY_NUMBERS
-            group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
-            before, unsent, chunk = [], [], self.prefill_chunk
-            mask = states[0][0].real_tokens(tokens[0].shape[1])
-            for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
-                if not _is_plain(layer):
-                    pairs = zip(hidden, entries, strict=True)
-                    hidden = [layer(x, entry, mask, chunk=chunk) for x, entry in pairs]
-                elif len(hidden) == 1:
-                    layer_steps = layer.in_pauses(hidden[0], entries[0], mask, chunk=chunk)
-                    hidden = [(yield from layer_steps)]
-                else:
-                    mixed = []
-                    for x, entry in zip(hidden, entries, strict=True):
-                        mixed.append((yield from layer.mix_in_pauses(x, entry, chunk=chunk)))
-                    with metal.gathered():
-                        hidden = layer.feed_together(mixed, chunk=chunk)
-                unsent += entries
-                if i % group == 0:
+            hidden, before, unsent = [], [], []
+            ids = [rows.astype(mx.uint32) for rows in tokens]
+            walk = self._walk(ids, states, self.prefill_chunk)
+            while True:
+                with metal.gathered():
+                    pause = next(walk, None)
+                if pause is None:
+                    break
+                if pause.layers is None:
+                    if pause.left:
+                        # On a GPU one part computes during a pause.
+                        mx.async_eval(pause.outputs[-1], [entry.state for entry in pause.entries])
+                        mx.eval(pause.outputs[-2:-1])
+                        yield None
+                    continue
+                hidden = pause.outputs
+                unsent += pause.entries
+                many = sum(h.size for h in hidden) >= MANY_NUMBERS
+                group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
+                if pause.layers % group == 0:
                     # A GPU works on this group while the host builds the next.
                     mx.async_eval(hidden, [entry.state for entry in unsent])
                     self.start_eval()
                     mx.eval(before)
                     before, unsent = hidden, []
-                    yield i
+                    yield pause.layers
             with metal.gathered():
-                if len(hidden) == 1:
-                    logits = self.logits(hidden[0][:, -1:])[:, 0]
-                else:
-                    logits = self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
+                logits = self._last_logits(hidden)
             mx.eval(logits, [entry.state for state in states for entry in state])
             self.start_eval()
             return logits
@@ -265,19 +268,39 @@ class DecoderModel(StreamingModel):
     def _forward(
         self, tokens: mx.array, cache: Sequence[Any], *, last_only: bool = False
     ) -> mx.array:
+        # Chunks are evaluated one by one, which a compiled training step excludes.
+        chunk = tokens.shape[1] if self.training else self.prefill_chunk
+        ahead = partial(_begin, deque()) if last_only and tokens.shape[1] > 1 else None
         with metal.gathered():
-            h, submitted = self.model.embed_tokens(tokens), deque()
-            mask = cache[0].real_tokens(tokens.shape[1])
-            # Chunks are evaluated one by one, which a compiled training step excludes.
-            chunk = tokens.shape[1] if self.training else self.prefill_chunk
-            for i, (layer, entry) in enumerate(zip(self.model.layers, cache, strict=True), 1):
-                h = layer(h, entry, mask, chunk=chunk)
-                many = h.size >= MANY_NUMBERS
-                if last_only and h.shape[1] > 1 and (many or i % LAYERS_AHEAD == 0):
-                    submitted.append(h)
-                    before = submitted.popleft() if len(submitted) > 2 else None
-                    _begin(h, before if many else None)
+            (h,) = run(self._walk([tokens], [cache], chunk), ahead)
             return self.logits(h[:, -1:] if last_only else h)
+
+    def _walk(
+        self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]], chunk: int
+    ) -> Generator[Pause, None, list[mx.array]]:
+        """Take uint32 tokens ``[B, T]`` of each state through all layers, and return what the last
+        layer returns. Several have B = 1, each with its own T.
+
+        It pauses after each layer, and after each of several parts of a mixer's input. What is
+        evaluated at a pause is up to the consumer, who also gathers kernels.
+        """
+        hidden = [self.model.embed_tokens(rows) for rows in tokens]
+        mask = states[0][0].real_tokens(tokens[0].shape[1]) if len(tokens) == 1 else None
+        for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
+            if _is_plain(layer):
+                hidden = yield from layer.walk(hidden, entries, mask, chunk=chunk)
+            else:
+                pairs = zip(hidden, entries, strict=True)
+                hidden = [layer(x, entry, mask, chunk=chunk) for x, entry in pairs]
+            yield Pause(hidden, entries, i)
+        return hidden
+
+    def _last_logits(self, hidden: list[mx.array]) -> mx.array:
+        """Return the logits ``[B, V]`` after the last token of one x ``[B, T, C]``, or of B of them
+        with B = 1."""
+        if len(hidden) == 1:
+            return self.logits(hidden[0][:, -1:])[:, 0]
+        return self.logits(mx.concatenate([h[:, -1:] for h in hidden], axis=1))[0]
 
     def _whole_step(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Run a step as one trace."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,110 +93,129 @@ class DecoderLayer(Module):
     def __call__(
         self, x: mx.array, cache: BaseCache, mask: mx.array | None = None, *, chunk: int
     ) -> mx.array:
-        """Map x ``[B, T, C]`` to ``[B, T, C]``. mask: ``[B, T]`` bool, False for padding; None if
-        there is none.
-
-        The mixer and a dense MLP take `chunk` tokens at a time, which bounds their scratch. A MoE
-        block takes all tokens, so that every expert is read once.
-        """
+        """Map x ``[B, T, C]`` to ``[B, T, C]``, see :meth:`walk`."""
         if self.training and cache.scratch:
             # Gradient checkpointing calls a layer a second time with the same entry.
             cache = copy.deepcopy(cache)
-        T = x.shape[1]
-        if self._recorder is not None:
-            self._recorder.begin(x.shape[0])
-        parts = None if T == 1 else cache.parts(T, chunk)
-        return self._feed(x, self.mix(x, cache, chunk=chunk), mask, parts)
+        return run(self.walk([x], [cache], mask, chunk=chunk))[0]
 
-    def in_pauses(
-        self, x: mx.array, cache: BaseCache, mask: mx.array | None, *, chunk: int
-    ) -> Generator[None, None, mx.array]:
-        """Do what a call does, and yield between the parts of the mixer."""
-        T = x.shape[1]
-        if self._recorder is not None:
-            self._recorder.begin(x.shape[0])
-        parts = cache.parts(T, chunk)
-        h = yield from self.mix_in_pauses(x, cache, chunk=chunk)
-        with metal.gathered():
-            return self._feed(x, h, mask, parts)
+    def walk(
+        self,
+        xs: Sequence[mx.array],
+        caches: Sequence[BaseCache],
+        mask: mx.array | None,
+        *,
+        chunk: int,
+    ) -> Generator[Pause, None, list[mx.array]]:
+        """Map the x ``[B, T, C]`` of several caches, each with its own T, and pause after each part
+        of a mixer's input. Several have B = 1. mask: ``[B, T]`` bool, False for padding; None if
+        there is none, and for several.
 
-    def _feed(
-        self, x: mx.array, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]] | None
-    ) -> mx.array:
-        """Apply the second half to h ``[B, T, C]``, the mixer's output of x."""
+        The mixer takes one x after the other. It and a dense MLP take `chunk` tokens at a time,
+        which bounds their scratch. A MoE block takes all tokens, so that every expert is read once.
+        """
+        recorder = self._recorder if len(xs) == 1 else None
+        if recorder is not None:
+            recorder.begin(xs[0].shape[0])
+        mixed, parts = [], []
+        for x, cache in zip(xs, caches, strict=True):
+            # A traced stand-in of an entry has no parts.
+            parts = [(0, 1)] if x.shape[1] == 1 else cache.parts(x.shape[1], chunk)
+            if len(parts) == 1:
+                mixed.append(self.mix(x, cache))
+            else:
+                mixed.append((yield from self._mix_parts(x, cache, parts)))
+        if len(mixed) == 1:
+            h = mixed[0]
+        else:
+            h = mx.concatenate(mixed, axis=1)
+            parts = BaseCache().parts(h.shape[1], chunk)
         mlp, norm = self.mlp, self.post_attention_layernorm
         if not isinstance(mlp, DenseMlp):
             out = mlp(h, norm, mask)
         else:
-            if parts is None:
-                out = mlp(h, norm)
-            else:
-                out = _chunked(lambda part: mlp(part, norm), h, parts)
-            if self._recorder is not None and self._recorder.wants("h_post"):
-                self._recorder.note(h_post=norm(h))
-        if self._recorder is not None:
-            self._recorder.note(input=x, h_mid=h, output=out)
-        return out
+            out = _chunked(lambda part: mlp(part, norm), h, parts)
+            if recorder is not None and recorder.wants("h_post"):
+                recorder.note(h_post=norm(h))
+        if recorder is not None:
+            recorder.note(input=xs[0], h_mid=h, output=out)
+        if len(mixed) == 1:
+            return [out]
+        return list(mx.split(out, list(accumulate(m.shape[1] for m in mixed))[:-1], axis=1))
+
+    def mix(self, x: mx.array, cache: BaseCache) -> mx.array:
+        """Apply the first half, mixer and residual, to x ``[B, T, C]`` as one part."""
+        return self[self._mixer_name](x, cache, self.input_layernorm)
+
+    def _mix_parts(
+        self, x: mx.array, cache: BaseCache, parts: list[tuple[int, int]]
+    ) -> Generator[Pause, None, mx.array]:
+        """Do what :meth:`mix` does, part by part, and pause after each."""
+        outputs = []
+        for start, stop in parts:
+            outputs.append(self.mix(x[:, start:stop], cache))
+            yield Pause(outputs, [cache], left=len(parts) - len(outputs))
+        h = mx.concatenate(outputs, axis=1)
+        outputs.clear()  # the consumer may still hold the last pause
+        return h
 
     def halves(self) -> list[tuple[nn.Module, ...]]:
         """Return groups of modules whose parameters the same launches read."""
         first = self[self._mixer_name], self.input_layernorm
         return [first, (self.mlp, self.post_attention_layernorm)]
 
-    def together(
-        self, xs: Sequence[mx.array], caches: Sequence[BaseCache], *, chunk: int
-    ) -> list[mx.array]:
-        """Map several sequences, x ``[1, T, C]`` each with its own T. The mixer takes them one by
-        one, the MLP or MoE block takes them concatenated."""
-        mixed = [self.mix(x, cache, chunk=chunk) for x, cache in zip(xs, caches, strict=True)]
-        return self.feed_together(mixed, chunk=chunk)
 
-    def feed_together(self, mixed: list[mx.array], *, chunk: int) -> list[mx.array]:
-        """Apply the second half to the mixer's outputs of several sequences, concatenated."""
-        h, norm = mx.concatenate(mixed, axis=1), self.post_attention_layernorm
-        if not isinstance(self.mlp, DenseMlp):
-            out = self.mlp(h, norm)
-        else:
-            parts = BaseCache().parts(h.shape[1], chunk)
-            out = _chunked(lambda part: self.mlp(part, norm), h, parts)
-        return list(mx.split(out, list(accumulate(m.shape[1] for m in mixed))[:-1], axis=1))
+class Pause(NamedTuple):
+    """Point of a walk through layers at which its consumer may have evaluated what was built, and
+    other calls of the model may run.
 
-    def mix(self, x: mx.array, cache: BaseCache, *, chunk: int) -> mx.array:
-        """Apply the first half, mixer and residual, to x ``[B, T, C]``."""
-        mixer, norm, T = self[self._mixer_name], self.input_layernorm, x.shape[1]
-        if T == 1:  # a traced stand-in of an entry has no parts
-            return mixer(x, cache, norm)
-        return _chunked(lambda part: mixer(part, cache, norm), x, cache.parts(T, chunk))
+    outputs: After a layer, its outputs; within one, those of the mixer for the parts so far, until
+    the walk goes on. entries: Cache entries that were written since the last pause. layers: Number
+    of layers that are done, None within a layer. left: Number of parts that are still to come.
+    """
 
-    def mix_in_pauses(
-        self, x: mx.array, cache: BaseCache, *, chunk: int
-    ) -> Generator[None, None, mx.array]:
-        """Do what :meth:`mix` does, and yield between the parts."""
-        mixer, norm, results = self[self._mixer_name], self.input_layernorm, []
-        for start, stop in cache.parts(x.shape[1], chunk):
-            if results:
-                mx.async_eval(results[-1], cache.state)
-                # On a GPU one part computes during a pause.
-                mx.eval(results[-2:-1])
-                yield
-            with metal.gathered():
-                results.append(mixer(x[:, start:stop], cache, norm))
-        return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+    outputs: list[mx.array]
+    entries: Sequence[BaseCache]
+    layers: int | None = None
+    left: int = 0
+
+
+def run(
+    walk: Generator[Pause, None, list[mx.array]],
+    after_layer: Callable[[Pause], None] | None = None,
+) -> list[mx.array]:
+    """Take a walk through layers to its end, and return its result. Parts of a mixer's input are
+    evaluated one by one, on a GPU while the next is built. after_layer: Called at a pause after a
+    layer."""
+    while True:
+        try:
+            pause = next(walk)
+        except StopIteration as end:
+            return end.value
+        if pause.layers is None:
+            _evaluate(pause.outputs)
+        elif after_layer is not None:
+            after_layer(pause)
+
+
+def _evaluate(parts: list[mx.array]) -> None:
+    """Submit the newest of `parts` and wait for it, or on a GPU for the one before: the next
+    part's graph is built meanwhile."""
+    metal.settle()
+    mx.async_eval(parts[-1])
+    ahead = int(on_gpu())
+    mx.eval(parts[-1 - ahead : len(parts) - ahead])
 
 
 def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
-    """Apply `function` to x ``[B, T, C]`` part by part.
-
-    Several parts are evaluated one by one; on a GPU the next part's graph is built meanwhile.
-    """
-    results, ahead = [], int(on_gpu())
+    """Apply `function` to x ``[B, T, C]`` part by part. Several are evaluated one by one."""
+    if len(parts) == 1:
+        return function(x)
+    results = []
     for start, stop in parts:
         results.append(function(x[:, start:stop]))
-        if len(parts) > 1:
-            metal.settle()
-            mx.async_eval(results[-1])
-            mx.eval(results[-1 - ahead : len(results) - ahead])
-    return results[0] if len(results) == 1 else mx.concatenate(results, axis=1)
+        _evaluate(results)
+    return mx.concatenate(results, axis=1)
 
 
 def on_gpu() -> bool:

@@ -43,23 +43,27 @@ def test_prefill_chunks_inside_a_layer_do_not_change_the_result():
 
 def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
     """What it has laid out holds memory: it waits for the layer before the last."""
-    begun, waited, begin = [], [], decoder._begin
+    begun, waited = [], []
     tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
     with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
         expected = model(tokens, last_only=True)
         monkeypatch.setattr(decoder, "on_gpu", lambda: True)
         monkeypatch.setattr(decoder, "MANY_NUMBERS", 70 * model.config.hidden_size)
+        begin, wait = mx.async_eval, mx.eval
 
-        def noted(h, before=None):
-            begun.append(h)
-            waited.append(before)
-            begin(h, before)
+        def noted(*arrays):
+            waited.extend((array, len(begun)) for array in arrays)
+            wait(*arrays)
 
-        monkeypatch.setattr(decoder, "_begin", noted)
+        monkeypatch.setattr(mx, "async_eval", lambda *a: begun.extend(a) or begin(*a))
+        monkeypatch.setattr(mx, "eval", noted)
         assert mx.array_equal(model(tokens, last_only=True), expected)
     assert len(begun) == len(model.layers) > 3
-    assert waited[:2] == [None, None]
-    assert all(a is b for a, b in zip(waited[2:], begun, strict=False))
+    waits = [each for each in waited if any(each[0] is h for h in begun)]
+    assert len(waits) == len(begun) - 2
+    for i, (array, ahead) in enumerate(waits):
+        assert array is begun[i]
+        assert ahead == i + 3
 
 
 @pytest.mark.parametrize("chunk", [16, 100])
