@@ -1,8 +1,8 @@
 """From the names in a checkpoint to the names of the model: a table that must come out empty.
 
-A model declares :class:`NameRules`: prefixes to rewrite, tensors to drop (with the reason),
-patterns of routed-expert tensors, and value transforms of trunk tensors. Every tensor of the
-checkpoint must be taken by a rule and every parameter of the model must be filled.
+A model declares :class:`NameRules`: prefixes to rewrite, tensors to drop, and patterns of
+routed-expert tensors. Every tensor of the checkpoint must be taken by a rule and every parameter of
+the model must be filled.
 """
 
 from __future__ import annotations
@@ -30,14 +30,6 @@ BIAS = "bias"
 """Component that a projection adds to its product; `biases` belong to a quantisation."""
 COMPONENT_ORDER = tuple(f"{p}.{part}" for p in PROJECTIONS for part in (*PARTS, GLOBAL_SCALE, BIAS))
 _PARTS = "|".join((*PARTS, GLOBAL_SCALE))
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Tensors that inference does not need. `pattern` is a regular expression on the whole name."""
-
-    pattern: str
-    because: str
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,10 @@ EXPERT_NAMES = (
 """mlx-lm's stacks, transformers' fused tensors, and one tensor for each expert."""
 
 
-ROTARY_BUFFERS = Drop(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "it is computed")
-"""Frequencies that older exporters write."""
+ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+"""Names of frequencies that older exporters write and models compute."""
 
 
-NO_PREDICTION = "multi-token prediction is not used at inference"
 # Layer and part of a tensor's name, and the parts that only a layer of multi-token prediction has.
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(\w+)\..*")
 _PREDICTION_PARTS = {"eh_proj", "enorm", "hnorm", "shared_head"}
@@ -91,14 +82,16 @@ class NameRules:
     all apply in order.
 
     prefixes: (prefix, replacement). renames: (regular expression, replacement as ``re.sub`` takes
-    it) of inner parts that the model names otherwise; they apply after the prefix. layers: Number
-    of the model's layers, if layers of multi-token prediction follow them: at least `predictions`
-    of them, as config.json says, and each that has such a layer's parts.
+    it) of inner parts that the model names otherwise; they apply after the prefix. drops: Regular
+    expressions of whole names in the checkpoint, of tensors that inference does not need. layers:
+    Number of the model's layers, if layers of multi-token prediction, which are dropped too, follow
+    them: at least `predictions` of them, as config.json says, and each that has such a layer's
+    parts.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
-    drops: tuple[Drop, ...] = ()
+    drops: tuple[str, ...] = ()
     experts: tuple[Experts, ...] = ()
     layers: int | None = None
     predictions: int = 0
@@ -113,9 +106,9 @@ class NameRules:
             name = re.sub(pattern, replacement, name)
         return name
 
-    def reason_to_drop(self, name: str) -> str | None:
-        """Return the reason for dropping a tensor, or None."""
-        return next((d.because for d in self.drops if re.fullmatch(d.pattern, name)), None)
+    def is_dropped(self, name: str) -> bool:
+        """Return True if a pattern of `drops` matches."""
+        return any(re.fullmatch(pattern, name) for pattern in self.drops)
 
     def prediction_layers(self, names: Iterable[str]) -> set[int]:
         """Return the layers of multi-token prediction among canonical names of tensors."""
@@ -127,26 +120,17 @@ class NameRules:
         return {i for i in marked if i >= first} | set(range(first, first + self.predictions))
 
 
-@dataclass(frozen=True)
-class TrunkTensor:
-    """One parameter of the model: where its bytes lie and what to do to them once read."""
-
-    ref: TensorRef
-    transform: Transform | None = None
-
-
 @dataclass
 class MappedTensors:
     """A checkpoint under the model's own names.
 
     trunk: parameter name -> tensor. experts: MoE layer id -> component name -> one
-    :class:`TensorRef` per expert, components in block order. dropped: name -> reason. absent: name
-    -> shard, of tensors that an index names and no file has, without those that are dropped.
+    :class:`TensorRef` per expert, components in block order. absent: name -> shard, of tensors that
+    an index names and no file has, without those that are dropped.
     """
 
-    trunk: dict[str, TrunkTensor] = field(default_factory=dict)
+    trunk: dict[str, TensorRef] = field(default_factory=dict)
     experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
 
 
@@ -166,20 +150,16 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     predicted = rules.prediction_layers(names.values())
     for name, ref in tensors.items():
         canonical = names[name]
-        reason = rules.reason_to_drop(name)
         layer = _LAYER.fullmatch(canonical) if predicted else None
-        if reason is None and layer is not None and int(layer[1]) in predicted:
-            reason = NO_PREDICTION
-        if reason is not None:
-            mapped.dropped[name] = reason
+        if rules.is_dropped(name) or (layer is not None and int(layer[1]) in predicted):
             continue
         if not _take_expert(canonical, ref, rules, mapped, single):
             if canonical in mapped.trunk:
                 raise CheckpointError(
-                    f"{ref.file}: '{name}' and '{mapped.trunk[canonical].ref.name}' are both "
+                    f"{ref.file}: '{name}' and '{mapped.trunk[canonical].name}' are both "
                     f"the parameter '{canonical}'; remove one."
                 )
-            mapped.trunk[canonical] = TrunkTensor(ref)
+            mapped.trunk[canonical] = ref
     for (layer, component), by_expert in single.items():
         _put(mapped, layer, component, _as_sequence(layer, component, by_expert))
     mapped.experts = in_block_order(mapped.experts)

@@ -66,7 +66,7 @@ class Checkpoint:
         theirs = self.config.get("quantization_config") or {}
         block = check_fp8(theirs) if theirs.get("quant_method") == "fp8" else DEFAULT_BLOCK
         absent = self.tensors.absent if isinstance(self.tensors, TensorIndex) else {}
-        absent = {n: shard for n, shard in absent.items() if rules.reason_to_drop(n) is None}
+        absent = {n: shard for n, shard in absent.items() if not rules.is_dropped(n)}
         try:
             mapped = map_tensors(in_our_form(self.tensors, block), rules)
         except CheckpointError as error:

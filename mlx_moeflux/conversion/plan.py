@@ -253,7 +253,7 @@ class Conversion:
 
     def _trunk_recipes(self) -> dict[str, Recipe]:
         """Module path + '.weight' (or a bare parameter's name) -> recipe."""
-        trunk = {n: t.ref for n, t in self.mapped.trunk.items()}
+        trunk = dict(self.mapped.trunk)
         if self.config.tie_word_embeddings:
             trunk = {n: r for n, r in trunk.items() if not n.startswith("lm_head.")}
         transforms = self.kind.transforms(trunk)

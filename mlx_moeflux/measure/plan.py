@@ -78,7 +78,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
     }
     if not experts:
         raise CheckpointError(f"{name}: there are no routed experts to plan for.")
-    trunk = [(parameter, tensor.ref) for parameter, tensor in mapped.trunk.items()]
+    trunk = list(mapped.trunk.items())
     if bits is not None and bits not in (2, 3, 4, 5, 6, 8):
         raise InputError(f"weights cannot have {bits} bits; choose 2, 3, 4, 5, 6 or 8.")
     if bits is not None and any(

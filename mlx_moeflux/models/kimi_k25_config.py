@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import only
-from mlx_moeflux.checkpoint.names import Drop, NameRules
+from mlx_moeflux.checkpoint.names import NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models import deepseek_v3_config
 
@@ -68,7 +68,7 @@ class Config(deepseek_v3_config.Config):
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names; those of images are dropped."""
         rules = super().name_rules()
-        images = Drop(r"(model\.)?(vision_tower|mm_projector)\..*", "images are not read")
+        images = r"(model\.)?(vision_tower|mm_projector)\..*"
         prefixes = (
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),

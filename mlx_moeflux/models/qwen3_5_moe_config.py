@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlx_moeflux.checkpoint.config import divides, only
-from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NO_PREDICTION, Drop, NameRules
+from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
 from mlx_moeflux.models.rope import rope_keys
@@ -122,11 +122,9 @@ class Config(AttentionConfig):
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),
         )
-        drops = (
-            Drop(r"(model\.)?(visual|vision_tower)\..*", "images are not read"),
-            Drop(r"((model\.)?language_model\.)?(model\.)?mtp\..*", NO_PREDICTION),
-        )
-        return NameRules(prefixes=prefixes, drops=drops, experts=EXPERT_NAMES)
+        images = r"(model\.)?(visual|vision_tower)\..*"
+        prediction = r"((model\.)?language_model\.)?(model\.)?mtp\..*"
+        return NameRules(prefixes=prefixes, drops=(images, prediction), experts=EXPERT_NAMES)
 
     def state_bytes(self, positions: int) -> int:
         """Return the bytes of a sequence's state after so many tokens: keys and values in

@@ -24,7 +24,6 @@ from mlx_moeflux.checkpoint.names import (
     PROJECTIONS,
     MappedTensors,
     Transform,
-    TrunkTensor,
 )
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, TensorRef, naming_absent
@@ -49,7 +48,7 @@ def default_dtype() -> mx.Dtype:
 
 def match_trunk(
     model: DecoderModel, mapped: MappedTensors, quantization: Quantization, *, directory: Path
-) -> tuple[dict[str, TrunkTensor], dict[str, Transform]]:
+) -> tuple[dict[str, TensorRef], dict[str, Transform]]:
     """Quantise the modules of `model` as in the checkpoint and compare names and shapes; no data is
     read. Returns parameter name -> tensor, and parameter name -> transform.
 
@@ -60,17 +59,16 @@ def match_trunk(
     if getattr(model.config, "tie_word_embeddings", False):
         # Some exporters also write the tied head.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
-    refs = {n: t.ref for n, t in trunk.items()}
-    model.fit_names(refs)
-    _quantise_modules(model, refs, quantization, directory)
+    model.fit_names(trunk)
+    _quantise_modules(model, trunk, quantization, directory)
     parameters = dict(tree_flatten(model.parameters()))
     check_layers(model, trunk, directory)
     try:
         _check_names(trunk.keys(), parameters.keys(), directory)
     except CheckpointError as error:
         raise naming_absent(error, mapped.absent) from error
-    transforms = model.transforms(refs)
-    for name, ref in refs.items():
+    transforms = model.transforms(trunk)
+    for name, ref in trunk.items():
         allowed = _dtypes(parameters[name].dtype)
         if ref.dtype not in allowed:
             raise CheckpointError(
@@ -98,19 +96,17 @@ def fill_trunk(
     """
     trunk, transforms = match_trunk(model, mapped, quantization, directory=directory)
     parameters = dict(tree_flatten(model.parameters()))
-    loaded = load_all(tensor.ref for tensor in trunk.values())
-    for (name, tensor), array in zip(trunk.items(), loaded, strict=True):
+    loaded = load_all(trunk.values())
+    for (name, ref), array in zip(trunk.items(), loaded, strict=True):
         expected = tuple(parameters[name].shape)
-        if tensor.transform is not None:
-            array = tensor.transform(array)
         if name in transforms:
             array = transforms[name](array)
         if array.shape != expected:
-            raise _wrong_shape(tensor.ref, array.shape, expected)
-        if tensor.ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
+            raise _wrong_shape(ref, array.shape, expected)
+        if ref.dtype in FLOATS and not name.endswith(f".{GLOBAL_SCALE}"):
             array = array.astype(mx.float32 if model.keeps_float32(name) else dtype)
         mx.eval(array)
-        _check_written(name, tensor.ref, array)
+        _check_written(name, ref, array)
         module, _, leaf = name.rpartition(".")
         _module_at(model, module)[leaf] = array
     model.eval()

@@ -208,7 +208,7 @@ class _Bench:
             for components in self.mapped.experts.values()
             for refs in components.values()
         )
-        trunk = sum(tensor.ref.nbytes for tensor in self.mapped.trunk.values())
+        trunk = sum(tensor.nbytes for tensor in self.mapped.trunk.values())
         needs = [parse_budget(budget, experts) or experts for budget in budgets]
         need = sum(min(need, experts) + 2 * trunk for need in needs)
         need += (experts + trunk) * (options.compare is not None)
