@@ -37,12 +37,15 @@ MODELOPT_NAME = "hf_quant_config.json"
 class Checkpoint:
     """A checkpoint under the names on disk.
 
-    config: config.json. tensors: Name -> reference. blocks: MoE layer id -> component ->
-    references, for forms that keep experts apart from the tensors; else empty. described_by: The
-    file that holds what config.json holds in other forms. held: MoE layer id -> the experts that
-    `blocks` has, ascending, where they are a part of `of` experts; else empty, and `of` is 0.
-    approximated: A sentence about tensors that are not read exactly. tokenizer: Files of the
-    tokenizer that are not in the directory, name -> content.
+    config: config.json.
+    tensors: Name -> reference.
+    blocks: MoE layer id -> component -> references, for forms that keep experts apart from the
+        tensors; else empty.
+    described_by: The file that holds what config.json holds in other forms.
+    held: MoE layer id -> the experts that `blocks` has, ascending, where they are a part of `of`
+        experts; else empty, and `of` is 0.
+    approximated: A sentence about tensors that are not read exactly.
+    tokenizer: Files of the tokenizer that are not in the directory, name -> content.
     """
 
     directory: Path

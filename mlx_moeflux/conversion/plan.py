@@ -40,10 +40,13 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class Recipe:
     """The conversion of one weight.
 
-    source: its weight and, when quantised, scales and, if affine, biases. spec: how it is
-    quantised on disk now. target: how it shall be. dtype: code of the output's floats. transform:
-    of its rows. bias: What is added to its product, a part of an expert. global_scale: Of a `spec`
-    that has one.
+    source: its weight and, when quantised, scales and, if affine, biases.
+    spec: how it is quantised on disk now.
+    target: how it shall be.
+    dtype: code of the output's floats.
+    transform: of its rows.
+    bias: What is added to its product, a part of an expert.
+    global_scale: Of a `spec` that has one.
     """
 
     source: tuple[TensorRef, ...]

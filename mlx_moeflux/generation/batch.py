@@ -161,12 +161,15 @@ def merged(states: Sequence[Sequence[Any]]) -> list[Any]:
 class Request:
     """A prompt, its options, and its reply so far; the name of its sequence in a :class:`Batch`.
 
-    limit: Most tokens of the reply. state: The state to continue from, until the prompt is read.
-    begin: Tokens of the state before the reply. reserved: Tokens of the reply that memory is kept
-    for. fresh: True if the prompt begins the sequence.
-    read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``. cached:
-    Tokens that a prompt cache supplied. breakpoints: Positions in the prompt that a prompt cache
-    stores besides its own; stops: All that it stores.
+    limit: Most tokens of the reply.
+    state: The state to continue from, until the prompt is read.
+    begin: Tokens of the state before the reply.
+    reserved: Tokens of the reply that memory is kept for.
+    fresh: True if the prompt begins the sequence.
+    read: Tokens of the prompt in `state`; logits: Those after the last of them, ``[V]``.
+    cached: Tokens that a prompt cache supplied.
+    breakpoints: Positions in the prompt that a prompt cache stores besides its own; stops: All that
+        it stores.
     """
 
     uid: int
@@ -504,17 +507,21 @@ class Workload(NamedTuple):
 class BatchGenerator:
     """Generator of replies to many prompts, one token of each per :meth:`next`.
 
-    max_tokens: Default limit of a reply. stop_ids: Ids that end every reply. sampler,
-    logits_processors: mlx-lm's callables, for sequences without their own. completion_batch_size:
-    Most sequences in a step. prefill_batch_size: Most prompts read together; each expert is then
-    read once for all of them. prefill_step_size: Tokens of a prompt between two steps of the
-    others; None reads a prompt in one call. max_pause: Seconds after which such a call pauses
-    for a step of the others, between two layers or parts of a mixer; it still reads each expert
-    once. keep_states: Return the state of each reply. kv_pool_bytes: See
-    :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has room for their
-    whole reply. state_bytes: Prompts wait until the states of all sequences after their whole
-    replies fit in so many bytes. prompt_cache: Supplies known beginnings of prompts and stores
-    these.
+    max_tokens: Default limit of a reply.
+    stop_ids: Ids that end every reply.
+    sampler, logits_processors: mlx-lm's callables, for sequences without their own.
+    completion_batch_size: Most sequences in a step.
+    prefill_batch_size: Most prompts read together; each expert is then read once for all of them.
+    prefill_step_size: Tokens of a prompt between two steps of the others; None reads a prompt in
+        one call.
+    max_pause: Seconds after which such a call pauses for a step of the others, between two layers
+        or parts of a mixer; it still reads each expert once.
+    keep_states: Return the state of each reply.
+    kv_pool_bytes: See :class:`~mlx_moeflux.generation.batch.Batch`; prompts wait until the pool has
+        room for their whole reply.
+    state_bytes: Prompts wait until the states of all sequences after their whole replies fit in so
+        many bytes.
+    prompt_cache: Supplies known beginnings of prompts and stores these.
 
     A reply with no limit (-1), or one beyond what context and memory hold, waits for room for
     `OPEN_REPLY` tokens. It may have more while there is memory, and else ends with "length".

@@ -35,11 +35,15 @@ from mlx_moeflux.tokenizer import Tokenizer
 class GenerationResponse:
     """One step of a generation, with mlx-lm's fields.
 
-    text: New text, may be empty. token: Its id. logprobs: ``[V]``. prompt_tps: Tokens of the prompt
-    a second until its logits are known. generation_tps: Tokens of the reply, the first one
-    included, a second from there on. peak_memory: MLX's peak in GB (10^9 bytes). finish_reason:
-    "stop", "length", or None before the last. experts: The store's statistics of this call, on the
-    last. cached_tokens: Tokens of the prompt that a prompt cache supplied.
+    text: New text, may be empty.
+    token: Its id.
+    logprobs: ``[V]``.
+    prompt_tps: Tokens of the prompt a second until its logits are known.
+    generation_tps: Tokens of the reply, the first one included, a second from there on.
+    peak_memory: MLX's peak in GB (10^9 bytes).
+    finish_reason: "stop", "length", or None before the last.
+    experts: The store's statistics of this call, on the last.
+    cached_tokens: Tokens of the prompt that a prompt cache supplied.
     """
 
     text: str

@@ -28,12 +28,14 @@ Builder = Callable[[Sizes, int, Normal], Arguments]
 class Implementation:
     """One way to compute an operation, called like its reference.
 
-    kernels: What it launches; with any it needs a GPU. on_cpu: It computes while MLX's default
-    device is the CPU alone. takes: Whether it computes a call, by the call's arguments, asked where
-    a call is made in parts; None: it refuses when it is called. pair_bytes: Bank and dtype of x ->
-    bytes of scratch for each pair of a token and an expert; None: as many as the reference. adds:
-    Adds the terms of some pairs to an array of the host, for a call that is made in parts; None: it
-    cannot.
+    kernels: What it launches; with any it needs a GPU.
+    on_cpu: It computes while MLX's default device is the CPU alone.
+    takes: Whether it computes a call, by the call's arguments, asked where a call is made in parts;
+        None: it refuses when it is called.
+    pair_bytes: Bank and dtype of x -> bytes of scratch for each pair of a token and an expert;
+        None: as many as the reference.
+    adds: Adds the terms of some pairs to an array of the host, for a call that is made in parts;
+        None: it cannot.
     """
 
     function: Function

@@ -25,10 +25,13 @@ Opener = Callable[[], tuple[Any, Any]]
 class Comparison:
     """Exact against lossy.
 
-    positions: Predictions compared. perplexity, lossy_perplexity: Of the texts. divergence: Mean
-    Kullback-Leibler divergence of the lossy prediction from the exact one, in nats. agreement:
-    Share of positions with the same likeliest token. json_valid, lossy_json_valid: Share of the
-    JSON prompts whose greedy reply parses. lossy: What the lossy model's statistics admit.
+    positions: Predictions compared.
+    perplexity, lossy_perplexity: Of the texts.
+    divergence: Mean Kullback-Leibler divergence of the lossy prediction from the exact one, in
+        nats.
+    agreement: Share of positions with the same likeliest token.
+    json_valid, lossy_json_valid: Share of the JSON prompts whose greedy reply parses.
+    lossy: What the lossy model's statistics admit.
     """
 
     positions: int

@@ -34,9 +34,11 @@ GROUP = 64
 class Sizes:
     """The sizes of a model.
 
-    blocks: MoE layer id -> bytes of one expert. trunk_bytes: On a GPU, with floats in bfloat16.
-    embedding_bytes: The part of the trunk of which a token reads one row. state_bytes: Key-value
-    cache and recurrent state at `context` positions. hidden_size: Width of a token's hidden state.
+    blocks: MoE layer id -> bytes of one expert.
+    trunk_bytes: On a GPU, with floats in bfloat16.
+    embedding_bytes: The part of the trunk of which a token reads one row.
+    state_bytes: Key-value cache and recurrent state at `context` positions.
+    hidden_size: Width of a token's hidden state.
     """
 
     model_type: str

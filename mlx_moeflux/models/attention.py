@@ -18,13 +18,17 @@ class Attention(Module):
     """Grouped-query attention with norms of queries and keys and a rotary embedding.
 
     config: Uses ``hidden_size``, ``head_dim``, ``num_attention_heads``, ``num_key_value_heads``,
-    ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and, if present, ``yarn`` (a
-    :class:`~mlx_moeflux.models.rope.Rope`). gated: ``q_proj`` holds for each head its query rows,
-    then the rows of a sigmoid gate of its output. window: Width of the sliding window in tokens,
-    the current one included; None for full attention. qk_norm: RMS norm of queries and keys: each
-    head by itself (weights ``[Dh]``), all heads of a token together (weights ``[H Dh]``) or none.
-    bias: The projections of queries, keys and values have biases. output_bias: ``o_proj`` has one;
-    None for the same as `bias`. sinks: A parameter ``sinks [Hq]`` takes part in each softmax.
+        ``rms_norm_eps``, ``rope_theta``, ``rotary_dims`` and, if present, ``yarn`` (a
+        :class:`~mlx_moeflux.models.rope.Rope`).
+    gated: ``q_proj`` holds for each head its query rows, then the rows of a sigmoid gate of its
+        output.
+    window: Width of the sliding window in tokens, the current one included; None for full
+        attention.
+    qk_norm: RMS norm of queries and keys: each head by itself (weights ``[Dh]``), all heads of a
+        token together (weights ``[H Dh]``) or none.
+    bias: The projections of queries, keys and values have biases.
+    output_bias: ``o_proj`` has one; None for the same as `bias`.
+    sinks: A parameter ``sinks [Hq]`` takes part in each softmax.
 
     Shapes:
         x: ``[B, T, C]``; returns x + attention(norm(x)).

@@ -66,9 +66,11 @@ class Token(NamedTuple):
 class Job:
     """A prompt in the engine, which answers it with one reply.
 
-    limit: Most tokens of the reply, -1 for no limit. on_token: Called in the event loop with each
-    token. logprobs: Number of alternatives to report, None reports nothing. processors: Besides
-    those of `sampling`. breakpoints: Positions in the prompt whose states are kept.
+    limit: Most tokens of the reply, -1 for no limit.
+    on_token: Called in the event loop with each token.
+    logprobs: Number of alternatives to report, None reports nothing.
+    processors: Besides those of `sampling`.
+    breakpoints: Positions in the prompt whose states are kept.
     """
 
     prompt: list[int]
@@ -85,10 +87,11 @@ class Job:
 class EngineOptions:
     """Limits of an engine.
 
-    concurrency: Most replies that take a step together. prompts: Most prompts read together.
-    waiting: Most further requests; state_bytes: Most bytes of all states. prefill_step_size,
-    max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`. idle_release: Seconds
-    without a request after which the experts' memory is freed; None: never.
+    concurrency: Most replies that take a step together.
+    prompts: Most prompts read together.
+    waiting: Most further requests; state_bytes: Most bytes of all states.
+    prefill_step_size, max_pause: See :class:`~mlx_moeflux.generation.batch.BatchGenerator`.
+    idle_release: Seconds without a request after which the experts' memory is freed; None: never.
     """
 
     concurrency: int = 32

@@ -27,14 +27,16 @@ CLIENT_LEFT = 499
 class Limits:
     """Bounds of connections, and the hosts, keys and web pages that may use the server.
 
-    hosts: Names and addresses that requests may call the server by. api_key: Required in every
-    request if set, but for the page's files and ``/health``. origins: Web pages that may use the
-    server, such as ``http://localhost:3000``.
-    body_bytes, body_seconds: Size of a body and time until it is there. header_seconds,
-    header_bytes, idle_seconds: Of a request's head, and of a connection between two requests.
-    write_seconds: Time in which a client must take some of a stream. keep_alive_seconds: Time
-    between two comments in a silent stream. connections: Most at once. shutdown_seconds: Time that
-    replies have to finish when the server ends.
+    hosts: Names and addresses that requests may call the server by.
+    api_key: Required in every request if set, but for the page's files and ``/health``.
+    origins: Web pages that may use the server, such as ``http://localhost:3000``.
+    body_bytes, body_seconds: Size of a body and time until it is there.
+    header_seconds, header_bytes, idle_seconds: Of a request's head, and of a connection between two
+        requests.
+    write_seconds: Time in which a client must take some of a stream.
+    keep_alive_seconds: Time between two comments in a silent stream.
+    connections: Most at once.
+    shutdown_seconds: Time that replies have to finish when the server ends.
     """
 
     hosts: frozenset[str] = frozenset(LOCAL_HOSTS)

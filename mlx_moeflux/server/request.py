@@ -62,14 +62,15 @@ SAMPLING = {option.name for option in fields(Sampling)}
 class GenerationRequest:
     """A prompt (messages, text or ids) and the options of its replies.
 
-    Messages and tools are in OpenAI's form, as chat templates take them. max_tokens: None for the
-    server's default, UNLIMITED for what context and memory leave. logprobs: Number of alternatives
-    to report for each token; None reports nothing. schema: JSON schema of the answer, in a tuple;
-    () is any text, (None,) any object. tool_choice: "auto", "none", "required" or the name of a
-    function. checkpoints: Numbers of first messages after which the state is kept for later
-    requests. namespaces: Function -> the group and the name in it that a protocol calls it by.
+    Messages and tools are in OpenAI's form, as chat templates take them.
+    max_tokens: None for the server's default, UNLIMITED for what context and memory leave.
+    logprobs: Number of alternatives to report for each token; None reports nothing.
+    schema: JSON schema of the answer, in a tuple; () is any text, (None,) any object.
+    tool_choice: "auto", "none", "required" or the name of a function.
+    checkpoints: Numbers of first messages after which the state is kept for later requests.
+    namespaces: Function -> the group and the name in it that a protocol calls it by.
     answer: The reply is the answer to messages, with reasoning and calls apart; False continues a
-    text.
+        text.
     """
 
     sampling: Sampling

@@ -31,8 +31,10 @@ from mlx_moeflux.server.tools import (
 class ServiceOptions:
     """Options of a server.
 
-    name: Of the model, in replies. strict_model: Refuse requests for other names. seconds: Longest
-    time of one request. template_options: Variables of the chat template, below the request's own.
+    name: Of the model, in replies.
+    strict_model: Refuse requests for other names.
+    seconds: Longest time of one request.
+    template_options: Variables of the chat template, below the request's own.
     tool_parser, reasoning_parser: Names of syntaxes; None chooses by template and vocabulary.
     """
 

@@ -194,13 +194,15 @@ class Tags:
 class ToolSyntax:
     """Syntax of the calls of a family of models.
 
-    markers: Texts that all occur in the chat template of such a model. begin, end: Around calls;
-    text outside is the answer. parse: (reader behind `begin`, tools) -> parser, which raises
-    ValueError for what is no call. call: (name, rule of its arguments) -> Lark grammar of one call,
-    without begin and end. tags: Around arguments; None for arguments in JSON. text_arguments: The
-    template wants the arguments of earlier calls as JSON text. grouped: One begin and end stand
-    around all calls, else around each. ends_reply: The end is the token that ends a reply. tokens:
-    Special ones inside of calls.
+    markers: Texts that all occur in the chat template of such a model.
+    begin, end: Around calls; text outside is the answer.
+    parse: (reader behind `begin`, tools) -> parser, which raises ValueError for what is no call.
+    call: (name, rule of its arguments) -> Lark grammar of one call, without begin and end.
+    tags: Around arguments; None for arguments in JSON.
+    text_arguments: The template wants the arguments of earlier calls as JSON text.
+    grouped: One begin and end stand around all calls, else around each.
+    ends_reply: The end is the token that ends a reply.
+    tokens: Special ones inside of calls.
     """
 
     markers: tuple[str, ...]

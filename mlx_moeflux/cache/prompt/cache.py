@@ -71,12 +71,13 @@ class PromptCache:
     """States at positions in prompts, for any number of models.
 
     directory: Folder of states that outlive the process; None keeps them in memory only.
-    memory_bytes, disk_bytes: Limits above which the least recently used states are removed. every:
-    Tokens between two positions at which the state of a long prompt is stored. It is stored also at
-    the end, at the caller's breakpoints, and where the prompt first differs from an earlier one.
-    Models without recurrent layers need none of these: they continue from any token. replies: Store
-    the state after a reply too, for conversations. warm: Return the experts that were in memory,
-    for the generator to read again.
+    memory_bytes, disk_bytes: Limits above which the least recently used states are removed.
+    every: Tokens between two positions at which the state of a long prompt is stored. It is stored
+        also at the end, at the caller's breakpoints, and where the prompt first differs from an
+        earlier one. Models without recurrent layers need none of these: they continue from any
+        token.
+    replies: Store the state after a reply too, for conversations.
+    warm: Return the experts that were in memory, for the generator to read again.
 
     All methods may be called from any thread.
 

@@ -45,8 +45,10 @@ Affine = tuple[np.ndarray, np.ndarray]
 class BlockKind:
     """One type of block.
 
-    elements, nbytes: Of a block. bits: Of the affine form. codes: blocks ``[n, nbytes]`` uint8 ->
-    q ``[n, elements]`` uint8. affine: blocks -> scales and biases ``[n, elements / 32]`` float32.
+    elements, nbytes: Of a block.
+    bits: Of the affine form.
+    codes: blocks ``[n, nbytes]`` uint8 -> q ``[n, elements]`` uint8.
+    affine: blocks -> scales and biases ``[n, elements / 32]`` float32.
     exact: Whether nothing is lost.
     """
 
@@ -245,9 +247,11 @@ _KEYS = {
 class GgufFile:
     """The content of a file or of all its shards.
 
-    config: As config.json. tensors: The trunk. blocks: MoE layer id -> component -> references.
-    metadata: Of the first shard, strings and numbers. requantised: Names of tensors that are
-    quantised anew, with their type.
+    config: As config.json.
+    tensors: The trunk.
+    blocks: MoE layer id -> component -> references.
+    metadata: Of the first shard, strings and numbers.
+    requantised: Names of tensors that are quantised anew, with their type.
     """
 
     path: Path

@@ -15,10 +15,12 @@ from mlx_moeflux.experts.telemetry.stats import ExpertStats
 class CallCost:
     """One call of a layer.
 
-    token: Tokens that the layer had seen before. ids: What they chose, ``[N, K]``; E is padding.
+    token: Tokens that the layer had seen before.
+    ids: What they chose, ``[N, K]``; E is padding.
     hits, prefetched, missed: The experts that were resident, that were read ahead for their first
-    use here, and that had to be read. bytes_demanded, bytes_hidden: Read because of them, and read
-    ahead of this call, needed or not. stall_seconds: Waited for reads.
+        use here, and that had to be read.
+    bytes_demanded, bytes_hidden: Read because of them, and read ahead of this call, needed or not.
+    stall_seconds: Waited for reads.
     """
 
     layer: int

@@ -134,11 +134,13 @@ class Result:
 class Call:
     """One call of a layer: ids ``[N, K]`` uint16 (E: padding), weights ``[N, K]`` float16.
 
-    token: Tokens that the layer had seen before. nanoseconds: Since the beginning of the trace,
-    when the ids were known. dropped: Experts that were being read ahead for this call and were
-    given up. guess: The experts of the next layer as guessed after this call, None without a
-    look-ahead. prefetches: Those that were then read ahead. resized: (layer, slots) of what was
-    resized after it. result: None if the recording ended within the call or had nothing to look up.
+    token: Tokens that the layer had seen before.
+    nanoseconds: Since the beginning of the trace, when the ids were known.
+    dropped: Experts that were being read ahead for this call and were given up.
+    guess: The experts of the next layer as guessed after this call, None without a look-ahead.
+    prefetches: Those that were then read ahead.
+    resized: (layer, slots) of what was resized after it.
+    result: None if the recording ended within the call or had nothing to look up.
     """
 
     layer: int

@@ -70,10 +70,14 @@ MOST_TOKENS, MOST_DELAY = 1 << 24, 86_400
 class Options:
     """Options of a benchmark.
 
-    expert_memory: Budgets. contexts: Prompt lengths. batch_sizes: Sequences. All are swept.
-    compare: "mlx-lm" or None. cold: Empty the page cache and the banks before every trial, and
-    the page cache after every token. profile: Time the stages
-    of a prompt, decode steps and batched steps after the trials. trace: A file for its slices.
+    expert_memory: Budgets.
+    contexts: Prompt lengths.
+    batch_sizes: Sequences. All are swept.
+    compare: "mlx-lm" or None.
+    cold: Empty the page cache and the banks before every trial, and the page cache after every
+        token.
+    profile: Time the stages of a prompt, decode steps and batched steps after the trials.
+    trace: A file for its slices.
     capture: Options of :func:`~mlx_moeflux.measure.profile.capture.gpu_capture` for one more run.
     load: More options of :func:`~mlx_moeflux.loading.load_model`.
     """

@@ -36,9 +36,10 @@ DISK_SECONDS = 1.5
 class Card:
     """The account of one decode step.
 
-    trunk: Bytes of dense weights that a step reads (one row of the embedding). expert: Bytes of
-    one expert, the mean over the layers. layers, k, experts: MoE layers, experts of a token,
-    experts of a layer. state: Model positions -> bytes of one sequence's state.
+    trunk: Bytes of dense weights that a step reads (one row of the embedding).
+    expert: Bytes of one expert, the mean over the layers.
+    layers, k, experts: MoE layers, experts of a token, experts of a layer.
+    state: Model positions -> bytes of one sequence's state.
     memory, disk: Bytes a second; disk None when it could not be measured.
     """
 

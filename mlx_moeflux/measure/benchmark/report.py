@@ -62,9 +62,10 @@ class Streaming:
 
     missed: Bytes read for a step; stall: seconds waited for them; sync: partly resident layers.
     prompt_read: Bytes read for the prompt.
-    hit_rate, shuffled: Of the decode steps' look-ups, and what an LRU of the same size would hit
-    if the same tokens came in random order. from_disk: Bytes that came from a disk by bytes read,
-    None where unknown. state: "cold", "warm" or "unverified", as measured.
+    hit_rate, shuffled: Of the decode steps' look-ups, and what an LRU of the same size would hit if
+        the same tokens came in random order.
+    from_disk: Bytes that came from a disk by bytes read, None where unknown.
+    state: "cold", "warm" or "unverified", as measured.
     """
 
     hit_rate: float
