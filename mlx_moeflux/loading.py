@@ -19,6 +19,7 @@ from mlx_moeflux.checkpoint.names import MappedTensors
 from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import Blocks
+from mlx_moeflux.checks import check_callable
 from mlx_moeflux.distributed.part import Part
 from mlx_moeflux.distributed.placement import ById, Placement
 from mlx_moeflux.distributed.ranks import reporting
@@ -46,7 +47,6 @@ from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, 
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.memory import parse_wired_memory
-from mlx_moeflux.generation.sampling import check_callable
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import metal

@@ -12,9 +12,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.checkpoint.files import is_natural, read_json_object, read_whole
+from mlx_moeflux.checkpoint.files import read_json_object, read_whole
 from mlx_moeflux.checkpoint.formats.gguf import end_ids, find_gguf, gguf_metadata
 from mlx_moeflux.checkpoint.formats.gguf_tokenizer import tokenizer_json
+from mlx_moeflux.checks import is_natural
 from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 from mlx_moeflux.sandbox.requests import check_tokenizer, render

@@ -31,7 +31,8 @@ RANK = {
     "kernels": 8,
     "checkpoint": 9,
     "backend": 10,
-    "errors": 11,
+    "checks": 11,
+    "errors": 12,
     "user_cache": 11,
     "_version": 11,
 }

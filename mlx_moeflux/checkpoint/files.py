@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mlx_moeflux.errors import CheckpointError, InputError, MoefluxError
 
@@ -22,7 +22,6 @@ TEMPORARY_SUFFIX = ".tmp"
 # Of a file that is read whole: the largest tokenizers and indexes have some 30 MB.
 MOST_BYTES = 100_000_000
 HASH_BYTES = 32
-MOST_AXES = 8
 _HASH_CHUNK = 1 << 22
 
 
@@ -307,21 +306,6 @@ def in_groups(items: Iterable[Sized], most: int) -> Iterator[list[Sized]]:
         size += item.nbytes
     if group:
         yield group
-
-
-def is_natural(value: object) -> TypeGuard[int]:
-    """Return True for integers from 0 on that 63 bits hold. JSON's `true` is not one."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def is_positive(value: object) -> TypeGuard[int]:
-    """Return True for integers from 1 on that 63 bits hold. JSON's `true` is not one."""
-    return is_natural(value) and value > 0
-
-
-def is_shape(value: object) -> TypeGuard[list[int]]:
-    """Return True for a list of sizes; more axes than MOST_AXES make numbers of any length."""
-    return isinstance(value, list) and len(value) <= MOST_AXES and all(map(is_natural, value))
 
 
 def _is_unicode(text: str) -> bool:

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, overload
 
 from mlx_moeflux.checkpoint.files import (
     inside_path,
-    is_natural,
-    is_shape,
     opened,
     parse_json_object,
     read_exact,
     read_json_object,
     unreadable,
 )
+from mlx_moeflux.checks import is_natural, is_shape
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError
 
 if TYPE_CHECKING:

@@ -177,7 +177,8 @@ def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:
 
 
 def _service_options(args: argparse.Namespace, path: Any) -> Any:
-    from mlx_moeflux.generation.sampling import check_integer, make_sampler
+    from mlx_moeflux.checks import check_integer
+    from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.server.reasoning import REASONING
     from mlx_moeflux.server.request import UNLIMITED, Defaults
     from mlx_moeflux.server.service import ServiceOptions
@@ -205,8 +206,8 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
 
 
 def _engine_options(args: argparse.Namespace, model: Any) -> Any:
+    from mlx_moeflux.checks import check_integer, check_number
     from mlx_moeflux.experts.budget import measure_memory, parse_budget
-    from mlx_moeflux.generation.sampling import check_integer, check_number
     from mlx_moeflux.server.engine import EngineOptions
 
     for flag in ("decode_concurrency", "prompt_concurrency"):

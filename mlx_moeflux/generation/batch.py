@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_moeflux.cache import SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.checks import check_integer, check_number
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError
 from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL, check_finite, normalised
 from mlx_moeflux.generation.sampling import (
@@ -23,8 +24,6 @@ from mlx_moeflux.generation.sampling import (
     Sampler,
     check_drawn,
     check_ids,
-    check_integer,
-    check_number,
     check_processors,
     check_sampler,
     drawn,

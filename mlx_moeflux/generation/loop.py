@@ -12,14 +12,13 @@ import mlx.core as mx
 
 from mlx_moeflux.cache import transaction
 from mlx_moeflux.cache.prompt.cache import Resumed
+from mlx_moeflux.checks import check_callable, check_integer
 from mlx_moeflux.errors import ExactnessError, InputError
 from mlx_moeflux.generation.memory import with_memory_limits
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
-    check_callable,
     check_drawn,
-    check_integer,
     check_processors,
     check_sampler,
     drawn,

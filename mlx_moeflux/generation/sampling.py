@@ -11,11 +11,12 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypedDict
 
 import mlx.core as mx
 
+from mlx_moeflux.checks import check_callable, check_integer, check_number
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.kernels.nested import describe
 
@@ -287,12 +288,6 @@ def check_processors(processors: Iterable[LogitsProcessor] | None) -> list[Logit
     return found
 
 
-def check_callable(name: str, value: object) -> None:
-    """Raise an InputError unless `value` is None or callable."""
-    if value is not None and not callable(value):
-        raise InputError(f"{name} is {value!r}; give a callable.")
-
-
 def processed(
     processors: Iterable[LogitsProcessor], tokens: mx.array, logits: mx.array
 ) -> mx.array:
@@ -348,23 +343,6 @@ def check_drawn(tokens: Iterable[int], vocabulary: int) -> None:
 
 def _name_of(given: Any) -> str:
     return getattr(given, "__name__", type(given).__name__)
-
-
-def check_number(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise an InputError unless `value` is a finite number from `low` to `high`."""
-    if not isinstance(value, Real):
-        raise InputError(f"{name} is {value!r}; give a number.")
-    if not (low <= value <= high and math.isfinite(value)):
-        bounds = [f"at least {low}"] * (low > -math.inf) + [f"at most {high}"] * (high < math.inf)
-        raise InputError(f"{name} is {value}; it must be {' and '.join(bounds) or 'finite'}.")
-
-
-def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
-    """Raise an InputError unless `value` is an integer from `low` up."""
-    if not isinstance(value, Integral):
-        raise InputError(f"{name} is {value!r}; give an integer{hint}.")
-    if value < low:
-        raise InputError(f"{name} is {value}; it must be at least {low}{hint}.")
 
 
 def check_ids(

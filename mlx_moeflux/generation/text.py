@@ -13,6 +13,7 @@ from typing import Any, Literal, Unpack, overload
 import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
+from mlx_moeflux.checks import check_callable, check_integer
 from mlx_moeflux.detokenizer import PieceDetokenizer, StopText
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.streaming.warm_up import warm_up
@@ -23,9 +24,7 @@ from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
     Sampler,
     SamplingOptions,
-    check_callable,
     check_ids,
-    check_integer,
     choose_sampling,
 )
 from mlx_moeflux.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, not_negative, only, parse_config, positive
-from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
+from mlx_moeflux.checks import is_positive
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope, stretched
 from mlx_moeflux.models.state_sizes import kv_bytes

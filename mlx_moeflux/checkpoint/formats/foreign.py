@@ -22,10 +22,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from mlx_moeflux.checkpoint.files import is_positive
 from mlx_moeflux.checkpoint.formats.decoded import BlockScaledRef, GlobalScaleRef, ScaledRef
 from mlx_moeflux.checkpoint.names import GLOBAL_SCALE
 from mlx_moeflux.checkpoint.tensors import Ref, TensorRef
+from mlx_moeflux.checks import is_positive
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 DEFAULT_BLOCK = (128, 128)

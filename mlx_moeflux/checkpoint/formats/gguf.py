@@ -27,10 +27,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import is_shape, opened
+from mlx_moeflux.checkpoint.files import opened
 from mlx_moeflux.checkpoint.formats.decoded import DecodedRef, row_chunks
 from mlx_moeflux.checkpoint.names import PARTS, PROJECTIONS, in_block_order
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
+from mlx_moeflux.checks import is_shape
 from mlx_moeflux.errors import CheckpointError, ConfigError, UnsupportedError
 
 GROUP = 32

@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from mlx_moeflux.checkpoint.files import (
-    is_natural,
-    is_positive,
-    is_shape,
-    read_json_object,
-    size_of,
-    unreadable,
-)
+from mlx_moeflux.checkpoint.files import read_json_object, size_of, unreadable
 from mlx_moeflux.checkpoint.names import PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import DEFAULT_GROUP_SIZE, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Blocks, TensorRef, block_refs, check_layer
+from mlx_moeflux.checks import is_natural, is_positive, is_shape
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, ShapeError, UnsupportedError
 
 MANIFEST_NAME = "model_weights.json"

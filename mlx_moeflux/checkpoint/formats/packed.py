@@ -33,8 +33,6 @@ from mlx_moeflux.checkpoint.files import (
     counted,
     hash_file,
     inside_path,
-    is_positive,
-    is_shape,
     opened,
     read_exact,
     read_json_object,
@@ -45,6 +43,7 @@ from mlx_moeflux.checkpoint.files import (
 )
 from mlx_moeflux.checkpoint.names import COMPONENT_ORDER
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE, Blocks, Shaped, block_refs, check_layer
+from mlx_moeflux.checks import is_positive, is_shape
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, MoefluxError
 
 FORMAT = "mlx_moeflux.experts"

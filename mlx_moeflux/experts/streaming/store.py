@@ -11,7 +11,7 @@ from time import perf_counter
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import is_positive
+from mlx_moeflux.checks import is_positive
 from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.compute import (
     FEW_PAIRS,

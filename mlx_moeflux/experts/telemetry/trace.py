@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import is_natural, is_positive, read_whole, unwritable
+from mlx_moeflux.checkpoint.files import read_whole, unwritable
+from mlx_moeflux.checks import is_natural, is_positive
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
 from mlx_moeflux.experts.telemetry.events import (
