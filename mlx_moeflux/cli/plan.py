@@ -7,7 +7,6 @@ import json
 import sys
 
 from mlx_moeflux.distributed.placement import parse_memory
-from mlx_moeflux.distributed.replay import Link
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
 from mlx_moeflux.measure.plan import (
@@ -18,7 +17,7 @@ from mlx_moeflux.measure.plan import (
     open_sizes,
     plan_model,
 )
-from mlx_moeflux.measure.plan_machines import MachinesPlan, plan_machines
+from mlx_moeflux.measure.plan_machines import Link, MachinesPlan, plan_machines
 
 NEEDS_MLX = False
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
-from mlx_moeflux.distributed.replay import EXACT_TOKENS, own_columns
 from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices, on_cpu
 from mlx_moeflux.experts.store import ExpertStore
@@ -34,6 +33,17 @@ from mlx_moeflux.kernels.runtime import metal
 
 # What one collective sends at most; a slow link takes a second or two for it.
 EXCHANGE_BYTES = 64 << 20
+# Calls of more tokens are prompts, whose sums are reduced before they are sent.
+EXACT_TOKENS = 64
+
+
+def own_columns(local: np.ndarray, count: int) -> np.ndarray:
+    """Return an order of the columns of `local`, ``[N, min(K, count)]``, in which each row ascends
+    and other ranks' experts, which are padding, come last.
+
+    local: Ids ``[N, K]`` in a rank's numbers, see :meth:`Places.local_ids`. count: Its experts.
+    """
+    return np.argsort(local, axis=1, kind="stable")[:, : min(local.shape[1], count)]
 
 
 class PairMix:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mlx_moeflux.distributed.placement import shares
-from mlx_moeflux.distributed.replay import Link
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import format_bytes, slots_for_budget, smallest_budget
 from mlx_moeflux.measure.plan import (
@@ -25,6 +24,20 @@ from mlx_moeflux.measure.plan import (
 
 # Tokens that are drawn for the mean of the machine with most of a token's experts.
 DRAWS = 20_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection between neighbours of a ring. latency: Seconds of a message besides its
+    bytes."""
+
+    bytes_per_second: float
+    latency: float = 1e-4
+
+    def seconds(self, nbytes: float, ranks: int) -> float:
+        """Return the time of a sum of `nbytes` over the ranks: 2 (N - 1) messages of an N-th."""
+        steps = 2 * (ranks - 1)
+        return steps * (self.latency + nbytes / ranks / self.bytes_per_second)
 
 
 @dataclass(frozen=True)

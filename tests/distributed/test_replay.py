@@ -1,13 +1,15 @@
-"""The simulator with ranks. Oracle: what the stores of real ranks counted, and arithmetic."""
+"""What each rank reads is what the simulator finds for its part of a trace."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mlx_moeflux.conversion.synthesize import synthesize
-from mlx_moeflux.distributed.placement import ById, make_placement, placed
-from mlx_moeflux.distributed.replay import Link, rank_trace, replay_machines
+from mlx_moeflux.distributed.placement import ById, Places, make_placement, placed
+from mlx_moeflux.distributed.store import own_columns
 from mlx_moeflux.experts.telemetry.simulate import simulate
 from mlx_moeflux.experts.telemetry.trace import Call, Trace, TraceInfo
 from mlx_moeflux.loading import load_model
@@ -20,6 +22,28 @@ SHAPE = "qwen3.5-tiny"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> str:
     return str(synthesize(SHAPE, tmp_path_factory.mktemp("shape") / SHAPE, experts=64))
+
+
+def rank_trace(trace: Trace, places: Places, rank: int) -> Trace:
+    """Return the calls that `rank` makes of its own store."""
+    info, count = trace.info, places.counts[rank]
+    tables = {layer: places.local_ids(layer, rank) for layer in info.layers}
+    following = dict(zip(info.layers, info.layers[1:] + info.layers[:1], strict=True))
+    calls = []
+    for call in trace:
+        local = tables[call.layer][call.ids]
+        order = own_columns(local, count)
+        guess = call.guess
+        if guess is not None:
+            own = tables[following[call.layer]][list(guess)].tolist()
+            guess = tuple(e for e in own if e < count)
+        ids = np.take_along_axis(local, order, axis=1)
+        weights = np.take_along_axis(call.weights, order, axis=1)
+        calls.append(Call(call.layer, call.token, ids, weights, guess=guess))
+    own_info = replace(
+        info, num_experts=count, experts_per_token=min(info.experts_per_token, count), slots=None
+    )
+    return Trace(own_info, calls)
 
 
 def traced(directory: str, file, batch: int, **options) -> Trace:
@@ -93,27 +117,3 @@ def test_a_rank_with_fewer_experts_than_a_token_needs_has_fewer_columns():
     own = rank_trace(trace_of([[[0, 5]], [[6, 7]]]), placed(ById(), (0,), 8, 8), 5)
     assert [call.ids.tolist() for call in own] == [[[0]], [[1]]]
     assert own.info.experts_per_token == 1
-
-
-def test_a_link_sends_a_part_to_each_neighbour():
-    link = Link(1e6, latency=0.5)
-    assert link.seconds(1e6, 1) == 0
-    assert link.seconds(1e6, 2) == 2 * (0.5 + 0.5)
-    assert link.seconds(1e6, 4) == pytest.approx(6 * (0.5 + 0.25))
-
-
-def test_machines_wait_for_the_one_that_reads_most():
-    # Both experts of each token on machine 0, then one on each.
-    trace = trace_of([[[0, 1]], [[2, 3]], [[0, 5]], [[2, 6]]])
-    options = {"hidden_size": 100, "disk": 10.0, "link": Link(1e3, latency=0.0)}
-    alone = replay_machines(trace, ById(), [80], **options)
-    assert alone.bytes_read == [60]
-    assert (alone.read_seconds, alone.exchange_seconds) == (60 / 10 / 4, 0)
-    two = replay_machines(trace, ById(), [20, 20], eviction="lru", **options)
-    assert two.bytes_read == [60, 20]
-    # 2, 2, 1 and 1 blocks of the slowest: 0 and 2 had left machine 0.
-    assert two.read_seconds == 60 / 10 / 4
-    assert two.exchange_seconds == pytest.approx(2 * (4 * (2 * 100 + 4) / 2) / 1e3)
-    enough = replay_machines(trace, ById(), [80, 80], **options)
-    assert enough.bytes_read == [40, 20]
-    assert enough.read_seconds == (2 + 2 + 1 + 1) * 10 / 10 / 4

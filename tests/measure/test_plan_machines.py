@@ -8,11 +8,10 @@ import json
 import pytest
 
 from mlx_moeflux.cli import main
-from mlx_moeflux.distributed.replay import Link
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.measure.plan import MEMORY_SHARE, SYNC_SECONDS, Sizes
-from mlx_moeflux.measure.plan_machines import mean_of_most, plan_machines
+from mlx_moeflux.measure.plan_machines import Link, mean_of_most, plan_machines
 
 # 10 layers of 100 experts of 10 MB, 4 a token: 10 GB.
 SIZES = Sizes(
@@ -109,3 +108,10 @@ def test_the_command_line(capsys):
         plan_machines("m", SIZES, memories=[10**10], link=LINK, ssd_gbps=0)
     with pytest.raises(InputError, match="link"):
         plan_machines("m", SIZES, memories=[10**10], link=Link(1e9, latency=-1.0))
+
+
+def test_a_link_sends_a_part_to_each_neighbour():
+    link = Link(1e6, latency=0.5)
+    assert link.seconds(1e6, 1) == 0
+    assert link.seconds(1e6, 2) == 2 * (0.5 + 0.5)
+    assert link.seconds(1e6, 4) == pytest.approx(6 * (0.5 + 0.25))
