@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
-from importlib import metadata
-from pathlib import Path
 
-from mlx_moeflux import user_cache
 from mlx_moeflux.errors import UnsupportedError
 
 DEVICE_VARIABLES = {
@@ -24,45 +18,14 @@ DEVICE_VARIABLES = {
 }
 
 
-# Of MLX's command buffers; ``mlx_moeflux tune --kernels`` may keep others for this machine.
-LIMITS = ("MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER")
-
-
 def set_device_variables() -> None:
-    """Set the :data:`DEVICE_VARIABLES` of this platform and the limits that were kept, in
-    ``os.environ``, unless set already.
+    """Set the :data:`DEVICE_VARIABLES` of this platform in ``os.environ``, unless set already.
 
     Metal and MLX read them at a process's first use of the GPU. Loading a model and each command
     call this function; a program that uses the GPU earlier calls it first.
     """
-    for name, value in (DEVICE_VARIABLES.get(sys.platform, {}) | _kept_limits()).items():
+    for name, value in DEVICE_VARIABLES.get(sys.platform, {}).items():
         os.environ.setdefault(name, value)
-
-
-def keep_limits(limits: Mapping[str, str]) -> None:
-    """Keep limits of command buffers for later processes with this version of MLX; none: delete
-    them. Where nothing can be written, nothing is kept."""
-    file = _limits_file()
-    with contextlib.suppress(OSError):
-        if not limits:
-            file.unlink(missing_ok=True)
-            return
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = {"mlx": metadata.version("mlx"), "limits": dict(limits)}
-        user_cache.write(file, json.dumps(kept).encode())
-
-
-def _kept_limits() -> dict[str, str]:
-    try:
-        kept = json.loads(_limits_file().read_text())
-        limits = kept["limits"] if kept["mlx"] == metadata.version("mlx") else {}
-        return {name: str(int(limits[name])) for name in LIMITS if name in limits}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _limits_file() -> Path:
-    return user_cache.root() / "command_buffers.json"
 
 
 def require_mlx() -> None:

@@ -67,20 +67,18 @@ def _run_kernels(args: argparse.Namespace) -> int:
     from mlx_moeflux.kernels.runtime import metal
     from mlx_moeflux.kernels.verify.tune import keep, tune, write
     from mlx_moeflux.loading import load
-    from mlx_moeflux.measure.command_buffers import tune_limits
     from mlx_moeflux.measure.model_calls import calls_of
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    calls, memory = None, args.budgets[0] if args.budgets else "auto"
+    calls = None
     if args.model is not None:
-        strict = args.strict_config
+        memory, strict = args.budgets[0] if args.budgets else "auto", args.strict_config
         model, _ = load(args.model, expert_memory=memory, strict_config=strict, verbose=True)
         calls = calls_of(model)
         del model
     table = tune(args.kernels, calls=calls, report=report)
-    del calls  # the model's memory, which the processes of tune_limits need
     if args.out:
         write(table, args.out)
         used = f"{args.out}: use it with {dispatch.ENVIRONMENT}={args.out}"
@@ -92,9 +90,4 @@ def _run_kernels(args: argparse.Namespace) -> int:
             names = [f"{row['form']} from {row['from']}" for row in backends[backend]]
             print(f"{operation:<18} {', '.join(names)}")
     print(used)
-    if args.model is not None and not args.out and backend != "cpu":
-        strict = args.strict_config
-        limits = tune_limits(args.model, memory, strict_config=strict, report=report)
-        for name, value in limits.items():
-            print(f"{name}={value}: used from now on")
     return 0

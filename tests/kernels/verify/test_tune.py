@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux import backend
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels import dispatch
@@ -19,7 +16,7 @@ from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.verify import tune
 from mlx_moeflux.kernels.verify.trials import largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
-from mlx_moeflux.measure import command_buffers, model_calls
+from mlx_moeflux.measure import model_calls
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
 
@@ -206,71 +203,3 @@ def test_a_form_that_metal_refuses_is_left_out(error):
     )
     assert found.keys() == {"reference"}
     assert f"kernel refuses: {error}" in said[0]
-
-
-# ---- Limits of command buffers
-
-
-@pytest.fixture
-def children(monkeypatch):
-    """Stand-ins for child processes: their speed depends on the limits that they were given."""
-    speeds = {}
-
-    def run(command, *, env, **options):
-        key = tuple(env.get(name) for name in backend.LIMITS)
-        speed = speeds.get(key, 10.0)
-        failed = isinstance(speed, str)
-        return SimpleNamespace(
-            returncode=int(failed), stdout=f"{speed}\n", stderr=f"a\n{speed}\n" if failed else ""
-        )
-
-    monkeypatch.setattr(command_buffers.subprocess, "run", run)
-    return speeds
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_fastest_limits_are_kept_and_set(children, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    children["1000", None] = 12.0
-    report = []
-    chosen = command_buffers.tune_limits("m", "auto", report=report.append)
-    assert chosen == {"MLX_MAX_MB_PER_BUFFER": "1000"}
-    assert len(report) == len(command_buffers.CANDIDATES)
-    os.environ.pop("MLX_MAX_MB_PER_BUFFER", None)
-    backend.set_device_variables()
-    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "1000"
-    # A gain within the margin is noise, and takes back what was kept.
-    children["1000", None] = 10.3
-    assert command_buffers.tune_limits("m", "auto") == {}
-    os.environ.pop("MLX_MAX_MB_PER_BUFFER", None)
-    backend.set_device_variables()
-    assert os.environ.get("MLX_MAX_MB_PER_BUFFER") != "1000"
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_child_that_fails_is_one_line(children):
-    children["4000", "100"] = "RuntimeError: no memory"
-    with pytest.raises(InputError, match=r"decoding failed with .*100.*: RuntimeError: no memory"):
-        command_buffers.tune_limits("m", "auto")
-
-
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"mlx": "0", "limits": {"MLX_MAX_MB_PER_BUFFER": 5}}']
-)
-def test_limits_of_another_version_and_damaged_ones_are_not_set(text):
-    backend.keep_limits({"MLX_MAX_MB_PER_BUFFER": "5"})
-    assert backend._kept_limits() == {"MLX_MAX_MB_PER_BUFFER": "5"}
-    backend._limits_file().write_text(text)
-    assert backend._kept_limits() == {}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("machine")
-def test_children_decode():
-    candidates = ({}, {"MLX_MAX_OPS_PER_BUFFER": "2"})
-    said = []
-    command_buffers.tune_limits(
-        str(BUNDLED_MODEL), "50%", candidates=candidates, report=said.append
-    )
-    assert len(said) == 2
