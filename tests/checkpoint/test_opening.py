@@ -86,7 +86,8 @@ def shapes(name: str, kinds: list[str]):
 
 
 def write_sparse(name: str, directory: Path) -> Sparse:
-    """The checkpoint, in two shards; nothing but the headers is written."""
+    """The checkpoint, in two shards; nothing but the headers is written, and a number of each norm
+    and of the trunk's scales, which no model has as zeros."""
     config = json.loads((PUBLISHED / f"{name}.json").read_text())["config"]
     text = config["text_config"]
     text |= {"num_hidden_layers": LAYERS, "num_experts": EXPERTS[name], "vocab_size": V}
@@ -95,10 +96,12 @@ def write_sparse(name: str, directory: Path) -> Sparse:
     result, weight_map = Sparse(directory, 0, 0), {}
     for shard, part in enumerate((tensors[::2], tensors[1::2])):
         file = directory / f"model-{shard + 1:05d}-of-00002.safetensors"
-        header, end = {"__metadata__": {"format": "mlx"}}, 0
+        header, end, written = {"__metadata__": {"format": "mlx"}}, 0, []
         for tensor, dtype, shape in part:
             size = prod(shape) * ITEM_BYTES[dtype]
             header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            if tensor.endswith(("norm.weight", ".scales")) and ".switch_mlp." not in tensor:
+                written.append(end + size)
             end += size
             weight_map[tensor] = file.name
             if ".switch_mlp." in tensor or ".mlp.experts." in tensor:
@@ -108,6 +111,10 @@ def write_sparse(name: str, directory: Path) -> Sparse:
         text_header = json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(text_header)) + text_header)
         os.truncate(file, file.stat().st_size + end)
+        with file.open("r+b") as stream:
+            for last in written:
+                stream.seek(8 + len(text_header) + last - 2)
+                stream.write(b"\x80\x3f")  # the upper half of 1.0: bfloat16, or a float32
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     (directory / "config.json").write_text(json.dumps(config))

@@ -494,7 +494,7 @@ def end_ids(metadata: dict[str, Any]) -> list[int]:
 
 def _check_rotated(metadata: dict[str, Any], head_dim: Any, path: Path) -> None:
     key = f"{ARCHITECTURE}.rope.dimension_count"
-    if metadata.get(key, head_dim) != head_dim:
+    if key in metadata and metadata[key] != head_dim:
         raise UnsupportedError(
             f"{path}: '{key}' is {metadata[key]!r}; only all {head_dim} dimensions of a head are "
             "rotated."
