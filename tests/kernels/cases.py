@@ -2,7 +2,8 @@
 
 A module says ``CASES = {"kernel's name": [Case(...), ...]}``; see
 :class:`~tests.kernels.harness.Case`. What must hold for all kernels is tested on these. It may say
-``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``, and name in
+``EQUIVALENT = {"file.metal": {"a mutation's name": "why it changes nothing"}}``, names as
+:class:`~tests.kernels.metal.mutations.Mutation` gives them, and name in
 ``SCRATCH`` kernels of its own, which hold what is shared between files.
 """
 

@@ -254,42 +254,36 @@ STAGED = "a tile is staged that nobody reads"
 ZEROS = "both are 0"
 EQUIVALENT = {
     "attention.metal": {
-        "stage: off by one T* from = D2 == 0 || at < D1 ? x + row * X + at : -> + 1 <": PACKS,
-        "stage: off by one from = D2 == 0 || at < D1 ? tail + (row - start -> + 1 <": PACKS,
-        "raised: off by one if (highest - top > 8.0f) -> >=": "where a maximum rises is free",
-        "add_parts: off by one from < parts -> <=": "a round of parts that do not count",
-        "add_parts: off by one if (from > first) -> >=": "fetches again what is there",
+        "stage: off by one < -> + 1 < (3)": PACKS,
+        "stage: off by one < -> + 1 < (4)": PACKS,
+        "raised: off by one > -> >=": "where a maximum rises is free",
+        "add_parts: off by one < -> <=": "a round of parts that do not count",
+        "add_parts: off by one > -> >=": "fetches again what is there",
     },
     "attention_rows.metal": {
-        "attend_rows: off by one t < M -> <=": "queries are staged that nobody takes",
-        "attend_rows: off by one t < M -> + 1 <": "a block of queries ends at a multiple of 16",
-        "stage_rows: swapped arguments 7 and 8 of stage: false, 0": ZEROS,
-        "attend_rows: off by one first < high -> <=": "a tile without keys adds nothing",
-        "attend_rows: off by one if (first + BN > open) -> >=": "keys are compared with their "
-        "limit in vain",
-        "attend_rows: off by one if (first + BN < high) -> <=": STAGED,
-        "stage_columns: off by one >= low && first + COUNT <= high) -> <": "a whole tile is taken "
-        "for one that is not",
-        "stage_columns: off by one if (first >= low && first + COUNT <= -> >": "a whole tile is "
-        "taken for one that is not",
-        "attend_rows: swapped arguments 1 and 2 of metal::fma: s[r][n][j], to_base2": "commutes",
-        "attend_rows: off by one if (own >= t && own < t + BN) -> + 1 <": "multiples of 16",
-        "attend_rows: swapped arguments 5 and 6 of stage_rows: M, THREADS": "both are 128",
-        "attend_rows: swapped arguments 2 and 3 of stage_rows: DV, 0": "the values are both "
+        "attend_rows: off by one < -> <=": "queries are staged that nobody takes",
+        "attend_rows: off by one < -> + 1 <": "a block of queries ends at a multiple of 16",
+        "stage_rows: swapped parameters 7 and 8 of stage": ZEROS,
+        "attend_rows: off by one < -> <= (3)": "a tile without keys adds nothing",
+        "attend_rows: off by one > -> >= (3)": "keys are compared with their limit in vain",
+        "attend_rows: off by one < -> <= (4)": STAGED,
+        "stage_columns: off by one <= -> <": "a whole tile is taken for one that is not",
+        "stage_columns: off by one >= -> >": "a whole tile is taken for one that is not",
+        "attend_rows: swapped arguments 1 and 2 of metal::fma": "commutes",
+        "attend_rows: off by one < -> + 1 < (2)": "multiples of 16",
+        "attend_rows: swapped parameters 5 and 6 of stage_rows (2)": "both are 128",
+        "attend_rows: swapped parameters 2 and 3 of stage_rows (4)": "the values are both "
         "inputs, and the other has no columns",
     },
     "attention_shared.metal": {
-        "attend_shared: off by one int limit = row0 + mine < rows ? metal::min(sees, -> <=": "rows "
-        "past the end are not written",
-        "attend_shared: off by one if (t == tile && k0 + i < D / 16) -> <=": "queries are loaded "
-        "that no product takes",
-        "attend_shared: off by one else if (at < D) -> + 1 <": PACKS,
-        "attend_shared: off by one if (at < D1) -> + 1 <": PACKS,
-        "attend_shared: off by one st bool whole = row0 + M <= rows -> <": "queries are staged "
-        "that could be read where they are",
-        "attend_shared: off by one first < high -> <=": "a tile without keys adds nothing",
-        "attend_shared: off by one AYOUT == 0 && first + BN < high) -> <=": STAGED,
-        "attend_shared: off by one AYOUT != 0 && first + BN < high) -> <=": STAGED,
+        "attend_shared: off by one < -> <=": "rows past the end are not written",
+        "attend_shared: off by one < -> <= (2)": "queries are loaded that no product takes",
+        "attend_shared: off by one < -> + 1 < (4)": PACKS,
+        "attend_shared: off by one < -> + 1 < (3)": PACKS,
+        "attend_shared: off by one <= -> <": "queries are staged that could be read where they are",
+        "attend_shared: off by one < -> <= (5)": "a tile without keys adds nothing",
+        "attend_shared: off by one < -> <= (9)": STAGED,
+        "attend_shared: off by one < -> <= (10)": STAGED,
     },
 }
 

@@ -64,7 +64,7 @@ class Turned:
 
 EQUIVALENT = {
     "norm_rope.metal": {
-        "norm_rope_row: off by one = INTERLEAVED || column >= DIMS -> >": "there is no rotation at "
+        "norm_rope_row: off by one >= -> > (2)": "there is no rotation at "
         "column DIMS, and so no partner",
     }
 }

@@ -153,16 +153,16 @@ LARGER = "a larger array"
 PAST = "past the end of a thread's array, and nothing reads it"
 EQUIVALENT = {
     "delta_mixer.metal": {
-        "delta_step: transposed 2 * Dk + Dv -> Dv * Dk + 2": LARGER,
-        "delta_step: transposed 32 * 33 + 2 -> 2 * 33 + 32": LARGER,
-        "delta_step_of_rows: transposed 2 * Dk + Dv -> Dv * Dk + 2": LARGER,
-        "delta_step_of_rows: transposed 32 * 33 + 2 -> 2 * 33 + 32": LARGER,
-        "finish_head: off by one e < E -> <= (2)": PAST,
-        "keep_window: off by one c < D -> + 1 <": "steps of 32",
-        "delta_prepare: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",
-        "delta_step: swapped arguments 1 and 2 of metal::clamp: lengths[n], 0": "the same",
-        "load_row: off by one i < E -> + 1 <": "steps of 4",
-        "delta_step: off by one i < Each -> <= (2)": "no channel is so large: nothing is written",
+        "delta_step: transposed index": LARGER,
+        "delta_step: transposed index (2)": LARGER,
+        "delta_step_of_rows: transposed index": LARGER,
+        "delta_step_of_rows: transposed index (2)": LARGER,
+        "finish_head: off by one < -> <= (2)": PAST,
+        "keep_window: off by one < -> + 1 <": "steps of 32",
+        "delta_prepare: swapped arguments 1 and 2 of metal::clamp": "the same",
+        "delta_step: swapped arguments 1 and 2 of metal::clamp": "the same",
+        "load_row: off by one < -> + 1 <": "steps of 4",
+        "delta_step: off by one < -> <= (4)": "no channel is so large: nothing is written",
     }
 }
 

@@ -90,18 +90,18 @@ STEPS = "the bound is a multiple of the step"
 NOTHING = "the last turn then does nothing"
 EQUIVALENT = {
     "gated_delta_chunks.metal": {
-        "fetch: off by one i * Threads < Rows * Row -> + 1 <": STEPS,
-        "put: off by one i * Threads < Rows * Row -> <=": NOTHING,
-        "put: off by one i * Threads < Rows * Row -> + 1 <": STEPS,
-        "chunk_factors: off by one l < C -> + 1 <": STEPS,
-        "chunk_factors: off by one l < C -> <= (3)": NOTHING,
-        "chunk_factors: off by one l < C -> + 1 < (3)": "the last turn does nothing",
-        "chunk_factors: off by one r < C -> + 1 <": STEPS,
-        "chunk_factors: off by one l < C -> + 1 < (4)": STEPS,
-        "gated_delta_factors: off by one d < Dk -> + 1 <": STEPS,
-        "gated_delta_factors: off by one n < C / 8 -> <=": NOTHING,
-        "gated_delta_factors: off by one if (n < 2 * m + 2) -> <=": "above the diagonal, unread",
-        "gated_delta_walk: off by one j < Dk / 8 -> <= (2)": "past the end of a thread's array",
+        "fetch: off by one < -> + 1 <": STEPS,
+        "put: off by one < -> <=": NOTHING,
+        "put: off by one < -> + 1 <": STEPS,
+        "chunk_factors: off by one < -> + 1 <": STEPS,
+        "chunk_factors: off by one < -> <= (8)": NOTHING,
+        "chunk_factors: off by one < -> + 1 < (8)": "the last turn does nothing",
+        "chunk_factors: off by one < -> + 1 < (9)": STEPS,
+        "chunk_factors: off by one < -> + 1 < (12)": STEPS,
+        "gated_delta_factors: off by one < -> + 1 < (2)": STEPS,
+        "gated_delta_factors: off by one < -> <= (3)": NOTHING,
+        "gated_delta_factors: off by one < -> <= (4)": "above the diagonal, unread",
+        "gated_delta_walk: off by one < -> <= (14)": "past the end of a thread's array",
     }
 }
 

@@ -109,9 +109,8 @@ CASES = {"dequantise": [case(sizes) for sizes in SIZES]}
 
 EQUIVALENT = {
     "dequantise.metal": {
-        "dequantise: off by one N = per * int(sizeof(T)) > 16 ? 16 / int(sizeof(T)) -> >=": "both "
-        "are the same at 16",
-        "dequantise: off by one from < per && at < words -> + 1 <": "words are multiples of a pack",
-        "dequantise: swapped arguments 1 and 2 of metal::fma: float(scale[i]), q": "commutes",
+        "dequantise: off by one > -> >=": "both are the same at 16",
+        "dequantise: off by one < -> + 1 < (3)": "words are multiples of a pack",
+        "dequantise: swapped arguments 1 and 2 of metal::fma": "commutes",
     },
 }

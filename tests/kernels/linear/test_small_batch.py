@@ -248,19 +248,18 @@ PAST = "past the end of a thread's array, and nothing reads it"
 WHICH = "where an element lies is the same in every fragment"
 EQUIVALENT = {
     "small_batch.metal": {
-        "place: transposed 4 * s + 2 -> 2 * s + 4": "columns in another order, alike on both sides",
-        "load_tokens: transposed 2 * n + s -> s * n + 2": WHICH,
-        "load_tokens: transposed 2 * n + s -> s * n + 2 (2)": WHICH,
-        "spread_tile: swapped arguments 1 and 2 of metal::fma: float(rows[h].scale), value": "a "
-        "product",
-        "inverse_roots: off by one from < IN -> + 1 <": EIGHTS,
-        "inverse_roots: off by one from < IN -> <=": "one more round loads nothing",
-        "inverse_roots: off by one if (from + 256 * j < IN) -> + 1 <": EIGHTS,
-        "inverse_roots: off by one from + 256 * j < IN && i < 8 -> + 1 <": EIGHTS,
-        "multiply_tile: off by one n < NT -> <=": "fills accumulators that are filled next",
-        "multiply_tile: off by one i < (STEPS + W - 1) / W -> <=": "one more step is past the last",
-        "norm_rows: off by one p < rows * IN -> + 1 <": EIGHTS,
-        "norm_rows: off by one i < 8 -> <=": PAST,
+        "place: transposed index (2)": "columns in another order, alike on both sides",
+        "load_tokens: transposed index": WHICH,
+        "load_tokens: transposed index (3)": WHICH,
+        "spread_tile: swapped arguments 1 and 2 of metal::fma": "a product",
+        "inverse_roots: off by one < -> + 1 < (3)": EIGHTS,
+        "inverse_roots: off by one < -> <= (3)": "one more round loads nothing",
+        "inverse_roots: off by one < -> + 1 < (5)": EIGHTS,
+        "inverse_roots: off by one < -> + 1 < (7)": EIGHTS,
+        "multiply_tile: off by one < -> <= (2)": "fills accumulators that are filled next",
+        "multiply_tile: off by one < -> <= (4)": "one more step is past the last",
+        "norm_rows: off by one < -> + 1 <": EIGHTS,
+        "norm_rows: off by one < -> <= (2)": PAST,
     },
 }
 CASES = {kernel.name: [case(*key)] for key, kernel in _KERNELS.items()}

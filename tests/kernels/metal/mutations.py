@@ -47,9 +47,15 @@ _NO_CALLS = frozenset(
 
 @dataclass(frozen=True)
 class Mutation:
-    """What was changed, and where: in a kernel's body, or (None) in a function of the file."""
+    """What was changed, and where: in a kernel's body, or (None) in a function of the file.
+
+    name: The kernel or function, the change, and its number among those of the kind, if it is not
+    the first: ``share: off by one < -> <= (2)``. It quotes no text of the file, in which variables
+    may get other names. place: The words that were changed, for readers.
+    """
 
     name: str
+    place: str
     old: str
     new: str
     kernel: str | None = None
@@ -78,16 +84,15 @@ def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:
         if kernel.file != file:
             continue
         made += [
-            Mutation(f"{kernel.name}: {what}", body, new, kernel.name)
-            for what, new in _changes(body, depth=1)
+            Mutation(f"{kernel.name}: {what}", place, body, new, kernel.name)
+            for what, place, new in _changes(body, depth=1)
         ]
     for entry in source.definitions(file, cuda=False):
         if entry.text in used and entry.name not in OWN:
             made += [
-                Mutation(f"{entry.name}: {what}", entry.text, new)
-                for what, new in _changes(entry.text, depth=0)
+                Mutation(f"{entry.name}: {what}", place, entry.text, new)
+                for what, place, new in _changes(entry.text, depth=0)
             ]
-    # The same change of the same words elsewhere has the same name, and a number.
     seen: dict[str, int] = {}
     for i, mutation in enumerate(made):
         n = seen[mutation.name] = seen.get(mutation.name, 0) + 1
@@ -96,29 +101,31 @@ def mutations(file: str, users: Sequence[MetalKernel]) -> list[Mutation]:
     return made
 
 
-def _changes(text: str, *, depth: int) -> Iterator[tuple[str, str]]:
-    """What was changed, and the changed text. depth: of the braces around `text`."""
+def _changes(text: str, *, depth: int) -> Iterator[tuple[str, str, str]]:
+    """What was changed, the words there, and the changed text. depth: of the braces around
+    `text`."""
 
     def replaced(match: re.Match[str], new: str) -> str:
         return text[: match.start()] + new + text[match.end() :]
 
     for match in _BARRIER.finditer(text):
-        yield f"missing barrier {_short(match[0])}", replaced(match, ";")
+        yield "missing barrier", _short(match[0]), replaced(match, ";")
     for match in _STORE.finditer(text):
-        yield f"unwritten {_short(match[0])}", replaced(match, ";")
+        yield "unwritten", _short(match[0]), replaced(match, ";")
     for match in _COMPARE.finditer(text):
         for new in _WORDS[match[0]]:
-            yield f"off by one {_around(text, match, new)}", replaced(match, new)
+            what = f"off by one {match[1]} -> {new.strip()}"
+            yield what, _around(text, match), replaced(match, new)
     for match in _INDEX.finditer(text):
         a, size, b = match.groups()
         if a != b:
-            new = f"{b} * {size} + {a}"
-            yield f"transposed {match[0]} -> {new}", replaced(match, new)
+            yield "transposed index", match[0], replaced(match, f"{b} * {size} + {a}")
     for old, new in _TURNED.items():
         for match in re.finditer(rf"(?<!\w){re.escape(old)}" if old[0] != "." else re.escape(old),
                                  text):  # fmt: skip
             if _depth(text, match.start()) + depth > 0:
-                yield f"transposed {_around(text, match, new)}", replaced(match, new)
+                what = f"transposed {old.strip('.(')}"
+                yield what, _around(text, match), replaced(match, new)
     for match in _CALL.finditer(text):
         if match[1] in _NO_CALLS or _depth(text, match.start()) + depth == 0:
             continue
@@ -129,7 +136,7 @@ def _changes(text: str, *, depth: int) -> Iterator[tuple[str, str]]:
             yield from _swaps(text, match[1], start)
 
 
-def _swaps(text: str, name: str, start: int) -> Iterator[tuple[str, str]]:
+def _swaps(text: str, name: str, start: int) -> Iterator[tuple[str, str, str]]:
     """Neighbouring arguments swapped, of the list that opens at `start`."""
     cuts, depth, i = [start], 0, start
     angle = text[start] == "<"
@@ -151,7 +158,8 @@ def _swaps(text: str, name: str, start: int) -> Iterator[tuple[str, str]]:
             continue
         swapped = [*parts[:n], b, a, *parts[n + 2 :]]
         new = text[: start + 1] + ", ".join(swapped) + text[cuts[-1] :]
-        yield f"swapped arguments {n + 1} and {n + 2} of {name}: {_short(a)}, {_short(b)}", new
+        what = f"swapped {'parameters' if angle else 'arguments'} {n + 1} and {n + 2} of {name}"
+        yield what, f"{_short(a)}, {_short(b)}", new
 
 
 def _depth(text: str, at: int) -> int:
@@ -162,10 +170,10 @@ def _short(text: str) -> str:
     return " ".join(text.split())[:60]
 
 
-def _around(text: str, match: re.Match[str], new: str) -> str:
+def _around(text: str, match: re.Match[str]) -> str:
     left = re.search(r"[^\n;{}]{0,24}$", text[: match.start()])[0]
     right = re.match(r"[^\n;{}]{0,24}", text[match.end() :])[0]
-    return f"{left}{match[0]}{right}".strip() + f" ->{new.rstrip()}"
+    return f"{left}{match[0]}{right}".strip()
 
 
 # ---- The process that runs them
@@ -194,25 +202,25 @@ def main(file: str, first: str = "0") -> None:
             print(json.dumps([number, mutation.name, found]), flush=True)  # noqa: T201
 
 
-def run(file: str) -> Iterator[tuple[str, str | None]]:
-    """Name of each mutation of a file, and what found it; a crash and a hang count."""
-    names = [m.name for m in mutations(file, kernels_of(file))]
+def run(file: str) -> Iterator[tuple[Mutation, str | None]]:
+    """Each mutation of a file, and what found it; a crash and a hang count."""
+    made = mutations(file, kernels_of(file))
     number = 0
-    while number < len(names):
+    while number < len(made):
         command = [sys.executable, "-m", "tests.kernels.metal.mutations", file, str(number)]
         # Without a buffer, which would hide lines from select.
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, bufsize=0) as process:
-            while number < len(names):
+            while number < len(made):
                 ready, _, _ = select.select([process.stdout], [], [], SECONDS)
                 line = process.stdout.readline() if ready else b""
                 if line == ALIVE:
                     continue
                 if line:
                     at, what, found = json.loads(line)
-                    assert (at, what) == (number, names[number])
+                    assert (at, what) == (number, made[number].name)
                 else:
                     found = "it crashes" if ready else f"it runs for more than {SECONDS} s"
-                yield names[number], found
+                yield made[number], found
                 number += 1
                 if not line:
                     process.kill()

@@ -355,20 +355,18 @@ STEP = "both sides are multiples of the step"
 PRODUCT = "a product"
 EQUIVALENT = {
     "per_head_matmul.metal": {
-        "latent_prepare: off by one column < DN -> + 1 <": STEP,
-        "latent_row: off by one i < PACKS -> <=": "no column is that far right",
-        "latent_row: off by one i < PACKS -> <= (2)": "no column is that far right",
-        "latent_row: off by one i < PACKS -> <= (3)": "no column is that far right",
-        "narrow_matvec: swapped arguments 1 and 2 of narrow_steps: ROWS, IN": PRODUCT,
-        "head_vecmat: off by one if (at < OUT) -> + 1 <": STEP,
-        "head_vecmat: off by one if (at < OUT) -> + 1 < (2)": STEP,
-        "head_vecmat: swapped arguments 1 and 2 of metal::fma: value, metal::fma(middle, scale, "
-        "float(biases[group]))": PRODUCT,
-        "head_vecmat: swapped arguments 1 and 2 of metal::fma: middle, scale": PRODUCT,
-        "head_vecmat: swapped arguments 1 and 2 of metal::fma: scaled, number<BITS>("
-        "words.at[i / per], i % per, middle)": PRODUCT,
+        "latent_prepare: off by one < -> + 1 < (2)": STEP,
+        "latent_row: off by one < -> <=": "no column is that far right",
+        "latent_row: off by one < -> <= (3)": "no column is that far right",
+        "latent_row: off by one < -> <= (6)": "no column is that far right",
+        "narrow_matvec: swapped parameters 1 and 2 of narrow_steps": PRODUCT,
+        "head_vecmat: off by one < -> + 1 <": STEP,
+        "head_vecmat: off by one < -> + 1 < (7)": STEP,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma": PRODUCT,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma (2)": PRODUCT,
+        "head_vecmat: swapped arguments 1 and 2 of metal::fma (3)": PRODUCT,
     },
     "matvec.metal": {
-        "head_matvec: swapped arguments 11 and 12 of norm_matvec: PLAIN, false": "both are 0",
+        "head_matvec: swapped parameters 11 and 12 of norm_matvec": "both are 0",
     },
 }

@@ -217,18 +217,18 @@ EVEN = "both sides are multiples of the step"
 MASKED = "rows that do not count have a score of -inf"
 EQUIVALENT = {
     "attention_latent.metal": {
-        "attend_latents: off by one WC * (i + 1) <= D || at < D) -> + 1 <": EVEN,
-        "attend_latents: off by one expr int APART = MT * NS > 2 ? 2 : 3 -> >=": "of speed alone",
-        "attend_latents: off by one if (16 * WC * (i + 1) <= D || at < D) -> <": "at < D says so",
-        "attend_latents: off by one first < range.high -> <=": MASKED,
-        "attend_latents: off by one f (BUFFERS == 2 && begin < range.high) -> <=": MASKED,
-        "attend_latents: off by one FFERS == 1 || first + BN < range.high) -> <=": MASKED,
-        "attend_latents: off by one i < LANES -> + 1 <": "powers of two",
-        "attend_latents: off by one i < LANES -> + 1 < (2)": "powers of two",
-        "attend_latents: off by one i < LANES -> <=": "a top may be that of the row beside it",
-        "stage_latents: off by one BN * R % STEP == 0 || at < BN * R) -> <=": EVEN,
-        "stage_latents: off by one BN * R % STEP == 0 || at < BN * R) -> + 1 <": EVEN,
-        "stage_latents: off by one N * DR % STEP == 0 || at < BN * DR) -> + 1 <": EVEN,
-        "stage_latents: off by one ow >= low && first + row < high) -> <= (2)": MASKED,
+        "attend_latents: off by one < -> + 1 < (4)": EVEN,
+        "attend_latents: off by one > -> >=": "of speed alone",
+        "attend_latents: off by one <= -> <": "at < D says so",
+        "attend_latents: off by one < -> <= (2)": MASKED,
+        "attend_latents: off by one < -> <=": MASKED,
+        "attend_latents: off by one < -> <= (3)": MASKED,
+        "attend_latents: off by one < -> + 1 < (7)": "powers of two",
+        "attend_latents: off by one < -> + 1 < (9)": "powers of two",
+        "attend_latents: off by one < -> <= (7)": "a top may be that of the row beside it",
+        "stage_latents: off by one < -> <=": EVEN,
+        "stage_latents: off by one < -> + 1 <": EVEN,
+        "stage_latents: off by one < -> + 1 < (3)": EVEN,
+        "stage_latents: off by one < -> <= (4)": MASKED,
     }
 }

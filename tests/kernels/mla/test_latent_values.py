@@ -96,8 +96,8 @@ def case(sizes):
 
 EQUIVALENT = {
     "latent_values.metal": {
-        "attend_values: off by one column < DV -> <=": "a value that nobody reads",
-        "attend_values: swapped arguments 1 and 2 of narrow_steps: ROWS, DV": "a product",
+        "attend_values: off by one < -> <= (2)": "a value that nobody reads",
+        "attend_values: swapped parameters 1 and 2 of narrow_steps": "a product",
     },
 }
 CASES = {"attend_values": [case(SIZES[0]), case((F32, 1, 2, 43, 256, 64, 0, 8, 64))]}

@@ -103,13 +103,13 @@ NINTH, STEP = "a tile has eight rows: nobody's ninth", "widths are multiples of 
 LISTED = "where tokens are is listed: neither is looked at"
 EQUIVALENT = {
     "expert_rows.metal": {
-        "expert_rows_inner: off by one p < 128 -> <=": NINTH,
-        "expert_rows_inner: off by one if (n < rows && row + r < OUT) -> <= (2)": STEP,
-        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile: 0, 8": LISTED,
-        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile: 0, 8 (2)": LISTED,
-        "expert_rows_outer: off by one p < 128 * MT -> <=": NINTH,
-        "expert_rows_outer: off by one if (n < rows && row + r < OUT) -> <= (2)": STEP,
-        "expert_rows_outer: swapped arguments 8 and 9 of multiply_tile: PLAIN, false": "both are 0",
+        "expert_rows_inner: off by one < -> <= (2)": NINTH,
+        "expert_rows_inner: off by one < -> <= (4)": STEP,
+        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile": LISTED,
+        "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile (2)": LISTED,
+        "expert_rows_outer: off by one < -> <=": NINTH,
+        "expert_rows_outer: off by one < -> <= (3)": STEP,
+        "expert_rows_outer: swapped parameters 8 and 9 of multiply_tile": "both are 0",
     },
 }
 # Rows in which each simdgroup has several steps.

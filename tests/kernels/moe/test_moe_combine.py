@@ -95,7 +95,7 @@ _WHOLE_PACKS = "C and the place are multiples of 4"
 _GUARDED = "the place lies beyond C there"
 EQUIVALENT = {
     "moe_combine.metal": {
-        "moe_combine: off by one if (at < C) -> + 1 <": _WHOLE_PACKS,
-        "moe_combine: off by one i < PACKS -> <=": _GUARDED,
+        "moe_combine: off by one < -> + 1 < (2)": _WHOLE_PACKS,
+        "moe_combine: off by one < -> <=": _GUARDED,
     }
 }

@@ -220,9 +220,9 @@ CASES = {
 }
 EQUIVALENT = {
     "moe_step.metal": {
-        "moe_step_inner: swapped arguments 8 and 9 of inner_rows: false, 0": "both are 0",
-        "moe_finish: off by one if (slots[simdgroup] < num_slots) -> <=": "no slot has that number",
-        "moe_finish: off by one ER % (32 * N) == 0 || at < INNER) -> + 1 <": "whole steps",
+        "moe_step_inner: swapped parameters 8 and 9 of inner_rows": "both are 0",
+        "moe_finish: off by one < -> <= (2)": "no slot has that number",
+        "moe_finish: off by one < -> + 1 < (5)": "whole steps",
     }
 }
 

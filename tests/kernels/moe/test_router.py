@@ -195,10 +195,10 @@ CASES = {
 }
 EQUIVALENT = {
     "router.metal": {
-        "rank_of: off by one k < K -> <=": "lane K holds no id: its 2^32 - 1 is not smaller",
-        "group_scores: off by one i < EACH -> <=": "no group has an index that large",
-        "sigmoid_choice: off by one k < K -> <=": "lane K writes nothing",
-        "sigmoid_choice: off by one if (KEPT < GROUPS) -> <=": "keeping all groups cuts nothing",
-        "take_largest: off by one i < EACH -> <= (2)": "no index is so large: nothing is written",
+        "rank_of: off by one < -> <=": "lane K holds no id: its 2^32 - 1 is not smaller",
+        "group_scores: off by one < -> <= (2)": "no group has an index that large",
+        "sigmoid_choice: off by one < -> <= (7)": "lane K writes nothing",
+        "sigmoid_choice: off by one < -> <= (3)": "keeping all groups cuts nothing",
+        "take_largest: off by one < -> <= (2)": "no index is so large: nothing is written",
     }
 }
