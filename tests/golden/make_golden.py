@@ -1,4 +1,4 @@
-"""Write the golden twins: tiny random Qwen3.5-MoE checkpoints and their logits by transformers.
+"""Write the golden twins: tiny random checkpoints, and their logits by transformers.
 
     pip install "mlx_moeflux[parity]"
     python tests/golden/make_golden.py            # rewrite every case
@@ -13,13 +13,13 @@ golden.safetensors:
 
 The logits are those of transformers' own classes, loaded from the very files, with every
 number in float64 and rounded to float32 at the end. golden.json keeps the versions and what
-was measured: the error of transformers itself in float32, how far wrong epsilons of the q/k
-L2 norm and reversed parameters move the logits, and the smallest gap between a chosen and a
+was measured: the error of transformers itself in float32, how far wrong epsilons of Qwen3.5's
+q/k L2 norm and reversed parameters move the logits, and the smallest gap between a chosen and a
 refused expert.
 
-Every parameter is random and none is 0 or 1. Some q and k heads are so small that the epsilon
-matters; one head per layer decays to exactly 0 in one step and one hardly decays. A seed that
-leaves something invisible is passed over.
+Every parameter is random and none is 0 or 1. In delta nets some q and k heads are so small that the
+epsilon matters; one head per layer decays to exactly 0 in one step and one hardly decays. A seed
+that leaves something invisible, or where float32 might choose other experts, is passed over.
 """
 
 import argparse
@@ -30,39 +30,41 @@ from pathlib import Path
 
 import torch
 import transformers
-from qwen_cases import CASES, VISION, Case
+from golden_cases import CASES, Case
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3_5MoeTextConfig,
-)
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 HERE = Path(__file__).resolve().parent
+REPORT = HERE / "golden.json"
 SMALL = 2.0**-7  # a power of two: exact in bfloat16
 GAIN = 0.5  # keeps transformers in float32 within 1e-6 of float64
 MIN_MARGIN = 1e-4  # float32 must not choose other experts than float64
 MIN_SENSITIVITY = 1e-3  # a wrong epsilon, or a parameter in the wrong order, must show
 
 
+def classes(case: Case):
+    """The config and model class of a case's model_type."""
+    config = transformers.CONFIG_MAPPING[case.family]
+    images, text = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+    return config, (images if case.vision else text)._model_mapping[config]
+
+
 def build(case: Case) -> torch.nn.Module:
-    text = case.text | {"rope_parameters": {"rope_type": "default", **case.rope}}
-    if not case.vision:
-        return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**text))
-    vocab = text["vocab_size"]
+    config, kind = classes(case)
+    if case.vision is None:
+        return kind(config(**case.text))
     special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    config = Qwen3_5MoeConfig(
-        text_config=text,
-        vision_config=VISION | {"out_hidden_size": text["hidden_size"]},
-        tie_word_embeddings=text["tie_word_embeddings"],
-        **{name: vocab - 1 - i for i, name in enumerate(special)},
+    return kind(
+        config(
+            text_config=case.text,
+            vision_config=case.vision | {"out_hidden_size": case.text["hidden_size"]},
+            tie_word_embeddings=case.text["tie_word_embeddings"],
+            **{name: case.text["vocab_size"] - 1 - i for i, name in enumerate(special)},
+        )
     )
-    return Qwen3_5MoeForConditionalGeneration(config)
 
 
-def randomise(model: torch.nn.Module, text: dict, generator: torch.Generator) -> None:
+def randomise_delta(model: torch.nn.Module, text: dict, generator: torch.Generator) -> None:
     """Fill every parameter; small q and k heads, one head of no memory and one of a long one."""
 
     def normal(shape, scale, mean=0.0):
@@ -93,6 +95,58 @@ def randomise(model: torch.nn.Module, text: dict, generator: torch.Generator) ->
         parameter.data.copy_(value)
 
 
+def randomise(model: torch.nn.Module, case: Case, generator: torch.Generator) -> None:
+    """Fill every parameter and the buffers that are saved."""
+
+    def normal(shape, scale, mean=0.0):
+        return mean + scale * torch.randn(shape, generator=generator)
+
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        shape = parameter.shape
+        if name.endswith("e_score_correction_bias"):
+            value = normal(shape, case.bias[1], mean=case.bias[0])
+        elif name.endswith(".bias"):
+            value = normal(shape, 0.3)
+        elif parameter.ndim == 1 and "inv_freq" not in name:
+            value = normal(shape, 0.3, mean=1.1)
+        elif name.endswith("embed_tokens.weight"):
+            value = normal(shape, 1.0)
+        elif parameter.ndim > 1:
+            value = normal(shape, GAIN * shape[-1] ** -0.5)
+        else:
+            continue
+        parameter.data.copy_(value)
+
+
+def write_checkpoint(path: Path, case: Case, generator: torch.Generator) -> None:
+    model = build(case)
+    if case.family.startswith(("qwen3_5", "qwen3_next")):
+        randomise_delta(model, case.text, generator)
+    else:
+        randomise(model, case, generator)
+    model.to(case.dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(case.float32_parts or ("\0",)):
+            parameter.data = parameter.data.float()
+    options = {"max_shard_size": case.shard_bytes} if case.shard_bytes else {}
+    model.save_pretrained(path, save_original_format=not case.fused, **options)
+    config = json.loads((path / "config.json").read_text())
+    text = config["text_config"] if case.vision else config
+    for key in case.dropped:
+        text.pop(key, None)
+    text.update(case.written)
+    if case.old_rope:
+        rope = text.pop("rope_parameters")
+        text["rope_theta"] = rope.pop("rope_theta")
+        text["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        text["rope_scaling"] = rope
+    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if case.extra is not None:
+        tensors = load_file(path / "model.safetensors")
+        tensors |= case.extra(tensors, generator)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 @contextlib.contextmanager
 def all_float64():
     """Make transformers' own casts to float32 casts to float64."""
@@ -106,16 +160,15 @@ def all_float64():
 
 
 def load(path: Path, case: Case) -> torch.nn.Module:
-    cls = Qwen3_5MoeForConditionalGeneration if case.vision else Qwen3_5MoeForCausalLM
-    model, report = cls.from_pretrained(
+    model, report = classes(case)[1].from_pretrained(
         path,
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
         output_loading_info=True,
     )
-    unread = [k for k in report["unexpected_keys"] if not k.startswith("mtp.")]
-    assert not [*report["missing_keys"], *unread], report
+    assert not report["missing_keys"], report
+    assert case.extra or not report["unexpected_keys"], report
     return model.eval()
 
 
@@ -123,7 +176,13 @@ def to_float64(model: torch.nn.Module) -> None:
     model.double()
     text = model.model.language_model if hasattr(model.model, "language_model") else model.model
     with all_float64():
-        text.rotary_emb.inv_freq = text.rotary_emb.compute_default_rope_parameters(text.config)[0]
+        rotary = text.rotary_emb
+        if rotary.rope_type == "default":
+            rotary.inv_freq = rotary.compute_default_rope_parameters(rotary.config)[0]
+        else:
+            compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rotary.rope_type]
+            rotary.inv_freq = compute(rotary.config, torch.device("cpu"))[0]
+        assert rotary.inv_freq.dtype == torch.float64
 
 
 @torch.no_grad()
@@ -139,21 +198,43 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def router_margin(model: torch.nn.Module, tokens) -> float:
-    """Smallest gap between the least chosen and the best refused probability."""
-    gaps = [1.0]
+def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
+    """Smallest gap between the least chosen and the best refused score, of groups too; and how
+    many choices would differ if a group that lost counted as 0 instead of minus infinity."""
+    gaps, different = [1.0], [0]
 
-    def look(module, _inputs, outputs):
-        if module.top_k < module.num_experts:
-            ordered = outputs[0].softmax(-1).sort(-1, descending=True).values
-            gaps.append(float((ordered[:, module.top_k - 1] - ordered[:, module.top_k]).min()))
+    def gap(scores, kept):
+        if kept < scores.shape[-1]:
+            ordered = scores.sort(-1, descending=True).values
+            gaps.append(float((ordered[:, kept - 1] - ordered[:, kept]).min()))
 
-    routers = [m for m in model.modules() if isinstance(m, modeling.Qwen3_5MoeTopKRouter)]
+    def look(module, inputs, outputs):
+        if not hasattr(module, "num_group"):
+            # MiniMax-M2 passes its bias to the router.
+            biased = len(inputs) > 1
+            scores = outputs[0].sigmoid() + inputs[1] if biased else outputs[0].softmax(-1)
+            return gap(scores, module.top_k)
+        scores = outputs[0].sigmoid() + module.e_score_correction_bias
+        groups = scores.view(len(scores), module.num_group, -1)
+        best = groups.topk(2, dim=-1).values.sum(-1)
+        gap(best, module.topk_group)
+        kept = torch.zeros_like(best).scatter(1, best.topk(module.topk_group).indices, 1.0)
+        kept = kept[..., None].expand_as(groups).reshape(scores.shape) > 0
+        right = scores.masked_fill(~kept, float("-inf"))
+        gap(right, module.top_k)
+        chosen = [s.topk(module.top_k).indices.sort().values
+                  for s in (right, scores.masked_fill(~kept, 0.0))]  # fmt: skip
+        assert torch.equal(chosen[0], outputs[2].sort().values)
+        different[0] += int((chosen[0] != chosen[1]).any(-1).sum())
+        return None
+
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    assert routers
     hooks = [router.register_forward_hook(look) for router in routers]
     logits(model, tokens)
     for hook in hooks:
         hook.remove()
-    return min(gaps)
+    return min(gaps), different[0]
 
 
 def epsilon_sensitivity(model: torch.nn.Module, tokens, truth: torch.Tensor) -> dict[str, float]:
@@ -177,7 +258,8 @@ def epsilon_sensitivity(model: torch.nn.Module, tokens, truth: torch.Tensor) -> 
 def weakest_parameter(model: torch.nn.Module, tokens, truth: torch.Tensor) -> tuple[str, float]:
     """The parameter whose reversal along its first axis moves the logits least, and how far."""
     moved = {}
-    for name, parameter in model.named_parameters():
+    biases = [b for b in model.named_buffers() if b[0].endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
         if "visual" not in name and parameter.shape[0] > 1:
             original = parameter.data
             parameter.data = original.flip(0)
@@ -186,42 +268,19 @@ def weakest_parameter(model: torch.nn.Module, tokens, truth: torch.Tensor) -> tu
     return min(moved.items(), key=lambda item: item[1])
 
 
-def write_checkpoint(path: Path, case: Case, generator: torch.Generator) -> None:
-    model = build(case)
-    randomise(model, case.text, generator)
-    model.to(case.dtype)
-    for name, parameter in model.named_parameters():
-        if name.endswith(case.float32_parts or ("\0",)):
-            parameter.data = parameter.data.float()
-    options = {"max_shard_size": case.shard_bytes} if case.shard_bytes else {}
-    model.save_pretrained(path, save_original_format=not case.fused, **options)
-    config = json.loads((path / "config.json").read_text())
-    text = config["text_config"] if case.vision else config
-    text.update(case.text_config)
-    for key in case.drop_keys:
-        del text[key]
-    if case.old_rope:
-        rope = text.pop("rope_parameters")
-        text["rope_theta"] = rope.pop("rope_theta")
-        text["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-        text["rope_scaling"] = rope
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    if case.mtp:
-        add_mtp(path / "model.safetensors", case, generator)
-
-
-def add_mtp(file: Path, case: Case, generator: torch.Generator) -> None:
-    """The names of a published multi-token-prediction layer, of the last layer's shapes."""
-    tensors = load_file(file)
-    last = f"model.language_model.layers.{case.text['num_hidden_layers'] - 1}."
-    width = case.text["hidden_size"]
-    shapes = {f"mtp.layers.0.{k[len(last) :]}": t.shape for k, t in tensors.items() if last in k}
-    shapes["mtp.fc.weight"] = (width, 2 * width)
-    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        shapes[f"mtp.{norm}.weight"] = (width,)
-    for name, shape in shapes.items():
-        tensors[name] = torch.randn(shape, generator=generator).to(case.dtype)
-    save_file(tensors, file, metadata={"format": "pt"})
+def disguise(path: Path, case: Case) -> None:
+    """Write the model_type of a class that transformers does not load, and its wrapper."""
+    file = path / "config.json"
+    content = json.loads(file.read_text())
+    if case.prefix:
+        tensors = load_file(path / "model.safetensors")
+        tensors = {case.prefix + name: tensor for name, tensor in tensors.items()}
+        tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(4, 3, 2, 2)
+        tensors["mm_projector.pre_norm.weight"] = torch.ones(4)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        content = {"text_config": content, "tie_word_embeddings": False} | case.wrapper
+    content["model_type"] = case.model_type
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def make(name: str, seed: int) -> dict:
@@ -230,9 +289,9 @@ def make(name: str, seed: int) -> dict:
         shutil.rmtree(path)
     generator = torch.Generator().manual_seed(seed)
     write_checkpoint(path, case, generator)
-    allowed = case.text["vocab_size"] - 4  # the last four are images' and videos'
-    tokens = torch.randint(allowed, (2, case.length), generator=generator)
-    padded = torch.randint(allowed, (3, 21), generator=generator)
+    vocabulary = case.text["vocab_size"] - case.reserved
+    tokens = torch.randint(vocabulary, (2, case.length), generator=generator)
+    padded = torch.randint(vocabulary, (3, 21), generator=generator)
     padding = torch.tensor([6, 0, 1])
 
     model = load(path, case)
@@ -241,17 +300,21 @@ def make(name: str, seed: int) -> dict:
     with all_float64():
         truth = logits(model, tokens)
         padded_truth = logits(model, padded, padding)
-        margin = min(router_margin(model, tokens), router_margin(model, padded))
-        sensitivity = epsilon_sensitivity(model, tokens, truth)
+        margin, different = router_margin(model, tokens)
+        margin = min(margin, router_margin(model, padded)[0])
+        hybrid = case.family.startswith("qwen3_5")
+        sensitivity = epsilon_sensitivity(model, tokens, truth) if hybrid else {}
         weakest = weakest_parameter(model, tokens, truth)
         for b, start in enumerate(padding.tolist()):
             alone = logits(model, padded[b : b + 1, start:])
             assert relative(padded_truth[b : b + 1, start:], alone) < 1e-12
     assert truth.dtype == torch.float64
     assert torch.isfinite(truth).all()
-    ratio = CASES[name].leniency
-    shown = min(*sensitivity.values(), weakest[1])
-    if margin < MIN_MARGIN * ratio or shown < MIN_SENSITIVITY * ratio:
+    if case.bias[0] < -1 and not different:
+        return make(name, seed + 1)
+    shown = min([weakest[1], *sensitivity.values()])
+    if margin < MIN_MARGIN * case.leniency or shown < MIN_SENSITIVITY * case.leniency:
+        print(name, "passes over seed", seed, margin, weakest, sensitivity)
         return make(name, seed + 1)
     golden = {
         "tokens": tokens.int(),
@@ -261,6 +324,8 @@ def make(name: str, seed: int) -> dict:
         "padded_logits": padded_truth.to(torch.float32),
     }
     save_file(golden, path / "golden.safetensors")
+    if case.model_type is not None:
+        disguise(path, case)
     for file in path.iterdir():
         file.chmod(0o644)
     return {
@@ -271,24 +336,23 @@ def make(name: str, seed: int) -> dict:
         "epsilon_sensitivity": sensitivity,
         "weakest_parameter": weakest,
         "router_margin": margin,
+        "choices_that_zero_would_change": different,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    report = HERE / "golden.json"
-    known = json.loads(report.read_text())["cases"] if report.exists() else {}
-    for name in args.cases or CASES:
-        known[name] = make(name, args.seed)
-        print(name, json.dumps(known[name]))
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    content = {"made_with": versions, "cases": {k: known[k] for k in CASES if k in known}}
-    report.write_text(json.dumps(content, indent=2) + "\n")
+    known = json.loads(REPORT.read_text())["cases"] if REPORT.exists() else {}
+    for name in args.cases or CASES:
+        known[name] = make(name, CASES[name].seed) | {"made_with": versions}
+        print(name, json.dumps(known[name]))
+    content = {"cases": {k: known[k] for k in CASES if k in known}}
+    REPORT.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

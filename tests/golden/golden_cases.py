@@ -1,4 +1,4 @@
-"""The twins that make_families.py writes: shapes, spellings, what is added to a checkpoint."""
+"""The golden twins: shapes, spellings, what is added to a checkpoint; see make_golden.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +8,22 @@ import torch
 
 @dataclass(frozen=True)
 class Case:
-    """One twin. `text` are keys of transformers' config, `written` of the config.json beside."""
+    """One twin. `text` are keys of transformers' config of the text, `written` of config.json."""
 
     family: str
     text: dict
     length: int
+    vision: dict | None = None  # keys of the config of images; the text's is inside
+    reserved: int = 0  # the last ids of the vocabulary, which are images' and videos'
     seed: int = 1
     leniency: float = 1.0  # times the two minima
     fused: bool = False  # experts.gate_up_proj / down_proj, else one tensor per expert
     dtype: torch.dtype = torch.bfloat16
+    float32_parts: tuple[str, ...] = ()  # suffixes kept in float32 in a bfloat16 checkpoint
+    shard_bytes: int | None = None
     written: dict = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    old_rope: bool = False  # rope_theta + rope_scaling instead of rope_parameters
     extra: Callable[[dict, torch.Generator], dict] | None = None  # tensors -> more of them
     bias: tuple[float, float] = (0.0, 0.3)  # mean and deviation of a router's bias
     model_type: str | None = None  # written in the end, where transformers knows no such class
@@ -44,15 +49,136 @@ def prediction_layer(tensors: dict, generator: torch.Generator) -> dict:
     }
 
 
+def wrapped_prediction_layer(tensors: dict, generator: torch.Generator) -> dict:
+    """The names of a published multi-token-prediction layer, of the last layer's shapes."""
+    start = "model.language_model.layers."
+    layers = max(int(k[len(start) :].split(".")[0]) for k in tensors if k.startswith(start))
+    last, width = f"{start}{layers}.", tensors["model.language_model.norm.weight"].shape[0]
+    shapes = {f"mtp.layers.0.{k[len(last) :]}": t.shape for k, t in tensors.items() if last in k}
+    shapes["mtp.fc.weight"] = (width, 2 * width)
+    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        shapes[f"mtp.{norm}.weight"] = (width,)
+    return {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
 def yarn(**more) -> dict:
     """Of an original context so short that all pairs differ."""
     keys = {"original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}
     return keys | {"rope_theta": 1e4} | more
 
 
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 2,
+    "num_position_embeddings": 16,
+}
+
+
+def plain_rope(keys: dict) -> dict:
+    return {"rope_parameters": {"rope_type": "default"} | keys}
+
+
+def hybrid(**kwargs) -> dict:
+    """Keys of Qwen3.5-MoE's text."""
+    names = {
+        "V": "vocab_size",
+        "C": "hidden_size",
+        "L": "num_hidden_layers",
+        "E": "num_experts",
+        "K": "num_experts_per_tok",
+        "F": "moe_intermediate_size",
+        "shared": "shared_expert_intermediate_size",
+        "Hq": "num_attention_heads",
+        "Hkv": "num_key_value_heads",
+        "Dh": "head_dim",
+        "Hk": "linear_num_key_heads",
+        "Hv": "linear_num_value_heads",
+        "Dk": "linear_key_head_dim",
+        "Dv": "linear_value_head_dim",
+        "interval": "full_attention_interval",
+        "tied": "tie_word_embeddings",
+    }
+    return {names[k]: v for k, v in kwargs.items()} | {"max_position_embeddings": 512}
+
+
 QWEN3 = {"max_position_embeddings": 512, "use_cache": True}
 
 CASES = {
+    # Every input width is a multiple of 64, so that this one can be quantised in any way.
+    "text_top3": Case(
+        "qwen3_5_moe_text",
+        hybrid(V=101, C=64, L=4, E=6, K=3, F=64, shared=64, Hq=4, Hkv=2, Dh=32)
+        | hybrid(Hk=2, Hv=4, Dk=24, Dv=16, interval=2, tied=False)
+        | plain_rope({"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+        length=37,
+        reserved=4,
+        fused=True,
+    ),
+    "text_tied_top1": Case(
+        "qwen3_5_moe_text",
+        hybrid(V=113, C=48, L=6, E=7, K=1, F=16, shared=24, Hq=3, Hkv=1, Dh=24)
+        | hybrid(Hk=1, Hv=3, Dk=12, Dv=20, interval=3, tied=True)
+        | plain_rope({"rope_theta": 1e7, "partial_rotary_factor": 0.5}),
+        length=29,
+        reserved=4,
+        float32_parts=("linear_attn.A_log", "linear_attn.norm.weight"),
+        # With one expert a token its weight is always 1: less shows, still ten times the limit.
+        leniency=0.1,
+    ),
+    "text_top_all": Case(
+        "qwen3_5_moe_text",
+        hybrid(V=97, C=40, L=4, E=5, K=5, F=16, shared=24, Hq=4, Hkv=2, Dh=20)
+        | hybrid(Hk=2, Hv=6, Dk=20, Dv=12, interval=4, tied=False)
+        | plain_rope({"rope_theta": 5e5, "partial_rotary_factor": 0.4}),
+        length=70,
+        reserved=4,
+        dtype=torch.float32,
+        shard_bytes=150_000,
+        written={"full_attention_interval": 4},
+        dropped=("layer_types",),
+        old_rope=True,
+    ),
+    "vision_top2": Case(
+        "qwen3_5_moe",
+        hybrid(V=131, C=56, L=4, E=8, K=2, F=16, shared=24, Hq=4, Hkv=2, Dh=32)
+        | hybrid(Hk=2, Hv=6, Dk=16, Dv=24, interval=4, tied=False)
+        | plain_rope(
+            {
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            }
+        ),
+        length=33,
+        reserved=4,
+        fused=True,
+        vision=VISION,
+        extra=wrapped_prediction_layer,
+        written={
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "mlp_only_layers": [],
+        },
+    ),
+    "vision_tied_top3": Case(
+        "qwen3_5_moe",
+        hybrid(V=103, C=32, L=4, E=6, K=3, F=8, shared=24, Hq=2, Hkv=1, Dh=16)
+        | hybrid(Hk=2, Hv=4, Dk=8, Dv=12, interval=2, tied=True)
+        | plain_rope({"rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}),
+        length=23,
+        reserved=4,
+        vision=VISION,
+    ),
     # Every input width is a multiple of 64, so that this one can be quantised in any way.
     "qwen3_moe_top2": Case(
         "qwen3_moe",
