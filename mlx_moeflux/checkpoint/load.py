@@ -93,9 +93,10 @@ def check_stacks(components: Mapping[str, ExpertRefs], stacks: Sequence[Stack]) 
         )
 
 
-def load_all(tensors: Iterable[Any]) -> Iterator[mx.array]:
-    """Yield the evaluated array of each tensor, in order; see :func:`load_groups`."""
-    for arrays in load_groups(in_groups(tensors, GROUP_BYTES)):
+def load_all(tensors: Iterable[Any], *, group_bytes: int = GROUP_BYTES) -> Iterator[mx.array]:
+    """Yield the evaluated array of each tensor, in order; see :func:`load_groups`. group_bytes: Of
+    the tensors that are read together."""
+    for arrays in load_groups(in_groups(tensors, group_bytes)):
         yield from arrays
 
 

@@ -28,7 +28,6 @@ from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_frontend import printable
 from mlx_moeflux.server.reasoning import Splitter
 
-PICTURES_A_SECOND = 8
 THINKING = "dim italic"
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
@@ -95,11 +94,20 @@ class TerminalReply:
     last lines if the screen is too small.
 
     hidden: Leave thinking out. markdown: The answer is Markdown, not text to show as it is.
+    pictures: How often a second the part that still grows is drawn, at most.
     """
 
-    def __init__(self, console: Console, splitter: Splitter, *, hidden: bool, markdown: bool):
+    def __init__(
+        self,
+        console: Console,
+        splitter: Splitter,
+        *,
+        hidden: bool,
+        markdown: bool,
+        pictures: float = 8,
+    ):
         self._console, self._splitter, self._hidden = console, splitter, hidden
-        self._markdown = markdown
+        self._markdown, self._pictures = markdown, pictures
         # Only this thread draws. If a second one drew, both would move the cursor up before they
         # write, and the terminal would lose lines.
         self._live = Live(
@@ -147,9 +155,9 @@ class TerminalReply:
             self._live.console.print(Text(_numbers(last), style="dim"))
 
     def _draw(self, part: RenderableType, *, now: bool = False) -> None:
-        """Draw the part that still grows, PICTURES_A_SECOND at most, or `now`."""
+        """Draw the part that still grows, if it is time, or `now`."""
         time = monotonic()
-        now = now or time - self._drawn >= 1 / PICTURES_A_SECOND
+        now = now or time - self._drawn >= 1 / self._pictures
         if now:
             self._drawn = time
         self._live.update(part, refresh=now)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mlx_moeflux.errors import DistributedError
 
@@ -58,9 +58,9 @@ class _Peer:
     changed: float = field(default_factory=monotonic)
     unread: bytes = b""
 
-    def waits(self, now: float) -> bool:
-        """Return True if it has been inside one collective for LIMIT_SECONDS."""
-        return bool(self.count % 2) and now - self.changed > LIMIT_SECONDS
+    def waits_since(self, time: float) -> bool:
+        """Return True if it has been inside one collective since `time`."""
+        return bool(self.count % 2) and self.changed < time
 
     def send(self, line: str) -> None:
         # A peer that reads nothing is found by its silence.
@@ -73,11 +73,21 @@ class Heartbeat:
 
     It begins with :meth:`listening` on rank 0 and :meth:`connected` on others, and ends with
     :meth:`end` or the process. :meth:`collective`, :meth:`end` and :meth:`fail` are for the thread
-    that computes. on_loss: Called with the reason, in the watching thread.
+    that computes. on_loss: Called with the reason, in the watching thread. beat: Seconds between
+    two lines. limit: Seconds of silence, or of waiting, after which ranks are lost.
     """
 
-    def __init__(self, rank: int, size: int, on_loss: Callable[[str], object] = leave):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        on_loss: Callable[[str], object] = leave,
+        *,
+        beat: float = BEAT_SECONDS,
+        limit: float = LIMIT_SECONDS,
+    ):
         self.rank, self.size, self._on_loss = rank, size, on_loss
+        self._beat, self._limit = beat, limit
         self.token = ""
         self.port = 0
         self._count = 0
@@ -98,7 +108,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     @classmethod
-    def listening(cls, size: int, **options: Callable[[str], object]) -> Heartbeat:
+    def listening(cls, size: int, **options: Any) -> Heartbeat:
         """Return rank 0's, which waits on :attr:`port` for others that know :attr:`token`."""
         self = cls(0, size, **options)
         self.token = secrets.token_hex(16)
@@ -118,7 +128,8 @@ class Heartbeat:
         hosts: Sequence[str],
         port: int,
         token: str,
-        **options: Callable[[str], object],
+        limit: float = LIMIT_SECONDS,
+        **options: Any,
     ) -> Heartbeat:
         """Return the one of another rank, connected to rank 0 at the first of `hosts` that answers.
 
@@ -127,14 +138,14 @@ class Heartbeat:
         """
         for host in hosts:
             with contextlib.suppress(OSError):
-                connection = socket.create_connection((host, port), LIMIT_SECONDS / len(hosts))
+                connection = socket.create_connection((host, port), limit / len(hosts))
                 break
         else:
             raise DistributedError(
                 f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}; let "
                 "the machines reach each other over TCP."
             )
-        self = cls(rank, size, **options)
+        self = cls(rank, size, limit=limit, **options)
         self._add(connection, 0).send(f"hello {token} {rank}")
         self._thread.start()
         return self
@@ -166,7 +177,7 @@ class Heartbeat:
 
     def name_the_lost(self) -> None:
         """Give the thread time to name the lost rank and end, after a collective failed."""
-        self._thread.join(2 * BEAT_SECONDS)
+        self._thread.join(2 * self._beat)
 
     def fail(self, reason: str) -> None:
         """End the other ranks, because this one cannot go on."""
@@ -182,7 +193,7 @@ class Heartbeat:
         self._last_line, self._closing = line, True
         with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake.send(b"\n")
-        self._thread.join(LIMIT_SECONDS)
+        self._thread.join(self._limit)
 
     def _run(self) -> None:
         following = monotonic()
@@ -194,7 +205,7 @@ class Heartbeat:
                 self._send(self._outgoing.popleft())
             now = monotonic()
             if now >= following:
-                following = now + BEAT_SECONDS
+                following = now + self._beat
                 self._send(f"beat {self._count}")
                 self._watch(now)
         if self._last_line:
@@ -256,18 +267,18 @@ class Heartbeat:
         """Look for ranks that are silent, or that all wait."""
         peers = [peer for peer in self._peers if peer.rank >= 0]
         for peer in peers:
-            if now - peer.last_seen > LIMIT_SECONDS:
-                self._lose(f"rank {peer.rank} is lost: silent for 5 s; {ADVICE}.")
+            if now - peer.last_seen > self._limit:
+                self._lose(f"rank {peer.rank} is lost: silent for {self._limit:g} s; {ADVICE}.")
                 return
         there = self._ended.union(peer.rank for peer in peers)
         missing = set(range(1, self.size)) - there if self.rank == 0 else set()
-        if missing and now - self._expected_at > LIMIT_SECONDS:
+        if missing and now - self._expected_at > self._limit:
             self._lose(f"rank {min(missing)} is lost: it does not answer; {ADVICE}.")
             return
         # Rank 0 knows where all are. No rank may wait after it has ended.
         knows = self.rank == 0 or 0 in self._ended
-        waits = self._count % 2 and now - self._entered > LIMIT_SECONDS
-        if knows and waits and all(p.waits(now) for p in peers):
+        waits = self._count % 2 and now - self._entered > self._limit
+        if knows and waits and all(p.waits_since(now - self._limit) for p in peers):
             self._lose(f"the ranks wait for each other: one ended or a link is cut; {ADVICE}.")
 
     def _lose(self, reason: str, notified: _Peer | None = None) -> None:

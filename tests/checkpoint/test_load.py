@@ -99,10 +99,9 @@ def test_short_reads_are_continued(file, monkeypatch):
     assert np.array_equal(np.array(stack).reshape(-1), BYTES[: 130 * 20])
 
 
-def test_groups_are_cut_by_bytes(file, monkeypatch):
-    monkeypatch.setattr(load, "GROUP_BYTES", 100)
+def test_groups_are_cut_by_bytes(file):
     refs = [TensorRef(f"t{i}", file, 60 * i, "U8", (60,)) for i in range(5)]
-    assert all(same(a, 60 * i, "u1", (60,)) for i, a in enumerate(load_all(refs)))
+    assert all(same(a, 60 * i, "u1", (60,)) for i, a in enumerate(load_all(refs, group_bytes=100)))
     assert list(load_all([])) == []
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mlx_moeflux.checkpoint import files
 from mlx_moeflux.checkpoint.files import read_whole
 from mlx_moeflux.checkpoint.formats.gguf import gguf_metadata
 from mlx_moeflux.cli import main
@@ -73,12 +72,11 @@ def test_files_that_are_given(tmp_path, monkeypatch, make):
             read(file)
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
     file = tmp_path / "config.json"
     file.write_bytes(b" " * 11)
-    monkeypatch.setattr(files, "MOST_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read: it has 11 bytes"):
-        read_whole(file, most=files.MOST_BYTES)
+        read_whole(file, most=10)
 
 
 def test_results_are_not_appended_to_a_device(capsys):

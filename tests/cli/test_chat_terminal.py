@@ -26,7 +26,6 @@ from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from mlx_moeflux.cli import chat_terminal
 from mlx_moeflux.cli.chat import COMMANDS, make_frontend
 from mlx_moeflux.cli.chat_frontend import PlainFrontend
 from mlx_moeflux.cli.chat_terminal import (
@@ -75,14 +74,14 @@ def test_blocks_are_split_alike_however_they_come(size):
         assert block.count("```") in (0, 2)
 
 
-def shown(text, *, size=5, opened=False, hidden=False, height=24, markdown=True) -> str:
+def shown(text, *, size=5, opened=False, hidden=False, height=24, markdown=True, **more) -> str:
     """What is left on a terminal after a reply."""
     file = io.StringIO()
     console = Console(
         file=file, force_terminal=True, width=60, height=height, color_system=None, highlight=False
     )
     splitter = REASONING["think"].splitter(opened=opened)
-    with TerminalReply(console, splitter, hidden=hidden, markdown=markdown) as reply:
+    with TerminalReply(console, splitter, hidden=hidden, markdown=markdown, **more) as reply:
         reply.progress(1, 2)
         for i in range(0, len(text), size):
             reply.add(text[i : i + size])
@@ -124,14 +123,13 @@ def test_a_reply_is_shown_once_and_whole(size, height):
     assert_is_whole(shown(TEXT, size=size, height=height))
 
 
-def test_no_line_is_lost_however_often_the_growing_part_is_drawn(monkeypatch):
+def test_no_line_is_lost_however_often_the_growing_part_is_drawn():
     """A second thread that drew lost lines of half of such replies."""
-    monkeypatch.setattr(chat_terminal, "PICTURES_A_SECOND", 2000)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(20):
-            assert_is_whole(shown(TEXT, size=1, height=3))
+            assert_is_whole(shown(TEXT, size=1, height=3, pictures=2000))
     finally:
         sys.setswitchinterval(interval)
 

@@ -9,28 +9,22 @@ import time
 
 import pytest
 
-from mlx_moeflux.distributed import heartbeat
 from mlx_moeflux.distributed.heartbeat import Heartbeat
 from mlx_moeflux.errors import DistributedError
 
 LIMIT = 1.0
+SHORT = {"beat": LIMIT / 10, "limit": LIMIT}
 SECONDS = 20  # that a test waits for what must come
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", LIMIT / 10)
-    monkeypatch.setattr(heartbeat, "LIMIT_SECONDS", LIMIT)
 
 
 @pytest.fixture
 def ranks():
     """Three ranks, and the queues of what each calls a loss."""
     losses = [queue.Queue() for _ in range(3)]
-    first = Heartbeat.listening(3, on_loss=losses[0].put)
+    first = Heartbeat.listening(3, on_loss=losses[0].put, **SHORT)
     where = {"hosts": ["127.0.0.1"], "port": first.port, "token": first.token}
     first.expect()
-    others = [Heartbeat.connected(i, 3, **where, on_loss=losses[i].put) for i in (1, 2)]
+    others = [Heartbeat.connected(i, 3, **where, on_loss=losses[i].put, **SHORT) for i in (1, 2)]
     every, end = [first, *others], time.monotonic() + SECONDS
     while {peer.rank for peer in first._peers} != {1, 2}:
         assert time.monotonic() < end
@@ -113,7 +107,7 @@ def test_nobody_waits_for_a_rank_that_has_ended(ranks, ended):
 @pytest.mark.slow
 def test_a_rank_that_never_connects_is_lost():
     losses: queue.Queue = queue.Queue()
-    first = Heartbeat.listening(2, on_loss=losses.put)
+    first = Heartbeat.listening(2, on_loss=losses.put, **SHORT)
     assert none_for([losses], 1.5 * LIMIT)  # the other may load for long before it hears of us
     first.expect()
     with socket.create_connection(("127.0.0.1", first.port)) as stranger:
@@ -127,4 +121,4 @@ def test_an_address_where_nobody_listens():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(DistributedError, match="rank 1 cannot connect to rank 0 at port"):
-            Heartbeat.connected(1, 2, hosts=["127.0.0.1"], port=port, token="")
+            Heartbeat.connected(1, 2, hosts=["127.0.0.1"], port=port, token="", **SHORT)
