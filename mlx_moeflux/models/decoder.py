@@ -241,7 +241,7 @@ class DecoderModel(StreamingModel):
                     pause = next(walk, None)
                 if pause is None:
                     break
-                if pause.layers is None:
+                if not pause.layers:
                     if pause.left:
                         # On a GPU one part computes during a pause.
                         mx.async_eval(pause.outputs[-1], [entry.state for entry in pause.entries])

@@ -171,12 +171,12 @@ class Pause(NamedTuple):
 
     outputs: After a layer, its outputs; within one, those of the mixer for the parts so far, until
     the walk goes on. entries: Cache entries that were written since the last pause. layers: Number
-    of layers that are done, None within a layer. left: Number of parts that are still to come.
+    of layers that are done, 0 within a layer. left: Number of parts that are still to come.
     """
 
     outputs: list[mx.array]
     entries: Sequence[BaseCache]
-    layers: int | None = None
+    layers: int = 0
     left: int = 0
 
 
@@ -192,7 +192,7 @@ def run(
             pause = next(walk)
         except StopIteration as end:
             return end.value
-        if pause.layers is None:
+        if not pause.layers:
             _evaluate(pause.outputs)
         elif after_layer is not None:
             after_layer(pause)
