@@ -40,7 +40,6 @@ from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, Eviction, make_eviction
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
-from mlx_moeflux.experts.policies.rebalance import Balance, make_balance
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, check_threads
@@ -84,7 +83,6 @@ class LoadOptions(TypedDict, total=False):
     eviction: str | Eviction
     prefetch: str | Prefetch | None
     keep_all_ahead: bool
-    balance: str | Balance | None
     tuning: str | os.PathLike[str] | None
     events: EventHook | None
     fuse: bool | None
@@ -175,7 +173,6 @@ def load_model(
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
     keep_all_ahead: bool = False,
-    balance: str | Balance | None = None,
     tuning: str | os.PathLike[str] | None = None,
     events: EventHook | None = None,
     fuse: bool | None = None,
@@ -207,8 +204,8 @@ def load_model(
             Default: ``auto`` for single sequences, ``off`` for batches.
         dtype: Compute dtype and that of the trunk's floats; default bfloat16 on GPUs, float32 on
             the CPU. Routed experts keep the dtypes of the checkpoint.
-        router, store, reader, eviction, prefetch, balance, kernels: Replacements for the parts of
-            the same name; their protocols state shapes, and a wrong shape raises here. kernels:
+        router, store, reader, eviction, prefetch, kernels: Replacements for the parts of the
+            same name; their protocols state shapes, and a wrong shape raises here. kernels:
             operation -> name of an implementation or a callable, or a text such as
             "auto,sdpa=reference".
         check_values: Compare a callable in `kernels` with the reference by value on small cases;
@@ -341,7 +338,6 @@ def load_model(
             eviction=eviction,
             prefetch=prefetch,
             keep_all_ahead=keep_all_ahead,
-            balance=make_balance(balance),
         )
         store.stats().mark_lossy_later(kernels.unpromised)
         if verbose:

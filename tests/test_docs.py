@@ -142,7 +142,7 @@ def test_quotations_and_reference_entries_exist():
 def test_protocols_of_the_readme_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     paths = re.findall(r"=` \| `([\w.]+)` \|$", text, re.MULTILINE)
-    assert len(paths) == 8
+    assert len(paths) == 7
     for path in paths:
         assert hooks().find(f"mlx_moeflux.{path}")
 

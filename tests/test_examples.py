@@ -71,6 +71,15 @@ def test_a_policy_of_ones_own_lies_between_nothing_and_belady():
     assert "same text: True" in out
 
 
+@pytest.mark.slow
+def test_slots_move_between_layers_and_the_text_stays():
+    out = run("examples/policies/balance.py")
+    kept, moved = ([*map(int, row.split(","))] for row in re.findall(r"slots \[(.+)\]", out))
+    assert kept != moved
+    assert sum(kept) == sum(moved)
+    assert "same text: True" in out
+
+
 def test_a_kernel_of_ones_own_is_called_and_changes_nothing():
     out = run("examples/swap_kernel.py")
     assert float(re.search(r"from the reference: (\S+)", out)[1]) <= 1e-5

@@ -32,7 +32,7 @@ COMMANDS = {
     "compare-quality": "compare a lossy option with the exact model",
     "perplexity": "measure perplexity on a text file",
     "evaluate": "run tasks of lm-evaluation-harness",
-    "policies": "list eviction, prefetch and balance policies",
+    "policies": "list eviction and prefetch policies",
     "benchmark": "measure speed and memory, and their limits",
     "report": "check and measure this machine, for whoever maintains the package",
 }

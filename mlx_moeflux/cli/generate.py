@@ -131,7 +131,6 @@ def add_expert_arguments(parser: argparse.ArgumentParser, *, stats: bool = True)
     add("--expert-reader", default="auto", help="auto (default), pread, direct, mmap or memory")
     add("--eviction", default=DEFAULT_EVICTION, help="see 'policies'; default %(default)s")
     add("--prefetch", help="policy of reading ahead, see 'policies'; default none")
-    add("--balance", default="none", help="policy of moving slots between layers; default none")
     add("--tuning", metavar="FILE", help="file of tune; sets options that are not given")
     add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
     add("--max-context", type=int, help="tokens that a sequence may have")
@@ -232,7 +231,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of :func:`add_expert_arguments` as
     :func:`~mlx_moeflux.loading.load_model` takes them."""
     names = ("expert_memory", "expert_threads", "expert_reader", "experts_per_token", "max_context")
-    names += ("eviction", "prefetch", "balance", "tuning", "kv_bits", "kv_group_size", "safe")
+    names += ("eviction", "prefetch", "tuning", "kv_bits", "kv_group_size", "safe")
     names += ("strict_config", "wired_memory")
     names += DISTRIBUTED if hasattr(args, "distributed") else ()
     return {name: getattr(args, name) for name in names}

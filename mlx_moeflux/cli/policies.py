@@ -11,17 +11,12 @@ from typing import Any
 from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, EVICTIONS
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
-from mlx_moeflux.experts.policies.rebalance import BALANCES
 
 POLICIES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "--eviction": EVICTIONS,
     "--prefetch": PREFETCHES,
-    "--balance": BALANCES,
 }
-NOTHING = {
-    "--prefetch": "Read experts only when a layer requires them.",
-    "--balance": "Keep the initial number of slots in every layer.",
-}
+NOTHING = {"--prefetch": "Read experts only when a layer requires them."}
 NEEDS_MLX = False
 
 

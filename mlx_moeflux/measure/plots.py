@@ -78,8 +78,8 @@ def draw_hit_rates(axes: Any, trace: Trace) -> None:
         runs = (simulate(trace, dict.fromkeys(info.layers, n), eviction=eviction) for n in slots)
         return [100 * run.hit_rate for run in runs]
 
-    for name, colour, marker in zip(EVICTIONS, COLOURS, MARKERS, strict=True):
-        axes.plot(budgets, rates(name), color=colour, marker=marker, label=name)
+    for i, name in enumerate(EVICTIONS):
+        axes.plot(budgets, rates(name), color=COLOURS[i], marker=MARKERS[i], label=name)
     axes.plot(budgets, rates("belady"), "k--", label="best possible (Belady)")
     lookups = simulate(trace, dict.fromkeys(info.layers, info.num_experts)).total.lookups
     ceiling = 100 * (1 - compulsory(trace) / lookups)

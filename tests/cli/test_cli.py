@@ -17,7 +17,6 @@ from mlx_moeflux.cli import COMMANDS, command_module, main, script
 from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
-from mlx_moeflux.experts.policies.rebalance import BALANCES
 from mlx_moeflux.generation import text
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.tokenizer import load_tokenizer
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
     "generate": """
-        --balance --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
+        --chat-template-config --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --extra-eos-token --frequency-penalty --ignore-chat-template
         --max-context --max-tokens --min-p --min-tokens-to-keep --model --prefill-response
         --pipeline --prefetch --prefill-step-size --presence-penalty --prompt --prompt-cache
@@ -45,7 +44,7 @@ OPTIONS = {
         --max-kv-size --max-tokens --model
         --pipeline --prefill-step-size --prompt-cache --prompt-cache-disk --seed --stats
         --system-prompt --temp --top-p --trust-remote-code --xtc-probability --xtc-threshold -m
-        --balance --eviction --prefetch --safe -v --tuning
+        --eviction --prefetch --safe -v --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
     """,
     "serve": """
@@ -55,7 +54,7 @@ OPTIONS = {
         --prompt-cache-bytes --prompt-cache-disk --prompt-concurrency --reasoning-parser
         --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p
         --adapter-path --draft-model --num-draft-tokens --quantized-kv-start --pipeline
-        --trust-remote-code --balance --eviction --expert-memory --expert-reader
+        --trust-remote-code --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context
         --prefetch --safe --tuning
         --distributed --exact-prompts --expert-path --placement --wired-memory
@@ -65,7 +64,7 @@ OPTIONS = {
         --experts-per-token --kv-bits --kv-group-size --max-context --max-kv-size --model
         --prefill-step-size --prompt --prompt-cache-file --quantized-kv-start --stats
         --trust-remote-code
-        --balance --eviction --prefetch --safe -v --tuning --wired-memory
+        --eviction --prefetch --safe -v --tuning --wired-memory
     """,
     "convert": """
         --dequantize --dtype --hf-path --layout --mlx-path --model --out --q-bits --q-group-size
@@ -78,13 +77,13 @@ OPTIONS = {
         --memory-gbps --revision --ssd-gbps
     """,
     "perplexity": """
-        --balance --batch-size --data-path --eviction --expert-memory --expert-reader
+        --batch-size --data-path --eviction --expert-memory --expert-reader
         --expert-threads --experts-per-token --kv-bits --kv-group-size --max-context --model
         --num-samples --prefetch --safe -v --seed --sequence-length --stats --trust-remote-code
         --tuning --wired-memory
     """,
     "evaluate": """
-        --apply-chat-template --balance --batch-size --chat-template-args
+        --apply-chat-template --batch-size --chat-template-args
         --confirm-run-unsafe-code --eviction --expert-memory --expert-reader --expert-threads
         --experts-per-token --fewshot-as-multiturn --kv-bits --kv-group-size --limit
         --max-context --max-tokens --model --no-apply-chat-template --num-shots --output-dir
@@ -253,7 +252,7 @@ def test_flags_of_mlx_lm_that_mean_nothing_are_refused_in_one_line(flag, capsys)
         (["generate", "--expert-memory", "1kB"], "663552"),
         (["generate", "--expert-memory", "much"], "much"),
         (["generate", "--eviction", "mru"], "'mru'; there are lru"),
-        (["generate", "--balance", "all"], "'all'; there are none, shift"),
+        (["generate", "--eviction", "s3fifo"], "'s3fifo'; there are lru, lfu."),
         (["generate", "--prefetch", "all"], "'all'; there are none, last, ahead"),
         (["generate", "--chat-template-config", "{"], "--chat-template-config"),
         (["generate", "--system-prompt", "x"], "--system-prompt"),
@@ -297,10 +296,9 @@ def test_policies_are_listed_and_selected_by_name(capsys):
     assert main(["policies"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["--eviction", *EVICTIONS, "--prefetch", "none", *PREFETCHES]
-    names += ["--balance", "none", *BALANCES]
     defaults = [line.split()[0] for line in re.sub(r"\n {11}", " ", "\n".join(lines)).splitlines()
                 if line.endswith("The default.")]  # fmt: skip
-    assert defaults == ["lfu", "none", "none"]
+    assert defaults == ["lfu", "none"]
     assert [line.split()[0] for line in lines if not line.startswith(" " * 11)] == names
     texts = set()
     choices = [("--eviction", e) for e in EVICTIONS] + [("--prefetch", p) for p in PREFETCHES]

@@ -324,7 +324,7 @@ FLAGS = {
         --extra-eos-token --temp --top-p --min-p --min-tokens-to-keep --top-k --xtc-probability
         --xtc-threshold --repetition-penalty --presence-penalty --frequency-penalty --seed
         --verbose --prefill-step-size --prompt-cache --prompt-cache-disk --prompt-cache-file
-        --expert-memory --expert-threads --expert-reader --eviction --prefetch --balance --tuning
+        --expert-memory --expert-threads --expert-reader --eviction --prefetch --tuning
         --experts-per-token --max-context --kv-bits --kv-group-size --safe --stats --trace
         --wired-memory
         --ignore-chat-template --use-default-chat-template --image --draft-model -v -qa

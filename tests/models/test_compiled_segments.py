@@ -47,7 +47,6 @@ def opened(**options):
             marks=pytest.mark.slow,
         ),
         pytest.param({"prefetch": "last", "keep_all_ahead": True}, 2, marks=pytest.mark.slow),
-        pytest.param({"balance": "shift"}, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -86,7 +86,6 @@ def told(kind: str, B: int, compiles: bool, **options):
         pytest.param("complete", 1, {}, marks=pytest.mark.slow),
         ("mixed", 2, {"eviction": "lru"}),
         ("streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}),
-        pytest.param("streamed", 1, {"balance": "shift"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -1,1 +1,1 @@
-"""Eviction, prefetch and rebalance policies. Pure Python, no MLX."""
+"""Eviction and prefetch policies. Pure Python, no MLX."""

@@ -92,9 +92,6 @@ class StreamedLayer:
         self._ahead: list[Fetch | NativeFetch] = []
         self._fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
-        # Misses and victims since the end of the last call.
-        self.missed: list[int] = []
-        self.victims: list[int] = []
         self._readers_of_bank: list[PendingOutput] = []
         self._device_table: mx.array | None = None
 
@@ -162,7 +159,6 @@ class StreamedLayer:
             hits=len(needed) - len(missing),
             prefetched_hits=len(used),
         )
-        self.missed += missing
         self._fresh -= used
         if events is not None:
             absent = frozenset(missing)
@@ -201,7 +197,6 @@ class StreamedLayer:
         self.unsettled, self._device_table = True, None
         slot = self.table.remove(expert)
         self._fresh.discard(expert)
-        self.victims.append(expert)
         self._policy.evict(self.layer, expert)
         self.stats.evictions += 1
         if events is not None:

@@ -42,7 +42,6 @@ from mlx_moeflux.experts.policies.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, begin_first, run_waves
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
@@ -83,12 +82,10 @@ class StreamedStore(ExpertStore):
     eviction: A name or an :class:`~mlx_moeflux.experts.policies.eviction.Eviction`. prefetch: A
     name or a :class:`~mlx_moeflux.experts.policies.prefetch.Prefetch`. keep_all_ahead: Wait for
     every prefetched block when its layer is called, so that hits do not depend on time; otherwise
-    blocks that are not needed and not begun are dropped. balance: A name or a
-    :class:`~mlx_moeflux.experts.policies.rebalance.Balance`, which moves slots between layers.
-    threads: Number of reading threads. events: Listener, see
-    :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced at any time. mix: The
-    operation that computes experts. scratch_bytes: Bytes that one step of a long call may allocate
-    besides its result; None: chosen by the device. activation: Of the experts.
+    blocks that are not needed and not begun are dropped. threads: Number of reading threads.
+    events: Listener, see :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced at
+    any time. mix: The operation that computes experts. scratch_bytes: Bytes that one step of a long
+    call may allocate besides its result; None: chosen by the device. activation: Of the experts.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -114,7 +111,6 @@ class StreamedStore(ExpertStore):
         eviction: str | Eviction = DEFAULT_EVICTION,
         prefetch: str | Prefetch | None = None,
         keep_all_ahead: bool = False,
-        balance: str | Balance | None = None,
         threads: int = DEFAULT_THREADS,
         events: EventHook | None = None,
         mix: ExpertMix = REFERENCE_MIX,
@@ -125,7 +121,7 @@ class StreamedStore(ExpertStore):
         self.reader, self.threads = reader, threads
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
-        self.keep_all_ahead, self.balance = keep_all_ahead, make_balance(balance)
+        self.keep_all_ahead = keep_all_ahead
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
@@ -327,8 +323,7 @@ class StreamedStore(ExpertStore):
         return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
 
     def release_after(self, call: Call, output: mx.array) -> None:
-        """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then rebalance and
-        prefetch."""
+        """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then prefetch."""
         state, (N, K) = call.state, call.ids.shape
         # Slots of a complete bank never change, so no output need be pending.
         if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
@@ -336,13 +331,7 @@ class StreamedStore(ExpertStore):
         state.unsettled = False
         state.stats.tokens += N
         state.tokens += N
-        missed, victims = state.missed, state.victims
-        state.missed, state.victims = [], []
         short = N * K <= MOST_PAIRS
-        if self.balance is not None:
-            self.balance.called(state.layer, missed, victims)
-            if short and state.layer == self.layers[-1]:
-                self._rebalance(self.balance, K)
         if short and call.request is not None and self.prefetch is not None:
             self._read_ahead(call, self.prefetch)
 
@@ -566,14 +555,6 @@ class StreamedStore(ExpertStore):
             self._begin_wave(state, waves, wave)
 
         run_waves(waves, begin, lambda: state.finish(self._events), compute)
-
-    def _rebalance(self, balance: Balance, least: int) -> None:
-        """Move slots between layers after a token, at least `least` a layer."""
-        limits = {"least": least, "most": self.num_experts, "bytes_of": self.block_bytes}
-        tokens = self._layers[self.layers[-1]].tokens
-        for layer, slots in changes_in_order(balance, tokens, self.slots, **limits):
-            self.generation += 1
-            self._state(layer).resize(slots, self._events)
 
     def _read_ahead(self, call: Call, prefetch: Prefetch) -> None:
         """Begin to prefetch experts of the layer after that of `call`."""

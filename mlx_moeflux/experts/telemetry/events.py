@@ -113,7 +113,7 @@ class PrefetchDrop(NamedTuple):
 
 class Resize(NamedTuple):
     """Between calls a layer was given another number of slots, after an :class:`Evict` for each
-    expert that had to leave. A balance's own moves are not told of: it can be replayed."""
+    expert that had to leave."""
 
     layer: int
     slots: int

@@ -28,7 +28,6 @@ from mlx_moeflux.experts.policies.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.policies.rebalance import Balance, changes_in_order, make_balance
 from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, run_waves
 from mlx_moeflux.experts.telemetry.bounds import Belady
 from mlx_moeflux.experts.telemetry.stats import LayerStats, total_of
@@ -72,7 +71,6 @@ def simulate(
     *,
     eviction: str | Eviction = DEFAULT_EVICTION,
     prefetch: str | Prefetch | None = None,
-    balance: str | Balance | None = None,
     recorded: bool = False,
 ) -> Simulation:
     """Replay `trace` from empty banks.
@@ -84,8 +82,6 @@ def simulate(
             as in a store with `keep_all_ahead`; with `recorded`, all but what the trace says was
             given up, and banks are resized as it says, which is right for the set-up that
             recorded it.
-
-        balance: A name, None, or an object, which is reset: moves slots between layers.
 
     Raises:
         InputError: The budget or a policy cannot be used.
@@ -100,13 +96,10 @@ def simulate(
         ahead.reset()
         if ahead.looks_ahead and all(call.guess is None for call in trace):
             raise InputError("the trace has no guesses to look ahead with; record it with ahead.")
-    shift = make_balance(balance)
-    if shift is not None:
-        shift.reset()
     replay = _Replay(trace.info, policy, slots)
     result = Simulation(trace.info, name, slots, replay.counts)
     calls = zip(trace.calls, requests_of(trace), strict=True)
-    if ahead is None and shift is None and not recorded:
+    if ahead is None and not recorded:
         result.misses = [replay.call(call.layer, request) for call, request in calls]
         calls = ()
     for call, request in calls:
@@ -115,10 +108,7 @@ def simulate(
             result.ahead.append(len(replay.banks[layer].ahead))
             replay.commit_prefetch(ahead, layer, request, call.dropped if recorded else ())
         result.misses.append(replay.call(layer, request))
-        short = call.ids.size <= MOST_PAIRS
-        if shift is not None:
-            replay.balance(shift, layer, call.token + len(call.ids), call.ids.shape[1], short)
-        if ahead is not None and short:
+        if ahead is not None and call.ids.size <= MOST_PAIRS:
             replay.read_ahead(ahead, layer, call.guess or ())
         for each, count in call.resized if recorded else ():
             replay.resize(each, count)
@@ -166,8 +156,6 @@ class _Bank:
         self.ahead: list[int] = []
         self.fresh: set[int] = set()
         self.proposal: frozenset[int] = frozenset()
-        self.missed: list[int] = []
-        self.victims: list[int] = []
 
     def __contains__(self, expert: object) -> bool:
         return expert in self.residents
@@ -193,7 +181,6 @@ class _Replay:
             self._use(layer, bank, needed)
         missing = [expert for expert in needed if expert not in residents]
         if missing:
-            bank.missed += missing
             counts.misses += len(missing)
             self._make_room(layer, bank, len(missing), frozenset(needed))
             self._read(layer, bank, missing)
@@ -224,18 +211,6 @@ class _Replay:
             self._make_room(following, bank, len(blocks), bank.proposal)
             bank.ahead = blocks
 
-    def balance(self, shift: Balance, layer: int, token: int, least: int, short: bool) -> None:
-        """Tell `shift` of a call; after the last layer of a short one, resize as it says."""
-        bank = self.banks[layer]
-        shift.called(layer, bank.missed, bank.victims)
-        bank.missed, bank.victims = [], []
-        if layer != self.layers[-1] or not short:
-            return
-        slots = {each: self.banks[each].slots for each in self.layers}
-        limits = {"least": least, "most": self.info.num_experts, "bytes_of": self.info.block_bytes}
-        for each, count in changes_in_order(shift, token, slots, **limits):
-            self.resize(each, count)
-
     def resize(self, layer: int, slots: int) -> None:
         """Give a layer so many slots; the policy chooses who leaves a smaller bank."""
         bank = self.banks[layer]
@@ -260,7 +235,6 @@ class _Replay:
 
         def begin(full: Wave) -> None:
             self.counts[layer].misses += len(full.missing)
-            bank.missed += full.missing
             self._use(layer, bank, full.experts)
             taken = sum(map(len, reading))
             self._make_room(layer, bank, taken + len(full.missing), plan.protected)
@@ -286,7 +260,6 @@ class _Replay:
             evict(layer, expert)
         if bank.fresh:
             bank.fresh.difference_update(victims)
-        bank.victims += victims
         self.counts[layer].evictions += short
 
     def _read(self, layer: int, bank: _Bank, missing: Sequence[int]) -> None:

@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import (
-    CLOCK,
     EVICTIONS,
     LFU,
     LRU,
-    S3FIFO,
     ExpertRequest,
-    Random,
-    Static,
     choose_victims,
     make_eviction,
 )
@@ -76,7 +72,6 @@ def replayed(policy, slots, sequence):
 
 
 BELADYS_ANOMALY = (1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)
-THREE_QUEUES = (1, 2, 3, 4, 1, 1, 5, 2, 4, 6, 7, 3, 8, 1, 4, 4, 4, 9)
 FREQUENT = (1, 1, 1, 2, 3, 2, 3, 1)
 
 
@@ -84,14 +79,9 @@ FREQUENT = (1, 1, 1, 2, 3, 2, 3, 1)
     ("policy", "slots", "sequence", "hits", "resident"),
     [
         (LRU(), 3, BELADYS_ANOMALY, 2, {3, 4, 5}),
-        (CLOCK(), 3, BELADYS_ANOMALY, 3, {3, 4, 5}),
-        (S3FIFO(), 4, THREE_QUEUES, 6, {1, 3, 4, 9}),
         (LFU(half_life=1e9), 2, FREQUENT, 3, {1, 3}),
         (LFU(half_life=1), 2, (1, 1, 1, 2, 3, 1), 2, {1, 3}),
         (LFU(half_life=1e9), 2, (1, 1, 1, 2, 3, 1), 3, {1, 3}),
-        (Static({0: {1: 5, 2: 3, 3: 1}}), 2, (3, 2, 1, 3, 2, 1), 1, {1, 2}),
-        (Static(learn=2), 2, (1, 1, 2, 2, 2, 3, 2, 1), 4, {1, 2}),
-        (Static(), 2, (1, 1, 2, 2, 2, 3, 2, 1), 4, {1, 2}),
     ],
 )
 def test_sequences_worked_by_hand(policy, slots, sequence, hits, resident):
@@ -192,16 +182,6 @@ def test_lfu_lives_long():
     assert bank.resident == {2, 3}
 
 
-def test_random_is_random_and_repeatable():
-    def victims(seed):
-        bank = Bank(Random(seed), 4)
-        return [tuple(bank.ask(e % EXPERTS)) for e in range(100)]
-
-    assert victims(0) == victims(0) != victims(1)
-    counts = np.bincount([v[0] for v in victims(0) if v], minlength=EXPERTS)
-    assert counts.min() > 0
-
-
 class ListLRU:
     """The same in the plainest way."""
 
@@ -251,8 +231,12 @@ steps = st.lists(
 @given(steps=steps)
 @settings(max_examples=100)
 def test_whatever_happens_the_contract_is_kept(name, steps):
+    keeps_the_contract(make_eviction(name), steps)
+
+
+def keeps_the_contract(policy, steps):
     """Prefetches, resizes, answers that are not followed, changes that nobody tells of."""
-    bank = Bank(make_eviction(name), 5)
+    bank = Bank(policy, 5)
     for what, value in steps:
         if what == "ask":
             bank.ask(*value)
@@ -275,9 +259,14 @@ def test_whatever_happens_the_contract_is_kept(name, steps):
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_a_long_adversarial_run(name):
+    # A policy keeps what is asked for at every token.
+    assert hits_of_a_hot_expert(make_eviction(name)) >= 299
+
+
+def hits_of_a_hot_expert(policy):
     """A loop one longer than the bank, then one hot expert among strangers, then a scan."""
     rng = np.random.default_rng(0)
-    bank = Bank(make_eviction(name), 16)
+    bank = Bank(policy, 16)
     for t in range(170):
         bank.ask(t % 17)
     for _ in range(300):
@@ -286,8 +275,7 @@ def test_a_long_adversarial_run(name):
     for t in range(100):
         bank.ask(100 + t)
     assert len(bank.resident) == 16
-    # Every policy but chance keeps what is asked for at every token.
-    assert hot >= 299 or name == "random"
+    return hot
 
 
 @pytest.mark.parametrize("answer", [[], [1], [1, 1], [1, 8], [1, 2, 3], [1, 4]])
@@ -303,7 +291,7 @@ def test_a_policy_is_held_to_its_contract(answer):
 def test_make_eviction():
     mine = LRU()
     assert make_eviction(mine) is mine
-    with pytest.raises(InputError, match="no eviction is called 'mru'; there are lru, lfu, clock"):
+    with pytest.raises(InputError, match="no eviction is called 'mru'; there are lru, lfu"):
         make_eviction("mru")
     with pytest.raises(InputError, match="object has no 'touch'"):
         make_eviction(object())

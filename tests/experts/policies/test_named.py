@@ -5,14 +5,11 @@ import pytest
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import LRU, choose_victims, make_eviction
 from mlx_moeflux.experts.policies.prefetch import LookAhead, make_prefetch, proposed
-from mlx_moeflux.experts.policies.rebalance import Shift, changes_in_order, make_balance
 
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"), [(make_eviction, LRU), (make_prefetch, LookAhead), (make_balance, Shift)]
-)
+@pytest.mark.parametrize(("make", "kind"), [(make_eviction, LRU), (make_prefetch, LookAhead)])
 def test_a_class_is_no_policy(make, kind):
     with pytest.raises(InputError, match=f"{kind.__name__} is a class; pass an instance"):
         make(kind)
@@ -51,7 +48,7 @@ class Answering:
     name = "mine"
 
     def __init__(self, answer):
-        self.choose = self.propose = self.share = lambda *_, **__: answer
+        self.choose = self.propose = lambda *_, **__: answer
 
 
 @pytest.mark.parametrize("answer", [None, NAN, 3, [NAN], [1.0], ["1"], [[1]], [1, 1], [], [9]])
@@ -68,15 +65,3 @@ def test_a_wrong_answer_of_a_prefetcher_names_it(answer):
     with pytest.raises(InputError, match=r"prefetch mine proposed .* for layer 2; .* below 8"):
         proposed(Answering(answer), 2, (), 8)
     assert proposed(Answering((5, 1)), 2, (), 8) == [5, 1]
-
-
-@pytest.mark.parametrize(
-    "answer", [None, 3, [4, 4], {0: 4}, {0: NAN, 1: 4}, {0: 4.0, 1: 4}, {0: 5, 1: 4}, {0: 9, 1: 1}]
-)
-def test_a_wrong_answer_of_a_balance_names_it(answer):
-    options = {"least": 2, "most": 8, "bytes_of": {0: 10, 1: 10}}
-    with pytest.raises(
-        InputError, match=r"balance mine gave slots .*; they must be 2 to 8 a layer"
-    ):
-        changes_in_order(Answering(answer), 0, {0: 4, 1: 4}, **options)
-    assert changes_in_order(Answering({0: 5, 1: 3}), 0, {0: 4, 1: 4}, **options) == [(1, 3), (0, 5)]

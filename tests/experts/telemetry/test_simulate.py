@@ -38,14 +38,14 @@ BUDGETS = ["12.5%", "20%", "45%", "95%"]
 
 
 def pairwise(evictions, sizes, prefetches):
-    """All combinations; by default each eviction has one of the sizes and prefetches."""
+    """All combinations; by default each size has one of the evictions and prefetches."""
     numbered = itertools.product(*map(enumerate, (evictions, sizes, prefetches)))
     return [
         pytest.param(
             eviction,
             size,
             prefetch,
-            marks=() if (j, k) == (i % len(sizes), i % len(prefetches)) else pytest.mark.slow,
+            marks=() if (i, k) == (j % len(evictions), j % len(prefetches)) else pytest.mark.slow,
         )
         for (i, eviction), (j, size), (k, prefetch) in numbered
     ]
