@@ -29,6 +29,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.router import top_k_ids
 from mlx_moeflux.models.moe import SwitchGLU
 from mlx_moeflux.models.qwen3_5_moe import Config, Model
@@ -133,7 +134,8 @@ class DenseExperts(ExpertStore):
     router did not choose it. The result is a sparse store's, in a few large matrix products."""
 
     def __init__(self, blocks: dict[int, SwitchGLU], num_experts: int):
-        self.blocks, self.num_experts = blocks, num_experts
+        self.blocks, self.layers, self.num_experts = blocks, tuple(blocks), num_experts
+        self.account = ExpertStats(self.layers)  # empty: every expert computes every token
         self.load = []  # per layer: (mean probability, share of choices), for the balance loss
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
@@ -147,6 +149,9 @@ class DenseExperts(ExpertStore):
         chosen = mx.stop_gradient((gates > 0).astype(mx.float32).mean(axis=0))
         self.load.append((gates.mean(axis=0), chosen))
         return (hidden.reshape(N, -1) @ down).astype(mx.float32)
+
+    def stats(self) -> ExpertStats:
+        return self.account
 
     def balance_loss(self) -> mx.array:
         """Return Switch Transformer's auxiliary loss (arXiv:2101.03961, equation 4), a mean."""

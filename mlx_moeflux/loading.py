@@ -41,7 +41,7 @@ from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION, Eviction, ma
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import Prefetch, make_prefetch
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.experts.store import ExpertStore, check_result
+from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore, check_threads
 from mlx_moeflux.experts.telemetry.events import EventHook
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
@@ -514,11 +514,7 @@ def _check_store(
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
         raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
-    for part in ("layers", "num_experts", "experts", "stats"):
-        if getattr(type(store), part, None) is vars(ExpertStore).get(part) and part not in vars(
-            store
-        ):
-            raise InputError(f"{name} has no '{part}'; see the ExpertStore class.")
+    check_members(store)
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
     logits = mx.random.normal((N, model.config.num_experts), key=mx.random.key(0))

@@ -139,6 +139,8 @@ class Store(ExpertStore):
     def stats(self):
         return self.account
 
+    def close(self): ...
+
 
 @pytest.mark.parametrize(
     ("store", "message"),
@@ -185,8 +187,19 @@ def test_a_wrong_kernel_is_refused_unless_it_is_meant():
 
 
 class Bare(ExpertStore):
+    experts = stats = close = len
+
     def __init__(self, **parts):
         vars(self).update(parts)
+
+
+@pytest.mark.parametrize("missing", ["experts", "stats", "close"])
+def test_a_store_without_a_method_is_refused_when_it_is_made(missing):
+    methods = dict.fromkeys({"experts", "stats", "close"} - {missing}, len)
+    kind = type("Lacking", (ExpertStore,), {"layers": (), "num_experts": 32, **methods})
+    with pytest.raises(InputError, match=f"Lacking has no '{missing}'; see the ExpertStore class"):
+        kind()
+    assert type("Whole", (kind,), {missing: len})()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +214,6 @@ class Bare(ExpertStore):
         ("reader 'str' has no method 'layout'", {"reader": "x"}),
         ("Bare has no 'layers'; see", {"store": Bare()}),
         ("Bare has no 'num_experts'; see", {"store": Bare(layers=range(6))}),
-        ("Bare has no 'stats'; see", {"store": Bare(layers=(), num_experts=32, experts=len)}),
     ],
 )
 def test_objects_of_another_kind_are_one_line(message, options):

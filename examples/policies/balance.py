@@ -32,17 +32,17 @@ class Balance:
             del self._victims[event.layer][event.expert]
             self._wanted[event.layer] += 1
 
-    def move(self, store, least):
+    def move(self, streaming, least):
         """Move slots between two tokens; `least` slots stay in each layer."""
-        slots, wanted, self._wanted = store.slots, self._wanted, Counter()
+        slots, wanted, self._wanted = streaming.slots, self._wanted, Counter()
         able = [layer for layer in slots if slots[layer] - self._step >= least]
-        needy = [layer for layer in slots if slots[layer] + self._step <= store.num_experts]
+        needy = [layer for layer in slots if slots[layer] + self._step <= streaming.most_slots]
         if not able or not needy:
             return
         giver, taker = min(able, key=wanted.__getitem__), max(needy, key=wanted.__getitem__)
         if wanted[taker] > self._margin * wanted[giver]:
-            store.resize(giver, slots[giver] - self._step)  # first the one that becomes smaller
-            store.resize(taker, slots[taker] + self._step)
+            streaming.resize(giver, slots[giver] - self._step)  # first the one that becomes smaller
+            streaming.resize(taker, slots[taker] + self._step)
 
 
 def main() -> None:
@@ -57,9 +57,11 @@ def main() -> None:
             ):
                 texts[-1] += response.text
                 if period and i % period == period - 1:
-                    balance.move(model.store, model.router.num_experts_per_tok)
+                    balance.move(model.store.streaming, model.router.num_experts_per_tok)
             rate = model.store.stats().total.hit_rate
-            print(f"slots {list(model.store.slots.values())}, hit rate {100 * rate:.1f} %")
+            print(
+                f"slots {list(model.store.streaming.slots.values())}, hit rate {100 * rate:.1f} %"
+            )
     print(f"same text: {texts[0] == texts[1]}")
 
 

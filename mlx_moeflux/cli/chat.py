@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_unless_first(model)
     with model, _cache(args) as cache:
         mx.random.seed(args.seed % 2**64)
-        frontend = make_frontend(args, quiet=not model.store.leads)
+        frontend = make_frontend(args, quiet=not model.leads)
         conversation = Conversation(args, model, tokenizer, cache, options, frontend)
         frontend.note("/help lists the commands")
         for line in _lines(frontend, model, args.idle_release):

@@ -179,7 +179,7 @@ def leads() -> bool:
 
 def quiet_unless_first(model: Any) -> None:
     """Leave standard output to rank 0."""
-    if not model.store.leads:
+    if not model.leads:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give --prompt-cache or --prompt-cache-file, not both.")
     model, tokenizer = loading.load(_model_of(args), **load_options(args), verbose=True)
     quiet_unless_first(model)
-    traced = args.trace and model.store.leads
+    traced = args.trace and model.leads
     tracing = model.trace(args.trace) if traced else contextlib.nullcontext()
     with model, tracing, prompt_cache(args) as known:
         prompt, options = _prompt(args, tokenizer)
@@ -220,9 +220,9 @@ def run(args: argparse.Namespace) -> int:
             for last in stream:
                 print(last.text, end="", flush=True)
         print(flush=True)
-        if args.stats and model.store.leads:
+        if args.stats and model.leads:
             print(stats_table(last.experts, model, details=args.details), file=sys.stderr)
-        if args.verbose and model.store.leads:
+        if args.verbose and model.leads:
             print(text.summary(last), file=sys.stderr)
     return 0
 

@@ -218,7 +218,7 @@ def _engine_options(args: argparse.Namespace, model: Any) -> Any:
     if state_bytes is None:
         state_bytes = max(measure_memory().usable_bytes // 2, model.state_bytes(8192))
     step = args.prefill_step_size
-    if step is None and not model.store.slots:
+    if step is None and model.store.streaming is None:
         step = 2048  # a resident model reads no experts: calls may be short
     return EngineOptions(
         concurrency=args.decode_concurrency,

@@ -98,6 +98,16 @@ class Ranks:
         whole = np.array(self.sum(mx.array(joined))).astype(np.uint8).tobytes()
         return [whole[starts[i] : starts[i + 1]].decode() for i in range(self.size)]
 
+    def lead(self, values: mx.array) -> mx.array:
+        """See :meth:`~mlx_moeflux.experts.store.Spread.lead`."""
+        with self.reporting():
+            return self.from_first(values)[0]
+
+    def same(self, facts: Any) -> bool:
+        """See :meth:`~mlx_moeflux.experts.store.Spread.same`."""
+        with self.reporting():
+            return len(set(self.gather(json.dumps(facts)))) == 1
+
     def send(self, text: str) -> None:
         """Send `text` to :meth:`receive` of all others. On rank 0."""
         if self.heartbeat is not None:

@@ -10,10 +10,9 @@ has the bits of one process.
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,10 @@ from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.errors import DistributedError
 from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices, on_cpu
+from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.experts.policies.eviction import Eviction
+from mlx_moeflux.experts.policies.prefetch import Prefetch
+from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
@@ -87,11 +90,9 @@ class DistributedStore(ExpertStore):
     Evaluates: every call.
     """
 
-    waits = True
-
     def __init__(
         self,
-        local: ExpertStore,
+        local: StreamedStore | ResidentStore,
         ranks: Ranks,
         places: Places,
         *,
@@ -107,6 +108,9 @@ class DistributedStore(ExpertStore):
         self._local_ids = {i: places.local_ids(i, ranks.rank) for i in self.layers}
         self._held = {i: places.held(i, ranks.rank) for i in self.layers}
         self._tokens = dict.fromkeys(self.layers, 0)
+        if local.streaming is not None:
+            self.streaming = RankSlots(local.streaming, self._held)
+        self.rest = local.rest
 
     def experts(
         self,
@@ -123,7 +127,8 @@ class DistributedStore(ExpertStore):
             DistributedError: The ranks have chosen different experts, or a collective failed.
         """
         check_call(layer, x, ids, weights)
-        with self.ranks.reporting(), self.exclusive():
+        alone = nullcontext() if self.streaming is None else self.streaming.exclusive()
+        with self.ranks.reporting(), alone:
             if not self.one_kind:
                 ids, weights = self.ranks.from_first(ids, weights)
             mx.eval(x, ids, weights, ahead)
@@ -192,7 +197,7 @@ class DistributedStore(ExpertStore):
         Kernels split the work on an expert by the columns that they are given, so there are K.
         """
         local, width = self.local, 1 if on_cpu() else self._mix.K
-        flat = np.full((len(token), width), self.most_slots, np.uint32)
+        flat = np.full((len(token), width), self.places.counts[self.ranks.rank], np.uint32)
         flat[:, 0] = own[token, column]
         rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
         y = mx.zeros((0, x.shape[1]), mx.float32)
@@ -236,16 +241,6 @@ class DistributedStore(ExpertStore):
         following = self.layers[(self.layers.index(layer) + 1) % len(self.layers)]
         return indices(self._local_ids[following][np.array(ahead)])
 
-    def lead(self, values: mx.array) -> mx.array:
-        """See :meth:`ExpertStore.lead`."""
-        with self.ranks.reporting():
-            return self.ranks.from_first(values)[0]
-
-    def agrees(self, facts: Any) -> bool:
-        """See :meth:`ExpertStore.agrees`."""
-        with self.ranks.reporting():
-            return len(set(self.ranks.gather(json.dumps(facts)))) == 1
-
     def stats(self) -> ExpertStats:
         """See :meth:`ExpertStore.stats`."""
         return self.local.stats()
@@ -274,34 +269,47 @@ class DistributedStore(ExpertStore):
             listener(event._replace(expert=held[event.expert]))
 
     @property
-    def leads(self) -> bool:
-        """True on rank 0."""
-        return self.ranks.leads
-
-    @property
     def looks_ahead(self) -> bool:
         """True if the local store takes a guess."""
         return self.local.looks_ahead
 
     @property
-    def generation(self) -> int:
-        """Number of the local store's banks so far."""
-        return self.local.generation
+    def block_bytes(self) -> Mapping[int, int] | None:
+        """MoE layer id -> bytes of one expert."""
+        return self.local.block_bytes
+
+    def close(self) -> None:
+        """See :meth:`ExpertStore.close`; this rank takes part in no more calls."""
+        self.ranks.close()
+        self.local.close()
+
+
+class RankSlots:
+    """The slots of this rank's experts, in the numbers of the whole model. See
+    :class:`~mlx_moeflux.experts.store.Streaming`.
+
+    local: Those in this rank's numbers. held: MoE layer id -> this rank's experts, ascending.
+    """
+
+    def __init__(self, local: StreamedStore, held: Mapping[int, Sequence[int]]):
+        self.local, self._held = local, held
+        self.exclusive, self.start_eval = local.exclusive, local.start_eval
+        self.resize, self.resize_all = local.resize, local.resize_all
 
     @property
-    def cold(self) -> bool:
-        """True if this rank's store is cold."""
-        return self.local.cold
+    def eviction(self) -> Eviction:
+        """This rank's policy."""
+        return self.local.eviction
 
     @property
-    def most_slots(self) -> int:
-        """Experts a layer of this rank."""
-        return self.places.counts[self.ranks.rank]
+    def prefetch(self) -> Prefetch | None:
+        """This rank's prefetcher, or None."""
+        return self.local.prefetch
 
     @property
-    def bank_bytes(self) -> int:
-        """Bytes of this rank's slots."""
-        return self._streamed().bank_bytes
+    def reader(self) -> Reader:
+        """This rank's reader."""
+        return self.local.reader
 
     @property
     def slots(self) -> Mapping[int, int]:
@@ -309,75 +317,38 @@ class DistributedStore(ExpertStore):
         return self.local.slots
 
     @property
+    def most_slots(self) -> int:
+        """Experts a layer of this rank."""
+        return self.local.most_slots
+
+    @property
+    def bank_bytes(self) -> int:
+        """Bytes of this rank's slots."""
+        return self.local.bank_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that this rank's experts may take."""
         return self.local.nbytes
 
     @property
-    def block_bytes(self) -> Mapping[int, int]:
-        """MoE layer id -> bytes of one expert."""
-        return self.local.block_bytes
-
-    @property
-    def eviction(self) -> Any:
-        """This rank's policy."""
-        return self.local.eviction
-
-    @property
-    def prefetch(self) -> Any:
-        """This rank's prefetcher, or None."""
-        return self.local.prefetch
-
-    @property
-    def reader(self) -> Any:
-        """This rank's reader, or None."""
-        return self.local.reader
+    def cold(self) -> bool:
+        """True if no expert of this rank is in a slot and no layer was called."""
+        return self.local.cold
 
     def residents(self, layer: int) -> dict[int, int]:
-        """See :meth:`ExpertStore.residents`."""
+        """See :meth:`~mlx_moeflux.experts.store.Streaming.residents`."""
         held = self._held[layer]
         return {held[e]: slot for e, slot in self.local.residents(layer).items()}
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """See :meth:`ExpertStore.exclusive`."""
-        return self.local.exclusive()
 
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
-        """See :meth:`ExpertStore.read_missing`; experts of other ranks are left to them."""
+        """See :meth:`~mlx_moeflux.experts.store.Streaming.read_missing`; experts of other ranks are
+        left to them."""
         if layer not in self._held:
             return None
         local = {e: i for i, e in enumerate(self._held[layer])}
         own = [local[e] for e in experts if e in local]
         kept = [local[e] for e in protected if e in local]
         return self.local.read_missing(layer, own, protected=kept)
-
-    def start_eval(self) -> None:
-        """See :meth:`ExpertStore.start_eval`."""
-        self.local.start_eval()
-
-    def resize(self, layer: int, slots: int) -> None:
-        """Change a layer's number of slots on this rank."""
-        self._streamed().resize(layer, slots)
-
-    def resize_all(self, slots: Mapping[int, int]) -> None:
-        """See :meth:`ExpertStore.resize_all`; on this rank."""
-        self.local.resize_all(slots)
-
-    def _streamed(self) -> StreamedStore:
-        assert isinstance(self.local, StreamedStore), "a store without slots"
-        return self.local
-
-    def release(self) -> None:
-        """See :meth:`ExpertStore.release`."""
-        self.local.release()
-
-    def restore(self) -> None:
-        """See :meth:`ExpertStore.restore`."""
-        self.local.restore()
-
-    def close(self) -> None:
-        """See :meth:`ExpertStore.close`; this rank takes part in no more calls."""
-        self.ranks.close()
-        self.local.close()

@@ -50,6 +50,7 @@ class ResidentStore(ExpertStore):
     flow to x, weights and the arrays of the banks.
     """
 
+    # Without a listener. With one, models run no step from a trace.
     stays_on_device = True
     events: EventHook | None = None
 
@@ -71,6 +72,16 @@ class ResidentStore(ExpertStore):
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats, self._block_bytes = ExpertStats(self.layers), block_bytes
         self.events = events
+
+    @property
+    def direct(self) -> ResidentStore | None:
+        """This store, unless a subclass has :meth:`experts` of its own."""
+        return self if self.computes_as(ResidentStore) else None
+
+    @property
+    def rest(self) -> ResidentStore | None:
+        """This store, if a disk is known."""
+        return None if self._disk is None else self
 
     @property
     def block_bytes(self) -> dict[int, int]:
@@ -101,14 +112,14 @@ class ResidentStore(ExpertStore):
         return from_whole_bank(x, ids, weights, bank, self._form)
 
     def whole(self, layer: int) -> tuple[ExpertBank, None] | None:
-        """See :meth:`ExpertStore.whole`."""
+        """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""
         if self._banks is None or self.events is not None:
             return None
         bank = self._open()(layer)
         return (bank, None) if bank.slots == self.num_experts else None
 
     def count(self, tokens: int, layer: int | None = None) -> None:
-        """See :meth:`ExpertStore.count`."""
+        """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
         for each in self.layers if layer is None else (layer,):
             self._stats.layers[each].tokens += tokens
 
@@ -117,8 +128,8 @@ class ResidentStore(ExpertStore):
         return self._stats
 
     def release(self) -> None:
-        """See :meth:`ExpertStore.release`. What is read again is what the checkpoint has: changes
-        of the parameters are lost."""
+        """See :meth:`~mlx_moeflux.experts.store.Rest.release`. What is read again is what the
+        checkpoint has: changes of the parameters are lost."""
         if self._disk is not None and self._banks is not None:
             self.generation += 1
             self._released = True
@@ -126,7 +137,7 @@ class ResidentStore(ExpertStore):
             mx.clear_cache()
 
     def restore(self) -> None:
-        """See :meth:`ExpertStore.restore`."""
+        """See :meth:`~mlx_moeflux.experts.store.Rest.restore`."""
         if self._released and self._disk is not None:
             self._disk.read()
             self._released = False

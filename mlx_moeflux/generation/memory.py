@@ -75,7 +75,9 @@ class Needs:
             wired = 0
         elif not isinstance(wired, int):
             weights = dict(tree_flatten(model.parameters())).values()
-            wired = sum(array.nbytes for array in weights) + model.store.nbytes + state_bytes
+            wired = sum(array.nbytes for array in weights) + state_bytes
+            if (streaming := model.store.streaming) is not None:
+                wired += streaming.nbytes
         cache = max(LEAST_CACHE_BYTES, model.activation_bytes(prompt_tokens))
         return cls(cache=cache, wired=wired)
 
@@ -145,7 +147,8 @@ def with_memory_limits(
         context, tokens = model.config.max_position_embeddings, prompt.shape[0]
         new = options.get("max_tokens", -1)
         positions = context if new < 0 or options.get("prompt_cache") else tokens + new
-        model.store.restore()
+        if (rest := model.store.rest) is not None:
+            rest.restore()
         state_bytes = model.state_bytes(min(context, positions))
         needs = Needs.of(model, prompt_tokens=tokens, state_bytes=state_bytes)
         with LIMITS.held(needs):

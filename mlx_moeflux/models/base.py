@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -186,7 +186,8 @@ class StreamingModel(Module):
 
         Events, recording and training need the eager path. ``compile_steps`` None means: on GPUs.
         """
-        generation = self._store.generation, failures.generation()
+        direct = self._store.direct
+        generation = 0 if direct is None else direct.generation, failures.generation()
         if generation != self._generation:
             self._generation = generation
             self.forget_steps()
@@ -200,7 +201,7 @@ class StreamingModel(Module):
     def _can_segment(self, tokens: int) -> bool:
         """Return True if a step of `tokens` tokens may run from one trace per segment."""
         pairs = tokens * self._router.num_experts_per_tok
-        own = self._store.parts_calls and self._parts_are_own
+        own = self._store.steps is not None and self._parts_are_own
         return own and self._segments.fits(pairs)
 
     def train(self, mode: bool = True) -> StreamingModel:
@@ -239,11 +240,22 @@ class StreamingModel(Module):
 
     def start_eval(self) -> None:
         """Make this thread's pending evaluation visible to other threads; see the store."""
-        self._store.start_eval()
+        if (streaming := self._store.streaming) is not None:
+            streaming.start_eval()
+
+    @property
+    def leads(self) -> bool:
+        """True unless this is a rank other than 0 of several."""
+        return self._store.ranks is None or self._store.ranks.leads
 
     def lead(self, tokens: mx.array) -> mx.array:
         """Return the sampled tokens, those of rank 0 if the experts are on several ranks."""
-        return self._store.lead(tokens)
+        return tokens if self._store.ranks is None else self._store.ranks.lead(tokens)
+
+    @property
+    def experts_stay_on_device(self) -> bool:
+        """True if no call of a layer needs the host, and a trace may stand for a whole step."""
+        return self._store.direct is not None and self._store.direct.stays_on_device
 
     def set_context_limit(self, limit: int | None) -> None:
         """Set how many tokens a sequence may have; None for the config's own limit.
@@ -387,7 +399,9 @@ class StreamingModel(Module):
         """
         with ExitStack() as stack:
             # It describes the store as the first event finds it.
-            with self._listeners_lock, self._store.exclusive():
+            streaming = self._store.streaming
+            alone = nullcontext() if streaming is None else streaming.exclusive()
+            with self._listeners_lock, alone:
                 info = TraceInfo.of(
                     self._store,
                     experts_per_token=self._router.num_experts_per_tok,
@@ -438,11 +452,11 @@ class StreamingModel(Module):
             InputError: The experts are not streamed, or `budget` is malformed.
             MemoryBudgetError: `budget` is too small for one token.
         """
-        store = self._store
-        if not store.slots:
+        store, streaming = self._store, self._store.streaming
+        if streaming is None:
             raise InputError("these experts are not streamed; load with a smaller expert_memory.")
         with self.lock:
-            most = store.most_slots
+            most = streaming.most_slots
             nbytes = parse_budget(budget, sum(store.block_bytes.values()) * most)
             if nbytes is None:
                 raise InputError("expert memory at run time must be a number, such as 2GB or 50%.")
@@ -451,11 +465,11 @@ class StreamingModel(Module):
                 store.block_bytes,
                 num_experts=most,
                 experts_per_token=min(self._router.num_experts_per_tok, most),
-                staging_bytes=store.nbytes - store.bank_bytes,
+                staging_bytes=streaming.nbytes - streaming.bank_bytes,
             )
             # A trace would keep the old banks in memory.
             self.forget_steps()
-            store.resize_all(slots)
+            streaming.resize_all(slots)
             if self.plan is not None:
                 why = f"{budget if isinstance(budget, str) else format_bytes(budget)} was set"
                 self.plan = replace(self.plan, slots=slots, budget_bytes=nbytes, why=why)
@@ -479,7 +493,8 @@ class StreamingModel(Module):
         Parameters of resident experts that were assigned since loading are lost.
         """
         self.forget_steps()
-        self._store.release()
+        if self._store.rest is not None:
+            self._store.rest.release()
 
     def close(self) -> None:
         """Free the expert bank, its files and threads. A closed model cannot run."""

@@ -229,8 +229,7 @@ class SegmentedStep:
 
     def fits(self, pairs: int) -> bool:
         """Return True if every layer has slots for `pairs` (token, expert) pairs."""
-        store = self._model().store
-        return pairs <= min(MOST_PAIRS, *store.slots.values())
+        return pairs <= min(MOST_PAIRS, *self._model().store.steps.slots.values())
 
     def forget(self) -> None:
         """Drop the traces, after parameters or kernels were replaced."""
@@ -240,7 +239,7 @@ class SegmentedStep:
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return logits; each entry grows by one column, or by none if the call raises."""
         model = self._model()
-        store = model.store
+        store = model.store.steps
         with store.exclusive(), transaction(cache):
             plan = self._plan(tuple(type(entry) for entry in cache), store.partial())
             counts, padding = _counts(cache)
@@ -297,8 +296,8 @@ class SegmentedStep:
                 h = model.model.embed_tokens(carry[0])
             else:
                 weights, post, h, *shared = carry
-                experts = model.store.compute_slots(
-                    post, slots, weights, _bank_of(bank, model.store.bank(last))
+                experts = model.store.steps.compute_slots(
+                    post, slots, weights, _bank_of(bank, model.store.steps.bank(last))
                 )
                 h = model.layers[last].mlp.combine(h, experts, tuple(shared))
             for i in range(start, stop):

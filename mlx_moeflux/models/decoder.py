@@ -177,7 +177,7 @@ class DecoderModel(StreamingModel):
         if one and on_gpu():
             tokens = mx.minimum(tokens, self.config.vocab_size - 1)
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
-        if one and not self.store.stays_on_device:
+        if one and not self.experts_stay_on_device:
             if self._can_segment(tokens.shape[0]):
                 return self._segments(tokens, cache)
         elif one:
@@ -251,7 +251,7 @@ class DecoderModel(StreamingModel):
                 hidden = pause.outputs
                 unsent += pause.entries
                 many = sum(h.size for h in hidden) >= MANY_NUMBERS
-                group = LAYERS_AHEAD if self.store.stays_on_device and not many else 1
+                group = LAYERS_AHEAD if self.experts_stay_on_device and not many else 1
                 if pause.layers % group == 0:
                     # A GPU works on this group while the host builds the next.
                     mx.async_eval(hidden, [entry.state for entry in unsent])
@@ -307,7 +307,7 @@ class DecoderModel(StreamingModel):
         traces = self._step.traces
         logits = self._step(tokens, cache)
         if self._step.traces == traces:
-            self.store.count(tokens.shape[0])  # a replayed trace does not call the store
+            self.store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
         return logits
 
     def logits(self, h: mx.array) -> mx.array:

@@ -238,7 +238,7 @@ class SparseMoeBlock(Module):
                 return y
         post, ids, weights, shared, ahead = self.prepare(x, norm, mask)
         options = {} if ahead is None else {"ahead": ahead}
-        if self._store.waits and shared:
+        if self._store.ranks is not None and shared:
             mx.async_eval(shared)
         experts = self._store.experts(self.layer, post, ids, weights, **options)  # [N, C] float32
         if (
@@ -284,7 +284,8 @@ class SparseMoeBlock(Module):
             return None
         linears, down = self.matrices()
         weights = weights_of(*linears)
-        complete = self._store.whole(self.layer)
+        direct = self._store.direct
+        complete = None if direct is None else direct.whole(self.layer)
         if complete is None:
             return None
         bank, table = complete
@@ -300,7 +301,7 @@ class SparseMoeBlock(Module):
         implementation = operation.implementation(x, weights, bank, **options)
         if implementation is operation.reference:
             return None
-        self._store.count(x.size // x.shape[-1], self.layer)
+        direct.count(x.size // x.shape[-1], self.layer)
         return implementation.function(x, weights, bank, **options)
 
     def matrices(self) -> tuple[tuple[nn.Module, ...], nn.Module | None]:

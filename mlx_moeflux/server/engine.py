@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_moeflux.cache.prompt.cache import PromptCache
-from mlx_moeflux.distributed.store import DistributedStore
 from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, MoefluxError
 from mlx_moeflux.generation.batch import BatchGenerator, BatchReply, Workload
 from mlx_moeflux.generation.memory import LIMITS, Needs
@@ -212,7 +211,7 @@ class Engine:
 
     def _make_generator(self) -> BatchGenerator:
         options = self.options
-        spread = isinstance(self.model.store, DistributedStore)
+        spread = self.model.store.ranks is not None
         return (LeadingGenerator if spread else BatchGenerator)(
             self.model,
             stop_ids=self._stop_ids,

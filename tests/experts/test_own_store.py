@@ -52,6 +52,8 @@ class Bare(ExpertStore):
     def stats(self):
         return self._stats
 
+    def close(self): ...
+
 
 def run(model, tokens, *, traced):
     """A prompt and some steps of one sequence, then of two."""
@@ -91,8 +93,9 @@ def test_every_token_goes_through_experts(kind, memory, traced):
             if memory == "all slots":
                 store.resize_all(dict.fromkeys(store.layers, store.num_experts))
                 store.preload()
-                assert store.stays_on_device
+                assert store.direct.stays_on_device
             store.__class__ = kind
+        assert store.direct is store.steps is None
         store.asked = {}
         store.stats().reset()
         model.set_store(store)
@@ -113,17 +116,32 @@ def test_every_token_goes_through_experts(kind, memory, traced):
         assert len(told) == 2 * (1 + STEPS) * len(store.layers)
 
 
-def test_a_store_may_keep_its_ways_past_experts():
-    class Still(ResidentStore):
-        stays_on_device = True
-
-        def experts(self, layer, x, ids, weights):
-            return super().experts(layer, x, ids, weights)
-
+def test_a_class_without_experts_of_its_own_keeps_the_ways_past_them():
     class Idle(StreamedStore):
         pass
 
-    assert Still.stays_on_device is True
-    assert Still.whole is ExpertStore.whole
-    assert Idle.whole is StreamedStore.whole
-    assert OwnStreamed.stays_on_device is False
+    class Still(ResidentStore):
+        pass
+
+    class Open(OwnResident):
+        """Says itself that its banks may stand for its experts."""
+
+        @property
+        def direct(self):
+            return self
+
+    for base, memory, kinds in (
+        (StreamedStore, "40%", (Idle,)),
+        (ResidentStore, "auto", (Still, Open)),
+    ):
+        with load_model(BUNDLED_MODEL, expert_memory=memory) as model:
+            store = model.store
+            assert type(store) is base
+            for kind in (base, *kinds):
+                store.__class__ = kind
+                assert store.direct is store
+                assert store.steps is (store if base is StreamedStore else None)
+                assert store.streaming is store.steps
+                assert store.rest is store
+                assert store.ranks is None
+            store.__class__ = base

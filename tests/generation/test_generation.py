@@ -243,6 +243,8 @@ class Interrupting(ExpertStore):
             raise self.error
         return self.store.experts(*arguments)
 
+    def close(self): ...
+
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ExpertFileError("EIO at offset 5")])
 @pytest.mark.parametrize("calls", [0, 2, 5, 6, 8, 15])

@@ -148,7 +148,8 @@ class PromptCache:
                 common = shared(root, ids)
                 if common - match.tokens >= LEAST_SHARED:
                     stops.add(common)
-            if not model.store.agrees([match.tokens, "logits" in arrays, sorted(map(int, stops))]):
+            ranks, known = model.store.ranks, [match.tokens, "logits" in arrays]
+            if ranks is not None and not ranks.same([*known, sorted(map(int, stops))]):
                 # Ranks that know different beginnings read the whole prompt.
                 match, arrays, stops = Match(root, 0), {}, begun
             self._use(match.node, root)
@@ -298,4 +299,6 @@ class PromptCache:
 
 
 def _experts_in_memory(store: Any) -> dict[int, list[int]]:
-    return {layer: sorted(store.residents(layer)) for layer in store.slots}
+    if (streaming := store.streaming) is None:
+        return {}
+    return {layer: sorted(streaming.residents(layer)) for layer in streaming.slots}

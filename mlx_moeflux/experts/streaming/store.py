@@ -92,7 +92,7 @@ class StreamedStore(ExpertStore):
 
     A call has four steps: :meth:`begin_load`, :meth:`wait`, :meth:`compute`,
     :meth:`release_after`. :meth:`experts` makes them all; a caller that makes them itself does so
-    inside :meth:`exclusive`.
+    inside :meth:`exclusive`. This object is its own `direct`, `steps`, `streaming` and `rest`.
 
     Evaluates: the ids of a call, unless the layer holds every expert and there is no listener;
     long calls altogether.
@@ -100,8 +100,6 @@ class StreamedStore(ExpertStore):
     Raises:
         InputError: The policy or the number of threads or slots cannot be used.
     """
-
-    parts_calls = True
 
     def __init__(
         self,
@@ -146,6 +144,26 @@ class StreamedStore(ExpertStore):
         }
 
     @property
+    def direct(self) -> StreamedStore | None:
+        """This store, unless a subclass has :meth:`experts` of its own."""
+        return self if self.computes_as(StreamedStore) else None
+
+    @property
+    def steps(self) -> StreamedStore | None:
+        """This store, unless a subclass has :meth:`experts` of its own."""
+        return self.direct
+
+    @property
+    def streaming(self) -> StreamedStore:
+        """This store."""
+        return self
+
+    @property
+    def rest(self) -> StreamedStore:
+        """This store."""
+        return self
+
+    @property
     def events(self) -> EventHook | None:
         """The listener, or None. Setting it waits for the call of a layer that is under way."""
         return self._events
@@ -159,6 +177,11 @@ class StreamedStore(ExpertStore):
     def nbytes(self) -> int:
         """Bytes of all slots and of the buffers of reading threads."""
         return self.bank_bytes + staging_bytes(self.reader, self.threads)
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that a layer may have: one for each expert."""
+        return self.num_experts
 
     @property
     def bank_bytes(self) -> int:
@@ -336,7 +359,7 @@ class StreamedStore(ExpertStore):
             self._read_ahead(call, self.prefetch)
 
     def partial(self) -> tuple[int, ...]:
-        """See :meth:`ExpertStore.partial`."""
+        """Return the layers of whose calls the host needs the ids."""
         return tuple(i for i, state in self._layers.items() if not self._whole(state))
 
     def bank(self, layer: int) -> ExpertBank:
@@ -349,7 +372,7 @@ class StreamedStore(ExpertStore):
         return all(map(self._whole, self._layers.values()))
 
     def whole(self, layer: int) -> tuple[ExpertBank, mx.array | None] | None:
-        """See :meth:`ExpertStore.whole`."""
+        """See :meth:`~mlx_moeflux.experts.store.Direct.whole`."""
         with self._lock:
             state = self._state(layer)
             return (
@@ -357,7 +380,7 @@ class StreamedStore(ExpertStore):
             )
 
     def count(self, tokens: int, layer: int | None = None) -> None:
-        """See :meth:`ExpertStore.count`."""
+        """See :meth:`~mlx_moeflux.experts.store.Direct.count`."""
         for state in self._layers.values() if layer is None else (self._layers[layer],):
             state.stats.tokens += tokens
             state.tokens += tokens
@@ -375,7 +398,7 @@ class StreamedStore(ExpertStore):
     def read_missing(
         self, layer: int, experts: Iterable[int], *, protected: Collection[int]
     ) -> bool | None:
-        """See :meth:`ExpertStore.read_missing`."""
+        """See :meth:`~mlx_moeflux.experts.store.Streaming.read_missing`."""
         with self._lock:
             if self._closed or layer not in self.layers:
                 return None
@@ -420,8 +443,8 @@ class StreamedStore(ExpertStore):
                     mx.clear_cache()
 
     def release(self) -> None:
-        """See :meth:`ExpertStore.release`. The same experts are read into the same slots; they
-        count as reads, not as misses."""
+        """See :meth:`~mlx_moeflux.experts.store.Rest.release`. The same experts are read into the
+        same slots; they count as reads, not as misses."""
         with self._lock:
             if self._closed:
                 return
@@ -432,7 +455,7 @@ class StreamedStore(ExpertStore):
             mx.clear_cache()
 
     def restore(self) -> None:
-        """See :meth:`ExpertStore.restore`."""
+        """See :meth:`~mlx_moeflux.experts.store.Rest.restore`."""
         if not self._released:
             return
         with self._lock:

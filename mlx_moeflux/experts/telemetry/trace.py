@@ -20,6 +20,7 @@ from mlx_moeflux.checkpoint.files import read_whole, unwritable
 from mlx_moeflux.checks import is_natural, is_positive
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.policies.eviction import ExpertRequest
+from mlx_moeflux.experts.policies.named import NONE, label
 from mlx_moeflux.experts.telemetry.events import (
     Chosen,
     Event,
@@ -62,7 +63,7 @@ class TraceInfo:
     model: str = ""
     slots: Mapping[int, int] | None = None
     eviction: str = ""
-    prefetch: str = "none"
+    prefetch: str = NONE
     cold: bool = True
 
     @classmethod
@@ -72,19 +73,20 @@ class TraceInfo:
         Raises:
             InputError: It has no events to listen to.
         """
-        if not store.block_bytes:
+        if store.block_bytes is None:
             raise InputError(f"{type(store).__name__} has no events; it cannot be traced.")
-        eviction, prefetch = store.eviction, store.prefetch
+        run = {}
+        if (streaming := store.streaming) is not None:
+            run["slots"], run["cold"] = streaming.slots, streaming.cold
+            run["eviction"] = label(streaming.eviction)
+            run["prefetch"] = label(streaming.prefetch) if streaming.prefetch else NONE
         return cls(
             num_experts=store.num_experts,
             experts_per_token=experts_per_token,
             layers=tuple(store.layers),
             block_bytes=store.block_bytes,
             model=model,
-            slots=store.slots or None,
-            eviction=getattr(eviction, "name", type(eviction).__name__) if eviction else "",
-            prefetch=prefetch.name if prefetch else "none",
-            cold=store.cold,
+            **run,
         )
 
     def to_json(self) -> dict[str, Any]:

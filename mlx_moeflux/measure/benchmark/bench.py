@@ -414,11 +414,11 @@ class Measurement:
         if refill:
             refill_cache(self.ours, self._stream)
         if self.options.cold and self.streams:
-            for layer, slots in store.slots.items():
-                store.resize(layer, 1)
-                store.resize(layer, slots)
+            for layer, slots in store.streaming.slots.items():
+                store.streaming.resize(layer, 1)
+                store.streaming.resize(layer, slots)
             pages.evict(self.files)
-            if store.reader.name != "direct":
+            if store.streaming.reader.name != "direct":
                 between = self._evict
         cached = pages.cached_share(self.files) if self.streams else None
         account = Account(store.stats(), cached=cached)
@@ -491,7 +491,8 @@ class Measurement:
         return result
 
     def _add_streaming(self, result: Run) -> None:
-        slots, experts = self.ours.model.store.slots, self.ours.model.config.num_experts
+        model = self.ours.model
+        slots, experts = model.store.streaming.slots, model.config.num_experts
         accounts, steps = self._accounts, result.generation - 1
         decode = [account.decode.total for account in accounts]
         shares = [a.from_disk for a in accounts if a.from_disk is not None]

@@ -142,8 +142,8 @@ class Profiler:
             watched.watch(model.model.embed_tokens, "as_linear", self._timer("head"))
         watched.watch(model, "__call__", self._call)
         watched.watch(model.store, "experts", self._timer("experts"))
-        if model.store.reader is not None:
-            watched.watch(model.store.reader, "read", self._read)
+        if (streaming := model.store.streaming) is not None:
+            watched.watch(streaming.reader, "read", self._read)
 
     def _instrument_block(self, block: Any, watched: Retyped, exits: ExitStack) -> None:
         for name, stage in BLOCK_STAGES.items():
