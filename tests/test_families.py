@@ -47,6 +47,7 @@ def whole_text(model, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 def test_streamed_is_resident_bit_for_bit(directory, tmp_path):
+    """With every reader and packed; tests/test_same_bits.py has each family by default."""
     packed = convert(directory, tmp_path / "packed", verify_written=True)
     tokens = mx.array(np.random.default_rng(1).integers(0, 1024, (2, 45)))
 
