@@ -8,7 +8,7 @@ bits.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -199,7 +199,8 @@ class Spread(Protocol):
         ...
 
 
-class ExpertStore(ABC):
+# Not a subclass of ABC: classes that mix in others would have another layout than their store.
+class ExpertStore(metaclass=ABCMeta):
     """Computes the experts that the router chose. Replace it with ``load(store=...)``.
 
     A subclass sets `layers` and `num_experts`, and defines :meth:`experts`, :meth:`stats` and

@@ -198,7 +198,7 @@ def all_is_well(store, experts):
     """The tables agree with each other and the bank, and every call is right."""
     assert bank_is_right(store, experts)
     for state in store._layers.values():
-        assert not state.unsettled
+        assert not state.change.open
         assert state.table.free + len(state.table) == state.table.slots
     resident = experts.resident()
     for call in CALLS:

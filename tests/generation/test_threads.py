@@ -57,7 +57,7 @@ def check_trace(file, model) -> None:
     for call in trace:
         assert call.ids.max() < E
         assert (np.sort(call.ids, axis=1) == call.ids).all()
-        if model.store.slots:
+        if model.store.streaming:
             found = call.result
             assert found is not None
             assert found.hits + found.misses == len(np.unique(call.ids))

@@ -1,8 +1,8 @@
 """One layer of a streamed store: its bank, its table of slots, and its reads.
 
 The order of every change makes an interrupt harmless at any moment. An expert leaves the table
-before its slot is written and enters it after its block has arrived. Until then `unsettled` is set,
-and the next caller settles the layer first.
+before its slot is written and enters it after its block has arrived. Meanwhile its
+:class:`Change` is open; a caller that finds it open settles the layer first.
 """
 
 from __future__ import annotations
@@ -67,6 +67,31 @@ class PendingOutput(NamedTuple):
         return True
 
 
+class Change:
+    """Whether slots of a layer are being changed: from :meth:`begin` to :meth:`end`, or inside a
+    ``with`` block. An error or interrupt leaves it open, and its layer has to be settled."""
+
+    __slots__ = ("open",)
+
+    def __init__(self):
+        self.open = False
+
+    def begin(self) -> None:
+        """Note that a change is under way, before the first part of it."""
+        self.open = True
+
+    def end(self) -> None:
+        """Note that all parts of the change are done."""
+        self.open = False
+
+    def __enter__(self) -> None:
+        self.open = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.open = False
+
+
 class StreamedLayer:
     """The slots of one layer. Methods run in the caller's thread, reads in threads of the pool."""
 
@@ -83,7 +108,7 @@ class StreamedLayer:
         self.layer, self.bank = layer, bank
         self.table = SlotTable(bank.slots, num_experts)
         self.tokens = 0
-        self.unsettled = False
+        self.change = Change()
         self._pool, self._policy, self.stats = pool, policy, stats
         # Batches on their way, the oldest first.
         self._fetches: deque[Fetch | NativeFetch] = deque()
@@ -179,7 +204,7 @@ class StreamedLayer:
         short = count - self.table.free
         if count:
             self.fence()
-        self.unsettled = True
+        self.change.begin()
         if short > 0:
             victims = choose_victims(
                 self._policy,
@@ -193,8 +218,8 @@ class StreamedLayer:
         return [self.table.take() for _ in range(count)]
 
     def evict(self, expert: int, events: EventHook | None) -> None:
-        """Evict `expert` from its slot."""
-        self.unsettled, self._device_table = True, None
+        """Evict `expert` from its slot, in a change."""
+        self._device_table = None
         slot = self.table.remove(expert)
         self._fresh.discard(expert)
         self._policy.evict(self.layer, expert)
@@ -247,12 +272,12 @@ class StreamedLayer:
         if not experts:
             return
         try:
-            self.begin_reads(experts, protected, events)
-            self.finish(events)
-            self.unsettled = False
-        finally:
-            if self.unsettled:
-                self.settle()
+            with self.change:
+                self.begin_reads(experts, protected, events)
+                self.finish(events)
+        except BaseException:
+            self.settle()
+            raise
 
     def finish(self, events: EventHook | None) -> None:
         """Wait for the oldest batch of :meth:`start` and enter the blocks that arrived.
@@ -309,14 +334,14 @@ class StreamedLayer:
         events: EventHook | None,
     ) -> None:
         """Begin to prefetch `experts`, which are absent."""
-        slots = self.make_room(len(experts), protected, events)
-        for expert, slot in zip(experts, slots, strict=True):
-            if events is not None:
-                events(PrefetchStart(self.layer, expert, slot))
-            fetch = self._pool.fetch(self.layer, self.bank.current, [(expert, slot)])
-            self._ahead.append(fetch)
-            fetch.start()
-        self.unsettled = False
+        with self.change:
+            slots = self.make_room(len(experts), protected, events)
+            for expert, slot in zip(experts, slots, strict=True):
+                if events is not None:
+                    events(PrefetchStart(self.layer, expert, slot))
+                fetch = self._pool.fetch(self.layer, self.bank.current, [(expert, slot)])
+                self._ahead.append(fetch)
+                fetch.start()
 
     def commit_prefetch(
         self, needed: Container[int], *, wait: bool, events: EventHook | None
@@ -328,33 +353,32 @@ class StreamedLayer:
         """
         if not self._ahead:
             return
-        self.unsettled = True
-        start = perf_counter()
-        unwanted = [] if wait else [f for f in self._ahead if f.blocks[0][0] not in needed]
-        for fetch in unwanted:
-            fetch.abandon()
-        for fetch in self._ahead:
-            if fetch in unwanted:
-                fetch.drain()
-                continue
-            error = fetch.wait()
-            if error is not None and not isinstance(error, ExpertFileError):
-                raise error
-        self.stats.stall_seconds += perf_counter() - start
-        for fetch in self._ahead:
-            (expert, slot), arrivals = fetch.blocks[0], fetch.arrivals()
-            self._enter(arrivals)
-            if arrivals:
-                self._fresh.add(expert)
-                self.stats.prefetches += 1
-                if events is not None:
-                    events(PrefetchEnd(self.layer, *arrivals[0]))
-            else:
-                self.table.give_back(slot)
-                if events is not None:
-                    events(PrefetchDrop(self.layer, expert, slot))
-        self._ahead.clear()
-        self.unsettled = False
+        with self.change:
+            start = perf_counter()
+            unwanted = [] if wait else [f for f in self._ahead if f.blocks[0][0] not in needed]
+            for fetch in unwanted:
+                fetch.abandon()
+            for fetch in self._ahead:
+                if fetch in unwanted:
+                    fetch.drain()
+                    continue
+                error = fetch.wait()
+                if error is not None and not isinstance(error, ExpertFileError):
+                    raise error
+            self.stats.stall_seconds += perf_counter() - start
+            for fetch in self._ahead:
+                (expert, slot), arrivals = fetch.blocks[0], fetch.arrivals()
+                self._enter(arrivals)
+                if arrivals:
+                    self._fresh.add(expert)
+                    self.stats.prefetches += 1
+                    if events is not None:
+                        events(PrefetchEnd(self.layer, *arrivals[0]))
+                else:
+                    self.table.give_back(slot)
+                    if events is not None:
+                        events(PrefetchDrop(self.layer, expert, slot))
+            self._ahead.clear()
 
     @property
     def reading(self) -> bool:
@@ -378,28 +402,28 @@ class StreamedLayer:
         self._fresh.clear()
         self._device_table = None
         self.table.rebuild()
-        self.unsettled = False
+        self.change.end()
 
     def resize(self, slots: int, events: EventHook | None) -> None:
         """Change the number of slots; the policy chooses the victims of a smaller bank."""
         self.commit_prefetch((), wait=True, events=events)
         excess = len(self.table) - slots
-        if excess > 0:
-            resident = self.table.slot_of.keys()
-            for expert in choose_victims(
-                self._policy, self.layer, excess, resident=resident, protected=()
-            ):
-                self.evict(expert, events)
-        self.unsettled, self._device_table = True, None
-        try:
-            self.bank.resize(slots, self.table.resize(slots))
-        except BaseException:
-            # Bank and table may disagree: start with an empty table.
-            self.table = SlotTable(self.bank.slots, self.table.num_experts)
-            raise
-        # Pending outputs keep the old arrays, which no one writes again.
-        self._readers_of_bank.clear()
-        self.unsettled = False
+        with self.change:
+            if excess > 0:
+                resident = self.table.slot_of.keys()
+                for expert in choose_victims(
+                    self._policy, self.layer, excess, resident=resident, protected=()
+                ):
+                    self.evict(expert, events)
+            self._device_table = None
+            try:
+                self.bank.resize(slots, self.table.resize(slots))
+            except BaseException:
+                # Bank and table may disagree: start with an empty table.
+                self.table = SlotTable(self.bank.slots, self.table.num_experts)
+                raise
+            # Pending outputs keep the old arrays, which no one writes again.
+            self._readers_of_bank.clear()
 
     def release(self, events: EventHook | None) -> None:
         """Free the bank; the table keeps what :meth:`restore` reads again."""
@@ -418,9 +442,11 @@ class StreamedLayer:
         if self.bank.slots == self.table.slots:
             return
         held = dict(self.table.slot_of)
-        table = SlotTable(self.table.slots, self.table.num_experts)
+        self.change.begin()
+        # Empty before there are slots again: an interrupt must not leave experts in blank slots.
+        self.table = table = SlotTable(self.table.slots, self.table.num_experts)
+        self._device_table = None
         self.bank.open(table.slots)
-        self.unsettled, self.table, self._device_table = True, table, None
         try:
             fetch = self._pool.fetch(self.layer, self.bank.current, list(held.items()))
             self._fetches.append(fetch)

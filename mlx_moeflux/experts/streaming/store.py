@@ -249,7 +249,7 @@ class StreamedStore(ExpertStore):
                 yield
             except BaseException:
                 for state in self._layers.values():
-                    if state.unsettled:
+                    if state.change.open:
                         state.settle()
                 raise
 
@@ -351,7 +351,7 @@ class StreamedStore(ExpertStore):
         # Slots of a complete bank never change, so no output need be pending.
         if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
             state.remember(output)
-        state.unsettled = False
+        state.change.end()
         state.stats.tokens += N
         state.tokens += N
         short = N * K <= MOST_PAIRS
@@ -500,7 +500,7 @@ class StreamedStore(ExpertStore):
             if self._closed:
                 raise InputError("this expert store is closed; load the model again.")
             raise ShapeError(f"layer {layer} has no routed experts; layers {self.layers} do.")
-        if state.unsettled:
+        if state.change.open:
             state.settle()
         return state
 
