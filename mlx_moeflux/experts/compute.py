@@ -121,13 +121,13 @@ class ExpertCompute:
         n = x.shape[0]
         chunk = 1 if n == 1 else self.rows_at_once(mix, weights, bank, x.dtype)
         if n <= chunk:
-            return mix(x, slots, weights, bank, initial=initial)
+            return mix.function(x, slots, weights, bank, initial=initial)
         chunk = -(-n // -(-n // chunk))  # of one size: small remainders use a GPU badly
         totals = []
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             before = None if initial is None else initial[part]
-            totals.append(mix(x[part], slots[part], weights[part], bank, initial=before))
+            totals.append(mix.function(x[part], slots[part], weights[part], bank, initial=before))
         return mx.concatenate(totals)
 
     def rows_at_once(
@@ -353,12 +353,12 @@ class ExpertSum:
         N, chunk = len(slots), self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
         if chunk >= N:
             self._next_step()
-            self._total = mix(self.x, slots, self.weights, bank, initial=self._total)
+            self._total = mix.function(self.x, slots, self.weights, bank, initial=self._total)
             return
         for start in range(0, N, chunk):
             self._next_step()
             some = slice(start, start + chunk)
-            self._total[some] = mix(
+            self._total[some] = mix.function(
                 self.x[some], slots[some], self.weights[some], bank, initial=self._total[some]
             )
 

@@ -97,10 +97,12 @@ class Dispatcher:
 
     choice: "auto", the name of an implementation, or a callable. A call takes the arguments of the
     reference, and ``use_kernel=`` with the name of an implementation for this call alone.
+    chosen_by_name: False for "auto"; a given callable counts as chosen.
     """
 
     def __init__(self, record: Operation, choice: Choice, mode: _Mode):
         self.record, self.name, self.choice, self._mode = record, record.name, choice, mode
+        self.chosen_by_name = choice != AUTO
         self._implementations = record.implementations
         self.reference = self._implementations[REFERENCE]
         self._fixed = (
@@ -118,11 +120,6 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.active()!r})"
-
-    @property
-    def chosen_by_name(self) -> bool:
-        """True unless the implementation is on "auto"; a given callable counts as chosen."""
-        return self.choice != AUTO
 
     def compose(self, steps: Kernels) -> None:
         """Take the reference with the operations of `steps`, unless one is chosen by name."""

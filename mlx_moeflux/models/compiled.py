@@ -144,7 +144,8 @@ KINDS = {
 
 def _has_stand_in(kind: type) -> bool:
     """Return True if entries of class `kind` have a traced stand-in."""
-    if kind not in KINDS and getattr(kind, "packs", False) and kind.__base__ in KINDS:
+    packed = issubclass(kind, AttentionCache) and kind.packs
+    if kind not in KINDS and packed and kind.__base__ in KINDS:
         KINDS[kind] = functools.partial(_PackedAttention, kind)
     return kind in KINDS
 

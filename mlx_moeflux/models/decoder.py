@@ -55,7 +55,8 @@ def _begin(begun: deque[mx.array], pause: Pause) -> None:
 
 def _is_plain(layer: Any) -> bool:
     """Return True if a layer's parts may be called in place of the layer."""
-    return isinstance(layer, DecoderLayer) and layer._plain
+    own = isinstance(layer, DecoderLayer) and type(layer).__call__ is DecoderLayer.__call__
+    return own and layer._plain
 
 
 class TextModel(Module):

@@ -210,9 +210,6 @@ class SparseMoeBlock(Module):
     _recorder: Recorder | None = None
     _plain = True
     """False if code of a module in it is another's, which a fused step would pass over."""
-    has_step: ClassVar[bool] = True
-    """True if :func:`~mlx_moeflux.kernels.moe.moe_step.moe_step` computes the whole block; a
-    subclass does not inherit it."""
     reads: ClassVar[Mapping[str, type]] = {"switch_mlp": SwitchGLU}
 
     def __init__(
@@ -274,7 +271,7 @@ class SparseMoeBlock(Module):
         """
         operation = self._kernels.moe_step
         if (
-            not vars(type(self)).get("has_step")
+            type(self) not in WITH_STEP
             or not self._plain
             or type(norm) not in RMS_NORMS
             or type(self._router) is not SoftmaxRouter
@@ -340,7 +337,6 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     Source: transformers `Qwen3_5MoeSparseMoeBlock`.
     """
 
-    has_step: ClassVar[bool] = True
     reads: ClassVar[Mapping[str, type]] = SparseMoeBlock.reads | {"shared_expert": SwiGLU}
 
     def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
@@ -374,6 +370,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         if self._recorder is not None and self._recorder.wants("shared_out"):
             self._recorder.note(shared_out=down.matmul(nn.silu(gate) * up))
         return self._kernels.add_shared(x, experts, gate, up, down, score=score)
+
+
+# Blocks of which moe_step computes the whole; a subclass of one may compute something else.
+WITH_STEP = (SparseMoeBlock, SharedExpertMoeBlock)
 
 
 @dataclass

@@ -81,7 +81,7 @@ def spoken(
             else:
                 tokens.append(last)
             for token in tokens:
-                loop.call_soon(job.heard, token)
+                loop.call_soon(job.on_token, token)
 
     options = {"defaults": Defaults(max_tokens=4096), **options}
     with served(model, tokenizer, **options) as server:
