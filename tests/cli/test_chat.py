@@ -35,9 +35,12 @@ def talking(tmp_path_factory) -> Path:
     return directory
 
 
+TOKENS = 5  # of each reply
+
+
 def say(monkeypatch, capsys, lines, *arguments):
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    assert main(["chat", "-m", "8", *arguments]) == 0
+    assert main(["chat", "-m", str(TOKENS), *arguments]) == 0
     return capsys.readouterr()
 
 
@@ -50,7 +53,7 @@ def expected_replies(directory, queries, *, system=None):
             prompt = messages if tokenizer.chat_template else "".join(
                 m["content"] for m in messages
             )  # fmt: skip
-            replies.append(generate(model, tokenizer, prompt, max_tokens=8))
+            replies.append(generate(model, tokenizer, prompt, max_tokens=TOKENS))
             messages.append({"role": "assistant", "content": replies[-1]})
     return replies
 
@@ -96,7 +99,7 @@ def test_only_what_is_new_is_read(monkeypatch, capsys, talking, tmp_path):
     # Without a template text goes on behind the reply.
     seen.clear()
     say(monkeypatch, capsys, queries, "--prompt-cache", str(tmp_path / "prompts"))
-    assert [known for _, known in seen][1] == seen[0][0] + 8
+    assert [known for _, known in seen][1] == seen[0][0] + TOKENS
     seen.clear()
     say(monkeypatch, capsys, queries, "--prompt-cache", str(tmp_path / "prompts"))
     assert all(prompt == known for prompt, known in seen)
@@ -136,7 +139,7 @@ def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
     monkeypatch.setattr(text, "stream_generate", interrupted)
     out, _ = say(monkeypatch, capsys, ["import os", "class A"], "--model", str(talking))
     monkeypatch.undo()
-    assert turns == [3, 8]
+    assert turns == [3, TOKENS]
     first, second = out.split(" ...\n")
     model, tokenizer = load(talking)
     messages = [
@@ -145,7 +148,7 @@ def test_ctrl_c_ends_the_reply_only(monkeypatch, capsys, talking):
         {"role": "user", "content": "class A"},
     ]
     with model:
-        assert second == generate(model, tokenizer, messages, max_tokens=8) + "\n"
+        assert second == generate(model, tokenizer, messages, max_tokens=TOKENS) + "\n"
 
 
 def test_ctrl_c_before_a_reply_forgets_the_question(monkeypatch, capsys, talking):
@@ -199,25 +202,22 @@ def test_undo_forgets_one_question(monkeypatch, capsys, talking):
     assert "no system message" in err
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/undo", "nothing to undo"),
-        ("/save", "needs the name of a file"),
-        ("/nonsense now", "there is no command /nonsense"),
-        ("/load /nowhere/at.all", "/nowhere/at.all"),
-        ("/save {model}/config.json", "holds no conversation"),
-        ("/save /nowhere/at.all", "cannot be written"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_the_conversation_goes_on(
-    monkeypatch, capsys, talking, line, said
+def test_wrong_commands_are_one_line_each_and_the_conversation_goes_on(
+    monkeypatch, capsys, talking
 ):
+    said = {
+        "/undo": "nothing to undo",
+        "/save": "needs the name of a file",
+        "/nonsense now": "there is no command /nonsense",
+        "/load /nowhere/at.all": "/nowhere/at.all",
+        f"/save {talking}/config.json": "holds no conversation",
+        "/save /nowhere/at.all": "cannot be written",
+    }
     before = (talking / "config.json").read_bytes()
-    lines = [line.format(model=talking), "import os"]
-    out, err = say(monkeypatch, capsys, lines, "--model", str(talking))
-    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert said in error
+    out, err = say(monkeypatch, capsys, [*said, "import os"], "--model", str(talking))
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    for part, error in zip(said.values(), errors, strict=True):
+        assert part in error
     assert out.splitlines() == expected_replies(talking, ["import os"])
     assert (talking / "config.json").read_bytes() == before
 
