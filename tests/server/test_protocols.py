@@ -28,7 +28,7 @@ def anthropic(server):
 
 @pytest.fixture(scope="module")
 def greedy(tiny):
-    return generate(*tiny, MESSAGES, max_tokens=24)
+    return generate(*tiny, MESSAGES, max_tokens=12)
 
 
 def test_openai_lists_and_retrieves_models(openai):
@@ -37,10 +37,10 @@ def test_openai_lists_and_retrieves_models(openai):
 
 
 def test_openai_chats(openai, greedy):
-    reply = openai.chat.completions.create(model="m", messages=MESSAGES, max_tokens=24)
+    reply = openai.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12)
     assert reply.choices[0].message.content == greedy
     chunks = openai.chat.completions.create(
-        model="m", messages=MESSAGES, max_tokens=24, stream=True
+        model="m", messages=MESSAGES, max_tokens=12, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == greedy
 
@@ -57,8 +57,8 @@ def test_openai_gets_errors_of_its_own(openai):
 def test_openai_completes(openai, tiny, given):
     ids = tiny[1].encode("import os\n")
     prompt = {"ids": ids, "list of ids": [ids]}.get(given if isinstance(given, str) else "", given)
-    expected = generate(*tiny, "import os\n", max_tokens=12)
-    reply = openai.completions.create(model="m", prompt=prompt, max_tokens=12, logprobs=2)
+    expected = generate(*tiny, "import os\n", max_tokens=6)
+    reply = openai.completions.create(model="m", prompt=prompt, max_tokens=6, logprobs=2)
     (choice,) = reply.choices
     assert choice.text == expected
     assert "".join(choice.logprobs.tokens) == expected
@@ -66,12 +66,12 @@ def test_openai_completes(openai, tiny, given):
     assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
     chunks = list(
         openai.completions.create(
-            model="m", prompt=prompt, max_tokens=12, stream=True,
+            model="m", prompt=prompt, max_tokens=6, stream=True,
             stream_options={"include_usage": True},
         )
     )  # fmt: skip
     assert "".join(c.choices[0].text for c in chunks if c.choices) == expected
-    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.completion_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def samples(server):
 
 
 def test_openai_responds(openai, greedy):
-    reply = openai.responses.create(model="m", input=MESSAGES[0]["content"], max_output_tokens=24)
+    reply = openai.responses.create(model="m", input=MESSAGES[0]["content"], max_output_tokens=12)
     assert (reply.output_text, reply.status) == (greedy, "incomplete")
     assert reply.incomplete_details.reason == "max_output_tokens"
-    assert reply.usage.output_tokens == 24
+    assert reply.usage.output_tokens == 12
     with openai.responses.stream(
-        model="m", input=MESSAGES[0]["content"], max_output_tokens=24
+        model="m", input=MESSAGES[0]["content"], max_output_tokens=12
     ) as stream:
         kinds, text = [], ""
         for event in stream:
@@ -287,16 +287,16 @@ def test_wrong_responses_are_400(server, body):
 
 
 def test_anthropic_talks(anthropic, greedy):
-    reply = anthropic.messages.create(model="claude-x", max_tokens=24, messages=MESSAGES)
+    reply = anthropic.messages.create(model="claude-x", max_tokens=12, messages=MESSAGES)
     assert (reply.content[0].text, reply.stop_reason) == (greedy, "max_tokens")
-    assert reply.usage.output_tokens == 24
-    with anthropic.messages.stream(model="claude-x", max_tokens=24, messages=MESSAGES) as stream:
+    assert reply.usage.output_tokens == 12
+    with anthropic.messages.stream(model="claude-x", max_tokens=12, messages=MESSAGES) as stream:
         assert "".join(stream.text_stream) == greedy
         final = stream.get_final_message()
     assert final.content[0].text == greedy
-    assert final.usage.output_tokens == 24
+    assert final.usage.output_tokens == 12
     stopped = anthropic.messages.create(
-        model="m", max_tokens=24, messages=MESSAGES, stop_sequences=[greedy[5:8]]
+        model="m", max_tokens=12, messages=MESSAGES, stop_sequences=[greedy[5:8]]
     )
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", greedy[5:8])
 
