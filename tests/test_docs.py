@@ -70,17 +70,20 @@ def run_shell(block: Block) -> None:
 
 
 PAGES_WITH_BLOCKS = [page for page in [*TOP, *SITE] if blocks_of(page)]
-# Pages whose blocks measure for seconds.
-SLOW_PAGES = ("benchmarks.md",)
+# Their commands measure for seconds. tests/measure/ has each of them on smaller models.
+MEASURING = [ROOT / "docs" / name for name in ("benchmarks.md", "budget.md")]
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.name in SLOW_PAGES))
+        pytest.param(
+            page,
+            marks=[pytest.mark.slow] * (page in MEASURING),
+            id=page.relative_to(ROOT).as_posix(),
+        )
         for page in PAGES_WITH_BLOCKS
     ],
-    ids=[page.relative_to(ROOT).as_posix() for page in PAGES_WITH_BLOCKS],
 )
 def test_snippets_run(page, tmp_path, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)
@@ -196,11 +199,11 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_flags_of_marked_blocks_exist(capsys):
-    """A block that is not run still parses."""
+def test_flags_of_other_blocks_exist(capsys):
+    """A block that is not run, or only with -m slow, still parses."""
     for page in PAGES_WITH_BLOCKS:
         for block in blocks_of(page):
-            if block.why is None or block.language == "python":
+            if (block.why is None and page not in MEASURING) or block.language == "python":
                 continue
             for line in block.code.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
