@@ -21,7 +21,7 @@ from tests.kernels.metal.mac import on_a_mac
 
 ROOT = Path(__file__).parents[3]
 MAC = ("-m", "tests.kernels.metal.mac")
-GENERATE = ("generate", "--prompt", "import os", "--max-tokens", "6", "--temp", "0")
+GENERATE = ("generate", "--prompt", "import os", "--max-tokens", "3", "--temp", "0")
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
