@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -69,6 +70,22 @@ def pytest_collection():
         return (yield)
     finally:
         mx.set_default_device(device)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> Path:
+    """A folder with two layers of qwen3.5-tiny, a delta net's and one of attention, and two of
+    deepseek-tiny, each in a folder of its name."""
+    from mlx_moeflux.conversion import synthesize
+
+    root = tmp_path_factory.mktemp("two-layers")
+    with pytest.MonkeyPatch.context() as patch:
+        shape = synthesize.SHAPES["qwen3.5-tiny"]
+        shape = dataclasses.replace(shape, full_attention_interval=2)
+        patch.setitem(synthesize.SHAPES, "qwen3.5-tiny", shape)
+        for family in ("qwen3.5-tiny", "deepseek-tiny"):
+            synthesize.synthesize(family, root / family, layers=2, experts=16)
+    return root
 
 
 @pytest.fixture

@@ -3,13 +3,11 @@ callable, on Apple's back end; and logits of references."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import mlx.core as mx
 import pytest
 
-from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.batch import Batch
 from mlx_moeflux.kernels.linear.weight import Weight
@@ -24,19 +22,6 @@ PROMPT, TOKEN = mx.array([[5, 6, 7]]), mx.array([[9]])
 REPLACES = {name: record.replaces for name, record in OPERATIONS.items() if record.replaces}
 PAIRS = [(fused, one) for fused, replaced in REPLACES.items() for one in replaced]
 FAMILIES = {"latent_step": "deepseek-tiny"}
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    """Two layers of each family: of qwen3.5 one with a delta net and one with attention."""
-    root = tmp_path_factory.mktemp("models")
-    with pytest.MonkeyPatch.context() as patch:
-        shape = synthesize.SHAPES["qwen3.5-tiny"]
-        shape = dataclasses.replace(shape, full_attention_interval=2)
-        patch.setitem(synthesize.SHAPES, "qwen3.5-tiny", shape)
-        for family in ("qwen3.5-tiny", "deepseek-tiny"):
-            synthesize.synthesize(family, root / family, layers=2, experts=16)
-    return root
 
 
 class BlankDevice(MetalBackend):
@@ -93,9 +78,9 @@ def step_of(model, state, fused):
 @pytest.mark.usefixtures("uncompiled", "blank_device")
 @pytest.mark.parametrize(("fused", "replaced"), PAIRS)
 def test_a_given_callable_is_called_although_a_fused_operation_does_its_work(
-    directories, fused, replaced
+    two_layers, fused, replaced
 ):
-    directory, calls = directories / FAMILIES.get(fused, "qwen3.5-tiny"), []
+    directory, calls = two_layers / FAMILIES.get(fused, "qwen3.5-tiny"), []
     given = {replaced: counted(replaced, calls)}
     with load_model(directory, kernels=given, expert_memory="100%", dtype=mx.float32) as model:
         assert model.kernels.names()[fused] == "reference"
@@ -109,14 +94,14 @@ def test_a_given_callable_is_called_although_a_fused_operation_does_its_work(
 @pytest.mark.usefixtures("uncompiled", "blank_device")
 @pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])
 @pytest.mark.parametrize("memory", ["100%", "50%"])
-def test_what_references_are_made_of_is_called_where_it_is_given(directories, family, memory):
-    """So no fused operation is without `replaces`."""
+def test_what_references_are_made_of_is_called_where_it_is_given(two_layers, family, memory):
+    """So no fused operation is missing in REPLACES."""
 
     def called(*operations):
         calls = []
         given = {name: counted(name, calls) for name in operations}
         options = {"expert_memory": memory, "dtype": mx.float32, "fuse": True}
-        with load_model(directories / family, kernels=Kernels(given), **options) as model:
+        with load_model(two_layers / family, kernels=Kernels(given), **options) as model:
             state, _ = prompt_of(model)
             prompt, calls[:] = set(calls), []
             mx.eval(step_of(model, state, None))
@@ -134,8 +119,8 @@ def test_what_references_are_made_of_is_called_where_it_is_given(directories, fa
 @pytest.mark.parametrize(
     ("fused", "replaced"), [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
 )
-def test_a_composed_operation_says_what_references_say(directories, tmp_path, fused, replaced):
-    directory, calls = directories / FAMILIES.get(fused, "qwen3.5-tiny"), []
+def test_a_composed_operation_says_what_references_say(two_layers, tmp_path, fused, replaced):
+    directory, calls = two_layers / FAMILIES.get(fused, "qwen3.5-tiny"), []
     options = {"dtype": mx.float32, "expert_memory": "100%"}
 
     def logits_of(model):

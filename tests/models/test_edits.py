@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.loading import load_model
@@ -23,19 +22,6 @@ from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
 
 PROMPT, STEPS = [5, 6, 7], [9, 8, 11]
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    """Two layers of qwen3.5, a delta net's and one of attention, and two of DeepSeek-V3."""
-    root = tmp_path_factory.mktemp("models")
-    with pytest.MonkeyPatch.context() as patch:
-        shape = synthesize.SHAPES["qwen3.5-tiny"]
-        shape = dataclasses.replace(shape, full_attention_interval=2)
-        patch.setitem(synthesize.SHAPES, "qwen3.5-tiny", shape)
-        for family in ("qwen3.5-tiny", "deepseek-tiny"):
-            synthesize.synthesize(family, root / family, layers=2, experts=16)
-    return root
 
 
 def loaded(directory, memory="100%", *, traced=True):
@@ -241,13 +227,13 @@ RESIDENT = STREAMED | {
 
 
 @pytest.fixture(scope="module")
-def expected(directories):
+def expected(two_layers):
     """Logits of a model that traces nothing, edited before the last step, and then of all steps."""
     known = {}
 
     def logits(name):
         if name not in known:
-            with loaded(directories / "qwen3.5-tiny", traced=False) as model:
+            with loaded(two_layers / "qwen3.5-tiny", traced=False) as model:
                 known[name] = logits_of(model, EDITS.get(name)), logits_of(model)
         return known[name]
 
@@ -264,9 +250,9 @@ def expected(directories):
         if memory == "100%" or "expert's" not in name
     ],
 )
-def test_an_edit_between_two_steps_acts(directories, expected, name, memory):
+def test_an_edit_between_two_steps_acts(two_layers, expected, name, memory):
     (right, after), (plain, _) = expected(name), expected("none")
-    with loaded(directories / "qwen3.5-tiny", memory) as model:
+    with loaded(two_layers / "qwen3.5-tiny", memory) as model:
         assert close(logits_of(model), plain)
         traces = traces_of(model)
         assert traces
@@ -280,12 +266,12 @@ def test_an_edit_between_two_steps_acts(directories, expected, name, memory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["100%", "50%"])
-def test_edits_act_on_compiled_steps(directories, expected, memory):
+def test_edits_act_on_compiled_steps(two_layers, expected, memory):
     plain, _ = expected("none")
     for name, edit in EDITS.items():
         if memory == "50%" and "expert's" in name:
             continue
-        with loaded(directories / "qwen3.5-tiny", memory) as model:
+        with loaded(two_layers / "qwen3.5-tiny", memory) as model:
             assert close(logits_of(model), plain), name
             assert close(logits_of(model, edit), expected(name)[0]), name
             assert close(logits_of(model), expected(name)[1]), name
@@ -293,7 +279,7 @@ def test_edits_act_on_compiled_steps(directories, expected, memory):
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("traced", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_edits_of_latent_attention_act(directories, traced):
+def test_edits_of_latent_attention_act(two_layers, traced):
     edits = [
         scale("layers.0.self_attn.kv_a_layernorm.weight"),
         scale("layers.1.self_attn.kv_b_proj.scales", "layers.1.self_attn.kv_b_proj.biases", by=-1),
@@ -303,7 +289,7 @@ def test_edits_of_latent_attention_act(directories, traced):
         lambda model: setattr(model.layers[1], "mlp", Scaled(model.layers[1].mlp)),
         lambda model: setattr(model.router, "scale", 0.25),
     ]
-    directory = directories / "deepseek-tiny"
+    directory = two_layers / "deepseek-tiny"
     with (
         loaded(directory, traced=traced) as model,
         load_model(directory, dtype=mx.float32, kernels="reference") as other,
@@ -320,7 +306,7 @@ def test_edits_of_latent_attention_act(directories, traced):
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("memory", ["100%", "50%"])
-def test_code_that_is_not_the_packages_runs_at_every_step(directories, memory):
+def test_code_that_is_not_the_packages_runs_at_every_step(two_layers, memory):
     class Counted(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -339,7 +325,7 @@ def test_code_that_is_not_the_packages_runs_at_every_step(directories, memory):
             self.calls += 1
             return self.inner(*args, **kwargs)
 
-    with loaded(directories / "qwen3.5-tiny", memory) as model:
+    with loaded(two_layers / "qwen3.5-tiny", memory) as model:
         plain = logits_of(model)
         inner, model.layers[0] = model.layers[0], Counted(model.layers[0])
         assert close(logits_of(model), plain)
@@ -354,17 +340,17 @@ def test_code_that_is_not_the_packages_runs_at_every_step(directories, memory):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_trace_outlives_other_models_and_what_is_no_edit(directories):
-    with loaded(directories / "qwen3.5-tiny") as model:
+def test_a_trace_outlives_other_models_and_what_is_no_edit(two_layers):
+    with loaded(two_layers / "qwen3.5-tiny") as model:
         plain, traces = logits_of(model), traces_of(model)
         model.prefill_chunk = model.prefill_chunk
         model.layers[0].input_layernorm.eps = model.layers[0].input_layernorm.eps
-        loaded(directories / "deepseek-tiny").close()
+        loaded(two_layers / "deepseek-tiny").close()
         assert close(logits_of(model), plain)
         assert traces_of(model) == traces
 
 
-def test_prompts_of_a_batch_pass_through_a_wrapped_layer(directories):
+def test_prompts_of_a_batch_pass_through_a_wrapped_layer(two_layers):
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
 
     def replies(model, together):
@@ -377,7 +363,7 @@ def test_prompts_of_a_batch_pass_through_a_wrapped_layer(directories):
         return [mx.stack(found[uid]) for uid in uids]
 
     for edit in (EDITS["layer, wrapped"], EDITS["layer's class"], EDITS["block's class"]):
-        with loaded(directories / "qwen3.5-tiny", traced=False) as model:
+        with loaded(two_layers / "qwen3.5-tiny", traced=False) as model:
             plain = replies(model, together=True)
             edit(model)
             pairs = list(zip(replies(model, True), replies(model, False), plain, strict=True))
@@ -385,8 +371,8 @@ def test_prompts_of_a_batch_pass_through_a_wrapped_layer(directories):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_method_that_was_replaced_in_the_class_acts_and_can_be_put_back(directories, monkeypatch):
-    with loaded(directories / "qwen3.5-tiny") as model:
+def test_a_method_that_was_replaced_in_the_class_acts_and_can_be_put_back(two_layers, monkeypatch):
+    with loaded(two_layers / "qwen3.5-tiny") as model:
         plain = logits_of(model)
         combine = SharedExpertMoeBlock.combine
         monkeypatch.setattr(
@@ -403,8 +389,8 @@ def test_a_method_that_was_replaced_in_the_class_acts_and_can_be_put_back(direct
 
 
 @pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])
-def test_every_module_counts_edits(directories, family):
-    with loaded(directories / family) as model:
+def test_every_module_counts_edits(two_layers, family):
+    with loaded(two_layers / family) as model:
         assert all(isinstance(module, Module) for module in model.modules())
     for file in Path(modules.__file__).parent.glob("*.py"):
         made = re.findall(r"nn\.(?:Linear|RMSNorm|Embedding)\(", file.read_text())
@@ -468,16 +454,16 @@ REFUSED = {
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("traced", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_would_be_ignored_is_one_line(directories, message, traced):
-    with loaded(directories / "qwen3.5-tiny", traced=traced) as model:
+def test_what_would_be_ignored_is_one_line(two_layers, message, traced):
+    with loaded(two_layers / "qwen3.5-tiny", traced=traced) as model:
         logits_of(model)
         for _ in range(2):  # as often as it is tried
             with pytest.raises(InputError, match=message):
                 logits_of(model, REFUSED[message])
 
 
-def test_another_block_has_the_experts_that_were_loaded(directories):
-    with loaded(directories / "qwen3.5-tiny") as model:
+def test_another_block_has_the_experts_that_were_loaded(two_layers):
+    with loaded(two_layers / "qwen3.5-tiny") as model:
         right, old = logits_of(model), model.layers[0].mlp
         new = model.moe_block(0, SharedExpertMoeBlock, shared_intermediate_size=64)
         for name in ("gate", "shared_expert", "shared_expert_gate"):
@@ -490,12 +476,12 @@ def test_another_block_has_the_experts_that_were_loaded(directories):
         assert close(logits_of(model), right)
 
 
-def test_a_norm_of_another_shape_is_one_line(directories):
+def test_a_norm_of_another_shape_is_one_line(two_layers):
     class Wide(nn.Module):
         def __call__(self, x):
             return mx.concatenate([x, x], axis=-1)
 
-    with loaded(directories / "qwen3.5-tiny", traced=False) as model:
+    with loaded(two_layers / "qwen3.5-tiny", traced=False) as model:
         model.layers[0].input_layernorm = Wide()
         with pytest.raises(ShapeError, match=r"norm Wide returned .*256\] for .*128\]; expected"):
             logits_of(model)
