@@ -196,7 +196,7 @@ def test_the_spec_is_what_every_layer_holds_after_a_token(model):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("position", [3, 16, 21])
+@pytest.mark.parametrize("position", [pytest.param(3, marks=pytest.mark.slow), 16, 21])
 def test_traced_steps_are_kept_and_restored_with_their_tails(tmp_path, position):
     with load_model(TWIN, expert_memory="100%", dtype=mx.float32) as model:
         model.compile_steps = True
