@@ -1,9 +1,10 @@
 """Hooks of the documentation site; the parts that read source code need no MkDocs.
 
-Three directives, each on a line of its own, keep quotations from going stale:
+Four directives, each on a line of its own, keep quotations from going stale:
 
 - ``{{ source package.module.Name }}`` becomes the source of that object
 - ``{{ docstring package.module }}`` becomes its docstring
+- ``{{ options package.module.Class }}`` becomes a list of its fields: type, default, documentation
 - ``{{ section FILE Heading }}`` becomes the text below a heading of a file of the repository
 
 After a build each page also lies beside the site as ``page.md``, with ``::: package.module.Name``
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = re.compile(r"^\{\{ source ([\w.]+) \}\}$", re.MULTILINE)
 DOCSTRING = re.compile(r"^\{\{ docstring ([\w.]+) \}\}$", re.MULTILINE)
+OPTIONS = re.compile(r"^\{\{ options ([\w.]+) \}\}$", re.MULTILINE)
 SECTION = re.compile(r"^\{\{ section (\S+) (.+) \}\}$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: ([\w.]+)\n(?:    .*\n)*", re.MULTILINE)
 # "Shapes:", "Args:" and the like with the indented lines below, and the first line of an entry.
@@ -86,7 +88,21 @@ def expanded(markdown: str) -> str:
     """Replace the quotations of a page: source, docstrings and sections of files."""
     markdown = SOURCE.sub(lambda match: quoted(match[1]), markdown)
     markdown = DOCSTRING.sub(lambda match: docstring(match[1]), markdown)
+    markdown = OPTIONS.sub(lambda match: options(match[1]), markdown)
     return SECTION.sub(lambda match: section(match[1], match[2]), markdown)
+
+
+def options(path: str) -> str:
+    """Return the fields of a class as a Markdown list; each is ``name: type = option(default, text,
+    ...)``."""
+    items = []
+    for field in find(path)[2].body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.value, ast.Call):
+            default, text = field.value.args[:2]
+            declared = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}"
+            shown = ROLE.sub(r"`\2`", ast.literal_eval(text)).replace("``", "`")
+            items.append(f"- `{declared} = {ast.unparse(default)}`<br>{shown}")
+    return "\n".join(items)
 
 
 def docstring(path: str) -> str:

@@ -142,6 +142,14 @@ def test_quotations_and_reference_entries_exist():
     assert found > 20
 
 
+def test_the_reference_lists_every_option_of_loading():
+    from mlx_moeflux.loading.options import NAMES
+
+    page = (ROOT / "docs" / "reference" / "generation.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^- `(\w+): [^`]+ = [^`]+`<br>.+$", hooks().expanded(page), re.MULTILINE)
+    assert tuple(shown) == NAMES
+
+
 def test_protocols_of_the_readme_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     paths = re.findall(r"=` \| `([\w.]+)` \|$", text, re.MULTILINE)

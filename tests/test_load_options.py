@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import pydoc
 
 import mlx.core as mx
 import pytest
@@ -15,10 +17,19 @@ from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
 
 
-def test_load_declares_every_option_of_load_model():
-    parameters = list(inspect.signature(load_model).parameters.values())[1:]
-    types = {name: kind.__forward_arg__ for name, kind in LoadOptions.__annotations__.items()}
-    assert {parameter.name: parameter.annotation for parameter in parameters} == types
+@pytest.mark.parametrize(("function", "own"), [(load, 3), (load_model, 1)])
+def test_signatures_and_help_derive_from_the_list_of_options(function, own):
+    parameters = inspect.signature(function).parameters
+    fields = dataclasses.fields(LoadOptions)
+    assert len(parameters) == own + len(fields)
+    first = next(iter(parameters.values()))
+    assert (first.name.startswith("path"), first.kind) == (True, first.POSITIONAL_OR_KEYWORD)
+    helped = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    for field in fields:
+        parameter = parameters[field.name]
+        assert parameter.kind == parameter.KEYWORD_ONLY
+        assert (parameter.default, parameter.annotation) == (field.default, field.type)
+        assert f"\n        {field.name}: {field.metadata['text'].split()[0]}" in helped
 
 
 @pytest.mark.parametrize("function", [load, load_model])

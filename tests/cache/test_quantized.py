@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux import loading
 from mlx_moeflux.cache import KVCache
 from mlx_moeflux.cache.kv import quantized
 from mlx_moeflux.cli import main
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import RESERVE_BYTES, Memory
-from mlx_moeflux.loading import load_model
+from mlx_moeflux.loading import load_model, steps
+from mlx_moeflux.loading.stores import KV_POSITIONS
 from tests.cache.entries import same
 from tests.models_at_hand import TWIN, model_of, same_bits, tokens_of
 
@@ -87,11 +87,11 @@ def test_a_model_runs_on_them_and_says_so(bits):
 
 def test_the_plan_counts_them(monkeypatch):
     with load_model(TWIN, dtype=mx.float32) as exact:
-        longest = min(loading.KV_POSITIONS, exact.config.max_position_embeddings)
+        longest = min(KV_POSITIONS, exact.config.max_position_embeddings)
         needs = RESERVE_BYTES + exact.plan.trunk_bytes + exact.plan.expert_bytes
         needs += exact.state_bytes(longest)
     memory = Memory("planned", needs, needs - 1, "one byte too few")
-    monkeypatch.setattr(loading, "measure_memory", lambda: memory)
+    monkeypatch.setattr(steps, "measure_memory", lambda: memory)
     for bits, resident in ((None, False), (8, True)):
         with load_model(TWIN, dtype=mx.float32, kv_bits=bits, kv_group_size=32) as model:
             assert model.plan.resident == resident

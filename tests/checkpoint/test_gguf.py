@@ -17,11 +17,12 @@ import pytest
 
 from mlx_moeflux.checkpoint.formats import gguf as ours
 from mlx_moeflux.checkpoint.formats.gguf import KINDS, BlocksRef
+from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError, ConfigError, MoefluxError, UnsupportedError
 from mlx_moeflux.generation.text import generate
-from mlx_moeflux.loading import load, load_model, open_checkpoint
+from mlx_moeflux.loading import load, load_model
 from mlx_moeflux.measure.plan import open_sizes
 from mlx_moeflux.models.qwen3_moe_config import Config
 from mlx_moeflux.tokenizer import load_tokenizer

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.checkpoint.formats.packed import verify
+from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorIndex
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import CheckpointError, ExpertFileError, InputError, MoefluxError
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import model_class
 
 GOLDEN = Path(__file__).parents[1] / "golden"

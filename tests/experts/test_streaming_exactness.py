@@ -12,10 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
-from mlx_moeflux.loading import BUNDLED_MODEL, load_model, open_checkpoint
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import map_checkpoint
 
 E, K, V = 32, 4, 4096

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.loading import open_checkpoint
 from mlx_moeflux.models import map_checkpoint
 
 THREADS = (1, 4, 8, 16)  # of parallel direct readers

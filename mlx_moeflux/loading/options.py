@@ -1,0 +1,259 @@
+"""The options of loading: one list, which signatures, documentation, flags and hints derive from.
+
+A new option is a field of :class:`LoadOptions` and its use in :mod:`mlx_moeflux.loading.steps`.
+"""
+# ruff: noqa: RUF009  # option() is dataclasses.field()
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from mlx_moeflux.errors import InputError
+from mlx_moeflux.experts.policies.eviction import DEFAULT_EVICTION
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlx_moeflux.distributed.placement import Placement
+    from mlx_moeflux.experts.io.readers import Reader
+    from mlx_moeflux.experts.policies.eviction import Eviction
+    from mlx_moeflux.experts.policies.prefetch import Prefetch
+    from mlx_moeflux.experts.store import ExpertStore
+    from mlx_moeflux.experts.telemetry.events import EventHook
+    from mlx_moeflux.kernels.registry import Kernels
+    from mlx_moeflux.models.moe import Router
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """An option on the command line; its name and default are those of the field.
+
+    help: A phrase. kind: Of the value; bool: there is none, the flag gives the other value than
+    the default. metavar: The value in the help. ranks: It belongs to commands that ``mlx.launch``
+    starts on several machines.
+    """
+
+    help: str
+    kind: type = str
+    metavar: str | None = None
+    ranks: bool = False
+
+
+def option(default: T, text: str, flag: Flag | None = None) -> T:
+    """Declare a field of :class:`LoadOptions`. text: Its documentation. flag: None: Python only."""
+    return dataclasses.field(default=default, metadata={"text": text, "flag": flag})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of :func:`~mlx_moeflux.loading.load` and :func:`~mlx_moeflux.loading.load_model`."""
+
+    expert_memory: str | float | None = option(
+        "auto",
+        "Bytes for routed experts over all layers: ``2GB``, ``512MiB``, ``50%`` (of all routed "
+        "experts), a number, or ``auto``. If all fit, they become parameters.",
+        Flag("2GB, 50%% or auto (default)", metavar="SIZE"),
+    )
+    expert_reader: str = option(
+        "auto",
+        "``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.",
+        Flag("auto (default), pread, direct, mmap or memory"),
+    )
+    expert_threads: int | None = option(
+        None,
+        "Number of concurrent reads; default 8.",
+        Flag("concurrent reads, default 8", int),
+    )
+    experts_per_token: int | None = option(
+        None,
+        "Fewer experts than the config's number; faster and lossy, which the statistics report.",
+        Flag("fewer than the model's own: faster and lossy", int),
+    )
+    max_context: int | None = option(
+        None,
+        "Tokens a sequence may have, at most the config's limit.",
+        Flag("tokens that a sequence may have", int),
+    )
+    kv_bits: int | None = option(
+        None,
+        "Store keys and values in 4 or 8 bits; smaller and lossy, which the statistics report.",
+        Flag("keep keys and values in 4 or 8 bits: smaller and lossy", int),
+    )
+    kv_group_size: int = option(
+        64,
+        "Numbers that share a scale, with `kv_bits`.",
+        Flag("of --kv-bits, default %(default)s", int),
+    )
+    wired_memory: str | float | None = option(
+        None,
+        "Memory that macOS never pages out: ``auto`` (trunk, experts and state), ``off`` or a "
+        "size. The first generation of a process sets it for the whole process. Default: ``auto`` "
+        "for single sequences, ``off`` for batches.",
+        Flag(
+            "auto, off or a size that macOS never pages out; default auto, off in batches",
+            metavar="SIZE",
+        ),
+    )
+    dtype: mx.Dtype | None = option(
+        None,
+        "Compute dtype and that of the trunk's floats; default bfloat16 on GPUs, float32 on the "
+        "CPU. Routed experts keep the dtypes of the checkpoint.",
+    )
+    router: Router | None = option(
+        None,
+        "Replaces the model's router. The protocol of each replacement states shapes, and a wrong "
+        "shape raises here.",
+    )
+    store: ExpertStore | None = option(None, "Replaces the store of experts.")
+    reader: Reader | None = option(None, "Replaces the reader of expert blocks.")
+    kernels: str | Mapping[str, str | Callable[..., Any]] | Kernels | None = option(
+        None,
+        "Operation -> name of an implementation or a callable, or a text such as "
+        '"auto,sdpa=reference".',
+    )
+    check_values: bool = option(
+        True,
+        "Compare a callable in `kernels` with the reference by value on small cases; pass False "
+        "for one that is meant to differ.",
+    )
+    eviction: str | Eviction = option(
+        DEFAULT_EVICTION,
+        "Policy that chooses the expert that loses its slot: a name or an object.",
+        Flag("see 'policies'; default %(default)s"),
+    )
+    prefetch: str | Prefetch | None = option(
+        None,
+        "Policy of reading ahead: a name or an object; default none.",
+        Flag("policy of reading ahead, see 'policies'; default none"),
+    )
+    keep_all_ahead: bool = option(
+        False,
+        "Wait for all prefetched experts, so that hits do not depend on timing.",
+    )
+    tuning: str | os.PathLike[str] | None = option(
+        None,
+        "A file that ``tune`` wrote for this model; it sets those of the other options that have "
+        "their default.",
+        Flag("file of tune; sets options that are not given", metavar="FILE"),
+    )
+    events: EventHook | None = option(None, "Event hook of the expert store.")
+    fuse: bool | None = option(
+        None,
+        "Concatenate projections that share an input (``model.prepare()``); default on GPUs.",
+    )
+    strict_config: bool = option(
+        True,
+        "Refuse unknown keys of config.json.",
+        Flag("ignore keys of config.json that nothing reads", bool),
+    )
+    expert_path: str | os.PathLike[str] | None = option(
+        None,
+        "Checkpoint directory of the same model from which the experts are read; default: the "
+        "model's. On several ranks it may be the part that ``convert(shard=...)`` wrote, and "
+        "``{rank}`` in it stands for the rank.",
+        Flag("read experts there; {rank} stands for the rank", metavar="DIR", ranks=True),
+    )
+    distributed: Any = option(
+        None,
+        "A group of ``mx.distributed``, or True for the one of ``mx.launch``: the experts are "
+        "spread over its ranks, which all make the same calls of the model. `expert_memory` and "
+        "the plan are then those of this rank's experts.",
+        Flag("spread the experts over mlx.launch's ranks", bool, ranks=True),
+    )
+    placement: str | Placement = option(
+        "id",
+        "Which rank holds which experts; see "
+        ":func:`~mlx_moeflux.distributed.placement.make_placement`.",
+        Flag("id (default), memory:16GB,32GB or popularity:TRACE", ranks=True),
+    )
+    exact_prompts: bool = option(
+        False,
+        "Give prompts on several ranks the bits of one process, at more bytes; decode steps have "
+        "them always.",
+        Flag("prompts with the bits of one machine", bool, ranks=True),
+    )
+    safe: bool = option(
+        False,
+        "For bug reports: references instead of kernels, no traced steps, no prefetch.",
+        Flag("for bug reports: references, no traces, no prefetch", bool),
+    )
+    verbose: bool = option(
+        False,
+        "Print the plan, one line on stderr; on a terminal show a bar while experts load.",
+    )
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(LoadOptions))
+# Name -> flag, of the options that a command line has.
+FLAGS: dict[str, Flag] = {
+    field.name: field.metadata["flag"]
+    for field in dataclasses.fields(LoadOptions)
+    if field.metadata["flag"] is not None
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LoadModelArguments(LoadOptions):
+    """What :func:`~mlx_moeflux.loading.load_model` takes."""
+
+    path: str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LoadArguments(LoadOptions):
+    """What :func:`~mlx_moeflux.loading.load` takes."""
+
+    path_or_hub_id: str | os.PathLike[str]
+    revision: str | None = dataclasses.field(default=None, kw_only=True)
+    tokenizer_config: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+
+
+def takes(arguments: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Give a function the signature of a class of `arguments`, for type checkers and ``help``, and
+    list the options at the end of its docstring."""
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        own = inspect.signature(function)
+        signature = inspect.signature(arguments).replace(return_annotation=own.return_annotation)
+        function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+        text = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = f"{text}\n\nOptions:\n{_listed()}\n"
+        return function
+
+    return decorate
+
+
+def _listed() -> str:
+    """Return the documentation of all options, as an indented list."""
+    return "\n".join(
+        textwrap.fill(
+            f"{field.name}: {field.metadata['text']}",
+            width=88,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_on_hyphens=False,
+        )
+        for field in dataclasses.fields(LoadOptions)
+    )
+
+
+def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Compare the names of given options with the known ones.
+
+    Raises:
+        InputError: A name is unknown; the message has the nearest known name.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            mend = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
+            raise InputError(f"{function} has no option '{name}'; {mend}")

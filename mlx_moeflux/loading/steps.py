@@ -1,0 +1,421 @@
+"""Load a model in steps: open, map, build, place, fill, finish."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.backend import set_device_variables
+from mlx_moeflux.checkpoint.hub import resolve
+from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.checkpoint.quantization import Quantization
+from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
+from mlx_moeflux.checkpoint.tensors import Blocks
+from mlx_moeflux.checks import check_callable
+from mlx_moeflux.distributed.part import Experts, Part
+from mlx_moeflux.distributed.ranks import reporting
+from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, MoefluxError
+from mlx_moeflux.experts.budget import Memory, measure_memory
+from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.samples import check_scales, experts_identity
+from mlx_moeflux.experts.policies.eviction import make_eviction
+from mlx_moeflux.experts.policies.named import NONE
+from mlx_moeflux.experts.policies.prefetch import make_prefetch
+from mlx_moeflux.experts.streaming.store import check_threads
+from mlx_moeflux.experts.telemetry.forecast import open_tuning
+from mlx_moeflux.generation.memory import parse_wired_memory
+from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.registry import Kernels, choose_kernels
+from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.loading.options import (
+    NAMES,
+    LoadArguments,
+    LoadModelArguments,
+    LoadOptions,
+    check_options,
+    takes,
+)
+from mlx_moeflux.loading.stores import check_store, make_store
+from mlx_moeflux.models import model_class, read_config
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.decoder import DecoderModel
+from mlx_moeflux.models.moe import Router, check_router
+from mlx_moeflux.models.weights import check_experts, default_dtype, fill_trunk
+from mlx_moeflux.tokenizer import Tokenizer, load_tokenizer
+
+
+@takes(LoadArguments)
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[StreamingModel, Tokenizer]:
+    """Load a checkpoint: a directory, or a Hugging Face id such as ``org/name``.
+
+    options: Those of :class:`~mlx_moeflux.loading.options.LoadOptions`. tokenizer_config: Overrides
+    tokenizer_config.json.
+
+    Raises:
+        MoefluxError: One of its kinds, in one sentence; see :mod:`mlx_moeflux.errors`.
+    """
+    check_options("load", options, ("revision", "tokenizer_config", *NAMES))
+    with reporting(options.get("distributed")) as ranks:
+        directory = resolve(path_or_hub_id, revision=revision)
+        tokenizer = load_tokenizer(directory, **dict(tokenizer_config or {}))
+        return load_model(directory, **{**options, "distributed": ranks}), tokenizer
+
+
+@takes(LoadModelArguments)
+def load_model(path: str | os.PathLike[str], **options: Any) -> StreamingModel:
+    """Load a checkpoint directory without its tokenizer; everything is evaluated.
+
+    The first call sets the environment variables of
+    :func:`~mlx_moeflux.backend.set_device_variables`. No call changes the state of ``mx.random``.
+
+    options: Those of :class:`~mlx_moeflux.loading.options.LoadOptions`.
+
+    Raises:
+        MoefluxError: One of its kinds, in one sentence.
+    """
+    check_options("load_model", options, NAMES)
+    _prepare_gpu()
+    with _same_random_state(), reporting(options.get("distributed")) as ranks:
+        return _load(path, LoadOptions(**{**options, "distributed": ranks}))
+
+
+def _prepare_gpu() -> None:
+    """Do what must come before MLX's first use of a GPU in this process: set the variables that it
+    reads then, and link the directory where it looks for compiled kernels."""
+    set_device_variables()
+    metal.cuda_files()
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Restore MLX's random state: building layers draws initial weights, which no caller sees."""
+    high, low = mx.random.state[0].tolist()  # pyright: ignore[reportIndexIssue]  # it is a list
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint, and what stands beside its weights.
+
+    path: As it was given. options: With those of a tuning file. kind: The class of the model.
+    """
+
+    path: str | os.PathLike[str]
+    options: LoadOptions
+    checkpoint: Checkpoint
+    kind: Any
+    config: Any
+    kernels: Kernels
+    router: Router
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Where the weights are, under the model's names.
+
+    stored: The checkpoint that has the experts. quantization: Of the trunk's and experts' names.
+    """
+
+    mapped: MappedTensors
+    stored: Checkpoint
+    quantization: Quantization
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The experts of this process.
+
+    part: This rank's; None: one process has all. mapped: With its experts alone. identified: What
+    the identity of the experts is made of, equal on all ranks.
+    """
+
+    part: Part | None
+    mapped: MappedTensors
+    identified: Experts
+
+
+def _load(path: str | os.PathLike[str], options: LoadOptions) -> StreamingModel:
+    """Take the steps; each returns what later ones need."""
+    options, memory = _checked(options), measure_memory()
+    source = _open(path, options)
+    weights = _map(source)
+    model, layouts = _build(source, weights)
+    placed = _place(source, weights, layouts)
+    _fill(model, layouts, source, weights, placed, memory)
+    _finish(model, source, placed)
+    return model
+
+
+def _checked(options: LoadOptions) -> LoadOptions:
+    """Return `options` with what follows from them alone; no file is touched.
+
+    Raises:
+        InputError: Options exclude each other, or a value is of a wrong kind or out of range.
+    """
+    kernels, prefetch, fuse = options.kernels, options.prefetch, options.fuse
+    if options.safe:
+        if kernels not in (None, "reference") or prefetch not in (None, NONE):
+            raise InputError("safe excludes kernels and prefetch; leave them out.")
+        kernels, prefetch, fuse = "reference", NONE, False
+    parse_wired_memory(options.wired_memory)
+    check_callable("events", options.events)
+    if not isinstance(options.dtype, mx.Dtype | None):
+        raise InputError(f"dtype is {options.dtype!r}; give an MLX dtype such as mx.bfloat16.")
+    for name in ("experts_per_token", "max_context"):
+        number = getattr(options, name)
+        if not isinstance(number, int | None):
+            raise InputError(f"{name} is {number!r}; give an integer.")
+    return dataclasses.replace(
+        options,
+        kernels=kernels,
+        prefetch=prefetch,
+        fuse=fuse,
+        eviction=make_eviction(options.eviction),
+    )
+
+
+def _open(path: str | os.PathLike[str], options: LoadOptions) -> Source:
+    """Read headers and config; choose kernels and router. No weights are read."""
+    checkpoint = open_checkpoint(path)
+    options = _tuned(options, checkpoint, path)
+    kind = model_class(checkpoint.config.get("model_type"), file=checkpoint.config_file)
+    config = read_config(checkpoint, strict=options.strict_config)
+    kernels = options.kernels
+    if not isinstance(kernels, Kernels):
+        kernels = choose_kernels(kernels, check_values=options.check_values)
+    router = _router(kind, config, kernels, options)
+    return Source(path, options, checkpoint, kind, config, kernels, router)
+
+
+def _tuned(
+    options: LoadOptions, checkpoint: Checkpoint, path: str | os.PathLike[str]
+) -> LoadOptions:
+    """Return `options`, with those of the tuning file in place of defaults.
+
+    Raises:
+        InputError: The file is none of this model, or a value cannot be used.
+    """
+    if options.tuning is not None:
+        tuned = open_tuning(options.tuning)
+        if tuned.pop("model") != checkpoint.identity():
+            raise InputError(
+                f"{options.tuning} was written for another model than {path}; tune this one."
+            )
+        for name, value in tuned.items():
+            if getattr(options, name) in (None, getattr(LoadOptions, name)):
+                options = dataclasses.replace(options, **{name: value})
+    if options.expert_threads is not None:
+        check_threads(options.expert_threads)
+    return dataclasses.replace(options, prefetch=make_prefetch(options.prefetch))
+
+
+def _router(kind: Any, config: Any, kernels: Kernels, options: LoadOptions) -> Router:
+    """Return the given router, or the model's.
+
+    Raises:
+        InputError: experts_per_token is out of range, or there is a router too.
+        MoefluxError: The given router is wrong, see :func:`~mlx_moeflux.models.moe.check_router`.
+    """
+    fewer, own = options.experts_per_token, config.num_experts_per_tok
+    if fewer is not None and not 1 <= fewer <= own:
+        raise InputError(f"experts_per_token is {fewer}; this model allows 1 to {own}.")
+    if options.router is None:
+        return kind.make_router(config, kernels, experts_per_token=fewer)
+    if fewer is not None:
+        raise InputError("give either a router or experts_per_token: a router has its own K.")
+    check_router(options.router, config.num_experts)
+    return options.router
+
+
+def _map(source: Source) -> Weights:
+    """Give every tensor the model's name. The experts may lie in another checkpoint.
+
+    Raises:
+        CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
+    """
+    checkpoint, options, rules = source.checkpoint, source.options, source.config.name_rules()
+    mapped, stored = checkpoint.mapped(rules), checkpoint
+    if options.expert_path is not None:
+        rank = 0 if options.distributed is None else options.distributed.rank
+        stored = open_checkpoint(os.fspath(options.expert_path).replace("{rank}", str(rank)))
+        mapped = dataclasses.replace(mapped, experts=stored.mapped(rules).experts)
+    quantization = checkpoint.quantization.renamed(lambda p: rules.canonical(f"{p}.")[:-1])
+    return Weights(mapped, stored, quantization)
+
+
+def _build(source: Source, weights: Weights) -> tuple[DecoderModel, dict[int, BlockLayout]]:
+    """Return the model, whose parameters are still those of its initialisation, and the layout of
+    each layer's expert blocks.
+
+    Raises:
+        ConfigError: A size is no array's.
+        CheckpointError: The experts do not fit the config.
+    """
+    try:
+        model = source.kind(source.config, router=source.router, kernels=source.kernels)
+    except MoefluxError:
+        raise
+    # MLX raises one of these, by how far a dimension is out of range.
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{source.checkpoint.config_file}: its sizes multiply to 0 or to more than an array "
+            "can have; config.json and the weights are of different models."
+        ) from error
+    stored = weights.stored
+    layouts = check_experts(model, weights.mapped, directory=stored.directory, of=stored.of)
+    check_scales(stored.blocks)
+    return model, layouts
+
+
+def _place(source: Source, weights: Weights, layouts: dict[int, BlockLayout]) -> Placed:
+    """Choose the experts of this process: all, or those of this rank.
+
+    Raises:
+        InputError: Options are for several ranks, or exclude them; the checkpoint has the experts
+            of another rank.
+    """
+    options, mapped, stored = source.options, weights.mapped, weights.stored
+    if options.distributed is None:
+        if options.exact_prompts or options.placement != LoadOptions.placement:
+            raise InputError(
+                "placement and exact_prompts are for several ranks; give distributed too."
+            )
+        if stored.held:
+            raise InputError(
+                f"{stored.directory} has one rank's experts; load with distributed, or take the "
+                "whole checkpoint."
+            )
+        return Placed(None, mapped, mapped.experts)
+    if options.store is not None or options.reader is not None:
+        raise InputError("distributed excludes a store or a reader; leave them out.")
+    part = Part.of(
+        options.distributed,
+        options.placement,
+        layers=layouts,
+        num_experts=source.config.num_experts,
+        mix=source.kernels.expert_mix,
+    )
+    identified = part.identified(mapped.experts, stored)
+    held = dataclasses.replace(mapped, experts=part.held(mapped.experts, stored))
+    return Placed(part, held, identified)
+
+
+def _fill(
+    model: DecoderModel,
+    layouts: dict[int, BlockLayout],
+    source: Source,
+    weights: Weights,
+    placed: Placed,
+    memory: Memory,
+) -> None:
+    """Read the trunk, set what the model keeps of the options, and give it a store of experts.
+
+    memory: That of the machine before anything was read.
+
+    Raises:
+        CheckpointError: A tensor is missing, does not fit or cannot be read.
+        InputError: An option is out of this model's range.
+        MemoryBudgetError: The experts' memory is too small or too large.
+    """
+    checkpoint, options = source.checkpoint, source.options
+    dtype, specs = options.dtype or default_dtype(), weights.quantization
+    _check_global_scales(specs, layouts, weights.stored)
+    fill_trunk(model, placed.mapped, specs, directory=checkpoint.directory, dtype=dtype)
+    model.set_context_limit(options.max_context)
+    model.wired_memory = parse_wired_memory(options.wired_memory)
+    model.identity = checkpoint.identity()
+    model.experts_identity = partial(experts_identity, placed.identified)
+    if options.kv_bits is not None:
+        model.quantize_cache(options.kv_bits, options.kv_group_size)
+    store = options.store
+    if store is None:
+        store, model.plan = make_store(
+            model, placed.mapped, layouts, options, part=placed.part, memory=memory
+        )
+        store.stats().mark_lossy_later(source.kernels.unpromised)
+        if options.verbose:
+            _print_plan(model, source, placed)
+    else:
+        check_store(store, model, layouts, dtype)
+    if placed.part is not None:
+        store = placed.part.store(store, events=options.events, exact_prompts=options.exact_prompts)
+    model.set_store(store)
+
+
+def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
+    """Note what makes results differ from the full model's, join projections, and compare with
+    the other ranks.
+
+    Raises:
+        DistributedError: The ranks differ.
+    """
+    options, stats = source.options, model.store.stats()
+    own, chosen = source.config.num_experts_per_tok, source.router.num_experts_per_tok
+    if options.safe:
+        model.compile_steps = False
+    if source.checkpoint.approximated:
+        stats.mark_lossy(source.checkpoint.approximated)
+    if chosen < own:
+        stats.mark_lossy(f"experts_per_token {chosen} of {own}")
+    if options.kv_bits is not None:
+        stats.mark_lossy(f"kv_bits {options.kv_bits}")
+    if options.fuse or (options.fuse is None and mx.default_device() != mx.cpu):
+        model.prepare()
+    if placed.part is not None:
+        placed.part.agree(model, exact_prompts=options.exact_prompts)
+
+
+def _print_plan(model: DecoderModel, source: Source, placed: Placed) -> None:
+    """Print the line of the plan on stderr, and what a user may want to mend."""
+    part, checkpoint = placed.part, source.checkpoint
+    whose = "" if part is None else f"rank {part.ranks.rank} of {part.ranks.size}: "
+    print(f"{whose}{model.plan}", file=sys.stderr)  # noqa: T201
+    if checkpoint.approximated:
+        print(checkpoint.approximated, file=sys.stderr)  # noqa: T201
+    if checkpoint.form == "packed" and not _verified(placed.mapped):
+        print(  # noqa: T201
+            f"{source.path} has no checksums: experts are read without verification; convert the "
+            "original again to have them",
+            file=sys.stderr,
+        )
+    if unmeasured := dispatch.hint(metal.backend().name):
+        print(unmeasured, file=sys.stderr)  # noqa: T201
+
+
+def _check_global_scales(
+    specs: Quantization, layouts: Mapping[int, BlockLayout], checkpoint: Checkpoint
+) -> None:
+    """Raise CheckpointError for experts without the global scales that config.json says they have.
+
+    Without them every number would be another one; other settings follow from the shapes.
+    """
+    for layer, layout in layouts.items():
+        for projection, spec in layout.specs.items():
+            path = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
+            declared = specs.spec(path)
+            if declared is not None and declared.global_scale and not (spec and spec.global_scale):
+                raise CheckpointError(
+                    f"{checkpoint.directory}: config.json says that '{path}' has a global_scale, "
+                    "but there is none; fetch the shard that holds it."
+                )
+
+
+def _verified(mapped: MappedTensors) -> bool:
+    """Return True if every block of experts has a checksum."""
+    return all(isinstance(p, Blocks) and bool(p.checksums) for p in mapped.experts.values())

@@ -1,0 +1,165 @@
+"""The store of a model's experts: planned and built, or given and checked."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.names import MappedTensors
+from mlx_moeflux.distributed.part import Part
+from mlx_moeflux.errors import InputError, MemoryBudgetError, ShapeError
+from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan
+from mlx_moeflux.experts.compute import ExpertMix
+from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.native_pool import staging_bytes
+from mlx_moeflux.experts.io.readers import check_reader, make_reader
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
+from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
+from mlx_moeflux.experts.telemetry.events import EventHook
+from mlx_moeflux.kernels.runtime.packing import largest_buffer
+from mlx_moeflux.loading.options import LoadOptions
+from mlx_moeflux.models.base import StreamingModel
+from mlx_moeflux.models.weights import ExpertsOnDisk
+
+KV_POSITIONS = 8192
+
+
+def make_store(
+    model: StreamingModel,
+    mapped: MappedTensors,
+    layouts: dict[int, BlockLayout],
+    options: LoadOptions,
+    *,
+    part: Part | None,
+    memory: Memory,
+) -> tuple[ExpertStore, Plan]:
+    """Plan the memory of the experts and build their store; closes the reader unless it is used.
+
+    part: This rank's, whose experts alone `mapped` has; None: one process has all.
+
+    Raises:
+        InputError: A given reader is wrong, or an option is out of range.
+        MemoryBudgetError: The budget is too small, or an array too large for the GPU.
+    """
+    given = options.reader
+    reader = given or make_reader(options.expert_reader, mapped.experts)
+    E, mix, events = model.config.num_experts, model.kernels.expert_mix, options.events
+    if part is not None:
+        E, mix, events = part.num_experts, part.mix, None  # the events are those of all ranks
+    threads = DEFAULT_THREADS if options.expert_threads is None else options.expert_threads
+    try:
+        if given is not None:
+            check_reader(
+                reader,
+                layers=sorted(layouts),
+                num_experts=E,
+                hidden=model.config.hidden_size,
+                intermediate=model.config.moe_intermediate_size,
+            )
+        plan = make_plan(
+            "auto" if options.expert_memory is None else options.expert_memory,
+            {layer: layout.nbytes for layer, layout in layouts.items()},
+            num_experts=E,
+            experts_per_token=min(model.router.num_experts_per_tok, E),
+            trunk_bytes=model.trunk_bytes(),
+            kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
+            memory=memory,
+            reader=reader.name,
+            staging_bytes=staging_bytes(reader, threads),
+        )
+        _check_buffers(plan, layouts)
+        if plan.resident and given is None:
+            reader.close()
+            return _resident(model, mapped, layouts, E, mix, events, options.verbose), plan
+        return StreamedStore(
+            reader,
+            plan.slots,
+            threads=threads,
+            events=events,
+            mix=mix,
+            activation=model.activation,
+            eviction=options.eviction,
+            prefetch=options.prefetch,
+            keep_all_ahead=options.keep_all_ahead,
+        ), plan
+    except BaseException:
+        if hasattr(reader, "close"):
+            reader.close()
+        raise
+
+
+def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:
+    """Compare the arrays of experts with the largest buffer of the GPU.
+
+    Raises:
+        MemoryBudgetError: One is larger.
+    """
+    most = largest_buffer()
+    for layer, slots in plan.slots.items():
+        component = max(layouts[layer].components, key=lambda c: c.nbytes)
+        if most is not None and slots * component.nbytes > most:
+            fitting = plan.budget_bytes * (most // component.nbytes) // slots
+            raise MemoryBudgetError(
+                f"'{component.name}' of {slots} experts of layer {layer} takes "
+                f"{format_bytes(slots * component.nbytes)}, and a buffer of this GPU at most "
+                f"{format_bytes(most)}; give an expert_memory of at most {format_bytes(fitting)}."
+            )
+
+
+def _resident(
+    model: StreamingModel,
+    mapped: MappedTensors,
+    layouts: dict[int, BlockLayout],
+    num_experts: int,
+    mix: ExpertMix,
+    events: EventHook | None,
+    verbose: bool,
+) -> ResidentStore:
+    layers = {i: (mapped.experts[i], layouts[i].specs) for i in model.moe_blocks()}
+    disk = ExpertsOnDisk(model.moe_blocks(), layers, model.activation)
+    disk.read(verbose=verbose and sys.stderr.isatty())
+    return ResidentStore(
+        disk.bank,
+        layers=layers,
+        num_experts=num_experts,
+        events=events,
+        mix=mix,
+        block_bytes={layer: layout.nbytes for layer, layout in layouts.items()},
+        disk=disk,
+    )
+
+
+def check_store(
+    store: ExpertStore, model: StreamingModel, layouts: dict[int, BlockLayout], dtype: mx.Dtype
+) -> None:
+    """Run a custom store once.
+
+    Raises:
+        InputError: It is no ExpertStore, or a class.
+        ShapeError: Its layers, or shape, dtype or values of its result, are wrong.
+    """
+    if isinstance(store, type):
+        raise InputError(f"the given store {store.__name__} is a class; pass an instance of it.")
+    name, N, C = type(store).__name__, 3, model.config.hidden_size
+    if not isinstance(store, ExpertStore):
+        raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
+    check_members(store)
+    if tuple(store.layers) != tuple(sorted(layouts)):
+        raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")
+    logits = mx.random.normal((N, model.config.num_experts), key=mx.random.key(0))
+    ids, weights = model.router(logits)
+    x = mx.random.normal((N, C), key=mx.random.key(1)).astype(dtype)
+    for layer in store.layers:
+        try:
+            y = store.experts(layer, x, ids, weights)
+        except Exception as error:
+            raise InputError(
+                f"{name}.experts fails in layer {layer}: {type(error).__name__}: {error}."
+            ) from error
+        check_result(store, layer, x, y)
+        if not mx.isfinite(y).all().item():
+            raise ShapeError(
+                f"{name}.experts returns numbers that are not finite in layer {layer}."
+            )
