@@ -81,6 +81,7 @@ def test_imports_point_one_way(file):
         ("mlx_moeflux.checkpoint.tensors", "mlx"),
         ("mlx_moeflux.loading.steps", "mlx_lm"),
         ("mlx_moeflux.loading.options", "mlx"),
+        ("mlx_moeflux.cli", "mlx_moeflux.loading"),
         ("mlx_moeflux.cli.generate", "mlx"),
         ("mlx_moeflux.generation.text", "torch"),
     ],

@@ -1,7 +1,8 @@
-"""Options of load: one list for both functions, misspelt names, safe mode."""
+"""Options of load: one list for both functions and for flags, misspelt names, safe mode."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import pydoc
@@ -10,11 +11,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux import BatchGenerator, generate, load, load_model
+from mlx_moeflux.cli.common import add_load_arguments, load_options
 from mlx_moeflux.errors import ExactnessError, InputError, MoefluxError
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.loading import BUNDLED_MODEL, LoadOptions
+from mlx_moeflux.loading.options import FLAGS
 
 
 @pytest.mark.parametrize(("function", "own"), [(load, 3), (load_model, 1)])
@@ -231,3 +234,20 @@ def test_objects_of_another_kind_are_one_line(message, options):
     with pytest.raises(InputError, match=message) as caught:
         load_model(BUNDLED_MODEL, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_sets_its_option_alone(name):
+    def options(*words: str) -> dict:
+        parser = argparse.ArgumentParser()
+        add_load_arguments(parser, *FLAGS)
+        return load_options(parser.parse_args(words))
+
+    defaults = {flag: getattr(LoadOptions(), flag) for flag in FLAGS}
+    assert options() == defaults
+    kind, word = FLAGS[name].kind, name.replace("_", "-")
+    if kind is bool:
+        given, value = ([f"--no-{word}"], False) if defaults[name] else ([f"--{word}"], True)
+    else:
+        given, value = [f"--{word}", "7"], kind(7)
+    assert options(*given) == defaults | {name: value}

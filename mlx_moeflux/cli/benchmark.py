@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,21 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.generate import (
-    DISTRIBUTED,
-    add_config_argument,
-    add_distributed_arguments,
-    leads,
-    refuse,
-)
+from mlx_moeflux.cli.common import RANKS, add_load_arguments, leads, refuse, silence
 from mlx_moeflux.cli.profile_flags import add_profile_arguments, trace_file
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.loading.options import LoadOptions
 
 REFUSED = {
     "--pipeline": "several machines share the experts of every layer, with --distributed",
     "--quantize-activations": "activations stay in the compute dtype",
     "--trust-remote-code": "no code from a checkpoint runs",
 }
+# Options of loading that are passed on as they are.
+LOADED = ("experts_per_token", "max_context", "strict_config", *RANKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skew", type=float, default=1.0, help="of its routing, default %(default)s")
     add("--synthetic-dir", help="keep the synthetic model here, and use it if it is there")
     add("--cold", action="store_true", help="empty the page cache before trials and between tokens")
-    add("--expert-reader", default="auto", help="auto (default), pread, direct, mmap or memory")
+    add_load_arguments(parser, "expert_reader")
     add("--expert-threads", type=int, default=8, help="default %(default)s")
-    add("--experts-per-token", type=int, help="fewer than the model's own: faster and lossy")
-    add("--max-context", type=int, help="tokens that a sequence may have")
-    add_config_argument(parser)
-    add_distributed_arguments(parser)
+    add_load_arguments(parser, *LOADED)
     add("--seed", type=int, default=0, help="of the ids, default %(default)s")
     add("--markdown", type=Path, metavar="FILE", help="append a table of the results")
     add("--plot", type=Path, metavar="FILE.png", help="draw the results")
@@ -79,13 +71,10 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{file} is no regular file; choose another.")
     if args.distributed and (args.compare or len(args.expert_memory) > 1):
         raise InputError("--distributed measures one budget, and nothing beside it.")
-    load = {"experts_per_token": args.experts_per_token, "max_context": args.max_context}
-    load |= {} if args.strict_config else {"strict_config": False}
-    spread = {name: getattr(args, name) for name in DISTRIBUTED}
-    load |= {name: value for name, value in spread.items() if value not in (None, False, "id")}
+    load = {name: getattr(args, name) for name in LOADED}
     if args.distributed and not leads():
         args.markdown = args.plot = None
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+        silence()
     options = Options(
         expert_memory=args.expert_memory,
         contexts=args.context or (args.prompt_tokens,),
@@ -102,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         profile=args.profile is not None,
         trace=trace_file(args),
         capture=_capture(args),
-        load={name: value for name, value in load.items() if value is not None},
+        load={n: value for n, value in load.items() if value != getattr(LoadOptions, n)},
     )
     options.check()
     with _checkpoint(args) as (directory, name):

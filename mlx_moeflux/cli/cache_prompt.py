@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli import Bar
-from mlx_moeflux.cli.generate import (
-    add_expert_arguments,
+from mlx_moeflux.cli.common import (
+    LOADING,
+    add_load_arguments,
+    add_stats_arguments,
     load_options,
     read_prompt,
     refuse,
     stats_table,
 )
+from mlx_moeflux.cli.messages import Bar
 
 REFUSED = ("--adapter-path", "--max-kv-size", "--quantized-kv-start", "--trust-remote-code")
 
@@ -24,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-cache-file", required=True, metavar="FILE", help="file to write")
     add("--eos-token", help="end of the sequence, for the template")
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
-    add_expert_arguments(parser)
+    add_load_arguments(parser, *LOADING)
+    add_stats_arguments(parser)
     refuse(parser, REFUSED)
 
 

@@ -14,13 +14,15 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli import say, signals
+from mlx_moeflux.cli import signals
 from mlx_moeflux.cli.chat_frontend import Frontend, PlainFrontend, Reply
-from mlx_moeflux.cli.generate import (
+from mlx_moeflux.cli.common import (
+    LOADING,
+    RANKS,
     add_cache_arguments,
-    add_distributed_arguments,
-    add_expert_arguments,
+    add_load_arguments,
     add_sampling_arguments,
+    add_stats_arguments,
     kept_by_xtc,
     load_options,
     prompt_cache,
@@ -29,6 +31,7 @@ from mlx_moeflux.cli.generate import (
     stats_table,
     template_options,
 )
+from mlx_moeflux.cli.messages import say
 from mlx_moeflux.errors import InputError, MoefluxError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
 
@@ -70,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefill-step-size", type=int, help="tokens a call (default: the whole prompt)")
     add_cache_arguments(parser)
-    add_expert_arguments(parser)
-    add_distributed_arguments(parser)
+    add_load_arguments(parser, *LOADING)
+    add_stats_arguments(parser)
+    add_load_arguments(parser, *RANKS)
     refuse(parser, REFUSED)
 
 

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_moeflux.cli.generate import add_config_argument
+from mlx_moeflux.cli.common import add_load_arguments
 from mlx_moeflux.errors import InputError
 
 
@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts-per-token", type=int, help="fewer experts a token")
     add("--bits", type=int, help="a temporary copy quantised to this many bits")
     add("--other", help="another copy of the model, such as a 2-bit one")
-    add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
+    add_load_arguments(parser, "expert_memory")
     add("--max-tokens", type=int, default=120, help="of each JSON reply, default %(default)s")
     add("--json", action="store_true", help="numbers instead of text")
-    add_config_argument(parser)
+    add_load_arguments(parser, "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli import Bar
-from mlx_moeflux.cli.generate import add_config_argument, refuse
+from mlx_moeflux.cli.common import add_load_arguments, refuse
+from mlx_moeflux.cli.messages import Bar
 
 REFUSED = {
     "--upload-repo": "upload with 'hf upload'",
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shard", metavar="I/N", help="write the experts of rank I of N only, from 0")
     rules = "of --shard: id (default), memory:16GB,32GB or popularity:TRACE"
     add("--placement", default="id", help=rules)
-    add_config_argument(parser)
+    add_load_arguments(parser, "strict_config")
     refuse(parser, REFUSED, REFUSED)
 
 

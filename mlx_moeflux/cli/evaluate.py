@@ -6,7 +6,7 @@ import argparse
 import sys
 from unittest import mock
 
-from mlx_moeflux.cli.generate import add_expert_arguments, load_options, refuse
+from mlx_moeflux.cli.common import LOADING, add_load_arguments, load_options, refuse
 from mlx_moeflux.errors import UnsupportedError
 
 # Flags that mlx-lm's program reads itself, with its own defaults.
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, help="see mlx_lm.evaluate")
     for flag in SWITCHES:
         add(flag, action="store_true", help="see mlx_lm.evaluate")
-    add_expert_arguments(parser, stats=False)
+    add_load_arguments(parser, *LOADING)
     refuse(parser, ("--trust-remote-code",))
 
 

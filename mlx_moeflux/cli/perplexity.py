@@ -7,7 +7,14 @@ import math
 import sys
 from pathlib import Path
 
-from mlx_moeflux.cli.generate import add_expert_arguments, load_options, refuse, stats_table
+from mlx_moeflux.cli.common import (
+    LOADING,
+    add_load_arguments,
+    add_stats_arguments,
+    load_options,
+    refuse,
+    stats_table,
+)
 from mlx_moeflux.errors import InputError
 
 
@@ -19,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence-length", type=int, default=512, help="tokens, default %(default)s")
     add("--num-samples", type=int, default=256, help="sequences, default %(default)s; -1: all")
     add("--seed", type=int, default=123, help="of the choice of sequences, default %(default)s")
-    add_expert_arguments(parser)
+    add_load_arguments(parser, *LOADING)
+    add_stats_arguments(parser)
     refuse(parser, ("--trust-remote-code",))
 
 

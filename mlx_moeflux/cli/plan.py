@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from mlx_moeflux.cli.common import add_load_arguments
 from mlx_moeflux.distributed.placement import parse_memory
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import parse_budget
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machines", metavar="SIZE,...", help="memory of several, such as 16GB,32GB")
     add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
     add("--link-latency", type=float, default=0.1, help="ms a message, default %(default)s")
-    add("--expert-memory", default="auto", metavar="SIZE", help="2GB, 50%% or auto (default)")
+    add_load_arguments(parser, "expert_memory")
     add("--context", type=int, default=8192, help="positions, default %(default)s")
     add("--bits", type=int, help="as if converted to so many bits")
     add("--ssd-gbps", type=float, default=SSD_GBPS, help="default %(default)s GB/s")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlx_moeflux.cli.generate import add_config_argument
+from mlx_moeflux.cli.common import add_load_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="also measure this checkpoint, instead of a synthetic one")
     add("--out", default="mlx_moeflux-report", help="files without ending, default %(default)s")
     add("--seconds", type=float, default=600, help="for everything, default %(default)s")
-    add_config_argument(parser)
+    add_load_arguments(parser, "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_moeflux.cli.generate import (
+from mlx_moeflux.cli.common import (
+    LOADING,
+    RANKS,
     add_cache_arguments,
-    add_distributed_arguments,
-    add_expert_arguments,
+    add_load_arguments,
     add_sampling_arguments,
     json_object,
     leads,
@@ -66,8 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     held = "of states in memory, default %(default)s"
     add("--prompt-cache-bytes", default="2GB", metavar="SIZE", help=held)
     add_cache_arguments(parser)
-    add_expert_arguments(parser, stats=False)
-    add_distributed_arguments(parser)
+    add_load_arguments(parser, *LOADING, *RANKS)
     refuse(parser, REFUSED)
 
 

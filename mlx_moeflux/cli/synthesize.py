@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mlx_moeflux.cli import Bar
+from mlx_moeflux.cli.messages import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_moeflux.cli.generate import add_config_argument
+from mlx_moeflux.cli.common import add_load_arguments
 from mlx_moeflux.errors import InputError
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure implementations of these operations (all) instead, on the calls of --model, "
         "or without it in published sizes",
     )
-    add_config_argument(parser)
+    add_load_arguments(parser, "strict_config")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlx_moeflux.cli import Bar, say
+from mlx_moeflux.cli.messages import Bar, say
 from mlx_moeflux.loading import BUNDLED_MODEL
 from tests.checkpoint.local_hub import local_hub
 from tests.cli.terminal import in_terminal, screen

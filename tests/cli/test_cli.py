@@ -14,7 +14,8 @@ import pytest
 
 from mlx_moeflux import generate, load, stream_generate
 from mlx_moeflux.cli import COMMANDS, command_module, main, script
-from mlx_moeflux.cli.generate import DEFAULT_PROMPT, REFUSED
+from mlx_moeflux.cli.common import REFUSED
+from mlx_moeflux.cli.generate import DEFAULT_PROMPT
 from mlx_moeflux.experts.policies.eviction import EVICTIONS
 from mlx_moeflux.experts.policies.prefetch import PREFETCHES
 from mlx_moeflux.generation import text

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.cli import check, main
-from mlx_moeflux.cli.generate import stats_table
+from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.moe import router
