@@ -21,7 +21,7 @@ import numpy as np
 from mlx_moeflux.distributed.placement import Places
 from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.errors import DistributedError
-from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices, on_cpu
+from mlx_moeflux.experts.compute import ExpertMix, check_call, check_ids, indices
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction
 from mlx_moeflux.experts.policies.prefetch import Prefetch
@@ -32,7 +32,7 @@ from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts
 from mlx_moeflux.kernels.operation import Implementation
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 
 # What one collective sends at most; a slow link takes a second or two for it.
 EXCHANGE_BYTES = 64 << 20
@@ -196,7 +196,7 @@ class DistributedStore(ExpertStore):
         Policies see a call of N tokens; it is computed as one of P tokens with one expert each.
         Kernels split the work on an expert by the columns that they are given, so there are K.
         """
-        local, width = self.local, 1 if on_cpu() else self._mix.K
+        local, width = self.local, 1 if device.kind() == "cpu" else self._mix.K
         flat = np.full((len(token), width), self.places.counts[self.ranks.rank], np.uint32)
         flat[:, 0] = own[token, column]
         rows, ones = x[indices(token)], mx.ones(flat.shape, mx.float32)
@@ -225,7 +225,7 @@ class DistributedStore(ExpertStore):
         marks = np.zeros((ranks.size, 2), np.float32)
         marks[ranks.rank] = mark >> 16, mark & 0xFFFF  # whole numbers that float32 has
         flat = mx.concatenate([part.reshape(-1), mx.array(marks.reshape(-1))])
-        metal.settle()
+        device.settle()
         total = ranks.sum(flat)
         found = np.array(total[part.size :]).reshape(marks.shape)
         for rank, theirs in enumerate(found):

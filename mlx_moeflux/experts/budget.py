@@ -125,11 +125,14 @@ def measure_memory() -> Memory:
     container's limit), of which 0.6 is usable."""
     import mlx.core as mx
 
-    if mx.default_device() == mx.cpu:
+    from mlx_moeflux.kernels.runtime import device
+
+    kind = device.kind()
+    if kind == "cpu":
         free, seen = _available()
         return Memory("cpu", free, int(0.6 * free), f"0.6 of the available memory{seen}")
     info = mx.device_info(mx.gpu)
-    if mx.metal.is_available():
+    if kind == "metal":
         most, (free, seen) = int(info["max_recommended_working_set_size"]), _available()
         what = f"the available memory{seen}" if free < most else "the recommended working set"
         free = min(free, most)

@@ -22,11 +22,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.errors import ShapeError
-from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, accumulate_experts, expert_ffn
 from mlx_moeflux.kernels.moe.expert_mix import ABSENT, expert_mix
 from mlx_moeflux.kernels.operation import Implementation
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 
 # Up to this many (token, expert) pairs are computed as they come; more are grouped by slot.
 FEW_PAIRS = 64
@@ -140,33 +139,30 @@ class ExpertCompute:
     def rows(self, x: mx.array, slots: mx.array, bank: ExpertBank) -> mx.array:
         """x ``[P, C]``, slots ``[P]`` -> ``[P, C]``; float32 on the CPU, which is fastest there,
         and where `x` and the bank have other floats."""
-        if on_cpu() or needs_cast(bank, x.dtype):
+        if device.kind() == "cpu" or needs_cast(bank, x.dtype):
             x = x.astype(mx.float32)
         return expert_ffn(x, slots, bank)
 
     def takes_few(self, pairs: int, tokens: int, bank: ExpertBank) -> bool:
         """Return True if so few pairs are computed in their order, in one piece."""
         small = tokens == 1 or pairs * block_bytes(bank) <= self.take_bytes
-        return pairs <= FEW_PAIRS and (small or not on_cpu() or not needs_cast(bank, mx.float32))
+        return pairs <= FEW_PAIRS and (
+            small or device.kind() != "cpu" or not needs_cast(bank, mx.float32)
+        )
 
     def pairs_at_once(self, bank: ExpertBank, pair_bytes: int | None = None) -> int:
         """Pairs whose inputs, inner values and outputs fit in the scratch."""
         F, C = bank.gate.weight.shape[1], bank.down.weight.shape[1]
-        scratch = self.scratch_bytes or SCRATCH_BYTES["cpu" if on_cpu() else "gpu"]
+        scratch = self.scratch_bytes or SCRATCH_BYTES["cpu" if device.kind() == "cpu" else "gpu"]
         return max(1, scratch // (pair_bytes or 4 * (3 * C + 3 * F)))
 
 
 def compute_scratch_bytes() -> int:
     """Return the bytes that computing experts may allocate besides results; on the CPU cached dense
     matrices count as well."""
-    if not on_cpu():
+    if device.kind() != "cpu":
         return SCRATCH_BYTES["gpu"]
-    return SCRATCH_BYTES["cpu"] + TAKE_BYTES + KEPT_BYTES
-
-
-def on_cpu() -> bool:
-    """Return True if operations run on the CPU by default."""
-    return mx.default_device() == mx.cpu
+    return SCRATCH_BYTES["cpu"] + TAKE_BYTES + device.kept_bytes()
 
 
 def block_bytes(bank: ExpertBank) -> int:
@@ -179,7 +175,7 @@ def needs_cast(bank: ExpertBank, dtype: mx.Dtype) -> bool:
     """Return True if stock operations would cast every slot of `bank` on each call with x of
     `dtype`: its floats are not of the dtype that they compute in. Scales in bytes are never
     cast."""
-    computed = mx.float32 if on_cpu() else dtype
+    computed = mx.float32 if device.kind() == "cpu" else dtype
     return not bank.float_dtypes <= {computed}
 
 
@@ -324,7 +320,7 @@ class ExpertSum:
     def evaluate(self) -> None:
         """Wait until nothing reads a bank any more."""
         if self._on_host is None:
-            metal.settle()
+            device.settle()
             mx.eval(self._total)
 
     def _add_on_host(

@@ -31,6 +31,7 @@ from mlx_moeflux.generation.sampling import (
     processed,
 )
 from mlx_moeflux.kernels.nested import describe
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import failures
 
 UNLIMITED = -1  # tokens of a reply
@@ -224,7 +225,7 @@ def make_prefill(model: Any, sequences: list[Request], cache: PromptCache | None
     """
     padded = (
         len(sequences) > 1
-        and mx.default_device() != mx.cpu
+        and device.kind() != "cpu"
         and all(s.read < len(s.prompt) and not s.stops for s in sequences)
     )
     return (PaddedPrefill if padded else Prefill)(model, sequences, cache)
@@ -569,7 +570,7 @@ class BatchGenerator:
         self._processors = check_processors(logits_processors)
         # One step ahead hides the host's work behind a GPU's. A returned state contains the last
         # token, which must go through the model before its sequence leaves.
-        self._ahead = keep_states or mx.default_device() != mx.cpu
+        self._ahead = keep_states or device.kind() != "cpu"
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)

@@ -26,6 +26,7 @@ from mlx_moeflux.generation.sampling import (
     processed,
 )
 from mlx_moeflux.kernels.nested import describe
+from mlx_moeflux.kernels.runtime import device
 
 Progress = Callable[[int, int], None]
 
@@ -108,7 +109,7 @@ def _steps(
         following: Any = loop.prefill(size, stop=max_tokens == 0)
     # One step ahead hides the host's work behind the GPU's. On the CPU it hides nothing, and a
     # pending reader would keep MLX from writing the key-value buffers in place.
-    ahead = mx.default_device() != mx.cpu
+    ahead = device.kind() != "cpu"
     count, reply = 0, []
     try:
         while count != max_tokens:

@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import AUTO, format_bytes, parse_budget
+from mlx_moeflux.kernels.runtime import device
 
 LEAST_CACHE_BYTES = 64 << 20
 OFF = "off"
@@ -54,7 +55,7 @@ def parse_wired_memory(value: str | float | None) -> str | int | None:
 
 def _most_wired() -> int | None:
     """Return the bytes that Metal recommends to use, or None where MLX computes elsewhere."""
-    if not mx.metal.is_available() or mx.default_device() == mx.cpu:
+    if device.kind() != "metal":
         return None
     return int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
 

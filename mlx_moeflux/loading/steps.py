@@ -33,7 +33,7 @@ from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.registry import Kernels, choose_kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.options import (
     NAMES,
     LoadArguments,
@@ -96,7 +96,7 @@ def _prepare_gpu() -> None:
     """Do what must come before MLX's first use of a GPU in this process: set the variables that it
     reads then, and link the directory where it looks for compiled kernels."""
     set_device_variables()
-    metal.cuda_files()
+    device.open_files()
 
 
 @contextlib.contextmanager
@@ -375,7 +375,7 @@ def _finish(model: DecoderModel, source: Source, placed: Placed) -> None:
         stats.mark_lossy(f"experts_per_token {chosen} of {own}")
     if options.kv_bits is not None:
         stats.mark_lossy(f"kv_bits {options.kv_bits}")
-    if options.fuse or (options.fuse is None and mx.default_device() != mx.cpu):
+    if options.fuse or (options.fuse is None and device.kind() != "cpu"):
         model.prepare()
     if placed.part is not None:
         placed.part.agree(model, exact_prompts=options.exact_prompts)
@@ -394,7 +394,7 @@ def _print_plan(model: DecoderModel, source: Source, placed: Placed) -> None:
             "original again to have them",
             file=sys.stderr,
         )
-    if unmeasured := dispatch.hint(metal.backend().name):
+    if unmeasured := dispatch.hint(device.backend().name):
         print(unmeasured, file=sys.stderr)  # noqa: T201
 
 

@@ -18,7 +18,7 @@ from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
-from mlx_moeflux.kernels.runtime.packing import largest_buffer
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.weights import ExpertsOnDisk
@@ -96,7 +96,7 @@ def _check_buffers(plan: Plan, layouts: dict[int, BlockLayout]) -> None:
     Raises:
         MemoryBudgetError: One is larger.
     """
-    most = largest_buffer()
+    most = device.largest_buffer()
     for layer, slots in plan.slots.items():
         component = max(layouts[layer].components, key=lambda c: c.nbytes)
         if most is not None and slots * component.nbytes > most:

@@ -28,6 +28,7 @@ from mlx_moeflux._version import __version__
 from mlx_moeflux.backend import describe_backend
 from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import verdicts
 
 # Version of the JSON file.
@@ -122,7 +123,7 @@ def steps(folder: Path, model: str | None, *, strict_config: bool = True) -> lis
         benchmark("bundled", "The bundled model", 120, "-p", "64", *budgets[:1], "100%,50%,25%"),
     ]
     if model is None:
-        shape, layers, prompt = ON_CPU if mx.default_device() == mx.cpu else ON_GPU
+        shape, layers, prompt = ON_CPU if device.kind() == "cpu" else ON_GPU
         found.append(
             benchmark(
                 *("synthetic", f"{layers} layers of {shape}, cold disk", 300),

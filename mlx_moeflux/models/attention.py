@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import KVCache
-from mlx_moeflux.kernels.cpu.blas import reshaped
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.layers import project_normed, weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
 
@@ -78,8 +78,8 @@ class Attention(Module):
         q, k, v = project_normed(kernels, x, weights, norm)
         if self.qk_norm == "all heads":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = reshaped(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
-        k, v = reshaped(k, B, T, Hkv, Dh), reshaped(v, B, T, Hkv, Dh)
+        q = device.reshape(q, B, T, Hq, -1)  # gated: [B, T, Hq, 2 Dh], the gate in the second half
+        k, v = device.reshape(k, B, T, Hkv, Dh), device.reshape(v, B, T, Hkv, Dh)
         gate = q if self.gated else None
         q_weight = k_weight = None
         if self.qk_norm == "head":

@@ -25,6 +25,7 @@ from mlx_moeflux.experts.telemetry.events import EventHook, joined, parted
 from mlx_moeflux.experts.telemetry.trace import TraceInfo, TraceWriter
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, swiglu
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
 from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, is_own
@@ -193,7 +194,7 @@ class StreamingModel(Module):
             self.forget_steps()
         enabled = self.compile_steps
         if enabled is None:
-            enabled = mx.default_device() != mx.cpu
+            enabled = device.kind() != "cpu"
         observed = self._recordings or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
         return enabled and own and not self.training and not observed and traceable(self._router)

@@ -22,7 +22,7 @@ from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.models.protocol import Decoder
 
@@ -317,7 +317,7 @@ class SegmentedStep:
 
         def traced(*inputs):
             self._graphs_built += 1
-            with metal.gathered():
+            with device.gathered():
                 return segment(*inputs)
 
         looks_ahead = following is not None and model.layers[following].mlp._lookahead is not None

@@ -18,13 +18,12 @@ from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import (
     DecoderLayer,
     Pause,
-    on_gpu,
     project_normed,
     run,
     weights_of,
@@ -43,10 +42,10 @@ def _begin(begun: deque[mx.array], pause: Pause) -> None:
     is large, wait for the one before the last. begun: The last two that were submitted."""
     (h,) = pause.outputs
     many = h.size >= MANY_NUMBERS
-    if on_gpu() and (many or pause.layers % LAYERS_AHEAD == 0):
+    if device.kind() != "cpu" and (many or pause.layers % LAYERS_AHEAD == 0):
         begun.append(h)
         before = begun.popleft() if len(begun) > 2 else None
-        metal.settle()
+        device.settle()
         with contextlib.suppress(ValueError):  # a graph transformation refuses evaluation
             mx.async_eval(h)
             if many and before is not None:
@@ -166,7 +165,7 @@ class DecoderModel(StreamingModel):
             raise InputError(f"tokens are {tokens.dtype}; give integer ids.")
         self.notice_edits()
         one = tokens.shape[1] == 1 and cache is not None
-        if not one or not on_gpu():
+        if not one or device.kind() == "cpu":
             self._check_ids(tokens)
         if cache is None:
             cache = self.make_cache()
@@ -175,7 +174,7 @@ class DecoderModel(StreamingModel):
         elif not one or not isinstance(cache, list) or len(cache) != len(self.model.layers):
             self.check_cache(cache)
         tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
-        if one and on_gpu():
+        if one and device.kind() != "cpu":
             tokens = mx.minimum(tokens, self.config.vocab_size - 1)
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.experts_stay_on_device:
@@ -211,7 +210,7 @@ class DecoderModel(StreamingModel):
         with ExitStack() as transactions:
             for state in states:
                 transactions.enter_context(transaction(state))
-            with metal.gathered():
+            with device.gathered():
                 rows = [ids.astype(mx.uint32)[None] for ids in prompts]
                 return self._last_logits(run(self._walk(rows, states, self.prefill_chunk)))
 
@@ -238,7 +237,7 @@ class DecoderModel(StreamingModel):
             ids = [rows.astype(mx.uint32) for rows in tokens]
             walk = self._walk(ids, states, self.prefill_chunk)
             while True:
-                with metal.gathered():
+                with device.gathered():
                     pause = next(walk, None)
                 if pause is None:
                     break
@@ -260,7 +259,7 @@ class DecoderModel(StreamingModel):
                     mx.eval(before)
                     before, unsent = hidden, []
                     yield pause.layers
-            with metal.gathered():
+            with device.gathered():
                 logits = self._last_logits(hidden)
             mx.eval(logits, [entry.state for state in states for entry in state])
             self.start_eval()
@@ -272,7 +271,7 @@ class DecoderModel(StreamingModel):
         # Chunks are evaluated one by one, which a compiled training step excludes.
         chunk = tokens.shape[1] if self.training else self.prefill_chunk
         ahead = partial(_begin, deque()) if last_only and tokens.shape[1] > 1 else None
-        with metal.gathered():
+        with device.gathered():
             (h,) = run(self._walk([tokens], [cache], chunk), ahead)
             return self.logits(h[:, -1:] if last_only else h)
 

@@ -16,12 +16,11 @@ from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.checkpoint.formats.decoded import NVFP4_UNIT
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
-from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.linear.quantised import scaled, settings, wide
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.modules import (
     RMS_NORMS,
     Embedding,
@@ -201,9 +200,9 @@ def run(
 def _evaluate(parts: list[mx.array]) -> None:
     """Submit the newest of `parts` and wait for it, or on a GPU for the one before: the next
     part's graph is built meanwhile."""
-    metal.settle()
+    device.settle()
     mx.async_eval(parts[-1])
-    ahead = int(on_gpu())
+    ahead = int(device.kind() != "cpu")
     mx.eval(parts[-1 - ahead : len(parts) - ahead])
 
 
@@ -216,11 +215,6 @@ def _chunked(function, x: mx.array, parts: list[tuple[int, int]]) -> mx.array:
         results.append(function(x[:, start:stop]))
         _evaluate(results)
     return mx.concatenate(results, axis=1)
-
-
-def on_gpu() -> bool:
-    """Return True if operations run on a GPU by default."""
-    return mx.default_device().type == mx.gpu
 
 
 class PreciseLinear(Module):
@@ -462,12 +456,13 @@ def joined_weight(*linears: nn.Module) -> Weight | None:
 
 
 def forget_dense(model: nn.Module) -> None:
-    """Free the copies that :mod:`mlx_moeflux.kernels.cpu.blas` caches of a model's matrices."""
+    """Free the copies that the back end keeps of a model's matrices."""
     for module in model.modules():
         known = getattr(module, "_stack", None)
         arrays = [] if known is None else [weight.weight for weight in known.weights]
         for array in (*arrays, *module.values()):
-            blas.kept.forget(id(array))
+            if isinstance(array, mx.array):
+                device.forget(array)
 
 
 def decoder_layer(layer: Any) -> DecoderLayer | None:

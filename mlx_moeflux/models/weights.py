@@ -32,6 +32,7 @@ from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.samples import Watch
 from mlx_moeflux.kernels.linear.quantised import settings
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.decoder import DecoderModel
 from mlx_moeflux.models.layers import ScaledLinear
 from mlx_moeflux.models.moe import ExpertProjection, SparseMoeBlock, SwitchGLU
@@ -43,7 +44,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def default_dtype() -> mx.Dtype:
     """Return bfloat16 on GPUs, float32 on the CPU, where bfloat16 is slower."""
-    return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
+    return mx.float32 if device.kind() == "cpu" else mx.bfloat16
 
 
 def match_trunk(

@@ -25,6 +25,7 @@ from mlx_moeflux.generation.sampling import (
     make_logits_processors,
     make_sampler,
 )
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, MEMORY_EXCEEDED, RequestError
 from mlx_moeflux.server.following import LeadingGenerator
 from mlx_moeflux.server.request import Sampling
@@ -227,7 +228,7 @@ class Engine:
     def _run(self) -> None:
         try:
             with LIMITS.held(self._needs()):
-                if mx.default_device() != mx.cpu:
+                if device.kind() != "cpu":
                     self._generator.warm_up()
                 self._warm = True
                 while not self._stopped:

@@ -9,6 +9,7 @@ import pytest
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.shapes import SHAPES
+from tests.devices import seen_as
 from tests.distributed.launch import results, start_job
 from tests.distributed.program import PROMPT, STEPS, batched, logits_of, prompts_of, reply
 
@@ -52,7 +53,8 @@ def check(folder, ranks: int, cases: list[dict]) -> None:
 def test_a_group_of_one_process(memory, directory_of, monkeypatch):
     """Every step but the exchange, on pairs (one sequence) and sums (three: 120 tokens), with the
     columns of the CPU and those of kernels."""
-    monkeypatch.setattr("mlx_moeflux.distributed.store.on_cpu", lambda: memory == "100%")
+    other = seen_as("cpu" if memory == "100%" else "cuda")
+    monkeypatch.setattr("mlx_moeflux.distributed.store.device", other)
     path, group = directory_of(SOME[0]), mx.distributed.init()
     assert group.size() == 1
     for batch in (1, 3):

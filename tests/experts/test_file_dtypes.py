@@ -14,6 +14,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.experts import compute
 from mlx_moeflux.kernels.moe.expert_ffn import expert_ffn
 from mlx_moeflux.loading import load_model
+from tests.devices import seen_as
 from tests.experts.helpers import random_call, random_experts
 from tests.models.twins import GOLDEN
 
@@ -115,7 +116,7 @@ def test_a_gpu_takes_rows_before_it_casts_them(monkeypatch):
         seen.append((x.dtype, bank.slots, bank.up.scales.dtype))
         return real(x, slots, bank)
 
-    monkeypatch.setattr(compute, "on_cpu", lambda: False)
+    monkeypatch.setattr(compute, "device", seen_as("cuda"))
     monkeypatch.setattr(compute, "expert_ffn", ffn)
     x, *route = random_call(1, num_experts=40)
     for dtype in (mx.float16, mx.bfloat16):

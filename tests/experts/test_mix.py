@@ -11,7 +11,7 @@ from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.moe.expert_mix import EXPERT_MIX, expert_mix_grouped
 from mlx_moeflux.kernels.registry import choose_kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 from tests.experts.helpers import (
     LAYERS,
     E,
@@ -133,7 +133,7 @@ def test_kernels_are_there_before_sums_are_evaluated(open_store, monkeypatch, n,
                 seen.append("eval")
         evaluate(*arrays)
 
-    monkeypatch.setattr(metal, "settle", lambda: seen.append("settle"))
+    monkeypatch.setattr(device, "settle", lambda: seen.append("settle"))
     monkeypatch.setattr(mx, "eval", watched)
     seen.append("call")
     store.experts(5, *call)

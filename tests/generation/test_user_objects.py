@@ -17,6 +17,7 @@ from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import decoder
 from mlx_moeflux.models.moe import SoftmaxRouter
+from tests.devices import seen_as
 
 PROMPT = "def main(argv):\n"
 
@@ -290,7 +291,7 @@ def test_one_id_beside_a_state_is_checked_on_a_cpu_and_bounded_on_a_gpu(pair, mo
     last = step(4095)
     refused(InputError, f"token id {value} is outside the vocabulary", lambda: step(value))
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "on_gpu", lambda: True)
+        patch.setattr(decoder, "device", seen_as("cuda"))
         assert mx.array_equal(step(value), last)
         assert not mx.array_equal(step(7), last)
 

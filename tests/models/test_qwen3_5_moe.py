@@ -18,6 +18,7 @@ from mlx_moeflux.kernels.delta.gated_delta import gated_delta_chunked, gated_del
 from mlx_moeflux.kernels.runtime import launch_args
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models import decoder, layers, qwen3_5_moe
+from tests.devices import seen_as
 from tests.kernels.harness import emulated
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
@@ -47,7 +48,7 @@ def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
     tokens = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70)))
     with load_model(BUNDLED_MODEL, expert_memory="100%") as model:
         expected = model(tokens, last_only=True)
-        monkeypatch.setattr(decoder, "on_gpu", lambda: True)
+        monkeypatch.setattr(decoder, "device", seen_as("cuda"))
         monkeypatch.setattr(decoder, "MANY_NUMBERS", 70 * model.config.hidden_size)
         begin, wait = mx.async_eval, mx.eval
 
@@ -77,7 +78,7 @@ def test_what_a_gpu_begins_early_is_the_same(monkeypatch, chunk, memory):
         expected = model(tokens, alike[0], last_only=True)
         begin = mx.async_eval
         for module in (decoder, layers):
-            monkeypatch.setattr(module, "on_gpu", lambda: True)
+            monkeypatch.setattr(module, "device", seen_as("cuda"))
         monkeypatch.setattr(mx, "async_eval", lambda *a: begun.append(len(a)) or begin(*a))
         assert mx.array_equal(model(tokens, alike[1], last_only=True), expected)
         assert len(begun) >= len(model.layers) // decoder.LAYERS_AHEAD >= 1

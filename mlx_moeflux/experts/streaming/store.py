@@ -49,7 +49,7 @@ from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
 from mlx_moeflux.experts.telemetry.events import Chosen, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device
 
 DEFAULT_THREADS = 8
 MOST_THREADS = 256
@@ -330,7 +330,7 @@ class StreamedStore(ExpertStore):
             y = total.total
             if weights.size > FEW_PAIRS:
                 # Evaluate a long output now rather than keep it pending.
-                metal.settle()
+                device.settle()
                 mx.eval(y)
         _account(state, start, stalled)
         return y
@@ -516,8 +516,8 @@ class StreamedStore(ExpertStore):
     def _wait_for_ids(self, call: Call, weights: mx.array) -> tuple[np.ndarray, ExpertRequest]:
         """Wait for the ids ``[N, K]`` of a call; notify the listener and the policies."""
         state, ids, events = call.state, call.ids, self._events
-        if mx.default_device() != mx.cpu:
-            metal.settle()
+        if device.kind() != "cpu":
+            device.settle()
         if call.ahead is not None or events is not None:
             # One evaluation for everything that the host reads.
             mx.eval(ids, call.ahead, None if events is None else weights)

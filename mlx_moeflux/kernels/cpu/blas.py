@@ -117,7 +117,7 @@ def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
 numbers = functools.partial(values_of, dtype=mx.float32)
 
 
-def reshaped(x: mx.array, *shape: int) -> mx.array:
+def reshape(x: mx.array, *shape: int) -> mx.array:
     """``x.reshape(shape)``. On the CPU MLX hands every operation to another thread, and waiting for
     it takes some 80 us: what this thread's last :func:`project_blas` made is copied instead, if it
     is small."""

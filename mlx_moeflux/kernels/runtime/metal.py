@@ -14,12 +14,11 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_moeflux.backend import clear_at_thread_end
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.runtime import packing, source
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
@@ -173,19 +172,6 @@ def cuda_files() -> cuda_cache.Cache | None:
     if isinstance(active, CudaBackend) and mx.default_device() != mx.cpu:
         return active.cache
     return None
-
-
-def gathered() -> AbstractContextManager[None]:
-    """While a graph is built: its kernels are compiled side by side, and are there at the end."""
-    clear_at_thread_end()
-    files = cuda_files()
-    return nullcontext() if files is None else files.gathered()
-
-
-def settle() -> None:
-    """Before something is evaluated while kernels are gathered: wait for them."""
-    if (files := cuda_files()) is not None:
-        files.settle()
 
 
 def float_bits(value: float) -> int:

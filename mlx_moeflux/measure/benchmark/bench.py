@@ -24,9 +24,9 @@ from mlx_moeflux.backend import describe_backend
 from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.budget import measure_memory, parse_budget
-from mlx_moeflux.experts.compute import on_cpu
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.kernels.registry import choose_kernels
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.measure.benchmark import exact, pages
 from mlx_moeflux.measure.benchmark.card import (
@@ -140,7 +140,7 @@ MOST_CHECKED = 2048
 
 def machine() -> str:
     """The machine in general words: ``2-core x86_64 CPU``, or the GPU's name."""
-    if mx.default_device() == mx.cpu:
+    if device.kind() == "cpu":
         return f"{os.cpu_count()}-core {platform.machine()} CPU"
     return str(mx.device_info(mx.gpu).get("device_name", "unknown GPU"))
 
@@ -332,7 +332,7 @@ class _Bench:
             return exact.hold(
                 "logits against mlx-lm computing in float32", difference, exact.OTHERS
             )
-        if not on_cpu():
+        if device.kind() != "cpu":
             # MLX on NVIDIA compiles its products of quantised matrices for every class of lengths,
             # for minutes in all: those of the prompt that is measured are needed anyway.
             length = min(MOST_CHECKED, *self.options.contexts)
@@ -389,7 +389,7 @@ def measure_case(
 def refill_cache(side: Side, stream: Stream) -> None:
     """On GPUs all programs share MLX's cache of freed buffers, and each would pay for allocating
     what the others made it drop: a prompt off the clock brings them back."""
-    if mx.default_device() != mx.cpu:
+    if device.kind() != "cpu":
         run(side, Stream(stream.prompt, stream.following[:, :2]))
 
 

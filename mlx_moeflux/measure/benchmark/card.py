@@ -23,6 +23,7 @@ from mlx_moeflux.checkpoint.tensors import ExpertRefs
 from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.experts.budget import format_bytes
 from mlx_moeflux.experts.io.readers import Reader, make_reader
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.measure.benchmark.pages import COLD_SHARE, cached_share, evict
 from mlx_moeflux.models.protocol import named_parameters
 
@@ -129,7 +130,7 @@ def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
 
 def memory_bandwidth(nbytes: int | None = None, *, rounds: int = 5) -> float:
     """Bytes a second of the fastest of a few ways to pass once over a large array."""
-    on_cpu = mx.default_device() == mx.cpu
+    on_cpu = device.kind() == "cpu"
     nbytes = nbytes or MEMORY_BYTES["cpu" if on_cpu else "gpu"]
     x = mx.random.uniform(shape=(1024, nbytes // 4096))
     mx.eval(x)

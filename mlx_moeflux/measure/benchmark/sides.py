@@ -20,6 +20,7 @@ import numpy as np
 from mlx_moeflux.errors import CheckpointError, UnsupportedError
 from mlx_moeflux.generation import loop
 from mlx_moeflux.generation.memory import LIMITS, Needs
+from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.measure.benchmark.exact import DECODE_TOKENS, forced_logits
 
 MLX_LM_PREFILL = 2048
@@ -285,7 +286,7 @@ def _batched(
     last_logits: tokens ``[B, T]`` -> logits ``[B, V]`` of the last position, with `cache`.
     """
     sampler, total = ForcedSampler(stream), stream.prompt.shape[1]
-    ahead = mx.default_device() != mx.cpu
+    ahead = device.kind() != "cpu"
 
     def step(ids: mx.array) -> mx.array:
         logits = last_logits(ids).astype(mx.float32)

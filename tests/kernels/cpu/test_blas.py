@@ -246,7 +246,7 @@ def test_results_are_reshaped_without_waiting_for_mlx():
     newer = blas.project_blas(few.astype(mx.float32) + 1, weights)
     for results, copied in ((older, []), (large, []), (newer, [0, 1])):
         for i, y in enumerate(results):
-            split = blas.reshaped(y, *y.shape[:-1], 3, -1)
+            split = blas.reshape(y, *y.shape[:-1], 3, -1)
             mx.export_to_dot(graph := io.StringIO(), split)
             assert ("rectangle" in graph.getvalue()) == (i not in copied)
             assert mx.array_equal(split, y.reshape(*y.shape[:-1], 3, -1)).item()
@@ -255,7 +255,7 @@ def test_results_are_reshaped_without_waiting_for_mlx():
 @pytest.mark.parametrize("computed", [lambda x: x, lambda x: 2 * x])
 def test_what_is_reshaped_keeps_its_gradient(computed):
     def loss(x: mx.array) -> mx.array:
-        return (blas.reshaped(computed(x), 3, 4) ** 2).sum()
+        return (blas.reshape(computed(x), 3, 4) ** 2).sum()
 
     x, factor = mx.arange(12.0), computed(mx.ones(1)).item() ** 2
     assert mx.array_equal(mx.grad(loss)(x), 2 * factor * x).item()

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import device, metal
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
@@ -266,14 +266,14 @@ def test_gathered_kernels_compile_side_by_side_and_are_there_at_the_end(
 
     compiler.compile = together
     kernel = make_kernel()
-    with metal.gathered():
+    with device.gathered():
         for n in range(4):
             launch(kernel, N=n)
     assert cache.count.compiled == 4
-    with metal.gathered():
+    with device.gathered():
         launch(kernel, N=5)
         launch(kernel, N=6)
-        metal.settle()
+        device.settle()
         assert cache.count.compiled == 6
     cuda_cache._pool.cache_clear()
 

@@ -1,0 +1,68 @@
+"""What the rest of the package knows of the back end: the one way there.
+
+Models, caches, stores and generation ask here, and import nothing of ``kernels.cpu`` and
+``kernels.runtime.cuda``. Every answer is about MLX's default device at the moment of the call. Any
+thread may call any function.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_moeflux.backend import clear_at_thread_end
+from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape
+from mlx_moeflux.kernels.runtime.metal import backend, cuda_files
+from mlx_moeflux.kernels.runtime.packing import largest_buffer
+
+__all__ = [
+    "backend",
+    "forget",
+    "gathered",
+    "kept_bytes",
+    "kind",
+    "largest_buffer",
+    "open_files",
+    "reshape",
+    "settle",
+]
+
+
+def kind() -> Literal["cpu", "metal", "cuda"]:
+    """Return the kind of MLX's default device."""
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def open_files() -> None:
+    """Open the files that hold compiled kernels, if kernels would run on NVIDIA's GPU now.
+
+    The first call must come before MLX itself compiles something: it then looks there for modules.
+    """
+    cuda_files()
+
+
+def gathered() -> AbstractContextManager[None]:
+    """While a graph is built: its kernels are compiled side by side, and are there at the end."""
+    clear_at_thread_end()
+    files = cuda_files()
+    return nullcontext() if files is None else files.gathered()
+
+
+def settle() -> None:
+    """Before something is evaluated while kernels are gathered: wait for them."""
+    if (files := cuda_files()) is not None:
+        files.settle()
+
+
+def kept_bytes() -> int:
+    """Return the bytes that copies of weights may take besides the weights."""
+    return KEPT_BYTES if kind() == "cpu" else 0
+
+
+def forget(array: mx.array) -> None:
+    """Free the copies that are kept of `array`, a weight that nobody computes with any more."""
+    kept.forget(id(array))
