@@ -208,29 +208,14 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     counts, the active kernels and, on NVIDIA, the number of compiled variants."""
     from mlx_moeflux.kernels.runtime import metal
 
-    rows = [*experts.layers.items(), ("total", experts.total)]
-    if details:
-        columns = ("tokens", "lookups", "hits", "misses", "hit_rate", "bytes_read", "evictions")
-        columns += ("read_seconds", "stall_seconds", "compute_seconds")
-        lines = ["layer " + " ".join(f"{name:>15}" for name in columns)]
-        for name, layer in rows:
-            cells = (getattr(layer, column) for column in columns)
-            texts = (f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
-            lines.append(f"{name!s:5} " + " ".join(texts))
-    else:
-        lines = ["layer    hits   misses    read MB    wait s"]
-        lines += [
-            f"{name!s:5} {100 * layer.hit_rate:6.1f}% {layer.misses:8,} "
-            f"{layer.bytes_read / 1e6:10,.1f} {layer.stall_seconds:9.2f}"
-            for name, layer in rows
-            if layer.lookups or name == "total"
-        ]
-    if experts.total.proposed:
-        lines.append(str(experts).split(", compute ")[1].split(", ", 1)[1])
+    table = experts.table()
+    lines = [table.full() if details else table.brief()]
+    if ahead := table.read_ahead():
+        lines.append(ahead)
     if details:
         kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
         lines.append(f"kernels: {kernels}")
         if (files := metal.cuda_files()) is not None:
             lines.append(f"compiled: {files.count}")
     lines += model.kernels.fallbacks()
-    return "\n".join([*lines, *(f"lossy: {what}" for what in experts.lossy)])
+    return "\n".join([*lines, *(f"lossy: {what}" for what in table.lossy)])

@@ -263,9 +263,7 @@ class Generation:
 
     def hit_rate(self) -> float:
         """Return the hit rate of the experts since the request began, of all replies together."""
-        total = self._service.model.store.stats().total
-        lookups = total.lookups - self._before.lookups
-        return (total.hits - self._before.hits) / lookups if lookups else 1.0
+        return self._service.model.store.stats().total.since(self._before).hit_rate
 
     def close(self) -> None:
         """Cancel what is still running; the places are free at the next step."""

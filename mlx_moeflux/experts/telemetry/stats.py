@@ -1,11 +1,12 @@
-"""Statistics of streaming: counts and seconds for each layer and in total."""
+"""Statistics of streaming: counts and seconds for each layer and in total, and the table of them
+that text, JSON and a server's metrics read."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass
@@ -53,6 +54,134 @@ class LayerStats:
     def as_dict(self) -> dict[str, int | float]:
         """All fields and the hit rate."""
         return {**asdict(self), "hit_rate": self.hit_rate}
+
+    def since(self, earlier: LayerStats) -> LayerStats:
+        """Return the difference to `earlier`, of the same counts."""
+        names = [field.name for field in fields(LayerStats)]
+        return LayerStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+
+class Shown(NamedTuple):
+    """How a number of an account is shown.
+
+    title, width, text: Of its column in the brief table; no title: it has none. metric, meaning: In
+    a server's metrics; no metric: it is not there.
+    """
+
+    title: str = ""
+    width: int = 0
+    text: Callable[[Any], str] = str
+    metric: str = ""
+    meaning: str = ""
+
+
+# Attribute of LayerStats and key in JSON -> how it is shown, in the order of the full table.
+SHOWN = {
+    "tokens": Shown(),
+    "lookups": Shown(metric="expert_lookups_total", meaning="Experts looked up."),
+    "hits": Shown(metric="expert_hits_total", meaning="Experts found in memory."),
+    "misses": Shown("misses", 8, "{:,}".format),
+    "hit_rate": Shown(
+        "hits",
+        7,
+        lambda rate: f"{100 * rate:.1f}%",
+        metric="expert_hit_rate",
+        meaning="Hits by lookups since the start.",
+    ),
+    "bytes_read": Shown(
+        "read MB",
+        10,
+        lambda count: f"{count / 1e6:,.1f}",
+        metric="expert_bytes_read_total",
+        meaning="Bytes of experts read.",
+    ),
+    "evictions": Shown(),
+    "read_seconds": Shown(),
+    "stall_seconds": Shown(
+        "wait s",
+        9,
+        "{:.2f}".format,
+        metric="expert_stall_seconds_total",
+        meaning="Seconds of waiting for reads of experts.",
+    ),
+    "compute_seconds": Shown(),
+}
+BRIEF = ("hit_rate", "misses", "bytes_read", "stall_seconds")
+
+
+@dataclass(frozen=True)
+class StatsTable:
+    """An account of one moment. lossy: See :class:`ExpertStats`."""
+
+    layers: Mapping[int, LayerStats]
+    total: LayerStats
+    lossy: tuple[str, ...]
+
+    def brief(self) -> str:
+        """Return a line for each layer that had to look, and the total."""
+        columns = [(name, SHOWN[name]) for name in BRIEF]
+        lines = [" ".join(["layer", *(f"{shown.title:>{shown.width}}" for _, shown in columns)])]
+        for row, stats in self._rows():
+            if stats.lookups or row == "total":
+                cells = (f"{shown.text(getattr(stats, n)):>{shown.width}}" for n, shown in columns)
+                lines.append(" ".join([f"{row:5}", *cells]))
+        return "\n".join(lines)
+
+    def full(self) -> str:
+        """Return a line for each layer, and the total, with all numbers of :data:`SHOWN`."""
+        lines = [" ".join(["layer", *(f"{name:>15}" for name in SHOWN)])]
+        for row, stats in self._rows():
+            cells = (getattr(stats, name) for name in SHOWN)
+            texts = (f"{c:15.3f}" if isinstance(c, float) else f"{c:15,}" for c in cells)
+            lines.append(" ".join([f"{row:5}", *texts]))
+        return "\n".join(lines)
+
+    def read_ahead(self) -> str | None:
+        """Return what the prefetcher read and foresaw, as a phrase; None: it named no expert."""
+        total = self.total
+        if not total.proposed:
+            return None
+        return (
+            f"read ahead {total.prefetches}, of which {total.prefetched_hits} used; foreseen "
+            f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
+        )
+
+    def line(self) -> str:
+        """Return the total as one line."""
+        total, ahead = self.total, self.read_ahead()
+        parts = [
+            f"{total.tokens} tokens",
+            f"hit rate {100 * total.hit_rate:.1f} % of {total.lookups}",
+            f"{total.bytes_read / 1e9:.3f} GB in {total.reads} reads",
+            f"I/O {total.read_seconds:.2f} s",
+            f"stalls {total.stall_seconds:.2f} s",
+            f"compute {total.compute_seconds:.2f} s",
+            *([ahead] if ahead else []),
+        ]
+        return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])
+
+    def as_dict(self) -> dict[str, object]:
+        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers."""
+        layers = {layer: stats.as_dict() for layer, stats in self.layers.items()}
+        return {"total": self.total.as_dict(), "layers": layers, "lossy": list(self.lossy)}
+
+    def metrics(self) -> dict[str, tuple[str, str, int | float]]:
+        """Name -> kind, meaning and value of the total, for Prometheus."""
+        return {
+            shown.metric: (
+                "counter" if shown.metric.endswith("_total") else "gauge",
+                shown.meaning,
+                getattr(self.total, name),
+            )
+            for name, shown in SHOWN.items()
+            if shown.metric
+        }
+
+    def _rows(self) -> list[tuple[str, LayerStats]]:
+        return [
+            *((str(layer), stats) for layer, stats in self.layers.items()),
+            ("total", self.total),
+        ]
 
 
 def total_of(layers: Iterable[LayerStats]) -> LayerStats:
@@ -129,38 +258,22 @@ class ExpertStats:
         result = self.snapshot()
         if result.calls is not None:
             result.calls = result.calls[len(earlier.calls or ()) :]
-        for layer, stats in result.layers.items():
-            before = earlier.layers[layer]
-            for field in fields(LayerStats):
-                difference = getattr(stats, field.name) - getattr(before, field.name)
-                setattr(stats, field.name, difference)
+        result.layers = {
+            layer: stats.since(earlier.layers[layer]) for layer, stats in result.layers.items()
+        }
         return result
 
+    def table(self) -> StatsTable:
+        """Return the account as it is now."""
+        layers = self._copied()
+        return StatsTable(layers, total_of(layers.values()), tuple(self.lossy))
+
     def as_dict(self) -> dict[str, object]:
-        """``{"total": {...}, "layers": {id: {...}}, "lossy": [...]}`` of plain numbers, and
-        ``"calls"`` if there are any."""
-        copied = self._copied()
-        layers = {layer: stats.as_dict() for layer, stats in copied.items()}
-        total = total_of(copied.values()).as_dict()
-        data = {"total": total, "layers": layers, "lossy": self.lossy}
-        calls = self.calls
+        """See :meth:`StatsTable.as_dict`; and ``"calls"`` if there are any."""
+        data, calls = self.table().as_dict(), self.calls
         if calls is not None:
             data["calls"] = [call.as_dict() for call in list(calls)]
         return data
 
     def __str__(self) -> str:
-        total = self.total
-        parts = [
-            f"{total.tokens} tokens",
-            f"hit rate {100 * total.hit_rate:.1f} % of {total.lookups}",
-            f"{total.bytes_read / 1e9:.3f} GB in {total.reads} reads",
-            f"I/O {total.read_seconds:.2f} s",
-            f"stalls {total.stall_seconds:.2f} s",
-            f"compute {total.compute_seconds:.2f} s",
-        ]
-        if total.proposed:
-            parts.append(
-                f"read ahead {total.prefetches}, of which {total.prefetched_hits} used; foreseen "
-                f"{100 * total.foreseen / total.proposed:.1f} % of {total.proposed}"
-            )
-        return ", ".join(parts + [f"lossy: {what}" for what in self.lossy])
+        return self.table().line()

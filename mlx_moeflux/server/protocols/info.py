@@ -103,7 +103,6 @@ def health(service: Service) -> dict[str, Any]:
 
 def metrics(service: Service) -> str:
     """Return all counts in Prometheus' text format."""
-    total = service.model.store.stats().total
     cache, work = service.prompt_cache, service.engine.workload
     return service.metrics.text(
         {
@@ -116,15 +115,7 @@ def metrics(service: Service) -> str:
                 work.layers,
             ),
             "prompt_share": ("gauge", "Share of these that is read, 0 to 1.", work.share),
-            "expert_lookups_total": ("counter", "Experts looked up.", total.lookups),
-            "expert_hits_total": ("counter", "Experts found in memory.", total.hits),
-            "expert_hit_rate": ("gauge", "Hits by lookups since the start.", total.hit_rate),
-            "expert_bytes_read_total": ("counter", "Bytes of experts read.", total.bytes_read),
-            "expert_stall_seconds_total": (
-                "counter",
-                "Seconds of waiting for reads of experts.",
-                total.stall_seconds,
-            ),
+            **service.model.store.stats().table().metrics(),
             "prompt_cache_bytes": (
                 "gauge",
                 "Bytes of stored states in memory.",

@@ -58,3 +58,39 @@ def test_one_line():
     )
     stats.mark_lossy("experts_per_token 4 of 8")
     assert str(stats).endswith(", lossy: experts_per_token 4 of 8")
+
+
+def test_text_json_and_metrics_read_one_table():
+    stats = filled()
+    stats.layers[5] = LayerStats(tokens=7)  # it did not look
+    stats.layers[3].bytes_read = 1_234_000_000
+    stats.mark_lossy("kv_bits 4")
+    table = stats.table()
+    stats.layers[3].hits = 0  # later
+    assert table.brief().splitlines() == [
+        "layer    hits   misses    read MB    wait s",
+        "3       60.0%        4    1,234.0      0.25",
+        "4       90.0%        1        0.0      0.50",
+        "total   75.0%        5    1,234.0      0.75",
+    ]
+    heading, *rows = (line.split() for line in table.full().splitlines())
+    assert [len(row) for row in rows] == [len(heading)] * 4
+    plain = json.loads(json.dumps(table.as_dict()))
+    for row in rows:
+        values = plain["total"] if row[0] == "total" else plain["layers"][row[0]]
+        texts = [row[heading.index(name)].replace(",", "") for name in heading[1:]]
+        assert [float(text) for text in texts] == [values[name] for name in heading[1:]]
+    metrics = table.metrics()
+    assert metrics["expert_hits_total"] == ("counter", "Experts found in memory.", 15)
+    assert metrics["expert_hit_rate"][::2] == ("gauge", plain["total"]["hit_rate"])
+    assert {value in plain["total"].values() for _, _, value in metrics.values()} == {True}
+
+
+def test_reads_ahead_are_a_phrase_without_the_marks():
+    stats = filled()
+    assert stats.table().read_ahead() is None
+    stats.layers[3] = LayerStats(prefetches=6, prefetched_hits=4, proposed=34, foreseen=13)
+    stats.mark_lossy("kv_bits 4")
+    phrase = "read ahead 6, of which 4 used; foreseen 38.2 % of 34"
+    assert stats.table().read_ahead() == phrase
+    assert str(stats).endswith(f", {phrase}, lossy: kv_bits 4")
