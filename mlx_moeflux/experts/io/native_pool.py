@@ -32,12 +32,12 @@ import numpy as np
 from mlx_moeflux import user_cache
 from mlx_moeflux.checkpoint.files import Stamp
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.experts.io import cuda_upload, file_readers, read_pool
+from mlx_moeflux.experts.io import file_readers, read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
-from mlx_moeflux.experts.io.cuda_upload import DriverError, Uploads
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
 from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory
 from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.kernels.runtime import device
 
 SOURCE = Path(__file__).with_name("native_reads.c")
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
@@ -150,20 +150,20 @@ class NativePool:
         OSError: The system gives no more threads or memory.
     """
 
-    def __init__(self, reader: FileReader, count: int, uploads: Uploads | None):
+    def __init__(self, reader: FileReader, count: int, uploads: device.Uploads | None):
         found = library()
         assert found is not None, "serves() was not asked"
         self.library, self.reader, self.count, self.uploads = found, reader, count, uploads
-        alignment, nbytes, device = reader.alignment, 0, None
+        alignment, nbytes, driver = reader.alignment, 0, None
         if uploads is not None:
             functions, self._memory = uploads.native()
-            device, nbytes = Device(*functions), uploads.nbytes
+            driver, nbytes = Device(*functions), uploads.nbytes
         elif alignment > 1:
             nbytes = reader.staging_bytes
             self._memory = memoryview(mmap.mmap(-1, (count + 1) * nbytes))
         start = ctypes.addressof(c_int.from_buffer(self._memory)) if nbytes else None
         least = file_readers.LEAST_PIECE
-        self.handle = found.pool_open(count, alignment, least, nbytes, start, device)
+        self.handle = found.pool_open(count, alignment, least, nbytes, start, driver)
         if not self.handle:
             raise OSError("no threads")
         self._buffered = bool(nbytes)
@@ -325,7 +325,8 @@ class NativeFetch:
     def _error(self, expert: int, outcome: _Outcome) -> MoefluxError:
         reader = self._pool.reader
         if outcome.error == REFUSED:
-            return DriverError("cuMemcpyHtoDAsync_v2", outcome.error)
+            assert self._pool.uploads is not None, "only a driver refuses"
+            return self._pool.uploads.refusal(outcome.error)
         if outcome.error == CHANGED:
             return reader.changed(outcome.file)
         if outcome.error == WRONG:
@@ -340,10 +341,14 @@ class NativeFetch:
 def staging_bytes(reader: Reader, threads: int) -> int:
     """Return the bytes of all private buffers of a pool: of its threads and, if they are native, of
     the caller."""
-    return (threads + NativePool.serves(reader)) * cuda_upload.staging_bytes(reader)
+    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
+    each = getattr(reader, "staging_bytes", 0) + device.upload_bytes(largest)
+    return (threads + NativePool.serves(reader)) * each
 
 
-def open_pool(reader: Reader, threads: int, uploads: Uploads | None) -> ReadPool | NativePool:
+def open_pool(
+    reader: Reader, threads: int, uploads: device.Uploads | None
+) -> ReadPool | NativePool:
     """Return threads that read with `reader`: native ones where they can."""
     files: Reader = reader
     if NativePool.serves(files):

@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
-from mlx_moeflux.experts.io.cuda_upload import Uploads, address_of
 from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.kernels.runtime import device
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
 _LOOK_AGAIN_SECONDS = 0.05
@@ -48,14 +48,14 @@ class HostSlots:
     def __init__(self, layout: BlockLayout, count: int):
         sizes = [component.nbytes for component in layout.components]
         self.views = [(memoryview(bytearray(count * nbytes)), nbytes) for nbytes in sizes]
-        self.addresses = [(address_of(view), nbytes) for view, nbytes in self.views]
+        self.addresses = [(device.address_of(view), nbytes) for view, nbytes in self.views]
 
 
 class ReadPool:
     """A fixed number of threads that work on batches of reads. They end with :meth:`close` or with
     this object. uploads: Staging buffers, where the host does not write the slots."""
 
-    def __init__(self, reader: Reader, count: int, uploads: Uploads | None = None):
+    def __init__(self, reader: Reader, count: int, uploads: device.Uploads | None = None):
         self._reader, self._uploads = reader, uploads
         self._batches: SimpleQueue[Fetch | None] = SimpleQueue()
         self._busy: list[None] = []  # an entry for each thread that works on a batch
@@ -152,7 +152,7 @@ class Fetch:
         layer: int,
         targets: Sequence[Target],
         *,
-        uploads: Uploads | None = None,
+        uploads: device.Uploads | None = None,
     ):
         self.blocks = [(target.expert, target.slot) for target in targets]
         self._targets, self._threads = targets, threads

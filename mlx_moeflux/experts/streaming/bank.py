@@ -8,16 +8,15 @@ may be written: MLX waits for an array's producer, not for its readers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
-from mlx_moeflux.experts.io.cuda_upload import address_of, bytes_of, driver
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.kernels.moe.expert_ffn import Activation, ExpertBank, swiglu
-from mlx_moeflux.kernels.runtime import packing
+from mlx_moeflux.kernels.runtime import device, packing
 
 
 class Slots(NamedTuple):
@@ -83,7 +82,7 @@ class LayerBank:
         for (source, n), (target, _) in zip(self.current.views, new.views, strict=True):
             for a, b in moves.items():
                 target[b * n : (b + 1) * n] = source[a * n : (a + 1) * n]
-        _settle(view for view, _ in new.views)
+        device.keep_on_gpu(view for view, _ in new.views)
         # One assignment: an interrupt leaves all of the old or all of the new.
         self.current = new
 
@@ -104,7 +103,7 @@ class LayerBank:
             shape = packing.by_rows(like) or (packing.packed_bytes(like) // packing.WORD,)
             buffer = mx.zeros(shape, mx.uint32)
             mx.eval(buffer)
-            whole = bytes_of(buffer)
+            whole = device.bytes_of(buffer)
             packed = packing.Packing(buffer, like)
             arrays = packed.arrays
             views = [
@@ -114,21 +113,14 @@ class LayerBank:
         else:
             arrays = [mx.zeros(shape, dtype) for shape, dtype in like]
             mx.eval(arrays)
-            views = [bytes_of(array) for array in arrays]
-        _settle(views)
+            views = [device.bytes_of(array) for array in arrays]
+        device.keep_on_gpu(views)
         named = {c.name: array for c, array in zip(components, arrays, strict=True)}
         sized = [(view, c.nbytes) for view, c in zip(views, components, strict=True)]
-        addresses = [(address_of(view), n) for view, n in sized]
+        addresses = [(device.address_of(view), n) for view, n in sized]
         experts = ExpertBank.of(named, self.layout.specs, self._experts, self._activation)
         return Slots(slots, named, experts, sized, addresses, packed)
 
 
 # A closed bank has no slots and no arrays.
 _CLOSED = Slots(0, {}, None, [], [])  # pyright: ignore[reportArgumentType]
-
-
-def _settle(views: Iterable[memoryview]) -> None:
-    """Keep the storage of a bank on the GPU, where the host does not write it."""
-    if (home := driver()) is not None:
-        for view in views:
-            home.settle(address_of(view), view.nbytes)

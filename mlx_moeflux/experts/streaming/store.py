@@ -24,7 +24,6 @@ from mlx_moeflux.experts.compute import (
     check_ids,
     from_whole_bank,
 )
-from mlx_moeflux.experts.io.cuda_upload import uploads_for
 from mlx_moeflux.experts.io.native_pool import open_pool, staging_bytes
 from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import (
@@ -129,7 +128,7 @@ class StreamedStore(ExpertStore):
         counts = {layer: self._checked(layer, slots) for layer in self.layers}
         layouts = {layer: reader.layout(layer) for layer in self.layers}
         largest = max(layout.nbytes for layout in layouts.values())
-        self._uploads = uploads_for(largest, threads)
+        self._uploads = device.uploads_for(largest, threads)
         self._pool = open_pool(reader, threads, self._uploads)
         self._layers = {
             layer: StreamedLayer(

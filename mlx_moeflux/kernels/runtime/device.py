@@ -14,19 +14,33 @@ import mlx.core as mx
 
 from mlx_moeflux.backend import clear_at_thread_end
 from mlx_moeflux.kernels.cpu.blas import KEPT_BYTES, kept, reshape
+from mlx_moeflux.kernels.runtime.cuda.upload import (
+    Uploads,
+    address_of,
+    bytes_of,
+    keep_on_gpu,
+    upload_bytes,
+    uploads_for,
+)
 from mlx_moeflux.kernels.runtime.metal import backend, cuda_files
 from mlx_moeflux.kernels.runtime.packing import largest_buffer
 
 __all__ = [
+    "Uploads",
+    "address_of",
     "backend",
+    "bytes_of",
     "forget",
     "gathered",
+    "keep_on_gpu",
     "kept_bytes",
     "kind",
     "largest_buffer",
     "open_files",
     "reshape",
     "settle",
+    "upload_bytes",
+    "uploads_for",
 ]
 
 

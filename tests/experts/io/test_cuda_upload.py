@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io import cuda_upload, file_readers
-from mlx_moeflux.experts.io.cuda_upload import Uploads, address_of
+from mlx_moeflux.experts.io import file_readers
 from mlx_moeflux.experts.io.readers import READERS, make_reader
-from mlx_moeflux.experts.streaming import store
 from mlx_moeflux.experts.streaming.store import StreamedStore
+from mlx_moeflux.kernels.runtime import device
+from mlx_moeflux.kernels.runtime.cuda import upload
+from mlx_moeflux.kernels.runtime.cuda.upload import Uploads, address_of
 from tests.experts.conftest import read_by
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
@@ -74,7 +75,7 @@ class HostDriver:
 @pytest.fixture
 def host(monkeypatch):
     found = HostDriver()
-    monkeypatch.setattr(store, "uploads_for", lambda *sizes: Uploads(found, *sizes))
+    monkeypatch.setattr(device, "uploads_for", lambda *sizes: Uploads(found, *sizes))
     return found
 
 
@@ -97,7 +98,7 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, na
 
 
 def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):
-    monkeypatch.setattr(cuda_upload, "REACHED_FOR", 8)
+    monkeypatch.setattr(upload, "REACHED_FOR", 8)
     # A layer that holds every expert is not looked at, and has no slots to give.
     with StreamedStore(make_reader("pread", experts.refs), E - 1, threads=2) as store:
         slots = []

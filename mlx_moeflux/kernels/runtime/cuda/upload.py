@@ -15,8 +15,7 @@ import functools
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -142,6 +141,13 @@ class Driver:
         self._library.cuEventDestroy_v2(ctypes.c_void_p(event))
 
 
+def keep_on_gpu(views: Iterable[memoryview]) -> None:
+    """Keep the storage of banks on the GPU, if the host does not write it."""
+    if (home := driver()) is not None:
+        for view in views:
+            home.settle(address_of(view), view.nbytes)
+
+
 def driver() -> Driver | None:
     """Return the driver where banks are in managed memory, else None."""
     return None if mx.default_device() == mx.cpu else _driver()
@@ -213,6 +219,11 @@ class Uploads:
         """Wait until all blocks have arrived."""
         self._driver.finish()
 
+    @staticmethod
+    def refusal(result: int) -> MoefluxError:
+        """Return the error for a copy of :meth:`native` threads that the driver refused."""
+        return DriverError("cuMemcpyHtoDAsync_v2", result)
+
 
 def uploads_for(nbytes: int, threads: int) -> Uploads | None:
     """Return staging for blocks of at most `nbytes`; None where the host writes banks itself."""
@@ -258,10 +269,7 @@ def _buffer_bytes(nbytes: int) -> int:
     return (-(-nbytes // _GRANULE) + 2) * _GRANULE
 
 
-def staging_bytes(reader: Any) -> int:
-    """Return the bytes of private buffers for each thread that reads with `reader`."""
-    own = getattr(reader, "staging_bytes", 0)
-    if driver() is None:
-        return own
-    largest = max(reader.layout(layer).nbytes for layer in reader.layers)
-    return own + BUFFERS * _buffer_bytes(largest)
+def upload_bytes(nbytes: int) -> int:
+    """Return the bytes of :class:`Uploads` for each thread that reads blocks of at most `nbytes`; 0
+    where the host writes banks itself."""
+    return 0 if driver() is None else BUFFERS * _buffer_bytes(nbytes)
