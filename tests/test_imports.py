@@ -127,15 +127,83 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_files_import_each_other_in_a_circle():
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the package that its file imports, under TYPE_CHECKING too."""
     modules = {
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
             ".__init__"
         ): file
         for file in PACKAGE.rglob("*.py")
     }
-    graph = {name: dependencies(file, modules) for name, file in modules.items()}
-    assert sum(map(len, graph.values())) > 500
+    found = {name: dependencies(file, modules) for name, file in modules.items()}
+    assert sum(map(len, found.values())) > 500
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle(graph):
     assert circles(graph) == []
-    graph["mlx_moeflux.errors"].add("mlx_moeflux.loading")
+    graph = graph | {"mlx_moeflux.errors": {"mlx_moeflux.loading"}}
     assert circles(graph)
+
+
+# Of kernels/runtime, what other rooms may import: the seam to the back ends, and two modules that
+# are the same on all of them.
+SEAM = {"device", "packing", "failures"}
+# Commands print what the files of compiled kernels hold, and the name of the back end.
+BELOW_THE_SEAM = {"kernels", "cli"}
+
+
+def past_the_seam(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of back ends by rooms that may only ask ``kernels/runtime/device.py``."""
+    wrong = []
+    for name, imported in graph.items():
+        if BELOW_THE_SEAM & {*name.split(".")[1:2]}:
+            continue
+        for other in imported:
+            _, *rooms = other.split(".")
+            runtime = rooms[:2] == ["kernels", "runtime"] and not set(rooms[2:3]) & SEAM
+            if runtime or rooms[:2] == ["kernels", "cpu"]:
+                wrong.append((name, other))
+    return sorted(wrong)
+
+
+def test_only_kernels_know_the_back_ends(graph):
+    assert past_the_seam(graph) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["cpu.blas", "runtime.cuda.upload", "runtime.cuda", "runtime.metal", "runtime"]
+)
+def test_what_knows_a_back_end_is_found(graph, module):
+    other = f"mlx_moeflux.kernels.{module}"
+    assert other in graph
+    for room in ("models.layers", "experts.streaming.bank"):
+        name = f"mlx_moeflux.{room}"
+        assert past_the_seam({**graph, name: {*graph[name], other}}) == [(name, other)]
+
+
+def test_imports_under_type_checking_and_in_functions_count(tmp_path, graph):
+    file = tmp_path / "user.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from mlx_moeflux.kernels.cpu.blas import Kept\n"
+        "def upload():\n    import mlx_moeflux.kernels.runtime.cuda.upload\n"
+    )
+    assert dependencies(file, dict.fromkeys(graph, PACKAGE)) == {
+        "mlx_moeflux.kernels.cpu.blas",
+        "mlx_moeflux.kernels.runtime.cuda.upload",
+    }
+
+
+def test_other_rooms_ask_mlx_for_no_device():
+    """They ask ``device.kind()``."""
+    rooms = ("models", "experts", "cache", "generation", "server", "loading", "loading.py")
+    asking = [
+        file.relative_to(PACKAGE)
+        for file in FILES
+        if file.relative_to(PACKAGE).parts[0] in rooms
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("default_device", "is_available")
+    ]
+    assert asking == []
