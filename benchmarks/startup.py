@@ -42,9 +42,9 @@ def first_token(model: str | None) -> None:
     next(stream_generate(loaded, tokenizer, PROMPT, max_tokens=2))
     laps["first token"] = age()
     print(", ".join(f"{what} {seconds:.2f}" for what, seconds in laps.items()))
-    from mlx_moeflux.kernels.runtime import metal
+    from mlx_moeflux.kernels.runtime import launcher
 
-    if (files := metal.cuda_files()) is not None:
+    if (files := launcher.cuda_files()) is not None:
         print(f"  {mx.device_info(mx.gpu)['device_name']}: {files.count}")
 
 

@@ -5,10 +5,10 @@ import mlx.core as mx
 from mlx_moeflux import generate, load
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import OPERATIONS
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.loading import BUNDLED_MODEL
 
-KERNEL = metal.MetalKernel(
+KERNEL = launcher.MetalKernel(
     "my_swiglu", file="common.metal", inputs=("gate", "up"), outputs=("y",), body="""
     const uint i = thread_position_in_grid.x;
     const float x = float(gate[i]);
@@ -27,7 +27,7 @@ def my_add_shared(
     residual [..., C], experts [N, C] float32, gate and up [N, F], score [N, 1] -> like residual."""
     global calls
     calls += 1
-    if isinstance(metal.backend(), metal.NoBackend):
+    if isinstance(launcher.backend(), launcher.NoBackend):
         inner = gate * mx.sigmoid(gate) * up
     else:
         inner = KERNEL(

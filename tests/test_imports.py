@@ -173,7 +173,7 @@ def test_only_kernels_know_the_back_ends(graph):
 
 
 @pytest.mark.parametrize(
-    "module", ["cpu.blas", "runtime.cuda.upload", "runtime.cuda", "runtime.metal", "runtime"]
+    "module", ["cpu.blas", "runtime.cuda.upload", "runtime.cuda", "runtime.launcher", "runtime"]
 )
 def test_what_knows_a_back_end_is_found(graph, module):
     other = f"mlx_moeflux.kernels.{module}"

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mlx_moeflux.kernels.runtime.metal import NoBackend, backend
+from mlx_moeflux.kernels.runtime.launcher import NoBackend, backend
 from tests.kernels.cases import all_cases, variants
 
 

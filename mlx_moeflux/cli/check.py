@@ -63,12 +63,12 @@ def _check(dtype: str, part: str) -> int:
     import mlx.core as mx
 
     from mlx_moeflux.kernels.registry import OPERATIONS
-    from mlx_moeflux.kernels.runtime import metal
+    from mlx_moeflux.kernels.runtime import launcher
 
     if part == STOCK:
         return _check_stock(getattr(mx, dtype))
     failed = _check_kernels(getattr(mx, dtype), OPERATIONS if part == KERNELS else (part,))
-    if (files := metal.cuda_files()) is not None:
+    if (files := launcher.cuda_files()) is not None:
         print(f"\n{files.count}; {files.where}")
     return failed
 

@@ -206,7 +206,7 @@ def kept_by_xtc(tokenizer: Any, vocabulary: int) -> list[int]:
 def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     """Return a table of expert statistics by layer, and what was lossy or fell back. details: All
     counts, the active kernels and, on NVIDIA, the number of compiled variants."""
-    from mlx_moeflux.kernels.runtime import metal
+    from mlx_moeflux.kernels.runtime import launcher
 
     table = experts.table()
     lines = [table.full() if details else table.brief()]
@@ -215,7 +215,7 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     if details:
         kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
         lines.append(f"kernels: {kernels}")
-        if (files := metal.cuda_files()) is not None:
+        if (files := launcher.cuda_files()) is not None:
             lines.append(f"compiled: {files.count}")
     lines += model.kernels.fallbacks()
     return "\n".join([*lines, *(f"lossy: {what}" for what in table.lossy)])

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     from mlx_moeflux.kernels import dispatch
-    from mlx_moeflux.kernels.runtime import metal
+    from mlx_moeflux.kernels.runtime import launcher
     from mlx_moeflux.kernels.verify.tune import keep, tune, write
     from mlx_moeflux.loading import load
     from mlx_moeflux.measure.model_calls import calls_of
@@ -84,7 +84,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
         used = f"{args.out}: use it with {dispatch.ENVIRONMENT}={args.out}"
     else:
         used = f"{keep(table)}: used from now on; delete it to undo"
-    backend = metal.backend().name
+    backend = launcher.backend().name
     for operation, backends in table.items():
         if operation != dispatch.MEASURED and backend in backends:
             names = [f"{row['form']} from {row['from']}" for row in backends[backend]]

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.kernels.examples import TINY, Arguments, Normal, Sizes, T, normal
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 REFERENCE = "reference"
 

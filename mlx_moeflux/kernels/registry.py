@@ -50,7 +50,7 @@ from mlx_moeflux.kernels.moe.moe_step import MOE_STEP
 from mlx_moeflux.kernels.moe.router import SIGMOID_TOP_K, SOFTMAX_TOP_K
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, Operation, row_name
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, trials, verdicts
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
@@ -109,7 +109,7 @@ class Dispatcher:
             Implementation(choice) if callable(choice) else self._implementations.get(choice)
         )
         # What the choice was made for.
-        self._backend: metal.Backend | None = None
+        self._backend: launcher.Backend | None = None
         self._checks_first_use = False
         self._generation = 0
         self._starts: Starts = []
@@ -212,7 +212,7 @@ class Dispatcher:
         backend = self._backend
         if (
             backend is None
-            or backend is not metal.Active.backend
+            or backend is not launcher.Active.backend
             or self._generation != failures.Failed.generation
         ):
             backend = self._read_table()
@@ -233,9 +233,9 @@ class Dispatcher:
             best = found
         return best
 
-    def _read_table(self) -> metal.Backend:
+    def _read_table(self) -> launcher.Backend:
         """Choose for the back end in use, which is returned, without the kernels that failed."""
-        backend = metal.backend()
+        backend = launcher.backend()
         self._backend, self._generation = backend, failures.Failed.generation
         self._checks_first_use = backend.checks_first_use
         every = self._implementations.items()
@@ -258,8 +258,8 @@ class Dispatcher:
     def unpromised(self) -> list[str]:
         """Return why stock MLX computes this operation in place of a kernel whose bits do not
         depend on the memory for experts, a line each; none on a CPU."""
-        backend = metal.backend()
-        there = not isinstance(backend, metal.NoBackend) and (
+        backend = launcher.backend()
+        there = not isinstance(backend, launcher.NoBackend) and (
             not backend.follows_device or mx.default_device().type == mx.gpu
         )
         if self.record.equal_rows or not there or callable(self.choice):
@@ -282,7 +282,7 @@ class Dispatcher:
             return getattr(self.choice, "__name__", type(self.choice).__name__)
         if self.choice != AUTO:
             return self.choice
-        backend = metal.backend().name
+        backend = launcher.backend().name
         general = dispatch.describe(dispatch.rows(self.name, backend))
         special = dispatch.special_rows(self.name, backend).items()
         return general + "".join(f" ({kind}: {dispatch.describe(rows)})" for kind, rows in special)
@@ -328,7 +328,7 @@ class Kernels:
     def identity(self) -> list[Any]:
         """Return what decides which implementation computes a call: the choices, and what has
         failed its trial on this GPU."""
-        return [self.names(), verdicts.refused() if metal.backend().checks_first_use else []]
+        return [self.names(), verdicts.refused() if launcher.backend().checks_first_use else []]
 
     def fallbacks(self) -> list[str]:
         """Return a line for each implementation that "auto" chose and that refused, and for each
@@ -447,7 +447,7 @@ def _named(operation: Operation, name: str) -> Implementation:
     if found is None:
         known = ", ".join([AUTO, *operation.implementations])
         raise InputError(f"'{operation.name}' has no implementation '{name}'; there are {known}.")
-    if found.kernels and isinstance(metal.backend(), metal.NoBackend):
+    if found.kernels and isinstance(launcher.backend(), launcher.NoBackend):
         raise UnsupportedError(
             f"{operation.name}={name} needs a GPU and MLX drives none here; choose 'reference' or "
             "'auto'."

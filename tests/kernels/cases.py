@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import mlx_moeflux.kernels
-from mlx_moeflux.kernels.runtime.metal import KERNELS, MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import KERNELS, MetalKernel
 from tests.kernels.harness import Case, emulated
 from tests.kernels.metal.variant import Variant, plain_name
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.kernels.runtime.metal import KERNELS, MetalKernel, set_backend
+from mlx_moeflux.kernels.runtime.launcher import KERNELS, MetalKernel, set_backend
 from tests.kernels.metal.emulator import Emulator, missing
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_moeflux.kernels
 from mlx_moeflux.kernels.runtime import source
-from mlx_moeflux.kernels.runtime.metal import KERNELS
+from mlx_moeflux.kernels.runtime.launcher import KERNELS
 from tests.kernels.cases import all_cases, kernels, registered, variants
 from tests.kernels.harness import emulated, require, scratch_kernel
 from tests.kernels.metal import cuda, lint

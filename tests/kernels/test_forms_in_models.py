@@ -17,7 +17,7 @@ import pytest
 from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.operation import REFERENCE
-from mlx_moeflux.kernels.runtime.metal import backend
+from mlx_moeflux.kernels.runtime.launcher import backend
 from mlx_moeflux.loading import load_model
 from tests.kernels.experts import BETWEEN
 from tests.kernels.forms import IMPLEMENTATIONS, differences

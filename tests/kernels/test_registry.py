@@ -16,7 +16,7 @@ from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.forms import IMPLEMENTATIONS
@@ -46,9 +46,9 @@ def calls(monkeypatch):
 @pytest.fixture
 def no_gpu(monkeypatch):
     """A machine whose MLX drives no GPU, wherever the test runs."""
-    before = metal.set_backend(metal.NoBackend())
+    before = launcher.set_backend(launcher.NoBackend())
     yield
-    metal.set_backend(before)
+    launcher.set_backend(before)
 
 
 @pytest.fixture
@@ -492,11 +492,11 @@ def test_experts_kernels_that_gave_way_are_marked_when_they_do(monkeypatch):
             assert stats.lossy == ["kv_bits 8", "expert_mix=rows failed on this GPU" + MARK]
         finally:
             failures.forget()
-        monkeypatch.setattr(metal.backend(), "checks_first_use", True)
+        monkeypatch.setattr(launcher.backend(), "checks_first_use", True)
         keys = ["expert_mix=pairs 1f", "expert_mix=pairs 2a", "expert_mix=reference 3", "sdpa=a 4"]
         monkeypatch.setattr(verdicts, "refused", lambda: keys)
         assert stats.lossy == ["kv_bits 8", "expert_mix=pairs failed on this GPU" + MARK]
-        monkeypatch.setattr(metal.backend(), "checks_first_use", False)
+        monkeypatch.setattr(launcher.backend(), "checks_first_use", False)
         rows = {"expert_mix": {"cuda": (dispatch.Row("pairs"), dispatch.Row("reference", 9))}}
         monkeypatch.setattr(dispatch, "table", lambda: rows)
         expected = "expert_mix=reference is in the table of kernels" + MARK

@@ -12,7 +12,7 @@ from mlx_moeflux.errors import InputError
 from mlx_moeflux.generation.batch import Batch
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
-from mlx_moeflux.kernels.runtime.metal import MetalBackend, set_backend
+from mlx_moeflux.kernels.runtime.launcher import MetalBackend, set_backend
 from mlx_moeflux.loading import load_model
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error, on_the_cpu

@@ -41,7 +41,7 @@ from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled, ranges
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, backend
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, backend
 
 
 class Call(NamedTuple):

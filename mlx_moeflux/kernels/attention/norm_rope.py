@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import equal, filled, on_the_device
-from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel
 
 
 def norm_rope(

@@ -60,8 +60,8 @@ from mlx_moeflux.kernels.delta.gated_delta import (
 )
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT, MetalKernel, float_bits
+from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT, MetalKernel, float_bits
 
 
 class References:
@@ -223,7 +223,7 @@ def delta_step(
         (z.dtype, state.dtype),
         eps,
         threads,
-        metal.backend().name,
+        launcher.backend().name,
     )
     y, new_conv, new_state = STEP(
         qkv,
@@ -270,7 +270,7 @@ def delta_step_of_rows(
         (dtype, state.dtype),
         eps,
         None,
-        metal.backend().name,
+        launcher.backend().name,
     )
     template = {**launch["template"], "Row": width}
     y, new_conv, new_state = STEP_OF_ROWS(
@@ -534,7 +534,7 @@ def delta_mixer_fused(
     q, k, v, log_decay, beta, new_conv = delta_prepare(
         qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around
     )
-    name = dispatch.pick(dispatch.rows("gated_delta", metal.backend().name), T)
+    name = dispatch.pick(dispatch.rows("gated_delta", launcher.backend().name), T)
     delta = gated_delta_chunkwise_fused if name == "chunkwise" else gated_delta_recurrent_fused
     y, new_state = delta(q, k, v, log_decay=log_decay, beta=beta, state=state)
     y = gated_rms_norm_fused(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps)

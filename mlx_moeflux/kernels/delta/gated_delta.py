@@ -39,8 +39,8 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime import metal
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 # Tokens whose delta updates are solved together. CPU back end, 2 cores, Hk 16, Hv 32, D 128,
 # T 512: chunks of 8, 16, 32, 64 take 0.53, 0.44, 0.42, 0.68 s; token by token 0.67 s.
@@ -291,7 +291,7 @@ def gated_delta_chunkwise_fused(
     Raises:
         ShapeError: As :func:`gated_delta_recurrent_fused`; or Dk is above 256.
     """
-    cuda = metal.backend().name == "cuda"
+    cuda = launcher.backend().name == "cuda"
     if parts is None:
         parts = 2 if cuda and v.dtype == mx.bfloat16 else 1
     first, second = _chunkwise_launches(

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.linear.quantised import FLOATS, Stored, arrays_of, matrix_of, settings
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, on_nvidia
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, on_nvidia
 
 # Of a threadgroup, and words that each takes.
 _THREADS, _WORDS = 256, 4

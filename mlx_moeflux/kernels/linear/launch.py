@@ -15,8 +15,8 @@ def launch_of(
     shapes: Sequence[tuple[int, ...]],
     *dtypes: mx.Dtype,
 ) -> dict[str, Any]:
-    """Keywords for a :class:`~mlx_moeflux.kernels.runtime.metal.MetalKernel`: so many threadgroups
-    along two axes, each a row of `threads`; shapes, dtypes: Of its outputs."""
+    """Return keywords for a :class:`~mlx_moeflux.kernels.runtime.launcher.MetalKernel`: so many
+    threadgroups along two axes, each a row of `threads`; shapes, dtypes: Of its outputs."""
     along, across = groups
     return {
         "template": template,

@@ -24,7 +24,7 @@ from mlx_moeflux.kernels.linear.quantised import (
     staged_floats,
 )
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits, most_threads
 
 # Rows of a matrix for each simdgroup, and simdgroups for each threadgroup, where rows of x are kept
 # on the chip.

@@ -29,7 +29,7 @@ from mlx_moeflux.kernels.linear.matvec import (
     operands,
 )
 from mlx_moeflux.kernels.linear.quantised import Matrix
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes
 
 FLOATS = (mx.float16, mx.bfloat16)
 # Threadgroups that a launch should have before one takes more rows.

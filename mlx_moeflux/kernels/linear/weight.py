@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.kernels.linear.dequantise import made_dense
 from mlx_moeflux.kernels.linear.quantised import settings
-from mlx_moeflux.kernels.runtime.metal import on_nvidia
+from mlx_moeflux.kernels.runtime.launcher import on_nvidia
 
 
 @dataclass(frozen=True)

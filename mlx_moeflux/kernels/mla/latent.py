@@ -64,7 +64,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.mla import latent_token
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled
-from mlx_moeflux.kernels.runtime.metal import (
+from mlx_moeflux.kernels.runtime.launcher import (
     MetalKernel,
     backend,
     most_threads,

@@ -32,7 +32,7 @@ from mlx_moeflux.kernels.mla import latent
 from mlx_moeflux.kernels.mla.latent import NARROW_SIMDGROUPS, HeadMatrices, narrow_rows
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled, on_the_device
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 
 class References:

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 
 @dataclass(frozen=True)

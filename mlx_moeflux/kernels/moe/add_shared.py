@@ -38,7 +38,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import moe_combine
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.runtime.launch_args import filled
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes, most_threads
 
 
 class References:

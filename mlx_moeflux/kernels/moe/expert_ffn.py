@@ -30,7 +30,7 @@ from mlx_moeflux.kernels.linear.quantised import (
     settings,
     wide,
 )
-from mlx_moeflux.kernels.runtime.metal import float_bits
+from mlx_moeflux.kernels.runtime.launcher import float_bits
 
 # MLX multiplies fewer rows by another kernel on CUDA.
 LEAST_ROWS = 8

@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     ExpertBank,
     activation_template,
 )
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
 # A kernel and how it is launched.
 Launch = tuple[MetalKernel, dict[str, Any]]

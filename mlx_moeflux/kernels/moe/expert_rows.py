@@ -22,7 +22,7 @@ from mlx_moeflux.kernels.moe import expert_pairs, expert_tiles
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS
 from mlx_moeflux.kernels.moe.expert_pairs import checked, expert_mix_pairs
 from mlx_moeflux.kernels.moe.expert_tiles import combine, grouped, list_pairs, list_tiles
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 EIGHT = 8
 # Tiles of 16 rows that a threadgroup takes of down, whose rows are short.

@@ -21,7 +21,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import (
     INNER_INPUTS,
     activation_template,
 )
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_bytes
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_bytes
 
 
 @dataclass(frozen=True)

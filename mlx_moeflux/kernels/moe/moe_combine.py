@@ -17,7 +17,7 @@ from mlx_moeflux.kernels import examples
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
 MOST_THREADS = 512
 

@@ -44,7 +44,7 @@ from mlx_moeflux.kernels.moe import add_shared, expert_mix, moe_combine, router
 from mlx_moeflux.kernels.moe.expert_ffn import INNER_INPUTS, ExpertBank
 from mlx_moeflux.kernels.moe.expert_pairs import INNER_ROWS, INNER_SIMDGROUPS, OUTER_ROWS, is_wide
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, most_threads
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, most_threads
 
 
 class References:

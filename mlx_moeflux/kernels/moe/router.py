@@ -26,7 +26,7 @@ from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.examples import Arguments, Normal, Sizes
 from mlx_moeflux.kernels.linear.launch import launch_of
 from mlx_moeflux.kernels.operation import Implementation, Operation
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, float_bits
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, float_bits
 
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 512, 16, 32
 SIMDGROUPS = 4  # tokens of a threadgroup

@@ -22,7 +22,7 @@ from mlx_moeflux.kernels.runtime.cuda.upload import (
     upload_bytes,
     uploads_for,
 )
-from mlx_moeflux.kernels.runtime.metal import backend, cuda_files
+from mlx_moeflux.kernels.runtime.launcher import backend, cuda_files
 from mlx_moeflux.kernels.runtime.packing import largest_buffer
 
 __all__ = [

@@ -11,7 +11,7 @@ import functools
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.runtime.metal import LEAST_INPUT
+from mlx_moeflux.kernels.runtime.launcher import LEAST_INPUT
 
 
 def ranges(B: int, S: int, length: int | mx.array | None, start: mx.array | None) -> mx.array:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.registry import OPERATIONS
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import trials
 from mlx_moeflux.kernels.verify.verdicts import Verdict
 
@@ -31,6 +31,6 @@ def check(dtype: mx.Dtype, operations: Iterable[str]) -> Iterator[Checked]:
             if not (implementation.kernels or name == REFERENCE):
                 continue
             verdict = None
-            if not isinstance(metal.backend(), metal.NoBackend):
+            if not isinstance(launcher.backend(), launcher.NoBackend):
                 verdict = trials.on_example(record, implementation.function, dtype)
             yield Checked(operation, name, verdict)

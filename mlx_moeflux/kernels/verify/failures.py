@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from mlx_moeflux.errors import KernelError, MoefluxError
 from mlx_moeflux.kernels.operation import Implementation
-from mlx_moeflux.kernels.runtime.metal import KERNELS
+from mlx_moeflux.kernels.runtime.launcher import KERNELS
 
 # What MLX says of a kernel that does not compile, or has too many threads for its registers.
 _FAILED = (

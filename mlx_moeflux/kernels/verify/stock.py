@@ -22,7 +22,7 @@ from mlx_moeflux.errors import MoefluxError
 from mlx_moeflux.kernels.attention.norm_rope import for_each_sequence
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe.expert_ffn import ProjectionBank
-from mlx_moeflux.kernels.runtime.metal import on_nvidia
+from mlx_moeflux.kernels.runtime.launcher import on_nvidia
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Of the largest value; a wrong operation is off by about 1. Float32 products on NVIDIA keep 11 bits

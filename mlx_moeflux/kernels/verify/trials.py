@@ -32,7 +32,7 @@ from mlx_moeflux.errors import ExactnessError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import arrays, describe
 from mlx_moeflux.kernels.operation import REFERENCE, Function, Implementation, Operation
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, verdicts
 from mlx_moeflux.kernels.verify.verdicts import Verdict
 
@@ -123,7 +123,7 @@ def _launched(
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
     """Return a result of `implementation` that is not evaluated, and whether it can be trusted."""
-    with metal.recorded() as launches:
+    with launcher.recorded() as launches:
         result = implementation.function(*args, **kwargs)
     key = _key(operation.name, name, sorted(set(launches)) or _shapes(args, kwargs))
     texts = ", ".join(sorted({launch[0] for launch in launches}))
@@ -301,7 +301,7 @@ def _is_near(errors: Sequence[Errors], dtype: mx.Dtype) -> bool:
 
 
 def _stock_limit(dtype: mx.Dtype) -> float:
-    tf32 = dtype == mx.float32 and metal.on_nvidia()
+    tf32 = dtype == mx.float32 and launcher.on_nvidia()
     return LIMIT_OF_TF32 if tf32 else STOCK_LIMITS[dtype]
 
 
@@ -457,7 +457,7 @@ def _first(n: int) -> mx.array:
 
 def _variant(function: Function, call: BoundArguments) -> list[Any]:
     """Return what `function` launches; nothing is evaluated."""
-    with metal.recorded() as launches:
+    with launcher.recorded() as launches:
         _called(function, call)
     return sorted(set(launches))
 

@@ -25,7 +25,7 @@ from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.examples import LARGE, SMALL, Arguments
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, row_name
 from mlx_moeflux.kernels.registry import OPERATIONS
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 
 TOKENS = {"gpu": (1, 2, 4, 6, 8, 16, 32, 64, 256, 1024, 2048), "cpu": (1, 2, 4, 8, 16, 64, 256)}
 MARGIN, HOPELESS = 0.1, 8.0
@@ -66,7 +66,7 @@ def tune(
     for name in wanted:
         if name not in there:
             raise InputError(f"'{name}' cannot be measured; there are {', '.join(there)}.")
-    table, backend = dispatch.read(), metal.backend().name
+    table, backend = dispatch.read(), launcher.backend().name
     for name in wanted:
         times = measure(name, _published(name) if calls is None else calls[name].items(), report)
         if times:
@@ -102,7 +102,7 @@ def measure(
     """
     operation = OPERATIONS[name.partition(" ")[0]]
     runs = {n: each for n, each in operation.implementations.items() if _runs(each)}
-    if not (operation.equal_rows or isinstance(metal.backend(), metal.NoBackend)):
+    if not (operation.equal_rows or isinstance(launcher.backend(), launcher.NoBackend)):
         del runs[REFERENCE]
     found: dict[int, dict[str, float]] = {}
     if len(runs) < 2:
@@ -207,4 +207,4 @@ def _gpu() -> bool:
 def _runs(implementation: Implementation) -> bool:
     if implementation.on_cpu:
         return not _gpu()
-    return not implementation.kernels or not isinstance(metal.backend(), metal.NoBackend)
+    return not implementation.kernels or not isinstance(launcher.backend(), launcher.NoBackend)

@@ -11,7 +11,7 @@ from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import dequantise as module
 from mlx_moeflux.kernels.linear.dequantise import dequantise, dequantise_fused, made_dense
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.runtime.metal import NoBackend, set_backend
+from mlx_moeflux.kernels.runtime.launcher import NoBackend, set_backend
 from tests.kernels.harness import Case, emulated, float64, launched
 
 BF16, F16, F32 = mx.bfloat16, mx.float16, mx.float32

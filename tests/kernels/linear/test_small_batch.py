@@ -24,7 +24,7 @@ from mlx_moeflux.kernels.linear.small_batch import (
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import add_shared as add_shared_module
 from mlx_moeflux.kernels.moe.add_shared import add_shared_rows
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from tests.kernels.experts import dense, random_array, random_matrix
 from tests.kernels.harness import Case, error, float64, launched, patched
 from tests.kernels.linear import test_project
@@ -183,7 +183,7 @@ def test_tilings():
     assert token_tiles(200, 320, 4) == 4
     assert token_tiles(200, 320, 2) == 2
     # Of 8 simdgroups the sums of 32 rows and 32 tokens take 36 KB.
-    assert [most_token_tiles(2, 8, memory) for memory in metal.MOST_BYTES.values()] == [2, 4]
+    assert [most_token_tiles(2, 8, memory) for memory in launcher.MOST_BYTES.values()] == [2, 4]
     wide, narrow = (tiling(Matrix(4, 64), (out,), 2048) for out in (12352, 2048))
     assert (wide.MT, wide.V, narrow.MT) == (2, 4, 1)
 

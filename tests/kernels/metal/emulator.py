@@ -30,7 +30,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_moeflux.kernels.runtime import source
-from mlx_moeflux.kernels.runtime.metal import Launcher, MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import Launcher, MetalKernel
 from tests.kernels.metal.variant import Argument, EmulatorError, Variant, generated_text
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def missing() -> str | None:
 
 
 class Emulator:
-    """A back end for :func:`mlx_moeflux.kernels.runtime.metal.set_backend`.
+    """A back end for :func:`mlx_moeflux.kernels.runtime.launcher.set_backend`.
 
     Args:
         schedules: Order of threads and threadgroups, and a seed.

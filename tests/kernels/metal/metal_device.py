@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux.experts.io import read_pool
-from mlx_moeflux.kernels.runtime.metal import Launcher, MetalBackend, MetalKernel, set_backend
+from mlx_moeflux.kernels.runtime.launcher import Launcher, MetalBackend, MetalKernel, set_backend
 from mlx_moeflux.kernels.verify import verdicts
 from tests.kernels.experts import BETWEEN
 from tests.kernels.harness import require_emulator

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mlx_moeflux.kernels.runtime import source
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 from tests.kernels.cases import all_cases, kernels
 from tests.kernels.harness import emulated
 from tests.kernels.metal.emulator import OWN

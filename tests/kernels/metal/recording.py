@@ -15,7 +15,7 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.operation import REFERENCE
-from mlx_moeflux.kernels.runtime.metal import MetalKernel, set_backend
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel, set_backend
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.metal.variant import plain_name
 
@@ -96,7 +96,7 @@ class Launch:
 
 
 class Recorder:
-    """A back end for :func:`mlx_moeflux.kernels.runtime.metal.set_backend`. Nothing runs: what a
+    """A back end for :func:`mlx_moeflux.kernels.runtime.launcher.set_backend`. Nothing runs: what a
     launch returns are zeros that nobody has asked for yet.
 
     name: The back end that forms shall think they run on. launches: What was launched. refused:

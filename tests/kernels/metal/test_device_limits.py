@@ -30,7 +30,7 @@ from mlx_moeflux.kernels.mla.latent import HeadMatrices, attend_values, takes_va
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.moe.expert_pairs import expert_mix_pairs
 from mlx_moeflux.kernels.moe.moe_combine import moe_combine_fused
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.layers import stack
 from mlx_moeflux.models.shapes import SHAPES
@@ -144,7 +144,7 @@ def faults(launch: Launch) -> list[str]:
     """What Metal would refuse in a launch."""
     numbers = {k: n for k, n in launch.template.items() if isinstance(n, int)}
     told = {
-        "threads": launch.threads > metal.MOST_THREADS["metal"],
+        "threads": launch.threads > launcher.MOST_THREADS["metal"],
         "threadgroup memory": launch.memory > MOST_MEMORY,
         "buffers": launch.buffers > MOST_BUFFERS,
         "outputs": max(launch.outputs.values()) > MOST_MADE,

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.kernels import dispatch
-from mlx_moeflux.kernels.runtime.metal import MetalBackend
+from mlx_moeflux.kernels.runtime.launcher import MetalBackend
 from mlx_moeflux.kernels.verify import trials, verdicts
 from mlx_moeflux.loading import load_model
 from tests.kernels.cases import all_cases

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_moeflux.kernels.runtime.metal import MetalKernel
+from mlx_moeflux.kernels.runtime.launcher import MetalKernel
 
 C_TYPES = {
     mx.bool_: "bool", mx.uint8: "uint8_t", mx.uint16: "uint16_t", mx.uint32: "uint32_t",

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_moeflux import user_cache
-from mlx_moeflux.kernels.runtime import device, metal
+from mlx_moeflux.kernels.runtime import device, launcher
 from mlx_moeflux.kernels.runtime.cuda import cache as cuda_cache
 from mlx_moeflux.kernels.runtime.cuda import module as cuda_module
 from mlx_moeflux.kernels.runtime.cuda import nvrtc
@@ -72,19 +72,19 @@ def folder(monkeypatch, tmp_path):
 @pytest.fixture
 def on_cuda(folder, built, compiler):
     """Opens the back end anew, as another process would; nothing is launched for good."""
-    before = metal.set_backend(None)
+    before = launcher.set_backend(None)
     processes = []
 
     def opened(folder=folder, modules=folder):
-        backend = metal.CudaBackend()
+        backend = launcher.CudaBackend()
         if modules is not None:
             processes.append(modules := ProcessFolder(modules))
         backend.cache = cuda_cache.Cache(folder, modules, compiler)
-        metal.set_backend(backend)
+        launcher.set_backend(backend)
         return backend.cache
 
     yield opened
-    metal.set_backend(before)
+    launcher.set_backend(before)
     for process in processes:
         process.close()
 
@@ -384,10 +384,10 @@ def test_no_files_where_a_path_cannot_be_included(machine, monkeypatch, tmp_path
 SCRIPT = """
 import mlx.core as mx
 from mlx_moeflux.kernels.moe import router
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 logits = mx.random.normal((3, 40), key=mx.random.key(1))
 print([a.tolist() for a in router.softmax_top_k_fused(logits, k=4)])
-count = metal.cuda_files().count
+count = launcher.cuda_files().count
 print(count.variants, count.cached, count.compiled)
 """
 

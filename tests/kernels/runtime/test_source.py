@@ -7,7 +7,7 @@ import pytest
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.runtime import source
-from mlx_moeflux.kernels.runtime.metal import KERNELS, MetalKernel, NoBackend, set_backend
+from mlx_moeflux.kernels.runtime.launcher import KERNELS, MetalKernel, NoBackend, set_backend
 from tests.kernels.harness import emulated, error, scratch_kernel
 
 FILE = """

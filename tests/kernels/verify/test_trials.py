@@ -25,7 +25,7 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
-from mlx_moeflux.kernels.runtime import metal
+from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import stock, trials, verdicts
 from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
@@ -331,7 +331,7 @@ def test_another_macos_tries_again(calls, monkeypatch, tmp_path):
 def test_a_changed_kernel_is_tried_again(calls, monkeypatch):
     Kernels().softmax_top_k(LOGITS, k=2)
     another_process(monkeypatch)
-    monkeypatch.setattr(metal.MetalKernel, "_digest", lambda self: "another text")
+    monkeypatch.setattr(launcher.MetalKernel, "_digest", lambda self: "another text")
     calls.clear()
     Kernels().softmax_top_k(LOGITS, k=2)
     assert len(calls) > 3
