@@ -96,6 +96,11 @@ kept = Kept(KEPT_BYTES)
 def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
     """A view of an array, evaluated; dtype: The only one that is taken.
 
+    The one place that knows whether MLX traces. MLX's Python API does not say so: a compiled
+    function and vmap refuse evaluation, and inside a gradient an array keeps its graph although it
+    is evaluated, which MLX's drawing of the array shows. Graphviz draws an operation as a
+    rectangle.
+
     Raises:
         UnsupportedError: It has another dtype, or MLX is tracing, for a compiled function or a
             gradient.
@@ -106,7 +111,6 @@ def values_of(x: mx.array, dtype: mx.Dtype | None = None) -> np.ndarray:
         values = np.asarray(x)
         graph = io.StringIO()
         mx.export_to_dot(graph, x)
-        # What was computed from what a gradient is taken of keeps its graph, evaluated or not.
         if "rectangle" not in graph.getvalue():
             return values
     raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 from dataclasses import replace
@@ -233,6 +234,77 @@ def test_what_mlx_traces_goes_to_the_reference(operation):
         mx.compile(lambda x: flat(IMPLEMENTATIONS[operation]["blas"](x, *args[1:], **kwargs)))(
             args[0]
         )
+
+
+def seen_inside(transformed) -> dict[str, tuple[bool, bool]]:
+    """What -> whether it can be evaluated and whether it then has a graph, inside a transformed
+    function: its argument, what is computed of it, and an array that has nothing to do with it."""
+    seen = {}
+
+    def look(what: str, x: mx.array) -> None:
+        evaluated = False
+        with contextlib.suppress(ValueError):
+            mx.eval(x)
+            evaluated = True
+        mx.export_to_dot(graph := io.StringIO(), x)
+        assert graph.getvalue().startswith("digraph")
+        seen[what] = evaluated, "rectangle" in graph.getvalue()
+        taken = True
+        try:
+            assert np.array_equal(blas.values_of(x), np.asarray(x))
+        except UnsupportedError:
+            taken = False
+        assert taken == (seen[what] == (True, False))
+
+    def function(x: mx.array) -> mx.array:
+        look("given", x)
+        y = x * 2
+        look("computed", y)
+        look("apart", mx.ones(3) + 1)
+        return (y * y).sum()
+
+    transformed(function)
+    return seen
+
+
+PLAIN = dict.fromkeys(("given", "computed", "apart"), (True, False))
+GRADIENT = {"given": (True, True), "computed": (True, True), "apart": (True, False)}
+TRACE = {"given": (False, False), "computed": (False, True), "apart": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("transformed", "expected"),
+    [
+        pytest.param(lambda f: f(mx.ones(4)), PLAIN, id="none"),
+        pytest.param(lambda f: mx.checkpoint(f)(mx.ones(4)), PLAIN, id="checkpoint"),
+        pytest.param(lambda f: mx.grad(f)(mx.ones(4)), GRADIENT, id="grad"),
+        pytest.param(lambda f: mx.value_and_grad(f)(mx.ones(4)), GRADIENT, id="value_and_grad"),
+        pytest.param(lambda f: mx.jvp(f, [mx.ones(4)], [mx.ones(4)]), GRADIENT, id="jvp"),
+        pytest.param(  # computed again, where everything keeps its graph
+            lambda f: mx.grad(mx.checkpoint(f))(mx.ones(4)),
+            GRADIENT | {"apart": (True, True)},
+            id="grad of checkpoint",
+        ),
+        pytest.param(lambda f: mx.compile(f)(mx.ones(4)), TRACE, id="compile"),
+        pytest.param(lambda f: mx.vmap(f)(mx.ones((2, 4))), TRACE, id="vmap"),
+        pytest.param(
+            lambda f: mx.compile(mx.grad(f))(mx.ones(4)),
+            TRACE | {"given": (False, True)},
+            id="compiled grad",
+        ),
+    ],
+)
+def test_mlx_draws_what_it_traces(transformed, expected):
+    """The contract of MLX that :func:`blas.values_of` rests on."""
+    assert seen_inside(transformed) == expected
+
+
+def test_mlx_draws_an_operation_that_is_not_evaluated():
+    """So the drawing is asked for after evaluation."""
+    y = mx.ones(4) * 2
+    mx.export_to_dot(graph := io.StringIO(), y)
+    assert "rectangle" in graph.getvalue()
+    assert np.array_equal(blas.values_of(y), [2, 2, 2, 2])
 
 
 def test_results_are_reshaped_without_waiting_for_mlx():
