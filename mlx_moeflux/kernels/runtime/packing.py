@@ -5,7 +5,8 @@ layer's parameters are some thirty arrays: a decode step waits for that, not for
 parameters stay arrays of their own, views of a buffer that :data:`PLACES` knows; a kernel that is
 given several of one buffer takes the buffer and finds them by constants in its text. An array that
 is given twice is taken once, so that any array may stand where a call has none. Nothing else
-changes, and no function that launches needs to know.
+changes, and no function that launches needs to know. On an H100 it took a step of the 35B shape
+from 4.2 to 5.9 ms down to 3.0 to 4.3 (docs/notes/benchmarks.md).
 
 Arrays of equally many rows may lie *by rows*: each begins after as many bytes as the ones before it
 have a row, times the rows, which a kernel reads off the buffer's shape. So banks of any number of
