@@ -350,7 +350,8 @@ class StreamedStore(ExpertStore):
         # Slots of a complete bank never change, so no output need be pending.
         if call.request is not None and call.waves is None and N * K <= FEW_PAIRS:
             state.remember(output)
-        state.change.end()
+        if state.change.open:
+            state.change.end()
         state.stats.tokens += N
         state.tokens += N
         short = N * K <= MOST_PAIRS
