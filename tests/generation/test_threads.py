@@ -90,8 +90,9 @@ def reading(model, folder, name) -> None:
     for counts in (stats.as_dict()["total"], *stats.as_dict()["layers"].values()):
         check_counts(counts)
     model.state_bytes(100)
-    for layer in model.store.layers:
-        residents = model.store.residents(layer)
+    streaming = model.store.streaming
+    for layer in () if streaming is None else streaming.slots:
+        residents = streaming.residents(layer)
         assert len(set(residents.values())) == len(residents)
 
 
