@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
 from mlx_moeflux.checkpoint.names import Experts, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
+from mlx_moeflux.models.config import DeclaresState
 from mlx_moeflux.models.rope import Rope, rope_keys, stretched
-from mlx_moeflux.models.state_sizes import kv_bytes
+from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 _AT = r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DeclaresState):
     """The keys of config.json that this architecture uses; ``intermediate_size`` is an expert's.
 
     Source of the defaults: transformers' `GptOssConfig`.
@@ -139,10 +140,11 @@ class Config:
         )
         return NameRules(renames=((r"\.mlp\.router\.", ".mlp.gate."),), experts=experts)
 
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16;
-        layers with a window keep all rows."""
-        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """See :meth:`~mlx_moeflux.models.config.DeclaresState.state`. Layers with a window keep all
+        rows."""
+        rows = self.num_key_value_heads, self.head_dim
+        return ATTENTION.spec(dtype, keys=rows, values=rows)
 
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
