@@ -12,7 +12,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -438,14 +437,12 @@ def test_the_memory_of_prompts_that_cannot_fit():
     assert 10_000_000 < int(child) < MOST_BYTES
 
 
-def test_a_long_prompt_that_fits_has_the_ids_of_the_whole(bundled, monkeypatch):
+def test_a_long_prompt_that_fits_has_the_ids_of_the_whole(bundled):
     """Pieces are counted, never used."""
-    model, tokenizer = bundled
+    _, tokenizer = bundled
     text = "def f(x):\n    return x + 1\n" * 40
     expected = tokenizer.encode(text)
-    monkeypatch.setattr(prompt, "PIECE", 7)
-    assert prompt.prompt_ids(model, tokenizer, text) == expected
-    tokens = len(expected)
-    limited = SimpleNamespace(config=model.config, context_left=lambda: tokens // 4)
+    tokens, options = len(expected), {"add_special_tokens": True, "piece": 7}
+    assert prompt._encoded(tokenizer, text, tokens, **options) == expected
     with pytest.raises(CacheError, match=f"has more tokens than the context of {tokens // 4}"):
-        prompt.prompt_ids(limited, tokenizer, text)
+        prompt._encoded(tokenizer, text, tokens // 4, **options)

@@ -28,7 +28,7 @@ from mlx_moeflux.errors import (
 )
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.sandbox import process, requests
-from mlx_moeflux.sandbox.process import Broken, child
+from mlx_moeflux.sandbox.process import Broken, Child, child
 from mlx_moeflux.sandbox.requests import check_template, render
 from mlx_moeflux.tokenizer import load_tokenizer
 
@@ -69,13 +69,13 @@ def test_memory_of_a_template(template):
     assert works()
 
 
-def test_output_of_a_template(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(process, "REPLY_BYTES", 1 << 20)
-        with pytest.raises(InputError, match="its output has more than 1 MiB"):
-            render("{{ 'a' * 2 ** 20 }}")
-        assert len(render("{{ 'a' * 2 ** 19 }}")) == 1 << 19
-    assert works()
+def test_output_of_a_template():
+    small = Child(reply_bytes=1 << 20)
+    long, short = ({"template": f"{{{{ 'a' * 2 ** {n} }}}}", "variables": {}} for n in (20, 19))
+    with pytest.raises(Broken, match="its output has more than 1 MiB"):
+        small.call("render", long)
+    assert len(small.call("render", short)) == 1 << 19
+    small.close()
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     return _in_processes([("--dtype", dtype, "--operation", part) for dtype, part in pairs])
 
 
-def _in_processes(commands: Sequence[Sequence[str]]) -> int:
-    """Run commands of `check` side by side, because most of their time goes to compiling, and print
-    what they print in order; return 1 if one failed."""
+def _in_processes(commands: Sequence[Sequence[str]], program: Sequence[str] = COMMAND) -> int:
+    """Run commands of `program` side by side, because most of their time goes to compiling, and
+    print what they print in order; return 1 if one failed."""
     children = [
-        subprocess.Popen((*COMMAND, *command), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen((*program, *command), stdout=subprocess.PIPE, text=True)
         for command in commands
     ]
     try:

@@ -522,9 +522,10 @@ class BatchGenerator:
     state_bytes: Prompts wait until the states of all sequences after their whole replies fit in so
         many bytes.
     prompt_cache: Supplies known beginnings of prompts and stores these.
+    open_reply: Tokens for which a reply with no limit waits for room.
 
     A reply with no limit (-1), or one beyond what context and memory hold, waits for room for
-    `OPEN_REPLY` tokens. It may have more while there is memory, and else ends with "length".
+    `open_reply` tokens. It may have more while there is memory, and else ends with "length".
 
     A reply equals that of its prompt alone, but for the rounding of larger matrix products. One
     thread at a time may call its methods; sequences are inserted and removed between calls of
@@ -547,11 +548,12 @@ class BatchGenerator:
         kv_pool_bytes: int | None = None,
         state_bytes: int | None = None,
         prompt_cache: PromptCache | None = None,
+        open_reply: int = OPEN_REPLY,
     ):
         for name, number in {
             "max_tokens": max_tokens, "completion_batch_size": completion_batch_size,
             "prefill_batch_size": prefill_batch_size, "prefill_step_size": prefill_step_size,
-            "state_bytes": state_bytes,
+            "state_bytes": state_bytes, "open_reply": open_reply,
         }.items():  # fmt: skip
             if number is not None:
                 check_integer(name, number, 1)
@@ -562,6 +564,7 @@ class BatchGenerator:
         self.prefill_batch_size = min(prefill_batch_size, completion_batch_size)
         self.prefill_step_size, self.keep_states = prefill_step_size, keep_states
         self.max_pause, self.state_bytes = max_pause, state_bytes
+        self._open_reply = open_reply
         if not isinstance(prompt_cache, PromptCache | None):
             raise InputError(f"prompt_cache is {prompt_cache!r}; give a PromptCache.")
         self.prompt_cache = prompt_cache
@@ -774,7 +777,7 @@ class BatchGenerator:
             check_sampler(sampler) or self._sampler,
             self._processors if processors is None else check_processors(processors),
             used + len(ids),
-            limit if limit == given else min(limit, OPEN_REPLY),
+            limit if limit == given else min(limit, self._open_reply),
             fresh=fresh,
             breakpoints=breakpoints,
         )

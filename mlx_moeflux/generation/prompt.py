@@ -104,20 +104,22 @@ def check_template_options(options: Any) -> None:
         raise InputError(f"template_options cannot set '{name}'; remove it.")
 
 
-def _encoded(tokenizer: Any, text: str, most: int, *, add_special_tokens: bool) -> list[int]:
+def _encoded(
+    tokenizer: Any, text: str, most: int, *, add_special_tokens: bool, piece: int = PIECE
+) -> list[int]:
     """Return the ids of a text.
 
-    A tokenizer takes some 150 bytes for each of the text. So a long one is cut into pieces, whose
-    tokens are counted before it is encoded whole: a cut adds few, so that a text of more than twice
-    `most` has more than `most`.
+    A tokenizer takes some 150 bytes for each of the text. So a long one is cut into pieces of
+    `piece` characters, whose tokens are counted before it is encoded whole: a cut adds few, so that
+    a text of more than twice `most` has more than `most`.
 
     Raises:
         CacheError: It has more than twice `most` tokens.
     """
     count = 0
-    for start in range(0, len(text) if len(text) > PIECE else 0, PIECE):
-        piece = text[start : start + PIECE]
-        count += len(tokenizer.encode(piece, add_special_tokens=False))
+    for start in range(0, len(text) if len(text) > piece else 0, piece):
+        part = text[start : start + piece]
+        count += len(tokenizer.encode(part, add_special_tokens=False))
         if count > 2 * most:
             raise CacheError(
                 f"the prompt of {len(text)} characters has more tokens than the context of {most}; "

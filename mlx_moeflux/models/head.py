@@ -14,8 +14,9 @@ HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 _PIECE_BYTES = 8 << 20
 
 
-def is_tied(checkpoint: Checkpoint, config: Any) -> bool:
-    """Return True if the output head of a checkpoint is its embedding.
+def is_tied(checkpoint: Checkpoint, config: Any, *, piece_bytes: int = _PIECE_BYTES) -> bool:
+    """Return True if the output head of a checkpoint is its embedding. piece_bytes: Of the rows
+    that are compared at a time.
 
     The stored tensors decide over config.json: a head with values of its own counts, as in
     transformers and llama.cpp, and without a head the embedding does, as in llama.cpp. A head that
@@ -32,7 +33,8 @@ def is_tied(checkpoint: Checkpoint, config: Any) -> bool:
                 (head if module == HEAD else embedding)[part] = ref
     if head and config.tie_word_embeddings:
         return head.keys() == embedding.keys() and all(
-            _same_bytes(head[part], embedding[part]) for part in sorted(head, reverse=True)
+            _same_bytes(head[part], embedding[part], piece_bytes)
+            for part in sorted(head, reverse=True)
         )
     if head or not embedding or config.tie_word_embeddings:
         return config.tie_word_embeddings
@@ -40,12 +42,12 @@ def is_tied(checkpoint: Checkpoint, config: Any) -> bool:
     return not any(rules.canonical(name).startswith(f"{HEAD}.") for name in absent)
 
 
-def _same_bytes(one: Ref, other: Ref) -> bool:
+def _same_bytes(one: Ref, other: Ref, piece_bytes: int) -> bool:
     """Return True if dtype, shape and bytes are the same; reads some rows at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.shape:
         return False
     rows = one.shape[0]
-    step = max(1, _PIECE_BYTES * rows // max(one.nbytes, 1))
+    step = max(1, piece_bytes * rows // max(one.nbytes, 1))
     return all(
         _bytes(one.rows(i, min(i + step, rows))) == _bytes(other.rows(i, min(i + step, rows)))
         for i in range(0, rows, step)

@@ -37,10 +37,13 @@ class Broken(Exception):
 
 
 class Child:
-    """A process that runs :mod:`~mlx_moeflux.sandbox.worker`. Any thread may call it."""
+    """A process that runs :mod:`~mlx_moeflux.sandbox.worker`. Any thread may call it.
 
-    def __init__(self):
-        self._lock = threading.Lock()
+    reply_bytes: Of the longest reply.
+    """
+
+    def __init__(self, *, reply_bytes: int = REPLY_BYTES):
+        self._lock, self._reply_bytes = threading.Lock(), reply_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     def call(
@@ -61,13 +64,14 @@ class Child:
             be written as JSON.
         """
         head = {"job": job, "given": given, "bytes": len(content)}
-        head |= {"seconds": seconds, "memory_bytes": memory_bytes, "reply_bytes": REPLY_BYTES}
+        most = self._reply_bytes
+        head |= {"seconds": seconds, "memory_bytes": memory_bytes, "reply_bytes": most}
         request = json.dumps(head).encode() + b"\n" + content
         with self._lock:
             try:
                 process = self._running()
                 _write(process, request)
-                reply = _read(process, 2 * seconds)
+                reply = _read(process, 2 * seconds, most)
             except BaseException:
                 # After an interrupt, the next reply would be that of this request.
                 self._end()
@@ -99,7 +103,7 @@ class Child:
                 )
             except OSError as error:
                 raise Broken(f"no process could be started ({error.strerror or error})") from error
-            _read(self._process, START_SECONDS)
+            _read(self._process, START_SECONDS, self._reply_bytes)
         return self._process
 
     def _end(self) -> None:
@@ -118,8 +122,8 @@ def _write(process: subprocess.Popen[bytes], request: bytes) -> None:
             left = left[os.write(process.stdin.fileno(), left) :]
 
 
-def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    """Return the next reply, one line of JSON.
+def _read(process: subprocess.Popen[bytes], seconds: float, most: int) -> dict[str, Any]:
+    """Return the next reply, one line of JSON of at most `most` bytes.
 
     Raises:
         Broken: It did not come in time, or is too long, or the process ended.
@@ -135,8 +139,8 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         if not piece:
             raise Broken(_ending(process))
         line += piece
-        if len(line) > REPLY_BYTES:
-            raise Broken(f"its output has more than {REPLY_BYTES >> 20} MiB")
+        if len(line) > most:
+            raise Broken(f"its output has more than {most >> 20} MiB")
     return json.loads(line)
 
 

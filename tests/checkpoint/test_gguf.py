@@ -57,11 +57,11 @@ def dequantised(parts, bits: int) -> np.ndarray:
     return np.array(mx.dequantize(*arrays, 32, bits))
 
 
-@pytest.mark.parametrize("chunk", [1 << 18, 700])
+@pytest.mark.parametrize(("rows", "chunks"), [(37, 1), (137, 3)])
 @pytest.mark.parametrize("kind", EXACT)
-def test_blocks_are_affine_exactly(tmp_path, kind, chunk, monkeypatch):
-    monkeypatch.setattr("mlx_moeflux.checkpoint.formats.gguf.ELEMENTS_AT_ONCE", chunk)
-    parts, expected = parts_of(kind, 37, 512, tmp_path / "x")
+def test_blocks_are_affine_exactly(tmp_path, kind, rows, chunks):
+    assert chunks == -(-rows // (ours.ELEMENTS_AT_ONCE // 512))
+    parts, expected = parts_of(kind, rows, 512, tmp_path / "x")
     assert np.array_equal(dequantised(parts, KINDS[kind].bits), expected)
     some = {part: ref.rows(5, 19) for part, ref in parts.items()}
     assert np.array_equal(dequantised(some, KINDS[kind].bits), expected[5:19])

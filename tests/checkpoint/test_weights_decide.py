@@ -14,9 +14,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.checkpoint.source import open_checkpoint
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CheckpointError
 from mlx_moeflux.loading import load_model
+from mlx_moeflux.models import parsed_config
+from mlx_moeflux.models.head import is_tied
 from tests.models.twins import GOLDEN
 
 TOKENS = mx.array([[1, 2, 3, 4, 5, 6]])
@@ -132,18 +135,19 @@ def test_a_quantised_head_counts(tmp_path):
         assert np.array_equal(logits(model), expected)
 
 
-def test_a_difference_in_the_last_row_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_moeflux.models.head._PIECE_BYTES", 1000)
+@pytest.mark.parametrize("difference", [0, 1])
+def test_a_difference_in_the_last_row_is_seen(tmp_path, difference):
     model = copy("qwen3_moe_top2", tmp_path / "model", tie_word_embeddings=True)
 
     def last(tensors):
         head = np.array(tensors["model.embed_tokens.weight"].astype(mx.float32))
-        head[-1, -1] += 1
+        head[-1, -1] += difference
         tensors["lm_head.weight"] = mx.array(head, tensors["model.embed_tokens.weight"].dtype)
 
     edit(model, last)
-    with pytest.warns(UserWarning, match="stored head"):
-        load_model(model).close()
+    checkpoint = open_checkpoint(model)
+    tied = is_tied(checkpoint, parsed_config(checkpoint), piece_bytes=1000)
+    assert tied == (difference == 0)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

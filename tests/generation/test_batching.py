@@ -582,13 +582,13 @@ def test_memory_shortens_a_reply(hybrid):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_open_replies_run_together_until_memory_ends(hybrid, monkeypatch, ahead):
+def test_open_replies_run_together_until_memory_ends(hybrid, ahead):
     """The longest of them ends when the next token would not fit; one with a limit is whole."""
-    monkeypatch.setattr(batch, "OPEN_REPLY", 4)
     starts, limits = [236, 238, 240, 242], [-1, 16, 10**6, -1]
     room = 4 * hybrid.state_bytes(256)
     assert hybrid.state_bytes(256) < hybrid.state_bytes(257) <= room / 2
-    with BatchGenerator(hybrid, state_bytes=room, keep_states=ahead) as generator:
+    options = {"state_bytes": room, "open_reply": 4, "keep_states": ahead}
+    with BatchGenerator(hybrid, **options) as generator:
         uids = generator.insert([prompt_of(i, n) for i, n in enumerate(starts)], limits)
         said, ends, together = dict.fromkeys(uids, 0), {}, []
         for _ in range(40):

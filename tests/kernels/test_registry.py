@@ -442,12 +442,11 @@ def test_check_runs_its_parts_in_processes(capsys):
         assert found == [d for d in check.DTYPES for _ in range(dtypes)]
 
 
-def test_check_says_which_process_ended_and_how(capsys, monkeypatch):
+def test_check_says_which_process_ended_and_how(capsys):
     assert check._in_processes([("--dtype", "float64"), ("--help",)]) == 1
     assert "usage" in capsys.readouterr().out
     code = "import os; print('begun', flush=True); os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(check, "COMMAND", (sys.executable, "-c", code))
-    assert check._in_processes([("--dtype", "float16")]) == 1
+    assert check._in_processes([("--dtype", "float16")], (sys.executable, "-c", code)) == 1
     assert "begun\n\ncheck --dtype float16 was ended by signal 9" in capsys.readouterr().out
 
 

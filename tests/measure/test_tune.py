@@ -71,8 +71,7 @@ def test_a_profile_of_another_model_is_refused(tmp_path):
         Tuning("x", "50%", "pread", 4, "none", 1.0, 0.0, (1.0,)).save(tmp_path / "no" / "t.json")
 
 
-def test_on_this_machine(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tuning, "THREADS", (1, 4))
+def test_on_this_machine(tmp_path, capsys):
     out = tmp_path / "t.json"
     for wrong, words in (
         (["--budgets", "abc"], "not an amount"),
@@ -89,14 +88,13 @@ def test_on_this_machine(tmp_path, capsys, monkeypatch):
     assert "decode, prefetch ahead" in printed.err
     data = json.loads(out.read_text())
     assert data["expert_memory"] in ("15%", "40%")
-    assert data["expert_threads"] in (1, 4)
+    assert data["expert_threads"] in tuning.THREADS
     assert all(seconds > 0 for _, seconds in data["measured"])
     assert main(["generate", "-m", "3", "--tuning", str(out)]) == 0
     assert "experts streamed" in capsys.readouterr().err
 
 
-def test_where_everything_fits_everything_is_the_answer(monkeypatch):
-    monkeypatch.setattr(tuning, "THREADS", (4,))
+def test_where_everything_fits_everything_is_the_answer():
     found = tune(BUNDLED_MODEL, tokens=2, repeats=1)
     assert (found.expert_memory, found.prefetch) == ("100%", "none")
     assert found.token_seconds > 0

@@ -52,7 +52,10 @@ def make_room(files: int) -> None:
 
 
 class FileReader:
-    """Base class of readers of files: ranges, file descriptors, errors. See :class:`Reader`."""
+    """Base class of readers of files: ranges, file descriptors, errors. See :class:`Reader`.
+
+    least_piece: Bytes; no part of a block that threads share is much smaller.
+    """
 
     name = "file"
     staging_bytes = 0
@@ -62,8 +65,13 @@ class FileReader:
 
     _flags = os.O_RDONLY
 
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        self.ranges = ByteRanges(experts)
+    def __init__(
+        self,
+        experts: Mapping[int, Mapping[str, ExpertRefs]],
+        *,
+        least_piece: int = LEAST_PIECE,
+    ):
+        self.ranges, self.least_piece = ByteRanges(experts), least_piece
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
         self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
         self._fds: list[int] = []
@@ -117,7 +125,8 @@ class FileReader:
             return ()
         if (layer, count) not in self._pieces:
             sizes = [c.nbytes for c in self.layout(layer).components]
-            self._pieces[layer, count] = cut(self.ranges.order(layer), sizes, count)
+            order = self.ranges.order(layer)
+            self._pieces[layer, count] = cut(order, sizes, count, self.least_piece)
         return self._pieces[layer, count]
 
     def piece(self, layer: int, expert: int, piece: Piece) -> Run:
@@ -216,8 +225,13 @@ class PreadReader(FileReader):
 
     name = "pread"
 
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
+    def __init__(
+        self,
+        experts: Mapping[int, Mapping[str, ExpertRefs]],
+        *,
+        least_piece: int = LEAST_PIECE,
+    ):
+        super().__init__(experts, least_piece=least_piece)
         self._advises = hasattr(os, "posix_fadvise")
         if self._advises:
             for fd in self._fds:
@@ -234,7 +248,7 @@ class PreadReader(FileReader):
 
 class DirectReader(FileReader):
     """Reads that bypass the page cache: ``O_DIRECT`` through an aligned buffer for each thread
-    on Linux, ``F_NOCACHE`` on macOS.
+    on Linux, ``F_NOCACHE`` on macOS. most_bounce_bytes: Of that buffer, a multiple of a page.
 
     Raises:
         UnsupportedError: The file system does not allow it.
@@ -243,12 +257,20 @@ class DirectReader(FileReader):
     name = "direct"
     _flags = FileReader._flags | getattr(os, "O_DIRECT", 0)
 
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
+    def __init__(
+        self,
+        experts: Mapping[int, Mapping[str, ExpertRefs]],
+        *,
+        least_piece: int = LEAST_PIECE,
+        most_bounce_bytes: int = MAX_BOUNCE_BYTES,
+    ):
+        super().__init__(experts, least_piece=least_piece)
         self._local = threading.local()
         self._bounces = hasattr(os, "O_DIRECT")
         if self._bounces:
-            self.alignment, self.staging_bytes = DIRECT_ALIGNMENT, self._bounce_bytes()
+            largest = max(self.layout(layer).nbytes for layer in self.layers)
+            self.alignment = DIRECT_ALIGNMENT
+            self.staging_bytes = min(_round_up(largest) + DIRECT_ALIGNMENT, most_bounce_bytes)
         try:
             self._prepare()
         except OSError as cause:
@@ -285,10 +307,6 @@ class DirectReader(FileReader):
             done = end
         self._check_file(run.file)
         return before
-
-    def _bounce_bytes(self) -> int:
-        largest = max(self.layout(layer).nbytes for layer in self.layers)
-        return min(_round_up(largest) + DIRECT_ALIGNMENT, MAX_BOUNCE_BYTES)
 
     def _buffer(self) -> tuple[np.ndarray, memoryview]:
         """Return this thread's page-aligned buffer, as an array and as a view."""
@@ -333,8 +351,13 @@ class MmapReader(FileReader):
 
     name = "mmap"
 
-    def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
+    def __init__(
+        self,
+        experts: Mapping[int, Mapping[str, ExpertRefs]],
+        *,
+        least_piece: int = LEAST_PIECE,
+    ):
+        super().__init__(experts, least_piece=least_piece)
         self._maps: list[mmap.mmap] = []
         for file, fd in zip(self.ranges.files, self._fds, strict=True):
             try:
@@ -364,11 +387,13 @@ class MmapReader(FileReader):
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def cut(order: Sequence[int], sizes: Sequence[int], count: int) -> Sequence[Piece]:
+def cut(
+    order: Sequence[int], sizes: Sequence[int], count: int, least: int = LEAST_PIECE
+) -> Sequence[Piece]:
     """Cut components of these sizes, consecutive in `order`, into at most `count` pieces of about
-    the same size, none much smaller than ``LEAST_PIECE``."""
+    the same size, none much smaller than `least` bytes."""
     total = sum(sizes[c] for c in order)
-    step = -(-total // max(1, min(count, total // LEAST_PIECE)))
+    step = -(-total // max(1, min(count, total // least)))
     if step >= 8 * DIRECT_ALIGNMENT:
         step = _round_up(step)
     pieces = []

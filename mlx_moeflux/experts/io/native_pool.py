@@ -32,7 +32,7 @@ import numpy as np
 from mlx_moeflux import user_cache
 from mlx_moeflux.checkpoint.files import Stamp
 from mlx_moeflux.errors import MoefluxError
-from mlx_moeflux.experts.io import file_readers, read_pool
+from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
 from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory
@@ -162,7 +162,7 @@ class NativePool:
             nbytes = reader.staging_bytes
             self._memory = memoryview(mmap.mmap(-1, (count + 1) * nbytes))
         start = ctypes.addressof(c_int.from_buffer(self._memory)) if nbytes else None
-        least = file_readers.LEAST_PIECE
+        least = reader.least_piece
         self.handle = found.pool_open(count, alignment, least, nbytes, start, driver)
         if not self.handle:
             raise OSError("no threads")

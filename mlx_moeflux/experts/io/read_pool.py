@@ -53,10 +53,18 @@ class HostSlots:
 
 class ReadPool:
     """A fixed number of threads that work on batches of reads. They end with :meth:`close` or with
-    this object. uploads: Staging buffers, where the host does not write the slots."""
+    this object. uploads: Staging buffers, where the host does not write the slots. begin_seconds:
+    How long an urgent batch waits for idle threads to begin."""
 
-    def __init__(self, reader: Reader, count: int, uploads: device.Uploads | None = None):
-        self._reader, self._uploads = reader, uploads
+    def __init__(
+        self,
+        reader: Reader,
+        count: int,
+        uploads: device.Uploads | None = None,
+        *,
+        begin_seconds: float = _BEGIN_SECONDS,
+    ):
+        self._reader, self._uploads, self.begin_seconds = reader, uploads, begin_seconds
         self._batches: SimpleQueue[Fetch | None] = SimpleQueue()
         self._busy: list[None] = []  # an entry for each thread that works on a batch
         shared = self._batches, self._busy, count
@@ -189,7 +197,7 @@ class Fetch:
         self._threads.submit(self)
         if self._awaited:
             with suppress(Empty):
-                self._all_begun.get(timeout=_BEGIN_SECONDS)
+                self._all_begun.get(timeout=self._threads.begin_seconds)
 
     def run(self, waiting: SimpleQueue[Fetch | None], threads: int) -> None:
         """Take reads until none is left; each of the pool's threads calls this."""

@@ -25,13 +25,13 @@ MOST_SAMPLES = 25_000
 LOOKED_AT, SCALES_BYTES = 4, 4096
 
 
-def experts_identity(experts: Experts) -> str:
+def experts_identity(experts: Experts, *, most_samples: int = MOST_SAMPLES) -> str:
     """Hash each layer's experts: by the checksums or the digest of its blocks, else by samples of
     every expert.
 
-    An expert gives a sample of as many components as MOST_SAMPLES allows, at least of one; the
-    next expert goes on with the next component. Two copies of the same tensors have one identity,
-    wherever they lie in files.
+    An expert gives a sample of as many components as `most_samples` of all experts allow, at
+    least of one; the next expert goes on with the next component. Two copies of the same tensors
+    have one identity, wherever they lie in files.
 
     Raises:
         ExpertFileError: A file cannot be read.
@@ -44,7 +44,7 @@ def experts_identity(experts: Experts) -> str:
             sampled[layer] = parts
     if sampled:
         ranges = ByteRanges(stored_form(sampled))
-        count = max(1, MOST_SAMPLES // (len(ranges.layers) * ranges.num_experts))
+        count = max(1, most_samples // (len(ranges.layers) * ranges.num_experts))
         with ExitStack() as stack:
             fds = [stack.enter_context(opened(f, error=ExpertFileError)) for f in ranges.files]
             maps = [stack.enter_context(_mapped(*of)) for of in zip(fds, ranges.files, strict=True)]

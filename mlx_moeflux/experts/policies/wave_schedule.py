@@ -36,17 +36,18 @@ class WaveSchedule:
     Every needed expert is in exactly one wave, in ascending order. Residents of later waves stay if
     that leaves room to read, so that each block is read at most once and hits stay hits.
 
-    begun: Waves whose reads have begun and that are not computed yet, the oldest first.
+    read_ahead: Blocks that a wave reads at most. begun: Waves whose reads have begun and that are
+    not computed yet, the oldest first.
     """
 
-    def __init__(self, table: Residents, needed: Sequence[int]):
-        self._table = table
+    def __init__(self, table: Residents, needed: Sequence[int], read_ahead: int = READ_AHEAD):
+        self._table, self.read_ahead = table, read_ahead
         self._waiting = list(reversed(needed))
         self._kept = {expert for expert in needed if expert in table}
         self._busy: set[int] = set()
         self.begun: deque[Wave] = deque()
         by_turn = sorted(self._kept)
-        while by_turn and self.room() < min(table.slots, 2 * READ_AHEAD):
+        while by_turn and self.room() < min(table.slots, 2 * read_ahead):
             self._kept.remove(by_turn.pop())
 
     @property
@@ -108,7 +109,7 @@ def run_waves(
 
 
 def _begin_next(plan: WaveSchedule, limit: int, begin: Callable[[Wave], None]) -> bool:
-    full = plan.next(min(limit, READ_AHEAD))
+    full = plan.next(min(limit, plan.read_ahead))
     if full is not None:
         plan.begun.append(full)
         begin(full)

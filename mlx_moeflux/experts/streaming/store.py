@@ -41,7 +41,13 @@ from mlx_moeflux.experts.policies.prefetch import (
     next_layer,
     proposed,
 )
-from mlx_moeflux.experts.policies.wave_schedule import Wave, WaveSchedule, begin_first, run_waves
+from mlx_moeflux.experts.policies.wave_schedule import (
+    READ_AHEAD,
+    Wave,
+    WaveSchedule,
+    begin_first,
+    run_waves,
+)
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.streaming.bank import LayerBank
 from mlx_moeflux.experts.streaming.layer import StreamedLayer, missing_of
@@ -85,6 +91,7 @@ class StreamedStore(ExpertStore):
     events: Listener, see :mod:`mlx_moeflux.experts.telemetry.events`, or None; may be replaced at
     any time. mix: The operation that computes experts. scratch_bytes: Bytes that one step of a long
     call may allocate besides its result; None: chosen by the device. activation: Of the experts.
+    wave_reads: Blocks that a wave of a long call reads at most.
 
     One lock: a second concurrent call waits for the first. An error or interrupt leaves the
     store usable.
@@ -113,12 +120,13 @@ class StreamedStore(ExpertStore):
         mix: ExpertMix = REFERENCE_MIX,
         scratch_bytes: int | None = None,
         activation: Activation = swiglu,
+        wave_reads: int = READ_AHEAD,
     ):
         check_threads(threads)
         self.reader, self.threads = reader, threads
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
-        self.keep_all_ahead = keep_all_ahead
+        self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
         self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
@@ -274,7 +282,7 @@ class StreamedStore(ExpertStore):
         call.host, call.request = self._wait_for_ids(call, weights)
         needed = call.request.needed
         if len(needed) > slots:
-            call.waves = waves = WaveSchedule(state.table, needed)
+            call.waves = waves = WaveSchedule(state.table, needed, self._wave_reads)
             begin_first(waves, lambda wave: self._begin_wave(state, waves, wave))
         else:
             call.missing = missing_of(state.table, needed)

@@ -33,16 +33,17 @@ MOST_DENSE, ROWS_AT_ONCE = 256 * 2**20, 128
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows first .. last - 1 of a matrix, dequantised when they are used, MOST_DENSE bytes at a
-    time: an output matrix of 250,000 rows is never dense as a whole."""
+    """Rows first .. last - 1 of a matrix, dequantised when they are used, `most` bytes at a time:
+    an output matrix of 250,000 rows is never dense as a whole."""
 
     stored: Weight
     first: int
     last: int
+    most: int
 
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., last - first]``."""
-        step = max(1, MOST_DENSE // (x.shape[-1] * x.itemsize * ROWS_AT_ONCE)) * ROWS_AT_ONCE
+        step = max(1, self.most // (x.shape[-1] * x.itemsize * ROWS_AT_ONCE)) * ROWS_AT_ONCE
         parts = [
             x @ self.stored.rows(start, min(start + step, self.last)).dense(x.dtype).T
             for start in range(self.first, self.last, step)
@@ -77,25 +78,36 @@ def project(
 
 
 def project_dequantised(
-    x, weights, *, norm=None, eps=1e-6, residual=None, normed=False, flat=False
+    x,
+    weights,
+    *,
+    norm=None,
+    eps=1e-6,
+    residual=None,
+    normed=False,
+    flat=False,
+    most_dense=MOST_DENSE,
 ) -> list[mx.array]:
     """:func:`project` with matrices made dense first: for many rows the cheaper way on GPUs. Not
-    for float32, of which dense products on NVIDIA keep 11 bits (TF32)."""
+    for float32, of which dense products on NVIDIA keep 11 bits (TF32).
+
+    most_dense: Bytes of a matrix that are dense at a time.
+    """
     dense = weights
     if x.dtype != mx.float32:
-        dense = [part for weight in weights for part in _made_dense(weight, x.dtype)]
+        dense = [part for weight in weights for part in _made_dense(weight, x.dtype, most_dense)]
     return project(x, dense, norm=norm, eps=eps, residual=residual, normed=normed, flat=flat)
 
 
-def _made_dense(weight: Any, dtype: mx.Dtype) -> list[Any]:
+def _made_dense(weight: Any, dtype: mx.Dtype, most: int) -> list[Any]:
     """A matrix for each of its results, which are arrays of their own, if it is quantised: all in
     one launch, or, of a large one, each when it is used."""
     if not isinstance(weight, Weight) or weight.spec is None or weight.precise:
         return [weight]
     width, ends = weight.weight.shape[-1] * 32 // weight.spec.bits, [*accumulate(weight.results)]
-    if ends[-1] * width * dtype.size > MOST_DENSE:
+    if ends[-1] * width * dtype.size > most:
         starts = [0, *ends]
-        return [Dense(weight, *rows) for rows in zip(starts, ends, strict=False)]
+        return [Dense(weight, *rows, most) for rows in zip(starts, ends, strict=False)]
     dense = weight.dense(dtype)
     return [Weight(rows) for rows in (mx.split(dense, ends[:-1]) if ends[1:] else [dense])]
 

@@ -715,11 +715,23 @@ def latent_attention_fused(
 
 
 def latent_prefill_expanded(
-    q, q_rotary, latents, rotary_keys, *, expand, length, scale, mask, start=None
+    q,
+    q_rotary,
+    latents,
+    rotary_keys,
+    *,
+    expand,
+    length,
+    scale,
+    mask,
+    start=None,
+    values_at_once=VALUES_AT_ONCE,
 ):
     """:func:`~mlx_moeflux.kernels.mla.latent.latent_prefill`: keys and values of some heads, then
     attention over them, without scores in device memory. A mask that is an array goes to the
     reference.
+
+    values_at_once: Numbers of keys and values that are held together, see :func:`heads_at_once`.
 
     Evaluates: each stretch of heads, unless one takes all.
 
@@ -735,7 +747,7 @@ def latent_prefill_expanded(
         )  # fmt: skip
     (B, T, H, D), Dr, parts = q.shape, q_rotary.shape[3], []
     rows, rotary = latents[:, :, :length], rotary_keys[:, :, :length]
-    heads = heads_at_once(B, H, D - Dr, length)
+    heads = heads_at_once(B, H, D - Dr, length, values_at_once)
     if q_rotary.shape != (B, H, T, Dr) or rotary.shape[1::2] != (1, Dr) or Dr >= D:
         raise ShapeError(
             f"latent_prefill: q_rotary {q_rotary.shape} and rotary_keys {rotary_keys.shape} do not "
@@ -762,9 +774,12 @@ def latent_prefill_expanded(
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def heads_at_once(B: int, H: int, Dn: int, length: int) -> int:
-    """Return how many heads' keys and values are computed together, both of width Dn."""
-    most = max(1, VALUES_AT_ONCE // (B * length * 2 * Dn))
+def heads_at_once(
+    B: int, H: int, Dn: int, length: int, values_at_once: int = VALUES_AT_ONCE
+) -> int:
+    """Return how many heads' keys and values are computed together, both of width Dn. They have at
+    most `values_at_once` numbers, unless one head has more."""
+    most = max(1, values_at_once // (B * length * 2 * Dn))
     return -(-H // -(-H // most))
 
 

@@ -138,16 +138,19 @@ _SUM = MetalKernel(
 APART, THREADS = 1 << 23, 128
 
 
-def add_shared_fused(residual, experts, gate, up, down, *, score=None) -> mx.array:
+def add_shared_fused(
+    residual, experts, gate, up, down, *, score=None, apart_from=APART
+) -> mx.array:
     """The module's formula in one launch for a few rows, each on its own, with one rounding; or
-    with a large matrix in two, of which the first does not need `experts`, with the same bits.
+    with a matrix of `apart_from` numbers or more in two, of which the first does not need
+    `experts`, with the same bits.
 
     Raises:
         ShapeError: Shapes or dtypes do not fit together.
         UnsupportedError: The matrix is stored in another way, or there is no GPU.
     """
     summed, scores, known = checked(residual, experts, gate, up, down, score)
-    launch = _launch(known, most_threads())
+    launch = _launch(known, most_threads(), apart_from)
     if isinstance(launch, tuple):
         product, rest = launch
         products = _PRODUCT(gate, up, *arrays_of(down), **product)[0]
@@ -195,7 +198,9 @@ def checked(residual, experts, gate, up, down, score) -> tuple[mx.array, mx.arra
 
 
 @functools.lru_cache(maxsize=64)
-def _launch(known: Shared, threads: int) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+def _launch(
+    known: Shared, threads: int, apart_from: int
+) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
     """The launch, or the two."""
     (*leading, C), F, dtype, scored = known.shape, known.F, known.dtype, known.scored
     groups, tile, memory = tiling(known.matrix, C, F, dtype, threads)
@@ -203,7 +208,7 @@ def _launch(known: Shared, threads: int) -> dict[str, Any] | tuple[dict[str, Any
     template = {"IN": F, "OUT": C, "EXACT": dtype == mx.float32, **tile}
     template |= {"SIMDGROUPS": simdgroups, "MEMORY": memory}
     rows = math.prod(leading)
-    if not known.routed or F * C < APART:
+    if not known.routed or apart_from > F * C:
         template |= {"ROUTED": known.routed, "SCORED": scored}
         return launch_of(template, (groups, rows), 32 * simdgroups, [known.shape], dtype)
     product = launch_of(template, (groups, rows), 32 * simdgroups, [(rows, C)], mx.float32)

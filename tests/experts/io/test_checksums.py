@@ -15,10 +15,10 @@ from mlx_moeflux.checkpoint.checksum import joined
 from mlx_moeflux.checkpoint.formats.packed import PackedExperts, PackedWriter
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io import file_readers, native_pool
+from mlx_moeflux.experts.io import native_pool
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
-from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.io.readers import READERS
 from mlx_moeflux.loading import load_model
 from tests.experts.helpers import LAYERS, E, random_experts
 
@@ -60,13 +60,13 @@ def packed(tmp_path):
 @pytest.fixture
 def open_way(packed, monkeypatch):
     """A function that opens a reader and its pool; blocks are cut into small parts."""
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
     opened = []
 
     def open_way(threads, name):
         if threads == "python":
             monkeypatch.setattr(native_pool, "library", lambda: None)
-        reader = make_reader(name, {layer: packed[0].refs(layer) for layer in LAYERS})
+        refs = {layer: packed[0].refs(layer) for layer in LAYERS}
+        reader = READERS[name](refs, least_piece=1000)
         pool = open_pool(reader, 3, None)
         assert isinstance(pool, NativePool) == (threads == "native")
         opened.extend((reader, pool))

@@ -2,6 +2,7 @@
 one is in test_gpu.py."""
 
 import ctypes
+import functools
 import mmap
 import threading
 
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
-from mlx_moeflux.experts.io import file_readers
+from mlx_moeflux.experts.io.file_readers import LEAST_PIECE, PreadReader
 from mlx_moeflux.experts.io.readers import READERS, make_reader
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.kernels.runtime import device
-from mlx_moeflux.kernels.runtime.cuda import upload
 from mlx_moeflux.kernels.runtime.cuda.upload import Uploads, address_of
 from tests.experts.conftest import read_by
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
+
+FILES = "pread", "direct", "mmap"
 
 
 class HostDriver:
@@ -75,17 +77,22 @@ class HostDriver:
 @pytest.fixture
 def host(monkeypatch):
     found = HostDriver()
-    monkeypatch.setattr(device, "uploads_for", lambda *sizes: Uploads(found, *sizes))
+    uploads = functools.partial(Uploads, found, reached_for=8)
+    monkeypatch.setattr(device, "uploads_for", uploads)
     return found
 
 
 @read_by("threads", "python threads")
-@pytest.mark.parametrize("least", [1 << 18, 1000])
-@pytest.mark.parametrize("name", READERS)
-def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, name, least):
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", least)
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        *((name, {"least_piece": least}) for name in FILES for least in (LEAST_PIECE, 1000)),
+        ("memory", {}),
+    ],
+)
+def test_slots_filled_by_uploads_hold_the_experts(experts, host, name, pieces):
     resident = experts.resident()
-    with StreamedStore(make_reader(name, experts.refs), K, threads=3) as store:
+    with StreamedStore(READERS[name](experts.refs, **pieces), K, threads=3) as store:
         for seed in range(12):
             for layer in LAYERS:
                 call = random_call(1, seed=seed)
@@ -97,8 +104,7 @@ def test_slots_filled_by_uploads_hold_the_experts(experts, host, monkeypatch, na
         assert host.uploaded == total.bytes_read
 
 
-def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):
-    monkeypatch.setattr(upload, "REACHED_FOR", 8)
+def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host):
     # A layer that holds every expert is not looked at, and has no slots to give.
     with StreamedStore(make_reader("pread", experts.refs), E - 1, threads=2) as store:
         slots = []
@@ -118,8 +124,7 @@ def test_the_gpu_reads_slot_numbers_where_they_lie(experts, host, monkeypatch):
 
 @read_by("python threads")
 def test_a_part_that_fails_is_an_expert_that_did_not_arrive(experts, host, monkeypatch):
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
-    reader = make_reader("pread", experts.refs)
+    reader = PreadReader(experts.refs, least_piece=1000)
     if len(reader.ranges.runs(3, 0)) > 1:
         pytest.skip("this form is read in one piece")
     staged, calls = reader.read_staged, []

@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from mlx_moeflux.experts.io import file_readers, native_pool
-from mlx_moeflux.experts.io.file_readers import PreadReader
+from mlx_moeflux.experts.io import native_pool
+from mlx_moeflux.experts.io.file_readers import LEAST_PIECE, PreadReader
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots, ReadPool
-from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.io.readers import READERS, make_reader
 from tests.experts.conftest import read_by
 from tests.experts.helpers import LAYERS, E, random_experts, write_experts
 
@@ -19,9 +19,16 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C co
 
 
 @pytest.fixture
-def reader(tmp_path, request):
+def least():
+    """Bytes of the smallest piece; a test may have others."""
+    return LEAST_PIECE
+
+
+@pytest.fixture
+def reader(tmp_path, request, least):
     form, name = request.param
-    found = make_reader(name, write_experts(tmp_path, random_experts(), form).refs)
+    refs = write_experts(tmp_path, random_experts(), form).refs
+    found = READERS[name](refs, least_piece=least)
     yield found
     found.close()
 
@@ -41,10 +48,9 @@ def block_of(slots, slot):
 
 @every_file
 @read_by("threads", "caller")
-@pytest.mark.parametrize("least", [1 << 18, 100])
+@pytest.mark.parametrize("least", [LEAST_PIECE, 100])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_blocks_are_what_the_reader_reads(reader, monkeypatch, least, count):
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", least)
+def test_blocks_are_what_the_reader_reads(reader, count):
     pool, random = open_pool(reader, count, None), np.random.default_rng(count)
     assert isinstance(pool, NativePool)
     for round in range(12):

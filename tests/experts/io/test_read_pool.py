@@ -29,13 +29,12 @@ class Held:
 
 @pytest.fixture
 def threads():
-    found = ReadPool(Held(), 3)
+    found = ReadPool(Held(), 3, begin_seconds=60)
     yield found
     found.close()
 
 
-def test_urgent_reads_have_begun_when_they_were_handed_over(threads, monkeypatch):
-    monkeypatch.setattr(read_pool, "_BEGIN_SECONDS", 60)
+def test_urgent_reads_have_begun_when_they_were_handed_over(threads):
     for count in (1, 2, 3, 5):
         reader = Held()
         batch = Fetch(threads, reader, 0, [Target(e, e) for e in range(count)])
@@ -46,8 +45,7 @@ def test_urgent_reads_have_begun_when_they_were_handed_over(threads, monkeypatch
         assert sorted(reader.begun) == list(range(count))
 
 
-def test_nobody_waits_for_threads_that_have_other_work(threads, monkeypatch):
-    monkeypatch.setattr(read_pool, "_BEGIN_SECONDS", 60)
+def test_nobody_waits_for_threads_that_have_other_work(threads):
     first, second = Held(), Held()
     busy = Fetch(threads, first, 0, [Target(e, e) for e in range(5)])
     busy.start(urgent=True)

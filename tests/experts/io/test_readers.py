@@ -64,11 +64,10 @@ def test_every_reader_gives_every_block(experts, name):
         reader.close()
 
 
-def test_direct_reads_of_many_pages(tmp_path, monkeypatch):
+def test_direct_reads_of_many_pages(tmp_path):
     """Blocks larger than the bounce buffer, at odd offsets, up to the end of the file."""
-    monkeypatch.setattr(file_readers, "MAX_BOUNCE_BYTES", 8192)
     experts = write_experts(tmp_path, random_experts(MIXED), "stacked")
-    reader = make_reader("direct", experts.refs)
+    reader = file_readers.DirectReader(experts.refs, most_bounce_bytes=8192)
     assert reader.staging_bytes in (0, 8192)
     assert all(read_block(reader, 5, e) == experts.block(5, e) for e in range(E))
     reader.close()
@@ -76,9 +75,8 @@ def test_direct_reads_of_many_pages(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["pread", "direct", "mmap"])
 @pytest.mark.parametrize("count", [1, 2, 5, 1000])
-def test_pieces_make_up_the_block(experts, monkeypatch, name, count):
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
-    reader = make_reader(name, experts.refs)
+def test_pieces_make_up_the_block(experts, name, count):
+    reader = READERS[name](experts.refs, least_piece=1000)
     layout = reader.layout(5)
     whole = len(reader.ranges.runs(5, 3)) == 1
     into, again = buffers(layout), buffers(layout)

@@ -10,7 +10,6 @@ import pytest
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CacheError, ExpertFileError
-from mlx_moeflux.experts.io import samples
 from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.loading import load_model
 from tests.experts.helpers import IMPLEMENTATIONS, E, random_experts, write_experts
@@ -20,12 +19,12 @@ TWIN = Path(__file__).parents[2] / "golden" / "text_top3"
 
 
 @pytest.mark.parametrize("most", [0, 100_000])
-def test_the_identity_is_that_of_the_bytes_of_every_expert(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(samples, "MOST_SAMPLES", most)
-    seen = {
-        experts_identity(write_experts(tmp_path / form, random_experts(), form).refs)
-        for form in IMPLEMENTATIONS
-    }
+def test_the_identity_is_that_of_the_bytes_of_every_expert(tmp_path, most):
+    def identity(experts, name, form="stacked"):
+        refs = write_experts(tmp_path / name, experts, form).refs
+        return experts_identity(refs, most_samples=most)
+
+    seen = {identity(random_experts(), form, form) for form in IMPLEMENTATIONS}
     assert len(seen) == 1, "places in files do not count"
     for e in range(E):
         changed = random_experts()
@@ -33,19 +32,22 @@ def test_the_identity_is_that_of_the_bytes_of_every_expert(tmp_path, monkeypatch
             rows = [array[i] for i in range(E)]
             rows[e] = mx.roll(rows[e].reshape(-1), 1).reshape(rows[e].shape)
             changed.arrays[5][name] = mx.stack(rows)
-        seen.add(experts_identity(write_experts(tmp_path / f"{e}", changed, "stacked").refs))
+        seen.add(identity(changed, f"{e}"))
     assert len(seen) == 1 + E
 
 
-def test_a_component_of_all_experts_changes_the_identity(tmp_path, monkeypatch):
-    monkeypatch.setattr(samples, "MOST_SAMPLES", 2 * 2 * E)
+def test_a_component_of_all_experts_changes_the_identity(tmp_path):
+    def identity(experts, name):
+        refs = write_experts(tmp_path / name, experts, "stacked").refs
+        return experts_identity(refs, most_samples=2 * 2 * E)
+
     names = list(random_experts().arrays[5])
-    seen = {experts_identity(write_experts(tmp_path / "first", random_experts(), "stacked").refs)}
+    seen = {identity(random_experts(), "first")}
     for name in names:
         changed = random_experts()
         array = changed.arrays[5][name]
         changed.arrays[5][name] = mx.roll(array.reshape(E, -1), 1, axis=1).reshape(array.shape)
-        seen.add(experts_identity(write_experts(tmp_path / name, changed, "stacked").refs))
+        seen.add(identity(changed, name))
     assert len(seen) == 1 + len(names)
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_moeflux.experts.budget import measure_memory
-from mlx_moeflux.experts.io import file_readers
-from mlx_moeflux.experts.io.readers import make_reader
+from mlx_moeflux.experts.io.readers import READERS
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from tests.experts.helpers import LAYERS, E, K, bank_is_right, random_call
 
@@ -71,10 +70,13 @@ def test_resize(experts, open_store):
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="an upload is NVIDIA's")
-@pytest.mark.parametrize("name", ["pread", "direct", "memory"])
-def test_blocks_come_through_the_driver(experts, name, monkeypatch):
-    monkeypatch.setattr(file_readers, "LEAST_PIECE", 1000)
-    with StreamedStore(make_reader(name, experts.refs), K) as store:
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("pread", {"least_piece": 1000}), ("direct", {"least_piece": 1000}), ("memory", {})],
+    ids=["pread", "direct", "memory"],
+)
+def test_blocks_come_through_the_driver(experts, name, pieces):
+    with StreamedStore(READERS[name](experts.refs, **pieces), K) as store:
         assert store._uploads is not None
         for seed in range(40):
             call = random_call(1, seed=seed)

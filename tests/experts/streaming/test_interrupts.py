@@ -15,7 +15,6 @@ import pytest
 from mlx_moeflux import experts as package
 from mlx_moeflux.errors import ExpertFileError, InputError
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.experts.policies import wave_schedule as turns_module
 from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
@@ -119,9 +118,8 @@ def test_interrupted_at_any_event(experts, open_store, kind):
     "eviction",
     [pytest.param(name, marks=() if name == "lfu" else pytest.mark.slow) for name in EVICTIONS],
 )
-def test_interrupted_at_every_line(experts, monkeypatch, eviction):
+def test_interrupted_at_every_line(experts, eviction):
     """KeyboardInterrupt at the n-th line that the store's code executes, for n = 1, 2, ..."""
-    monkeypatch.setattr(turns_module, "READ_AHEAD", 2)
     countdown = 0
 
     def tracer(frame, event, argument):
@@ -138,7 +136,7 @@ def test_interrupted_at_every_line(experts, monkeypatch, eviction):
     right = [experts.resident().experts(3, *c) for c in (call, other)]
     lines, finished = 0, False
     reader = make_reader("pread", experts.refs)
-    with StreamedStore(reader, K, threads=2, eviction=eviction) as store:
+    with StreamedStore(reader, K, threads=2, eviction=eviction, wave_reads=2) as store:
         while not finished:
             lines += 7 if eviction == "lru" else 17
             countdown = lines

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_moeflux.experts.io.readers import make_reader
-from mlx_moeflux.experts.policies import wave_schedule as turns_module
 from mlx_moeflux.experts.policies.wave_schedule import READ_AHEAD, WaveSchedule, run_waves
 from mlx_moeflux.experts.streaming.slots import SlotTable
 from mlx_moeflux.experts.streaming.store import StreamedStore
@@ -24,12 +23,11 @@ MANY = 23
 
 @pytest.mark.parametrize("n", [63, 64, 65, 500])
 @pytest.mark.parametrize("slots", [4, 9, MANY - 1])
-def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, monkeypatch, slots, n):
+def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, slots, n):
     """Waves of at most three reads, so that residents wait and reads run ahead."""
-    monkeypatch.setattr(turns_module, "READ_AHEAD", 3)
     experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")
     resident = experts.resident()
-    with StreamedStore(make_reader("pread", experts.refs), slots) as store:
+    with StreamedStore(make_reader("pread", experts.refs), slots, wave_reads=3) as store:
         for seed in range(2):
             before = set(store.residents(3))
             store.stats().reset()

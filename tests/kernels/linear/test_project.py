@@ -13,7 +13,6 @@ import pytest
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.linear import matvec
-from mlx_moeflux.kernels.linear import project as project_module
 from mlx_moeflux.kernels.linear.matvec import (
     _KERNELS,
     joined_places,
@@ -21,7 +20,7 @@ from mlx_moeflux.kernels.linear.matvec import (
     project_fused,
     project_joined,
 )
-from mlx_moeflux.kernels.linear.project import project, project_dequantised
+from mlx_moeflux.kernels.linear.project import ROWS_AT_ONCE, project, project_dequantised
 from mlx_moeflux.kernels.linear.quantised import matrix_of
 from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.models.layers import Applied
@@ -107,31 +106,29 @@ def test_tokens_together_or_apart_give_the_same_bits(device):
     assert mx.array_equal(project_fused(x, [weight], norm=norm)[0], mx.concatenate(pairs)).item()
 
 
-@pytest.mark.parametrize("most", [1, 5 * 96 * 2, 10**9])
-def test_matrices_made_dense_a_part_at_a_time(monkeypatch, most):
+@pytest.mark.parametrize("most", [1, 2 * ROWS_AT_ONCE * 96 * 2, 10**9])
+def test_matrices_made_dense_a_part_at_a_time(most):
     """Stock MLX, in any number of parts: a device is not needed."""
-    monkeypatch.setattr(project_module, "MOST_DENSE", most)
-    monkeypatch.setattr(project_module, "ROWS_AT_ONCE", 1)
-    sizes = (11, 96, [(23, 4, 32), (7, 8, 32), (3, 0, 32)], mx.bfloat16)
+    sizes = (11, 96, [(300, 4, 32), (140, 8, 32), (3, 0, 32)], mx.bfloat16)
     args, options, truths = arguments(sizes, with_norm=True, residual=False)
-    results = project_dequantised(*args, **options)
+    results = project_dequantised(*args, **options, most_dense=most)
     for y, truth, limit in zip(results, truths, limits(args, options, truths), strict=True):
         assert error(y, truth) <= limit
     together = Weight(
-        *(mx.concatenate([w, w]) for w in _arrays(args[1][0])), args[1][0].spec, (23, 23)
+        *(mx.concatenate([w, w]) for w in _arrays(args[1][0])), args[1][0].spec, (300, 300)
     )
-    for y in project_dequantised(args[0], [together], **options):
+    for y in project_dequantised(args[0], [together], **options, most_dense=most):
         assert mx.array_equal(y, results[0])
 
 
 def test_parts_begin_where_rows_are_aligned(monkeypatch):
     """Rows of a result that begin at odd places cost cuBLAS two thirds of its speed."""
-    monkeypatch.setattr(project_module, "MOST_DENSE", 200 * 64 * 2)
     made, dense = [], Weight.dense
     note = lambda self, dtype: made.append(self.weight.shape[0]) or dense(self, dtype)  # noqa: E731
     monkeypatch.setattr(Weight, "dense", note)
     weight = Weight(*mx.quantize(mx.ones((700, 64)), 64, 4), QuantSpec(4, 64), outs=(300, 400))
-    first, second = project_dequantised(mx.ones((5, 64), mx.bfloat16), [weight])
+    x = mx.ones((5, 64), mx.bfloat16)
+    first, second = project_dequantised(x, [weight], most_dense=200 * 64 * 2)
     assert made == [128, 128, 44, 128, 128, 128, 16]
     assert (first.shape, second.shape) == ((5, 300), (5, 400))
 

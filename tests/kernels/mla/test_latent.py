@@ -234,12 +234,10 @@ def test_tails_of_latents_that_cannot_be():
 
 
 @pytest.mark.parametrize("start", [None, [0, 40]])
-@pytest.mark.parametrize("at_once", [None, 3 * 80 * (3 * 64 + 32)])
-def test_prefill_over_expanded_heads(device, monkeypatch, start, at_once):
+@pytest.mark.parametrize("at_once", [fused.VALUES_AT_ONCE, 3 * 80 * (3 * 64 + 32)])
+def test_prefill_over_expanded_heads(device, start, at_once):
     """Against the reference, which never launches; in one stretch of heads or several."""
-    if at_once is not None:
-        monkeypatch.setattr(fused, "VALUES_AT_ONCE", at_once)
-        assert fused.heads_at_once(2, 5, 64, 77) < 5
+    assert (fused.heads_at_once(2, 5, 64, 77, at_once) < 5) == (at_once < fused.VALUES_AT_ONCE)
     rng = np.random.default_rng(1)
     draw = lambda *shape: random_array(rng, shape, BF16)  # noqa: E731
     q, q2 = draw(2, 20, 5, 64 + 32), draw(2, 5, 20, 32)
@@ -252,7 +250,7 @@ def test_prefill_over_expanded_heads(device, monkeypatch, start, at_once):
     options = {"expand": expand, "scale": 96**-0.5, "mask": "causal", "length": 77}
     options["start"] = None if start is None else mx.array(start)
     wanted = latent_prefill(q, q2, k, k2, **options)
-    y = fused.latent_prefill_expanded(q, q2, k, k2, **options)
+    y = fused.latent_prefill_expanded(q, q2, k, k2, **options, values_at_once=at_once)
     # bfloat16 probabilities and values against float32.
     limit = 2**-7 * float(mx.abs(wanted).max())
     assert error(y, wanted) <= limit

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.kernels.linear.weight import Weight
-from mlx_moeflux.kernels.moe import add_shared as add_shared_module
-from mlx_moeflux.kernels.moe.add_shared import add_shared, add_shared_dequantised, add_shared_fused
+from mlx_moeflux.kernels.moe.add_shared import (
+    APART,
+    add_shared,
+    add_shared_dequantised,
+    add_shared_fused,
+)
 from tests.kernels.experts import dense, random_array, random_matrix
-from tests.kernels.harness import Case, error, float64, patched
+from tests.kernels.harness import Case, error, float64
 
 # tokens, C, F, bits, group, dtype
 SIZES = [
@@ -72,16 +73,11 @@ def test_without_experts(device, form, scored):
 
 
 @pytest.mark.parametrize("scored", [False, True])
-def test_apart_is_the_same_bits(device, monkeypatch, scored):
+def test_apart_is_the_same_bits(device, scored):
     for sizes in SIZES:
         args, options, _ = arguments(sizes, scored=scored)
-        results = []
-        for least in (1, 1 << 62):
-            monkeypatch.setattr(add_shared_module, "APART", least)
-            add_shared_module._launch.cache_clear()
-            results.append(add_shared_fused(*args, **options))
+        results = [add_shared_fused(*args, **options, apart_from=n) for n in (1, 1 << 62)]
         assert mx.array_equal(*results).item()
-    add_shared_module._launch.cache_clear()
 
 
 def test_wrong_arguments():
@@ -97,24 +93,22 @@ def test_wrong_arguments():
             add_shared_fused(*wrong, **options)
 
 
-def case(sizes, scored: bool, routed: bool = True) -> Case:
+def case(sizes, scored: bool, routed: bool = True, apart_from: int = APART) -> Case:
     args, options, truth = arguments(sizes, scored=scored, routed=routed)
     limit = limit_of(args, options, truth)
     name = f"{sizes[2]} wide{', scored' * scored}{', dense' * (not routed)}"
-    return Case(name, lambda: [add_shared_fused(*args, **options)], lambda: [truth], limit)
+    name += ", apart" * (apart_from == 1)
+    call = lambda: [add_shared_fused(*args, **options, apart_from=apart_from)]  # noqa: E731
+    return Case(name, call, lambda: [truth], limit)
 
 
-def apart(sizes, scored: bool) -> Case:
-    """In two launches."""
-    plain, module = case(sizes, scored), add_shared_module
-    within = functools.partial(patched, module, module._launch, APART=1)
-    return replace(plain, name=f"{plain.name}, apart", within=within)
-
-
-APART = [apart(SIZES[1], True), apart(SIZES[0], False), apart(SIZES[6], False)]
+IN_TWO = [
+    case(sizes, scored, apart_from=1)
+    for sizes, scored in ((SIZES[1], True), (SIZES[0], False), (SIZES[6], False))
+]
 CASES = {
-    "shared_product": APART,
-    "add_products": APART,
+    "shared_product": IN_TWO,
+    "add_products": IN_TWO,
     "add_shared": [
         *(case(sizes, on) for sizes in (SIZES[1], SIZES[5]) for on in (True, False)),
         case(SIZES[1], False, routed=False),

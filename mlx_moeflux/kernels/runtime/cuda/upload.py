@@ -177,10 +177,14 @@ def address_of(view: memoryview) -> int:
 class Uploads:
     """Page-locked memory of all reading threads and the caller. Each has two blocks: it reads into
     one while the driver copies the other. One allocation serves all: locking pages takes long.
+
+    reached_for: The driver gets its advice again after so many arrays.
     """
 
-    def __init__(self, driver: Driver, nbytes: int, threads: int):
-        self._driver, self._local = driver, threading.local()
+    def __init__(
+        self, driver: Driver, nbytes: int, threads: int, *, reached_for: int = REACHED_FOR
+    ):
+        self._driver, self._local, self._reached_for = driver, threading.local(), reached_for
         self._reached: set[int] = set()
         self._turn = 0
         size = _buffer_bytes(nbytes)
@@ -209,7 +213,7 @@ class Uploads:
         """
         view = bytes_of(array)
         address, self._turn = address_of(view), self._turn + 1
-        if self._turn % REACHED_FOR == 0:
+        if self._turn % self._reached_for == 0:
             self._reached.clear()
         if address not in self._reached:
             self._reached.add(address)
