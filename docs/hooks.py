@@ -1,10 +1,11 @@
 """Hooks of the documentation site; the parts that read source code need no MkDocs.
 
-Four directives, each on a line of its own, keep quotations from going stale:
+Five directives, each on a line of its own, keep quotations from going stale:
 
 - ``{{ source package.module.Name }}`` becomes the source of that object
 - ``{{ docstring package.module }}`` becomes its docstring
 - ``{{ options package.module.Class }}`` becomes a list of its fields: type, default, documentation
+- ``{{ implementations package.module.RECORD }}`` becomes the names in an operation's record
 - ``{{ section FILE Heading }}`` becomes the text below a heading of a file of the repository
 
 After a build each page also lies beside the site as ``page.md``, with ``::: package.module.Name``
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = re.compile(r"^\{\{ source ([\w.]+) \}\}$", re.MULTILINE)
 DOCSTRING = re.compile(r"^\{\{ docstring ([\w.]+) \}\}$", re.MULTILINE)
 OPTIONS = re.compile(r"^\{\{ options ([\w.]+) \}\}$", re.MULTILINE)
+IMPLEMENTATIONS = re.compile(r"^\{\{ implementations ([\w.]+) \}\}$", re.MULTILINE)
 SECTION = re.compile(r"^\{\{ section (\S+) (.+) \}\}$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: ([\w.]+)\n(?:    .*\n)*", re.MULTILINE)
 # "Shapes:", "Args:" and the like with the indented lines below, and the first line of an entry.
@@ -53,11 +55,18 @@ def find(path: str) -> tuple[Path, str, ast.AST]:
     node: ast.AST = ast.parse(text)
     for name in parts[count:]:
         # The last one: overloads come before the function that has the docstring.
-        found = [child for child in node.body if getattr(child, "name", None) == name]
+        found = [child for child in node.body if _name_of(child) == name]
         if not found:
             raise LookupError(f"{path}: {file.relative_to(ROOT)} defines no {name}")
         node = found[-1]
     return file, text, node
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """Return the name of a definition or of a plain assignment."""
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0])
+    return getattr(node, "name", None)
 
 
 def quoted(path: str) -> str:
@@ -85,10 +94,11 @@ def section(name: str, heading: str) -> str:
 
 
 def expanded(markdown: str) -> str:
-    """Replace the quotations of a page: source, docstrings and sections of files."""
+    """Replace the quotations of a page."""
     markdown = SOURCE.sub(lambda match: quoted(match[1]), markdown)
     markdown = DOCSTRING.sub(lambda match: docstring(match[1]), markdown)
     markdown = OPTIONS.sub(lambda match: options(match[1]), markdown)
+    markdown = IMPLEMENTATIONS.sub(lambda match: implementations(match[1]), markdown)
     return SECTION.sub(lambda match: section(match[1], match[2]), markdown)
 
 
@@ -103,6 +113,14 @@ def options(path: str) -> str:
             shown = ROLE.sub(r"`\2`", ast.literal_eval(text)).replace("``", "`")
             items.append(f"- `{declared} = {ast.unparse(default)}`<br>{shown}")
     return "\n".join(items)
+
+
+def implementations(path: str) -> str:
+    """Return one line with the names of an operation's implementations, from ``others={...}``."""
+    record = find(path)[2].value
+    (others,) = (word.value for word in record.keywords if word.arg == "others")
+    names = ["reference", *(ast.literal_eval(name) for name in others.keys)]
+    return f"Implementations: {', '.join(f'`{name}`' for name in names)}."
 
 
 def docstring(path: str) -> str:

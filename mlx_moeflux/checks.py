@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from mlx_moeflux.errors import InputError
 
@@ -43,7 +45,40 @@ def check_integer(name: str, value: int, low: int, *, hint: str = "") -> None:
         raise InputError(f"{name} is {value}; it must be at least {low}{hint}.")
 
 
-def check_callable(name: str, value: object) -> None:
-    """Raise an InputError unless `value` is None or callable."""
-    if value is not None and not callable(value):
+def check_callable(name: str, value: object, *arguments: str) -> None:
+    """Raise an InputError unless `value` is None or callable, and takes `arguments` if there are
+    any."""
+    if value is None:
+        return
+    if not callable(value):
         raise InputError(f"{name} is {value!r}; give a callable.")
+    if arguments:
+        _check_call(name, value, f"({', '.join(arguments)})", arguments)
+
+
+def check_method(whose: str, method: Callable[..., Any], wanted: Callable[..., Any]) -> None:
+    """Raise an InputError unless a bound `method` can be called with the arguments of `wanted`, a
+    function of a protocol."""
+    _, *parameters = inspect.signature(wanted).parameters.values()
+    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    call = ", ".join([*by_place, *(f"{name}=" for name in by_name)])
+    _check_call(whose, method, f"{wanted.__name__}({call})", by_place, by_name)
+
+
+def _check_call(
+    whose: str,
+    function: Callable[..., Any],
+    call: str,
+    by_place: Sequence[str],
+    by_name: Sequence[str] = (),
+) -> None:
+    """Raise an InputError unless `function` can be called so; `call` is how the message says it."""
+    try:
+        found = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        found.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise InputError(f"{whose} is called as {call}: {error}.") from error

@@ -13,6 +13,8 @@ import pytest
 from mlx_moeflux import BatchGenerator, generate, load, load_model
 from mlx_moeflux.cli.common import add_load_arguments, load_options
 from mlx_moeflux.errors import ExactnessError, InputError, MoefluxError
+from mlx_moeflux.experts.io.file_readers import PreadReader
+from mlx_moeflux.experts.io.readers import MemoryReader
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
 from mlx_moeflux.kernels.moe.add_shared import add_shared
@@ -216,6 +218,14 @@ def test_a_store_without_a_method_is_refused_when_it_is_made(missing):
     assert type("Whole", (kind,), {missing: len})()
 
 
+class Short(MemoryReader):
+    name = "short"
+
+    def __init__(self): ...
+
+    def read(self, layer, expert): ...
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -225,7 +235,14 @@ def test_a_store_without_a_method_is_refused_when_it_is_made(missing):
         ("dtype is 'float32'; give an MLX dtype", {"dtype": "float32"}),
         ("experts_per_token is 'x'; give an integer", {"experts_per_token": "x"}),
         ("max_context is 1.5; give an integer", {"max_context": 1.5}),
+        ("safe is 'no'; give True or False", {"safe": "no"}),
+        ("fuse is 1; give True or False", {"fuse": 1}),
+        (r"events is called as \(event\): too many", {"events": lambda: None}),
+        ("kv_bits is '8' in groups of 64; give 4 or 8", {"kv_bits": "8"}),
         ("reader 'str' has no method 'layout'", {"reader": "x"}),
+        ("reader PreadReader is a class; pass an instance", {"reader": PreadReader}),
+        (r"'short' is called as read\(layer, expert, into\): too many", {"reader": Short()}),
+        ("store is of class Short; make its class a subclass", {"store": Short()}),
         ("Bare has no 'layers'; see", {"store": Bare()}),
         ("Bare has no 'num_experts'; see", {"store": Bare(layers=range(6))}),
     ],

@@ -123,7 +123,7 @@ def refuse_what_is_no_model(place: Path | str, names: Collection[str]) -> None:
     """Look at the names of files in a directory or a repository.
 
     Raises:
-        CheckpointError: There are none, or they are an adapter or the projector of a model.
+        CheckpointError: There are none, or they are no model's: an adapter, the projector of one.
     """
     if not names:
         raise CheckpointError(f"{place} is empty; pass the directory that holds the checkpoint.")
@@ -140,6 +140,9 @@ def refuse_what_is_no_model(place: Path | str, names: Collection[str]) -> None:
             f"{place} holds an adapter (adapter_config.json) and no model; merge it into its base"
             " model with mlx_lm.fuse, or pass the base model."
         )
+    raise CheckpointError(
+        f"{place} has no config.json and no .gguf file; pass a model's directory or hub id."
+    )
 
 
 def _cached_folder(folder: Path, revision: str | None) -> Path:

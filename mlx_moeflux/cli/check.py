@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     known = (STOCK, KERNELS, *OPERATIONS)
     if args.operation not in (None, *known):
-        raise InputError(f"no operation is called '{args.operation}'; there are {list(known)}.")
+        names = ", ".join(known)
+        raise InputError(f"no operation is called '{args.operation}'; there are {names}.")
     parts = (STOCK, KERNELS) if args.operation is None else (args.operation,)
     dtypes = DTYPES if args.dtype is None else (args.dtype,)
     if len(parts) == len(dtypes) == 1:

@@ -106,7 +106,9 @@ class Dispatcher:
         self._implementations = record.implementations
         self.reference = self._implementations[REFERENCE]
         self._fixed = (
-            Implementation(choice) if callable(choice) else self._implementations.get(choice)
+            Implementation(_without_steps(record, choice))
+            if callable(choice)
+            else self._implementations.get(choice)
         )
         # What the choice was made for.
         self._backend: launcher.Backend | None = None
@@ -119,7 +121,7 @@ class Dispatcher:
         self.called = False
 
     def __repr__(self) -> str:
-        return f"Operation({self.name!r}, {self.active()!r})"
+        return f"Dispatcher({self.name!r}, {self.active()!r})"
 
     def compose(self, steps: Kernels) -> None:
         """Take the reference with the operations of `steps`, unless one is chosen by name."""
@@ -455,6 +457,17 @@ def _named(operation: Operation, name: str) -> Implementation:
     return found
 
 
+def _without_steps(operation: Operation, given: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a given callable as models call it: it does the work of the steps itself."""
+    if not operation.replaces:
+        return given
+
+    def call(*args: Any, steps: Any = None, **kwargs: Any) -> Any:
+        return given(*args, **kwargs)
+
+    return call
+
+
 def _check_table() -> None:
     """A table that another version wrote may name implementations that are gone."""
     for name, backends in dispatch.table().items():
@@ -482,7 +495,7 @@ def _check_callable(operation: Operation, given: Callable[..., Any], values: boo
         except MoefluxError:
             raise
         except Exception as error:
-            names = ", ".join(signature(reference).parameters)
+            names = ", ".join(one for one in signature(reference).parameters if one != "steps")
             raise ShapeError(
                 f"the given '{name}' fails on a small case ({what}): {type(error).__name__}: "
                 f"{error}. Its arguments are those of the reference: {names}."

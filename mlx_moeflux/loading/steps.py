@@ -174,7 +174,11 @@ def _checked(options: LoadOptions) -> LoadOptions:
             raise InputError("safe excludes kernels and prefetch; leave them out.")
         kernels, prefetch, fuse = "reference", NONE, False
     parse_wired_memory(options.wired_memory)
-    check_callable("events", options.events)
+    check_callable("events", options.events, "event")
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.type in ("bool", "bool | None") and not isinstance(value, bool | None):
+            raise InputError(f"{field.name} is {value!r}; give True or False.")
     if not isinstance(options.dtype, mx.Dtype | None):
         raise InputError(f"dtype is {options.dtype!r}; give an MLX dtype such as mx.bfloat16.")
     for name in ("experts_per_token", "max_context"):

@@ -13,7 +13,7 @@ from mlx_moeflux.experts.budget import Memory, Plan, format_bytes, make_plan
 from mlx_moeflux.experts.compute import ExpertMix
 from mlx_moeflux.experts.io.layout import BlockLayout
 from mlx_moeflux.experts.io.native_pool import staging_bytes
-from mlx_moeflux.experts.io.readers import check_reader, make_reader
+from mlx_moeflux.experts.io.readers import check_methods, check_reader, make_reader
 from mlx_moeflux.experts.resident import ResidentStore
 from mlx_moeflux.experts.store import ExpertStore, check_members, check_result
 from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, StreamedStore
@@ -44,6 +44,8 @@ def make_store(
         MemoryBudgetError: The budget is too small, or an array too large for the GPU.
     """
     given = options.reader
+    if given is not None:
+        check_methods(given)
     reader = given or make_reader(options.expert_reader, mapped.experts)
     E, mix, events = model.config.num_experts, model.kernels.expert_mix, options.events
     if part is not None:
@@ -85,8 +87,7 @@ def make_store(
             keep_all_ahead=options.keep_all_ahead,
         ), plan
     except BaseException:
-        if hasattr(reader, "close"):
-            reader.close()
+        reader.close()
         raise
 
 
@@ -144,7 +145,9 @@ def check_store(
         raise InputError(f"the given store {store.__name__} is a class; pass an instance of it.")
     name, N, C = type(store).__name__, 3, model.config.hidden_size
     if not isinstance(store, ExpertStore):
-        raise InputError(f"the given store is a {name}; make its class a subclass of ExpertStore.")
+        raise InputError(
+            f"the given store is of class {name}; make its class a subclass of ExpertStore."
+        )
     check_members(store)
     if tuple(store.layers) != tuple(sorted(layouts)):
         raise ShapeError(f"{name} has layers {list(store.layers)}, expected {sorted(layouts)}.")

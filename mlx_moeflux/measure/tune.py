@@ -133,7 +133,7 @@ def tune(
                 # The buffers of direct reads may not fit in so small a budget.
                 if name == READERS[0]:
                     raise
-                report(str(error))
+                report(f"decode, {name}, {tries[0]}: {error}")
         reader = min(speeds, key=speeds.__getitem__)
         options = {"expert_reader": reader, "expert_threads": threads[reader], **strict}
         with load_model(directory, expert_memory=tries[0], **options) as model:

@@ -302,7 +302,7 @@ class StreamingModel(Module):
         """
         if bits not in (None, *KV_BITS) or group_size not in GROUP_SIZES:
             raise InputError(
-                f"kv_bits is {bits} in groups of {group_size}; give 4 or 8 and groups of "
+                f"kv_bits is {bits!r} in groups of {group_size!r}; give 4 or 8 and groups of "
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
         if bits is not None:

@@ -107,7 +107,8 @@ def one_sentence(message, *parts):
 
 def test_an_existing_directory_is_itself_even_if_it_looks_like_an_id(hub, tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
-    (tmp_path / "org" / "name" / "config.json").write_text("{}")
+    for folder in ("org", "org/name"):
+        (tmp_path / folder / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("org/name") == Path("org/name")
@@ -319,6 +320,7 @@ NO_MODELS = {
     "adapter": (["adapter_config.json", "adapter_model.safetensors"], "mlx_lm.fuse"),
     "adapter of mlx-lm": (["adapters.safetensors", "adapter_config.json"], "holds an adapter"),
     "projector": (["mmproj-F16.gguf"], "holds mmproj-F16.gguf, a vision projector"),
+    "something else": (["README.md", "main.py"], "has no config.json and no .gguf file"),
     "projectors": (["x-mmproj-q8.gguf", "mmproj-BF16.gguf", "README.md"], "mmproj-BF16.gguf"),
 }
 

@@ -29,7 +29,9 @@ CASES_OF = [
 
 def test_every_kernel_has_cases():
     assert registered(), "no kernel is registered"
-    assert sorted(all_cases()) == NAMES
+    lacking, unknown = set(NAMES) - set(all_cases()), set(all_cases()) - set(NAMES)
+    assert not lacking, f"no test module has CASES of {sorted(lacking)}"
+    assert not unknown, f"CASES of {sorted(unknown)}, which are no kernels"
 
 
 @pytest.mark.usefixtures("device")
@@ -58,6 +60,7 @@ def test_text_is_short_and_uses_an_attribute(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_metal_would_take_it(name):
     require(lint.missing(), "MOEFLUX_REQUIRE_EMULATOR")
+    assert name in all_cases(), f"no test module has CASES of '{name}'"
     texts = variants(name)
     assert texts, f"no case of '{name}' launches it"
     for variant in texts:

@@ -13,6 +13,7 @@ from mlx_moeflux.cli import check, main
 from mlx_moeflux.cli.common import stats_table
 from mlx_moeflux.errors import InputError, KernelError, ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch
+from mlx_moeflux.kernels.delta.delta_mixer import delta_mixer
 from mlx_moeflux.kernels.moe import router
 from mlx_moeflux.kernels.operation import Implementation, Operation
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
@@ -254,6 +255,21 @@ def test_a_callable_is_checked_and_used():
     )
     with pytest.raises(ShapeError, match=called):
         choose_kernels({"softmax_top_k": lambda logits: logits})
+    with pytest.raises(ShapeError, match=r"reference: .*, gate, up, down, score\.$"):
+        choose_kernels({"add_shared": lambda residual: residual})
+
+
+def test_a_callable_gets_no_steps():
+    def mine(qkv, z, a, b, **options):
+        calls.append("steps" in options)
+        return delta_mixer(qkv, z, a, b, **options)
+
+    calls = []
+    with load_model(BUNDLED_MODEL, kernels={"delta_mixer": mine}) as model:
+        calls.clear()
+        mx.eval(model(mx.array([[5, 6, 7]])))
+    assert calls
+    assert not any(calls)
 
 
 def scaled(reference, factor):
@@ -428,7 +444,9 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
         assert main(["check", "--operation", "softmax_top_k", "--dtype", "float32"]) == 1
     assert "wrong" in capsys.readouterr().out
     assert main(["check", "--operation", "softmax"]) == 1
-    assert "no operation is called 'softmax'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no operation is called 'softmax'" in said
+    assert f"; there are stock, kernels, {', '.join(OPERATIONS)}." in said
 
 
 @pytest.mark.slow

@@ -31,10 +31,17 @@ def fake_times(monkeypatch):
         slots = next(iter(model.store.slots.values()))
         ahead = model.store.prefetch is not None and model.store.prefetch.name == "ahead"
         # The buffers of direct reads take the memory of one of eight slots.
-        return {7: 3.1, 8: 3.0, 16: 2.0, 24: 2.4}[slots] * (0.9 if ahead else 1.0)
+        return {4: 4.0, 7: 3.1, 8: 3.0, 16: 2.0, 24: 2.4}[slots] * (0.9 if ahead else 1.0)
 
     monkeypatch.setattr(tuning, "_read", read)
     monkeypatch.setattr(tuning, "_decode", decode)
+
+
+def test_a_reader_whose_buffers_do_not_fit_is_named(fake_times):
+    lines = []
+    tune(BUNDLED_MODEL, budgets=["12.5%", "50%"], report=lines.append)
+    (line,) = (line for line in lines if "the smallest budget that works" in line)
+    assert line.startswith("decode, direct, 12.5%: ")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
+from mlx_moeflux.checks import check_method
 from mlx_moeflux.errors import InputError, ShapeError
 from mlx_moeflux.experts.io.byte_ranges import copy_into
 from mlx_moeflux.experts.io.decoding import (
@@ -26,7 +27,8 @@ from mlx_moeflux.experts.io.layout import BlockLayout, Layout
 
 
 class Reader(Protocol):
-    """Fetches blocks. Replace it with ``load(reader=...)``; checked by :func:`check_reader`."""
+    """Fetches blocks. Replace it with ``load(reader=...)``; checked by :func:`check_methods` and
+    :func:`check_reader`."""
 
     name: str
     layers: tuple[int, ...]
@@ -120,6 +122,19 @@ def make_reader(name: str, experts: Mapping[int, Mapping[str, ExpertRefs]]) -> R
     return cast("Reader", READERS[chosen](experts))
 
 
+def check_methods(reader: Reader) -> None:
+    """Raise an InputError if a given reader is a class, or a method is missing or takes other
+    arguments."""
+    if isinstance(reader, type):
+        raise InputError(f"the reader {reader.__name__} is a class; pass an instance of it.")
+    label = _label(reader)
+    for wanted in (Reader.layout, Reader.read, Reader.close):
+        method = getattr(reader, wanted.__name__, None)
+        if not callable(method):
+            raise InputError(f"{label} has no method '{wanted.__name__}'; see the Reader protocol.")
+        check_method(label, method, wanted)
+
+
 def check_reader(
     reader: Reader,
     *,
@@ -131,13 +146,9 @@ def check_reader(
     """Check that a reader serves a model: MoE layers, number of experts, shapes.
 
     Raises:
-        InputError: A method is missing.
         ShapeError: Layers, experts or shapes differ from the model's.
     """
-    label = f"the reader '{getattr(reader, 'name', type(reader).__name__)}'"
-    for method in ("layout", "read", "close"):
-        if not callable(getattr(reader, method, None)):
-            raise InputError(f"{label} has no method '{method}'; see the Reader protocol.")
+    label = _label(reader)
     missing = sorted(set(layers) - set(getattr(reader, "layers", ())))
     if missing:
         raise ShapeError(f"{label} has no experts for layer {missing[0]} of the model.")
@@ -154,6 +165,10 @@ def check_reader(
                 f"{label} has experts of hidden width {found[0]} and inner width {found[1]} in "
                 f"layer {layer}, the model has {hidden} and {intermediate}."
             )
+
+
+def _label(reader: Reader) -> str:
+    return f"the reader '{getattr(reader, 'name', type(reader).__name__)}'"
 
 
 def _placed(layout: Layout) -> list[tuple]:

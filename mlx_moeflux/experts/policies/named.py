@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx_moeflux.checks import check_method
 from mlx_moeflux.errors import InputError
 
 NONE = "none"
@@ -44,24 +44,9 @@ def policy_of(
                 "protocol."
             )
     for name in methods:
-        _check_call(f"the {kind} {type(policy).__name__}", policy, vars(protocol)[name])
+        wanted = vars(protocol)[name]
+        check_method(f"the {kind} {type(policy).__name__}", getattr(policy, name), wanted)
     return policy
-
-
-def _check_call(whose: str, policy: Any, wanted: Callable[..., Any]) -> None:
-    """Compare a method with the one that the protocol declares."""
-    _, *parameters = inspect.signature(wanted).parameters.values()
-    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    try:
-        found = inspect.signature(getattr(policy, wanted.__name__))
-    except ValueError:  # written in C
-        return
-    try:
-        found.bind(*by_place, **dict.fromkeys(by_name))
-    except TypeError as error:
-        call = ", ".join([*by_place, *(f"{name}=" for name in by_name)])
-        raise InputError(f"{whose} is called as {wanted.__name__}({call}): {error}.") from error
 
 
 def label(policy: Any) -> str:
