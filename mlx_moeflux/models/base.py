@@ -28,8 +28,8 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
-from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, is_own
-from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
+from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_traceable, is_own
+from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMoeBlock
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.record import record
@@ -135,7 +135,7 @@ class StreamingModel(Module):
         """
         if self._survey is not None and self._survey.holds():
             return
-        survey = Survey(self, *([self._router] if traceable(self._router) else []))
+        survey = Survey(self, *([self._router] if declares_traceable(self._router) else []))
         if self._survey is None or not survey.equals(self._survey):
             self.forget_steps()
             self._connect()
@@ -197,7 +197,9 @@ class StreamingModel(Module):
             enabled = device.kind() != "cpu"
         observed = self._recordings or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
-        return enabled and own and not self.training and not observed and traceable(self._router)
+        if not enabled or not own or self.training or observed:
+            return False
+        return declares_traceable(self._router)
 
     def _can_segment(self, tokens: int) -> bool:
         """Return True if a step of `tokens` tokens may run from one trace per segment."""
@@ -208,10 +210,9 @@ class StreamingModel(Module):
     def train(self, mode: bool = True) -> StreamingModel:
         """Switch training mode; in it the references, which have gradients, compute operations."""
         super().train(mode)
-        for holder in (self, self._router):
-            kernels = getattr(holder, "kernels", None)
-            if isinstance(kernels, Kernels):
-                kernels.references_only(mode)
+        self.kernels.references_only(mode)
+        if isinstance(self._router, HasKernels) and isinstance(self._router.kernels, Kernels):
+            self._router.kernels.references_only(mode)
         if self._store is not None:
             self._store.training = mode
         return self

@@ -137,6 +137,12 @@ def is_own(module: Any) -> bool:
     return not any(hasattr(kind, name) for name in vars(module) if name[0] != "_")
 
 
+def declares_traceable(part: Any) -> bool:
+    """Return True if the class of a module or router has ``traceable = True`` in its own body. A
+    subclass does not inherit it: what it overrides may depend on more."""
+    return bool(vars(type(part)).get("traceable"))
+
+
 @functools.lru_cache(maxsize=256)
 def _is_own_class(kind: type, edits: int) -> bool:
     """Return True for a class of the packages whose methods, after so many edits of classes, are
@@ -188,7 +194,7 @@ class Survey:
         modules = list(named_modules(model))
         for path, module in modules:
             _check_reads(path, module)
-        self.traceable = all(is_own(m) or vars(type(m)).get("traceable") for _, m in modules)
+        self.traceable = all(is_own(m) or declares_traceable(m) for _, m in modules)
         every = [*(module for _, module in modules), *others]
         self._seen = [_reference(value) for module in every for value in _values(module)]
         self._compared: list[tuple[Any, list[Any]]] = []
