@@ -114,7 +114,7 @@ class StreamingModel(Module):
         """
         for layer in filter(None, map(decoder_layer, self.layers)):
             for module in layer.children().values():
-                for linears in getattr(module, "stacks", list)():
+                for linears in module.stacks() if isinstance(module, Module) else ():
                     stack(*linears)
             for modules in layer.halves():
                 pack(*modules)

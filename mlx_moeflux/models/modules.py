@@ -59,6 +59,15 @@ class Module(nn.Module, metaclass=_Watched):
     """
 
     reads: ClassVar[Mapping[str, type]] = {}
+    _stack: Any = None
+    """:class:`~mlx_moeflux.models.layers.Stack` that begins with this module, if there is one."""
+    _packing: Any = None
+    """Buffer of :func:`~mlx_moeflux.models.packed_parameters.pack` that begins with this module, if
+    there is one."""
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """Return groups of projections with a common input; see :meth:`StreamingModel.prepare`."""
+        return []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__call__":

@@ -118,7 +118,7 @@ def project_rows(
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             its results stay float32, or there is no GPU.
     """
-    if x.dtype == mx.float32 or any(getattr(w, "precise", False) for w in weights):
+    if x.dtype == mx.float32 or any(w.precise for w in weights):
         raise UnsupportedError("no kernel of rows gives results in float32; take the reference.")
     end = "normed" if normed else ""
     kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)

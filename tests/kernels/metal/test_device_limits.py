@@ -120,7 +120,7 @@ def model_of(name: str, dtype: mx.Dtype, *, apart: bool):
     model.eval()
     for layer in () if apart else model.layers:
         for module in layer.children().values():
-            for linears in getattr(module, "stacks", list)():
+            for linears in module.stacks():
                 stack(*linears)
     banks = {layer: bank_of(config, dtype) for layer in model.moe_blocks()}
     store = ResidentStore(
