@@ -260,7 +260,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _check_reads(path: str, module: Any) -> None:
     """Raise an InputError if a child that `module` only reads is of another class."""
-    for name, kind in getattr(module, "reads", {}).items():
+    for name, kind in module.reads.items() if isinstance(module, Module) else ():
         child = module.get(name)
         if child is None or (isinstance(child, kind) and _calls_own(child)):
             continue
