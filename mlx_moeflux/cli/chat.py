@@ -211,7 +211,7 @@ class Conversation:
         self.frontend.note("the last question and its reply are forgotten")
 
     def _show_stats(self) -> None:
-        experts = getattr(self._last, "experts", None)
+        experts = None if self._last is None else self._last.experts
         if experts is None:
             self.frontend.note("the last reply has no statistics")
             return

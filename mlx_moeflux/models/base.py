@@ -273,7 +273,7 @@ class StreamingModel(Module):
     def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
         """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
         set."""
-        return SequenceState(map(self._quantized, entries), self.state_spec)
+        return SequenceState(map(self._quantized, entries), self)
 
     def _quantized(self, entry: BaseCache) -> BaseCache:
         if self.kv_bits is None or entry.token_axis is None or not entry.empty():
@@ -328,11 +328,11 @@ class StreamingModel(Module):
         if len(cache) != len(expected):
             counts = f"{len(cache)} entries and this model {len(expected)} layers"
             raise CacheError(f"the cache has {counts}; {remedy}.")
-        owner = getattr(getattr(cache, "_spec", None), "__self__", self)
-        if owner.identity != self.identity:
+        owner = cache.owner if isinstance(cache, SequenceState) else None
+        if owner is not None and owner.identity != self.identity:
             raise CacheError(f"the cache is a state of another model; {remedy}.")
         for i, (entry, own, spec) in enumerate(zip(cache, expected, layers, strict=True)):
-            if getattr(entry, "fields", None) != own.fields:
+            if not isinstance(entry, BaseCache) or entry.fields != own.fields:
                 what = f"a {type(entry).__name__}, this model's a {type(own).__name__}"
                 raise CacheError(f"entry {i} of the cache is {what}; {remedy}.")
             if type(entry) is not type(own) or entry.empty():

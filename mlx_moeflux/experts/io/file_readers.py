@@ -334,8 +334,8 @@ class MmapReader(FileReader):
     name = "mmap"
 
     def __init__(self, experts: Mapping[int, Mapping[str, ExpertRefs]]):
-        super().__init__(experts)
         self._maps: list[mmap.mmap] = []
+        super().__init__(experts)
         for file, fd in zip(self.ranges.files, self._fds, strict=True):
             try:
                 self._maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
@@ -345,7 +345,7 @@ class MmapReader(FileReader):
 
     def close(self) -> None:
         """See :meth:`Reader.close`."""
-        maps, self._maps = getattr(self, "_maps", []), []
+        maps, self._maps = self._maps, []
         for mapping in maps:
             mapping.close()
         super().close()
