@@ -142,8 +142,8 @@ class StreamingModel(Module):
         self._survey = survey
 
     def _connect(self) -> None:
-        """Give the blocks their store and the next block's router, and tell them and the layers
-        whether their code is this package's."""
+        """Give the blocks their store and the next block's router, and note in them and in the
+        layers whether their code is this package's."""
         blocks, count = self.moe_blocks(), self.config.num_hidden_layers
         if len(self.layers) != count:
             raise InputError(
@@ -415,8 +415,8 @@ class StreamingModel(Module):
 
     @contextmanager
     def _listening(self, listener: EventHook) -> Iterator[None]:
-        """Add a listener to the store, whichever others come and go meanwhile. It hears whole calls
-        of layers."""
+        """Add a listener to the store, whichever others come and go meanwhile. It gets the events
+        of whole calls of layers."""
         store = self._store
         with self._listeners_lock:
             store.events = joined(store.events, listener)

@@ -249,7 +249,7 @@ class StreamedStore(ExpertStore):
             except BaseException:
                 for state in self._layers.values():
                     if state.change.open:
-                        state.settle()
+                        state.recover()
                 raise
 
     def begin_load(
@@ -261,7 +261,7 @@ class StreamedStore(ExpertStore):
 
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
-        state = self._settled(layer)
+        state = self._recovered(layer)
         call, slots = Call(state, ids, ahead), len(state.table.expert_of)
         if slots < ids.shape[1]:
             raise MemoryBudgetError(
@@ -451,7 +451,7 @@ class StreamedStore(ExpertStore):
             self.generation += 1
             self._released = True
             for layer in self.layers:
-                self._settled(layer).release(self._events)
+                self._recovered(layer).release(self._events)
             mx.clear_cache()
 
     def restore(self) -> None:
@@ -460,7 +460,7 @@ class StreamedStore(ExpertStore):
             return
         with self._lock:
             for layer in self.layers:
-                self._settled(layer).restore()
+                self._recovered(layer).restore()
             self._released = False
 
     def close(self) -> None:
@@ -492,16 +492,16 @@ class StreamedStore(ExpertStore):
     def _state(self, layer: int) -> StreamedLayer:
         """Return a layer that has a bank, and no reads under way but prefetches."""
         self.restore()
-        return self._settled(layer)
+        return self._recovered(layer)
 
-    def _settled(self, layer: int) -> StreamedLayer:
+    def _recovered(self, layer: int) -> StreamedLayer:
         state = self._layers.get(layer)
         if state is None:
             if self._closed:
                 raise InputError("this expert store is closed; load the model again.")
             raise ShapeError(f"layer {layer} has no routed experts; layers {self.layers} do.")
         if state.change.open:
-            state.settle()
+            state.recover()
         return state
 
     def _whole(self, state: StreamedLayer) -> bool:
