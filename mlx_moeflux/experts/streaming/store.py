@@ -119,7 +119,7 @@ class StreamedStore(ExpertStore):
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.keep_all_ahead = keep_all_ahead
-        self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
+        self._expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
         self._events = events
@@ -311,17 +311,17 @@ class StreamedStore(ExpertStore):
     def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
         """Compute x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: from a complete bank, in
         one pass, or in waves. Evaluates: long calls of incomplete layers."""
-        state, form, bank = call.state, self._form, call.state.bank.current.experts
+        state, bank, own = call.state, call.state.bank.current.experts, self._expert_compute
         start, stalled = perf_counter(), state.stats.stall_seconds
-        few = not self.training and form.takes_few(weights.size, x.shape[0], bank)
+        few = not self.training and own.takes_few(weights.size, x.shape[0], bank)
         slot_of = state.table.slots_by_expert
         if call.host is None:
-            y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
+            y = from_whole_bank(x, call.ids, weights, bank, own, table=state.device_table())
         elif few and call.waves is None and call.host.max() < self.num_experts:
             slots = mx.array(slot_of[call.host].astype(np.uint32))
-            y = from_whole_bank(x, slots, weights, bank, form, padded=False)
+            y = from_whole_bank(x, slots, weights, bank, own, padded=False)
         else:
-            pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, form)
+            pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, own)
             if call.waves is not None:
                 self._compute_waves(state, call.waves, pairs, total)
             else:
@@ -342,7 +342,7 @@ class StreamedStore(ExpertStore):
         Traced steps call this. The number of slots is no constant of the trace: the CPU compiles
         fused kernels anew for every constant.
         """
-        return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
+        return from_whole_bank(x, slots, weights, bank, self._expert_compute, padded=False)
 
     def release_after(self, call: Call, output: mx.array) -> None:
         """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then prefetch."""

@@ -170,8 +170,8 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
     return MetalKernel(**declaration, file="small_batch.metal", body=body)
 
 
-_FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
-_KERNELS = {form: _kernel(*form) for form in _FORMS}
+_KEYS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
+_KERNELS = {key: _kernel(*key) for key in _KEYS}
 KERNELS = tuple(_KERNELS.values())
 
 
