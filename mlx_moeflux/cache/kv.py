@@ -58,6 +58,8 @@ class AttentionCache(BaseCache):
     slice update that MLX carries out in place once every earlier reader has finished.
     """
 
+    newest: ClassVar[None] = None
+    """Tail for a kernel that writes the next row itself; a traced stand-in of an entry has one."""
     kind, fields, token_axis = "attention", ("keys", "values"), 2
     step = 256
     packs: ClassVar[bool] = False

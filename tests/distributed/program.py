@@ -194,8 +194,7 @@ def law(path: str, *, one_kind: bool) -> dict[str, Any]:
 
 
 JOBS = {
-    job.__name__: job
-    for job in (logits, load, forever, cut_ring, full_disk, states, law, prompts)
+    job.__name__: job for job in (logits, load, forever, cut_ring, full_disk, states, law, prompts)
 }
 
 
