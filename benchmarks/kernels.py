@@ -1,4 +1,4 @@
-"""Every form of an operation on this GPU: microseconds of a call, and of its kernels.
+"""Every implementation of an operation on this GPU: microseconds of a call, and of its kernels.
 
     python -m benchmarks.kernels [--only sdpa] [--tokens 1 2048]
 

@@ -29,7 +29,8 @@ def test_steps_after_a_prefill_see_all_of_it(kind, tmp_path):
         state = model.make_cache()
         first = model(tokens[:, :prompt], state, last_only=True)[0]
         got = mx.concatenate([first, run(model, state, tokens[:, prompt:])])
-    # Chunks and steps take other forms; 4 bits round what differs by 1e-6 to steps of a fifteenth.
+    # Chunks and steps take other implementations; 4 bits round what differs by 1e-6 to steps of a
+    # fifteenth.
     limit = 0.05 if kind == "4 bits" else 1e-4
     assert mx.abs(got - expected).max() <= limit * mx.abs(expected).max()
 

@@ -62,7 +62,7 @@ def ask(tab: Tab, text: str) -> None:
     tab.until(REPLYING)
 
 
-def settle(tab: Tab) -> None:
+def wait_for_drawer(tab: Tab) -> None:
     """Wait for the drawer to come or go."""
     tab.run("new Promise((done) => setTimeout(done, 400))")
 
@@ -94,13 +94,13 @@ def main() -> None:
         tab.until(f"!{REPLYING}")
         if len(sys.argv) > 1:
             tab.size(390, 760, phone=True, scale=2)
-            settle(tab)
+            wait_for_drawer(tab)
             tab.picture(folder / "phone-dark.png")
             tab.prefer("light")
             tab.run("document.querySelector('#messages').scrollTop = 0")
             tab.picture(folder / "phone-light.png")
             tab.click("#menu")
-            settle(tab)
+            wait_for_drawer(tab)
             tab.picture(folder / "phone-drawer.png")
 
 

@@ -52,6 +52,8 @@ class AttentionCache(BaseCache):
     slice update that MLX carries out in place once every earlier reader has finished.
     """
 
+    newest: ClassVar[None] = None
+    """Tail for a kernel that writes the next row itself; a traced stand-in of an entry has one."""
     declared, kind = ATTENTION, ATTENTION.name
     packs: ClassVar[bool] = False
     """True if rows are stored packed, not as the model gives them."""

@@ -147,7 +147,7 @@ class Conversation:
             return False
         try:
             if name in COMMANDS:
-                self._obey(name, argument.strip())
+                self._carry_out(name, argument.strip())
             elif name.startswith("/") and name[1:].isalpha():
                 raise InputError(f"there is no command {name[:40]}; /help lists them.")
             elif text:
@@ -177,7 +177,7 @@ class Conversation:
         if self._args.stats:
             self._show_stats()
 
-    def _obey(self, name: str, argument: str) -> None:
+    def _carry_out(self, name: str, argument: str) -> None:
         if name in ("/save", "/load") and not argument:
             raise InputError(f"{name} needs the name of a file.")
         if name == "/help":
@@ -211,7 +211,7 @@ class Conversation:
         self.frontend.note("the last question and its reply are forgotten")
 
     def _show_stats(self) -> None:
-        experts = getattr(self._last, "experts", None)
+        experts = None if self._last is None else self._last.experts
         if experts is None:
             self.frontend.note("the last reply has no statistics")
             return

@@ -213,7 +213,7 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     if ahead := table.read_ahead():
         lines.append(ahead)
     if details:
-        kernels = ", ".join(f"{op}={form}" for op, form in model.kernels.names().items())
+        kernels = ", ".join(f"{op}={name}" for op, name in model.kernels.names().items())
         lines.append(f"kernels: {kernels}")
         if (files := launcher.cuda_files()) is not None:
             lines.append(f"compiled: {files.count}")

@@ -89,7 +89,7 @@ def synthesize(
     config = SHAPES[like]
     config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     if experts is not None:
-        config = replace(config, **{getattr(config, "EXPERTS_KEY", "num_experts"): experts})
+        config = replace(config, **{config.EXPERTS_KEY: experts})
     if config.num_experts < config.num_experts_per_tok:
         raise InputError(
             f"{config.num_experts} experts are fewer than the {config.num_experts_per_tok} that a "
@@ -201,14 +201,14 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
         yield from _quantised(base, one, (), *shape)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
-    mode = getattr(config, "EXPERTS_MODE", None)
+    mode = config.EXPERTS_MODE
     stored = spec if mode is None else QuantSpec.of_mode(mode)
     for layer in model.moe_blocks():
         for projection in PROJECTIONS:
             rows, width = (C, F) if projection == "down_proj" else (F, C)
             base = f"model.layers.{layer}.mlp.switch_mlp.{projection}"
             yield from _quantised(base, stored, (E,), rows, width)
-            if getattr(config, "EXPERTS_BIAS", False):
+            if config.EXPERTS_BIAS:
                 name = f"{base}.{BIAS}"
                 yield RandomWeight(name, BIAS, Tensor("BF16", (E, rows)), None, width)
 

@@ -1,10 +1,10 @@
-"""The numeric form of the routed experts, shared by every store.
+"""The numbers of the routed experts, shared by every store.
 
 What a token gets depends on its own row, its experts' bytes and the order of their ids, never on
 slots, hits, or how the work was cut. The reference of ``expert_mix`` is computed pair by pair with
 :func:`~mlx_moeflux.kernels.moe.expert_ffn.expert_ffn`, whose rows do not see each other, and sums
-over ascending ids in one routine; any other form of it gets whole tokens, and weights and adds as
-well. -0.0 is what absent terms contribute, because adding it changes no bit.
+over ascending ids in one routine; any other implementation of it gets whole tokens, and weights and
+adds as well. -0.0 is what absent terms contribute, because adding it changes no bit.
 
 :func:`from_whole_bank` computes experts that are all in the bank in one piece, from slots that may
 be on the device. Of a long call whose ids the host knows, :class:`ExpertSum` adds some
@@ -184,7 +184,7 @@ def from_whole_bank(
     ids: mx.array,
     weights: mx.array,
     bank: ExpertBank,
-    form: ExpertCompute,
+    compute: ExpertCompute,
     *,
     table: mx.array | None = None,
     padded: bool = True,
@@ -197,10 +197,10 @@ def from_whole_bank(
     """
     N, K = ids.shape
     slots = ids if table is None else table[ids]
-    mix = form.mixer(x, weights, bank)
+    mix = compute.mixer(x, weights, bank)
     if mix is not None:
-        return form.mixed(mix, x, slots, weights, bank)
-    chunk = max(1, form.pairs_at_once(bank) // K)
+        return compute.mixed(mix, x, slots, weights, bank)
+    chunk = max(1, compute.pairs_at_once(bank) // K)
     if padded:
         real = slots < bank.slots  # [N, K]
         # Padding is computed with the last slot and thrown away.
@@ -209,7 +209,7 @@ def from_whole_bank(
     totals = []
     for start in range(0, N, chunk):
         part = slice(start, start + chunk)
-        out = _chunk_of_whole_bank(x[part], slots[part], bank, form)  # [n, K, C]
+        out = _chunk_of_whole_bank(x[part], slots[part], bank, compute)  # [n, K, C]
         if padded:
             out = mx.where(real[part, :, None], out, mx.array(-0.0, out.dtype))
         totals.append(accumulate_experts(out, weights[part]))
@@ -217,25 +217,25 @@ def from_whole_bank(
 
 
 def _chunk_of_whole_bank(
-    x: mx.array, slots: mx.array, bank: ExpertBank, form: ExpertCompute
+    x: mx.array, slots: mx.array, bank: ExpertBank, compute: ExpertCompute
 ) -> mx.array:
     n, K = slots.shape
     flat = slots.reshape(-1)
-    if not form.takes_few(n * K, n, bank):
+    if not compute.takes_few(n * K, n, bank):
         order = mx.argsort(flat)
-        out = form.rows(x[order // K], flat[order], bank)
+        out = compute.rows(x[order // K], flat[order], bank)
         out = out[mx.argsort(order)]
     elif needs_cast(bank, x.dtype) and (n == 1 or 4 * n * K <= bank.slots):
         small = bank.take(flat, mx.float32)
         own = mx.arange(n * K, dtype=mx.uint32)
-        out = form.rows(mx.repeat(x, K, axis=0), own, small)
+        out = compute.rows(mx.repeat(x, K, axis=0), own, small)
     else:
-        out = form.rows(mx.repeat(x, K, axis=0), flat, bank)
+        out = compute.rows(mx.repeat(x, K, axis=0), flat, bank)
     return out.reshape(n, K, -1)
 
 
 def indices(values: np.ndarray) -> mx.array:
-    """Return indices in the form in which MLX looks rows up."""
+    """Return indices as MLX looks rows up by them."""
     return mx.array(values.astype(np.uint32))
 
 
@@ -277,15 +277,15 @@ class Pairs:
 class ExpertSum:
     """Sums a call's experts into ``total [N, C]`` float32, some ascending ids at a time.
 
-    :meth:`add` must be given the pairs of lower experts before those of higher ones. A form of
-    the mix that `adds` to an array of the host is left to do so.
+    :meth:`add` must be given the pairs of lower experts before those of higher ones. An
+    implementation of the mix that `adds` to an array of the host is left to do so.
 
     Evaluates: all of its work but the last step of the last :meth:`add`.
     """
 
-    def __init__(self, x: mx.array, weights: mx.array, form: ExpertCompute):
+    def __init__(self, x: mx.array, weights: mx.array, compute: ExpertCompute):
         N, C = x.shape
-        self.x, self.form = x, form
+        self.x, self.compute = x, compute
         self._total = mx.full((N, C), -0.0, mx.float32)
         self._on_host: np.ndarray | None = None
         self.weights = weights
@@ -295,7 +295,7 @@ class ExpertSum:
 
     def add(self, pairs: Pairs, slot_of: np.ndarray, bank: ExpertBank) -> None:
         """Add the outputs of `pairs`, whose experts are in `bank` at ``slot_of[expert]``."""
-        mix = self.form.mixer(self.x, self.weights, bank)
+        mix = self.compute.mixer(self.x, self.weights, bank)
         if mix is not None and mix.adds is not None:
             self._add_on_host(mix.adds, pairs, slot_of, bank)
             return
@@ -306,7 +306,7 @@ class ExpertSum:
             self._add_chunks(pairs, slot_of, bank, cast=False)
             return
         experts = np.unique(pairs.expert)
-        group = max(1, self.form.take_bytes // block_bytes(bank))
+        group = max(1, self.compute.take_bytes // block_bytes(bank))
         for i in range(0, len(experts), group):
             chosen = experts[i : i + group]
             part = pairs.between(chosen[0], chosen[-1])
@@ -337,7 +337,7 @@ class ExpertSum:
             rank=pairs.rank,
             slot=slot_of[pairs.expert],
             bank=bank,
-            at_once=self.form.pairs_at_once(bank),
+            at_once=self.compute.pairs_at_once(bank),
         )
 
     def _mix(
@@ -346,7 +346,7 @@ class ExpertSum:
         # Tokens without a pair stay in: an ABSENT slot reads and adds nothing, and MLX compiles the
         # kernels that select rows anew in each process.
         slots = mx.array(pairs.grid(self.weights.shape, slot_of))
-        N, chunk = len(slots), self.form.rows_at_once(mix, self.weights, bank, self.x.dtype)
+        N, chunk = len(slots), self.compute.rows_at_once(mix, self.weights, bank, self.x.dtype)
         if chunk >= N:
             self._next_step()
             self._total = mix.function(self.x, slots, self.weights, bank, initial=self._total)
@@ -370,7 +370,7 @@ class ExpertSum:
         firsts, counts = np.unique(pairs.token, return_index=True, return_counts=True)[1:]
         # A chunk is whole tokens; each costs its pairs and a row of the padded grid.
         cost = np.cumsum(counts + counts.max())
-        chunk_of = cost // max(1, self.form.pairs_at_once(bank))
+        chunk_of = cost // max(1, self.compute.pairs_at_once(bank))
         starts = np.append(firsts[np.flatnonzero(np.diff(chunk_of, prepend=-1))], len(pairs))
         for start, stop in pairwise(starts):
             self._next_step()
@@ -383,7 +383,7 @@ class ExpertSum:
             bank = bank.take(indices(chosen), mx.float32)
         order = np.argsort(slots, kind="stable")
         rows = self.x[indices(pairs.token[order])]
-        out = self.form.rows(rows, indices(slots[order]), bank)  # [P, C]
+        out = self.compute.rows(rows, indices(slots[order]), bank)  # [P, C]
         grid, weights = self._grid(pairs, order)
         out = mx.concatenate([out, mx.full((1, out.shape[1]), -0.0, out.dtype)])
         out, weights = out[indices(grid)], self._weights[indices(weights)]  # [n, R, C], [n, R]

@@ -60,7 +60,7 @@ class Batch:
             specs = model.state_spec().entries
             for i, (entry, spec) in enumerate(zip(model.make_cache(), specs, strict=True)):
                 if entry.declared.grows:
-                    windowed = getattr(model.config, "window", None) is not None
+                    windowed = model.config.windowed
                     self._paged[i] = PagedCache(self.pool, spec, type(entry), windowed=windowed)
 
     def __len__(self) -> int:

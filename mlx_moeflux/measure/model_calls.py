@@ -29,7 +29,7 @@ def calls_of(model: Any, tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, 
             kept.append((args, kwargs))
 
     before, model.compile_steps = model.compile_steps, False
-    limit = getattr(model.config, "max_position_embeddings", max(tokens))
+    limit = model.config.max_position_embeddings
     try:
         with model.kernels.observed(note):
             for count in (n for n in tokens if n < limit):

@@ -190,8 +190,8 @@ def _read_speeds(
 
 
 def _read(reader: Any, files: Sequence[Path], threads: int, blocks: int, repeats: int) -> float:
-    """Seconds until so many random blocks of one layer have arrived, cold where the system can be
-    told to forget; the median."""
+    """Seconds until so many random blocks of one layer have arrived, cold where the system can
+    drop them from its cache; the median."""
     random, pool = np.random.default_rng(blocks), open_pool(reader, threads, None)
     try:
         seconds = []

@@ -108,15 +108,9 @@ def parsed_config(checkpoint: Checkpoint, *, strict: bool = True) -> Any:
     file = checkpoint.config_file
     kind = config_class(checkpoint.config.get("model_type"), file=file)
     config = kind.from_dict(checkpoint.config, file=file, strict=strict)
-    turned = getattr(config, "rotary_dims", 2)
-    if turned < 2 or turned % 2:
-        raise ConfigError(
-            f"{file}: 'partial_rotary_factor' turns {turned} of a head's dimensions; it must be an "
-            "even number."
-        )
     tensors = len(checkpoint.tensors)
-    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
-        if (layers := getattr(config, name, 0)) > tensors:
+    for name in config.LAYER_KEYS:
+        if (layers := getattr(config, name)) > tensors:
             raise ConfigError(
                 f"{file}: '{name}' is {layers}, but the files have {tensors} tensors; config.json "
                 "and the weights are of different models."

@@ -62,7 +62,7 @@ class Attention(Module):
         if sinks:
             self.sinks = mx.zeros((Hq,))
         self._rotary_dims = config.rotary_dims
-        yarn, self._rope_options = getattr(config, "yarn", None), {}
+        yarn, self._rope_options = config.yarn, {}
         self._factors = None
         if yarn is not None:
             self._rope_options["frequencies"] = 1.0 / mx.array(yarn.periods(config.rotary_dims))

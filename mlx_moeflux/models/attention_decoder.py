@@ -17,15 +17,15 @@ class AttentionDecoder(DecoderModel):
     """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``.
 
     A subclass is one architecture: it names its ``Config`` and defines what differs of
-    :meth:`make_attention`, :meth:`make_moe` and :meth:`DecoderModel.make_router`. The config
-    has the keys that :class:`~mlx_moeflux.models.attention.Attention` uses, ``num_experts`` and
-    ``is_sparse(layer)``, and ``intermediate_size`` if a layer is dense.
+    :meth:`make_attention`, :meth:`make_moe` and :meth:`DecoderModel.make_router`. The config is an
+    :class:`~mlx_moeflux.models.config.AttentionConfig` with ``num_experts``,
+    ``intermediate_size`` and ``is_sparse(layer)``.
     """
 
     @classmethod
     def mlx_lm_keys(cls, config: Any) -> dict[str, Any]:
         """See :meth:`DecoderModel.mlx_lm_keys`."""
-        return stretched(config, asdict(config))
+        return stretched(asdict(config), config.yarn)
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """See :meth:`DecoderModel.make_layer`."""
@@ -53,9 +53,9 @@ class AttentionDecoder(DecoderModel):
         scratch.
         """
         config, chunk = self.config, min(tokens, self.prefill_chunk)
-        shared = 3 * tokens * getattr(config, "shared_intermediate_size", 0)
+        shared = 3 * tokens * config.shared_intermediate_size
         residual = 10 * tokens * config.hidden_size + shared
         heads = config.num_attention_heads
         attention = chunk * heads * (8 * config.head_dim + 3 * tokens)
-        dense = 3 * chunk * getattr(config, "intermediate_size", 0)
+        dense = 3 * chunk * config.intermediate_size
         return 4 * (residual + max(attention, dense)) + compute_scratch_bytes()

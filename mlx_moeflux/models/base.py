@@ -29,8 +29,8 @@ from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.models.layers import decoder_layer, forget_dense, stack
-from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, is_own
-from mlx_moeflux.models.moe import Router, RouterLookahead, SparseMoeBlock, traceable
+from mlx_moeflux.models.modules import RMS_NORMS, Module, Survey, declares_traceable, is_own
+from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMoeBlock
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.record import record
@@ -115,7 +115,7 @@ class StreamingModel(Module):
         """
         for layer in filter(None, map(decoder_layer, self.layers)):
             for module in layer.children().values():
-                for linears in getattr(module, "stacks", list)():
+                for linears in module.stacks() if isinstance(module, Module) else ():
                     stack(*linears)
             for modules in layer.halves():
                 pack(*modules)
@@ -136,15 +136,15 @@ class StreamingModel(Module):
         """
         if self._survey is not None and self._survey.holds():
             return
-        survey = Survey(self, *([self._router] if traceable(self._router) else []))
+        survey = Survey(self, *([self._router] if declares_traceable(self._router) else []))
         if self._survey is None or not survey.equals(self._survey):
             self.forget_steps()
             self._connect()
         self._survey = survey
 
     def _connect(self) -> None:
-        """Give the blocks their store and the next block's router, and tell them and the layers
-        whether their code is this package's."""
+        """Give the blocks their store and the next block's router, and note in them and in the
+        layers whether their code is this package's."""
         blocks, count = self.moe_blocks(), self.config.num_hidden_layers
         if len(self.layers) != count:
             raise InputError(
@@ -198,7 +198,9 @@ class StreamingModel(Module):
             enabled = device.kind() != "cpu"
         observed = self._recordings or self._store.events is not None
         own = self._survey is not None and self._survey.traceable
-        return enabled and own and not self.training and not observed and traceable(self._router)
+        if not enabled or not own or self.training or observed:
+            return False
+        return declares_traceable(self._router)
 
     def _can_segment(self, tokens: int) -> bool:
         """Return True if a step of `tokens` tokens may run from one trace per segment."""
@@ -209,10 +211,9 @@ class StreamingModel(Module):
     def train(self, mode: bool = True) -> StreamingModel:
         """Switch training mode; in it the references, which have gradients, compute operations."""
         super().train(mode)
-        for holder in (self, self._router):
-            kernels = getattr(holder, "kernels", None)
-            if isinstance(kernels, Kernels):
-                kernels.references_only(mode)
+        self.kernels.references_only(mode)
+        if isinstance(self._router, HasKernels) and isinstance(self._router.kernels, Kernels):
+            self._router.kernels.references_only(mode)
         if self._store is not None:
             self._store.training = mode
         return self
@@ -282,7 +283,7 @@ class StreamingModel(Module):
     def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
         """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
         set."""
-        return SequenceState(map(self._quantized, entries), self.state_spec)
+        return SequenceState(map(self._quantized, entries), self)
 
     def _quantized(self, entry: BaseCache) -> BaseCache:
         if self.kv_bits is None or not entry.declared.grows or not entry.empty():
@@ -350,8 +351,8 @@ class StreamingModel(Module):
         if len(cache) != len(expected):
             counts = f"{len(cache)} entries and this model {len(expected)} layers"
             raise CacheError(f"the cache has {counts}; {remedy}.")
-        owner = getattr(getattr(cache, "_spec", None), "__self__", self)
-        if owner.identity != self.identity:
+        owner = cache.owner if isinstance(cache, SequenceState) else None
+        if owner is not None and owner.identity != self.identity:
             raise CacheError(f"the cache is a state of another model; {remedy}.")
         for i, (entry, own, spec) in enumerate(zip(cache, expected, layers, strict=True)):
             if not isinstance(entry, BaseCache) or entry.declared is not own.declared:
@@ -437,8 +438,8 @@ class StreamingModel(Module):
 
     @contextmanager
     def _listening(self, listener: EventHook) -> Iterator[None]:
-        """Add a listener to the store, whichever others come and go meanwhile. It hears whole calls
-        of layers."""
+        """Add a listener to the store, whichever others come and go meanwhile. It gets the events
+        of whole calls of layers."""
         store = self._store
         with self._listeners_lock:
             store.events = joined(store.events, listener)

@@ -25,29 +25,17 @@ TINY: dict[str, Any] = {
 TINY_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64}
 
 
-class DeclaresState:
-    """Base of configs: what a sequence's state holds follows from :meth:`state`."""
-
-    num_hidden_layers: int
-
-    def state(self, layer: int, dtype: str) -> EntrySpec:
-        """Return the arrays of a sequence's state in `layer`. dtype: The model's, a safetensors
-        code."""
-        raise NotImplementedError
-
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's state after so many tokens of a model in bfloat16."""
-        layers = range(self.num_hidden_layers)
-        return sum(self.state(layer, "BF16").nbytes(positions) for layer in layers)
-
-
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig(DeclaresState):
+class BaseConfig:
     """The keys that every family uses. A subclass is one family: it adds its own, names its
     architecture, and defines ``from_dict``, which calls :meth:`parse`, and ``state``.
 
-    INERT: Keys that are read elsewhere or change nothing. EXPERTS_KEY: Name of the number of
-    experts. MAY_BE_ZERO: Sizes that need not be positive.
+    INERT: Keys that are read elsewhere or change nothing.
+    EXPERTS_KEY: Name of the number of experts.
+    EXPERTS_MODE: Mode in which the experts are published; None: as the trunk is.
+    EXPERTS_BIAS: Whether the experts have biases.
+    LAYER_KEYS: Numbers of layers that a checkpoint holds.
+    MAY_BE_ZERO: Sizes that need not be positive.
     """
 
     vocab_size: int
@@ -64,6 +52,9 @@ class BaseConfig(DeclaresState):
     ARCHITECTURE: ClassVar[str]
     INERT: ClassVar[frozenset[str]]
     EXPERTS_KEY: ClassVar[str] = "num_experts"
+    EXPERTS_MODE: ClassVar[str | None] = None
+    EXPERTS_BIAS: ClassVar[bool] = False
+    LAYER_KEYS: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -94,7 +85,27 @@ class BaseConfig(DeclaresState):
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
         kind = {"architectures": [self.ARCHITECTURE], "model_type": self.MODEL_TYPE}
-        return kind | stretched(self, asdict(self)) | {"eos_token_id": self.vocab_size - 1}
+        return kind | asdict(self) | {"eos_token_id": self.vocab_size - 1}
+
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """Return the arrays of a sequence's state in `layer`. dtype: The model's, a safetensors
+        code."""
+        raise NotImplementedError
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's state after so many tokens of a model in bfloat16."""
+        layers = range(self.num_hidden_layers)
+        return sum(self.state(layer, "BF16").nbytes(positions) for layer in layers)
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Inner width of the shared experts together; 0 for none."""
+        return 0
+
+    @property
+    def windowed(self) -> bool:
+        """True if the attention of a layer has a window."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +123,16 @@ class AttentionConfig(BaseConfig):
         """See :meth:`BaseConfig.check`."""
         super().check(file)
         divides(self, file, "num_key_value_heads", "num_attention_heads")
+        turned = self.rotary_dims
+        if turned < 2 or turned % 2:
+            raise ConfigError(
+                f"{file}: 'partial_rotary_factor' turns {turned} of a head's dimensions; it must "
+                "be an even number."
+            )
+
+    def published(self) -> dict[str, Any]:
+        """See :meth:`BaseConfig.published`."""
+        return stretched(super().published(), self.yarn)
 
     @property
     def rotary_dims(self) -> int:
@@ -123,7 +144,7 @@ class AttentionConfig(BaseConfig):
         return NameRules(experts=EXPERT_NAMES)
 
     def state(self, layer: int, dtype: str) -> EntrySpec:
-        """See :meth:`DeclaresState.state`. Layers with a window keep all rows."""
+        """See :meth:`BaseConfig.state`. Layers with a window keep all rows."""
         rows = self.num_key_value_heads, self.head_dim
         return ATTENTION.spec(dtype, keys=rows, values=rows)
 

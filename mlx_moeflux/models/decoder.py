@@ -22,6 +22,7 @@ from mlx_moeflux.kernels.runtime import device
 from mlx_moeflux.models.base import StreamingModel
 from mlx_moeflux.models.compiled import CompiledStep, SegmentedStep
 from mlx_moeflux.models.layers import (
+    Applied,
     DecoderLayer,
     Pause,
     project_normed,
@@ -310,7 +311,10 @@ class DecoderModel(StreamingModel):
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""
         tied = self.config.tie_word_embeddings
         head = self.model.embed_tokens if tied else self.lm_head
-        return project_normed(self._kernels, h, weights_of(head), self.model.norm)[0]
+        weights = weights_of(head)
+        if tied and isinstance(weights[0], Applied):
+            weights = [Applied(head.as_linear)]
+        return project_normed(self._kernels, h, weights, self.model.norm)[0]
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:

@@ -56,6 +56,7 @@ class Config(BaseConfig):
     )
     DEFAULT_THETA: ClassVar[float] = 10000.0
     EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
+    LAYER_KEYS: ClassVar[tuple[str, ...]] = ("num_hidden_layers", "num_nextn_predict_layers")
     MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset(
         ["first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"]
     )
@@ -112,7 +113,7 @@ class Config(BaseConfig):
         )
 
     def state(self, layer: int, dtype: str) -> EntrySpec:
-        """See :meth:`~mlx_moeflux.models.config.DeclaresState.state`."""
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         return LATENT.spec(dtype, keys=(1, self.kv_lora_rank), values=(1, self.qk_rope_head_dim))
 
 

@@ -40,6 +40,7 @@ class Config(AttentionConfig):
         ["rope_scaling", "rope_parameters", "scoring_func", "topk_method"]
     )
     EXPERTS_KEY: ClassVar[str] = "n_routed_experts"
+    LAYER_KEYS: ClassVar[tuple[str, ...]] = ("num_hidden_layers", "num_nextn_predict_layers")
     MAY_BE_ZERO: ClassVar[frozenset[str]] = frozenset(
         ["first_k_dense_replace", "num_nextn_predict_layers", "n_shared_experts"]
     )

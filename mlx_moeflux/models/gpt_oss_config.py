@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlx_moeflux.checkpoint.config import divides, only, parse_config, positive
+from mlx_moeflux.checkpoint.config import only
 from mlx_moeflux.checkpoint.names import Experts, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
-from mlx_moeflux.models.config import DeclaresState
-from mlx_moeflux.models.rope import Rope, rope_keys, stretched
-from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
+from mlx_moeflux.models.config import AttentionConfig
+from mlx_moeflux.models.rope import Rope, rope_keys
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 _AT = r"model\.layers\.(?P<layer>\d{1,9})\.mlp\.experts\."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DeclaresState):
+class Config(AttentionConfig):
     """The keys of config.json that this architecture uses; ``intermediate_size`` is an expert's.
 
-    Source of the defaults: transformers' `GptOssConfig`.
+    Layers with a window keep all rows. Source of the defaults: transformers' `GptOssConfig`.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     num_local_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
-    rope_theta: float
-    partial_rotary_factor: float
-    max_position_embeddings: int
-    yarn: Rope | None = None
     layer_types: tuple[str, ...] = ()
     sliding_window: int = 128
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     attention_bias: bool = True
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
 
+    MODEL_TYPE, ARCHITECTURE = "gpt_oss", "GptOssForCausalLM"
     INERT: ClassVar[frozenset[str]] = frozenset(
         ["experts_per_token", "initial_context_length", "rope_scaling", "rope_parameters"]
     )
     EXPERTS_KEY: ClassVar[str] = "num_local_experts"
-    EXPERTS_MODE: ClassVar[str] = "mxfp4"
+    EXPERTS_MODE: ClassVar[str | None] = "mxfp4"
     EXPERTS_BIAS: ClassVar[bool] = True
 
     @classmethod
@@ -63,21 +49,12 @@ class Config(DeclaresState):
         """
         keys = {k: v for k, v in config.items() if v is not None}
         keys |= {"rope_theta": 150000.0} | rope_keys(keys, file, partial=1.0)
-        parsed = parse_config(cls, keys, file=file, inert=cls.INERT, strict=strict)
-        only(file, "hidden_act", parsed.hidden_act, "silu")
+        parsed = cls.parse(keys, file=file, strict=strict)
         only(file, "partial_rotary_factor", parsed.partial_rotary_factor, 1.0)
-        sizes = [n for n, kind in cls.__annotations__.items() if kind in ("int", "float")]
-        positive(parsed, file, *sizes)
-        divides(parsed, file, "num_key_value_heads", "num_attention_heads")
         if keys.get("experts_per_token", parsed.num_experts_per_tok) != parsed.num_experts_per_tok:
             raise ConfigError(
                 f"{file}: 'experts_per_token' is {keys['experts_per_token']} and "
                 f"'num_experts_per_tok' {parsed.num_experts_per_tok}; keep one."
-            )
-        if parsed.num_experts_per_tok > parsed.num_local_experts:
-            raise ConfigError(
-                f"{file}: 'num_experts_per_tok' {parsed.num_experts_per_tok} is more than "
-                f"'num_local_experts' {parsed.num_local_experts}."
             )
         parsed._check_layers(file)
         return parsed
@@ -101,8 +78,9 @@ class Config(DeclaresState):
         return self.intermediate_size
 
     @property
-    def rotary_dims(self) -> int:
-        return self.head_dim
+    def windowed(self) -> bool:
+        """See :attr:`BaseConfig.windowed`."""
+        return True
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of `layer` in tokens, the current one included; None for full
@@ -116,12 +94,12 @@ class Config(DeclaresState):
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json."""
-        keys = stretched(self, asdict(self))
+        keys = super().published()
         del keys["partial_rotary_factor"]
         layers = range(self.num_hidden_layers)
-        keys["layer_types"] = [FULL if self.window(i) is None else WINDOWED for i in layers]
-        kind = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-        return kind | keys | {"eos_token_id": self.vocab_size - 1}
+        return keys | {
+            "layer_types": [FULL if self.window(i) is None else WINDOWED for i in layers]
+        }
 
     def name_rules(self) -> NameRules:
         """Return the rename rules of tensor names: mlx-lm's stacks, MXFP4 as published, and the
@@ -139,12 +117,6 @@ class Config(DeclaresState):
             Experts(_AT + "down_proj", ("down_proj.weight",), transposed=True),
         )
         return NameRules(renames=((r"\.mlp\.router\.", ".mlp.gate."),), experts=experts)
-
-    def state(self, layer: int, dtype: str) -> EntrySpec:
-        """See :meth:`~mlx_moeflux.models.config.DeclaresState.state`. Layers with a window keep all
-        rows."""
-        rows = self.num_key_value_heads, self.head_dim
-        return ATTENTION.spec(dtype, keys=rows, values=rows)
 
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -272,20 +272,19 @@ class ScaledLinear(QuantizedLinear):
 
 @dataclass(frozen=True)
 class Applied:
-    """Module that stands in for a matrix: an adapter, or a linear layer with a bias."""
+    """Function that stands in for a matrix: an adapter, or a linear layer with a bias."""
 
-    module: nn.Module
-    weight: None = None
-    scales: None = None
-    spec: None = None
+    matmul: Callable[[mx.array], mx.array]
+    """x ``[..., in]`` -> ``[..., out]``."""
+    weight: ClassVar[None] = None
+    scales: ClassVar[None] = None
+    spec: ClassVar[None] = None
+    outs: ClassVar[tuple[int, ...]] = ()
+    precise: ClassVar[bool] = False
 
     def stored(self) -> dict[str, mx.array]:
         """Return no arrays: none can be packed."""
         return {}
-
-    def matmul(self, x: mx.array) -> mx.array:
-        tied = getattr(self.module, "as_linear", None)
-        return self.module(x) if tied is None else tied(x)
 
 
 def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applied]:
@@ -293,8 +292,8 @@ def weights_of(*linears: nn.Module, joined: bool = True) -> list[Weight | Applie
 
     joined: Leading layers that were stacked come as their concatenations.
     """
-    known = getattr(linears[0], "_stack", None) if joined else None
-    weights = []
+    first, weights = linears[0], []
+    known = first._stack if joined and isinstance(first, Module) else None
     if known is not None and known.holds(linears[: len(known.linears)]):
         weights, linears = list(known.weights), linears[len(known.linears) :]
     for each in linears:
@@ -390,10 +389,14 @@ class Stack:
 
 def stack(*linears: nn.Module) -> None:
     """Concatenate neighbours among `linears` that are stored alike. Their parameters become views
-    of the concatenation and keep their names.
+    of the concatenation and keep their names. Nothing is done if the first is no module of this
+    package.
 
     Evaluates: the new arrays.
     """
+    leader = linears[0]
+    if not isinstance(leader, Module):
+        return
     stored, weights, done = weights_of(*linears, joined=False), [], 0
     while done < len(linears):
         first, *others = stored[done:]
@@ -401,7 +404,7 @@ def stack(*linears: nn.Module) -> None:
         group = linears[done : done + 1 + len(alike)]
         weights.append(_stacked(group, first) if isinstance(first, Weight) else first)
         done += len(group)
-    linears[0]._stack = restack(linears, weights)
+    leader._stack = restack(linears, weights)
 
 
 def restack(linears: tuple[nn.Module, ...], weights: Sequence[Weight | Applied]) -> Stack:
@@ -411,9 +414,8 @@ def restack(linears: tuple[nn.Module, ...], weights: Sequence[Weight | Applied])
     """
     rest = iter(linears)
     for weight in weights:
-        outs = getattr(weight, "outs", ())
-        group, start = [next(rest) for _ in outs or (0,)], 0
-        for each, out in zip(group, outs, strict=False):
+        group, start = [next(rest) for _ in weight.outs or (0,)], 0
+        for each, out in zip(group, weight.outs, strict=False):
             for name, whole in weight.stored().items():
                 each[name] = whole[start : start + out]
                 mx.eval(each[name])
@@ -451,14 +453,19 @@ def _stacked(group: Sequence[nn.Module], first: Weight) -> Weight:
 
 def joined_weight(*linears: nn.Module) -> Weight | None:
     """Return the one matrix that :func:`stack` made of `linears`, or None."""
-    known = getattr(linears[0], "_stack", None)
+    known = stack_of(linears[0])
     return known.joined if known is not None and known.holds(linears) else None
+
+
+def stack_of(module: nn.Module) -> Stack | None:
+    """Return the stack that begins with `module`, whether or not it holds, or None."""
+    return module._stack if isinstance(module, Module) else None
 
 
 def forget_dense(model: nn.Module) -> None:
     """Free the copies that the back end keeps of a model's matrices."""
     for module in model.modules():
-        known = getattr(module, "_stack", None)
+        known = stack_of(module)
         arrays = [] if known is None else [weight.weight for weight in known.weights]
         for array in (*arrays, *module.values()):
             if isinstance(array, mx.array):

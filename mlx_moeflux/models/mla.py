@@ -119,7 +119,7 @@ class LatentAttention(Module):
         }
         keys, values = self._matrices()
         transposed, absorbs, q_latent = "embed_q" not in self, self.absorbs(T), None
-        newest = getattr(cache, "newest", None)
+        newest = cache.newest
         if newest is not None and T == 1:
             inputs |= {"position": cache.columns, "transposed": transposed, "steps": kernels}
             q_latent, q_rope, newest = kernels.latent_step(q, kv, newest, keys, **inputs)

@@ -59,6 +59,15 @@ class Module(nn.Module, metaclass=_Watched):
     """
 
     reads: ClassVar[Mapping[str, type]] = {}
+    _stack: Any = None
+    """:class:`~mlx_moeflux.models.layers.Stack` that begins with this module, if there is one."""
+    _packing: Any = None
+    """Buffer of :func:`~mlx_moeflux.models.packed_parameters.pack` that begins with this module, if
+    there is one."""
+
+    def stacks(self) -> list[tuple[nn.Module, ...]]:
+        """Return groups of projections with a common input; see :meth:`StreamingModel.prepare`."""
+        return []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__call__":
@@ -137,6 +146,12 @@ def is_own(module: Any) -> bool:
     return not any(hasattr(kind, name) for name in vars(module) if name[0] != "_")
 
 
+def declares_traceable(part: Any) -> bool:
+    """Return True if the class of a module or router has ``traceable = True`` in its own body. A
+    subclass does not inherit it: what it overrides may depend on more."""
+    return bool(vars(type(part)).get("traceable"))
+
+
 @functools.lru_cache(maxsize=256)
 def _is_own_class(kind: type, edits: int) -> bool:
     """Return True for a class of the packages whose methods, after so many edits of classes, are
@@ -188,7 +203,7 @@ class Survey:
         modules = list(named_modules(model))
         for path, module in modules:
             _check_reads(path, module)
-        self.traceable = all(is_own(m) or vars(type(m)).get("traceable") for _, m in modules)
+        self.traceable = all(is_own(m) or declares_traceable(m) for _, m in modules)
         every = [*(module for _, module in modules), *others]
         self._seen = [_reference(value) for module in every for value in _values(module)]
         self._compared: list[tuple[Any, list[Any]]] = []
@@ -245,7 +260,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _check_reads(path: str, module: Any) -> None:
     """Raise an InputError if a child that `module` only reads is of another class."""
-    for name, kind in getattr(module, "reads", {}).items():
+    for name, kind in module.reads.items() if isinstance(module, Module) else ():
         child = module.get(name)
         if child is None or (isinstance(child, kind) and _calls_own(child)):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,7 +31,8 @@ class Router(Protocol):
     """Chooses experts. Replace it with ``load(router=...)``.
 
     A class with ``traceable = True`` in its own body depends on the logits alone, so that decode
-    steps may be traced, see :mod:`mlx_moeflux.models.compiled`. Other routers run at every step.
+    steps may be traced, see :func:`~mlx_moeflux.models.modules.declares_traceable`. Other routers
+    run at every step.
     """
 
     num_experts_per_tok: int
@@ -40,6 +41,13 @@ class Router(Protocol):
         """Map logits ``[N, E]`` to ids ``[N, K]`` uint32, ascending and distinct in each row, and
         weights ``[N, K]`` float32, normalised and scaled."""
         ...
+
+
+@runtime_checkable
+class HasKernels(Protocol):
+    """Part that computes with the implementations of ``kernels``; a router need not."""
+
+    kernels: Kernels
 
 
 @dataclass
@@ -56,11 +64,6 @@ class SoftmaxRouter:
         return self.kernels.softmax_top_k(
             logits, k=self.num_experts_per_tok, normalise=self.norm_topk_prob
         )
-
-
-def traceable(router: Router) -> bool:
-    """Return True if `router` may be traced; a subclass does not inherit ``traceable``."""
-    return bool(vars(type(router)).get("traceable"))
 
 
 def check_router(router: Router, num_experts: int) -> None:
@@ -380,8 +383,8 @@ WITH_STEP = (SparseMoeBlock, SharedExpertMoeBlock)
 class GroupedRouter:
     """Router with sigmoid scores: the K best experts of the best groups, chosen with a bias.
 
-    wants_bias: :class:`SigmoidMoeBlock` passes its layer's ``e_score_correction_bias``, which
-    affects the choice and not the weights.
+    :class:`SigmoidMoeBlock` passes its layer's ``e_score_correction_bias`` to this router, and to
+    no router of another kind. It affects the choice and not the weights.
     """
 
     traceable: ClassVar[bool] = True
@@ -391,7 +394,6 @@ class GroupedRouter:
     norm_topk_prob: bool = True
     scale: float = 1.0
     kernels: Kernels = field(default_factory=Kernels)
-    wants_bias: ClassVar[bool] = True
 
     def __call__(self, logits: mx.array, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Return ids and weights of logits ``[N, E]`` and bias ``[E]``, as a
@@ -442,6 +444,8 @@ class SigmoidMoeBlock(SparseMoeBlock):
         **block: Any,
     ):
         super().__init__(hidden_size=hidden_size, num_experts=num_experts, **block)
+        # Asked once: a profiler puts another router around this one.
+        self._passes_bias = isinstance(self._router, GroupedRouter)
         if precise_gate:
             self.gate = Gate(hidden_size, num_experts)
         else:
@@ -469,7 +473,7 @@ class SigmoidMoeBlock(SparseMoeBlock):
 
     def route(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """See :meth:`SparseMoeBlock.route`."""
-        if getattr(self._router, "wants_bias", False):
+        if self._passes_bias:
             choose: Any = self._router
             owner = self if "e_score_correction_bias" in self else self.gate
             return choose(logits, owner["e_score_correction_bias"])

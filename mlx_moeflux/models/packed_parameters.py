@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.kernels.runtime import packing
-from mlx_moeflux.models.layers import Stack, restack
+from mlx_moeflux.models.layers import Stack, restack, stack_of
+from mlx_moeflux.models.modules import Module
 
 # Resident experts of a block are large and get a buffer of their own.
 EXPERTS = "switch_mlp"
@@ -19,17 +20,21 @@ def pack(*modules: nn.Module) -> None:
     """Move the parameters of `modules` into one buffer, except those of experts inside them. Names
     and stacks stay. A parameter assigned later has a buffer of its own.
 
-    A single parameter, or more bytes than a buffer may have, is left as it is.
+    A single parameter, or more bytes than a buffer may have, is left as it is; so is everything if
+    the first of `modules` is none of this package.
 
     Evaluates: the buffer. Peak memory grows by its size.
     """
+    leader = modules[0]
+    if not isinstance(leader, Module):
+        return
     every = [
         each
         for module in modules
         for name, each in module.named_modules()
         if EXPERTS not in name.split(".")
     ]
-    stacks = [(each, known) for each in every if (known := _stack_of(each)) is not None]
+    stacks = [(each, known) for each in every if (known := _held(each)) is not None]
     rows = {id(array) for _, known in stacks for array in known.parts()}
     found: dict[int, mx.array] = {}
     for array in (*(a for _, known in stacks for a in known.arrays()), *_leaves(every)):
@@ -43,36 +48,34 @@ def pack(*modules: nn.Module) -> None:
         for name, value in each.items():
             if isinstance(value, mx.array) and id(value) in new:
                 each[name] = new[id(value)]
-    for leader, known in stacks:
+    for first, known in stacks:
         weights = [
             replace(weight, **{n: new.get(id(a), a) for n, a in weight.stored().items()})
             for weight in known.weights
         ]
-        leader._stack = restack(known.linears, weights)
-    modules[0]._packing = packed
+        first._stack = restack(known.linears, weights)
+    leader._packing = packed
 
 
 def is_packed(module: nn.Module) -> bool:
     """Return True after :func:`pack` with this module as the first."""
-    return getattr(module, "_packing", None) is not None
+    return isinstance(module, Module) and module._packing is not None
 
 
 def release(model: nn.Module) -> None:
     """Free buffers and stacks whose parameters were all replaced."""
-    for module in model.modules():
-        packed = getattr(module, "_packing", None)
-        if packed is None:
-            continue
+    for module in filter(is_packed, model.modules()):
         used = {id(array) for array in _leaves(module.modules())}
-        if not used & {id(array) for array in packed.arrays}:
+        if not used & {id(array) for array in module._packing.arrays}:
             module._packing = None
         for each in module.modules():
-            if getattr(each, "_stack", None) is not None and _stack_of(each) is None:
+            if stack_of(each) is not None and _held(each) is None:
                 each._stack = None
 
 
-def _stack_of(module: nn.Module) -> Stack | None:
-    known = getattr(module, "_stack", None)
+def _held(module: nn.Module) -> Stack | None:
+    """Return the stack that begins with `module` if no parameter was replaced, or None."""
+    known = stack_of(module)
     return known if known is not None and known.holds(known.linears) else None
 
 

@@ -127,7 +127,7 @@ class Config(AttentionConfig):
         return NameRules(prefixes=prefixes, drops=(images, prediction), experts=EXPERT_NAMES)
 
     def state(self, layer: int, dtype: str) -> EntrySpec:
-        """See :meth:`~mlx_moeflux.models.config.DeclaresState.state`."""
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         if not self.is_linear(layer):
             return super().state(layer, dtype)
         heads = self.linear_num_value_heads, self.linear_value_head_dim, self.linear_key_head_dim

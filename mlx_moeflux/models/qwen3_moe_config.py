@@ -61,6 +61,11 @@ class Config(AttentionConfig):
         """Sliding window in tokens, the current one included; None for full attention."""
         return self.sliding_window if self.use_sliding_window else None
 
+    @property
+    def windowed(self) -> bool:
+        """See :attr:`BaseConfig.windowed`."""
+        return self.window is not None
+
 
 _PUBLISHED = Config(
     vocab_size=151936,

@@ -68,7 +68,7 @@ class Model(qwen3_5_moe.Model):
         """See :meth:`DecoderModel.mlx_lm_keys`; mlx-lm reads an interval, no list of layers."""
         full = [i for i in range(config.num_hidden_layers) if not config.is_linear(i)]
         interval = full[0] + 1 if full else config.num_hidden_layers + 1
-        keys = stretched(config, asdict(config))
+        keys = stretched(asdict(config), config.yarn)
         del keys["layer_types"]
         return keys | {"full_attention_interval": interval}
 

@@ -48,10 +48,9 @@ def positions_of(config: dict[str, Any]) -> int:
     return positions if type(positions) is int else 0
 
 
-def stretched(config: Any, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return `keys` of config.json with `config.yarn` written as ``rope_scaling``."""
+def stretched(keys: dict[str, Any], yarn: Rope | None) -> dict[str, Any]:
+    """Return `keys` of a config with `yarn` written as ``rope_scaling`` of config.json."""
     keys = {k: v for k, v in keys.items() if k != "yarn"}
-    yarn = getattr(config, "yarn", None)
     return keys | {"rope_scaling": None if yarn is None else yarn.published()["rope_scaling"]}
 
 

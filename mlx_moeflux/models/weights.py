@@ -57,7 +57,7 @@ def match_trunk(
         CheckpointError: Names or shapes do not fit, or quantised tensors contradict the config.
     """
     trunk = dict(mapped.trunk)
-    if getattr(model.config, "tie_word_embeddings", False):
+    if model.config.tie_word_embeddings:
         # Some exporters also write the tied head.
         trunk = {n: t for n, t in trunk.items() if not n.startswith("lm_head.")}
     model.fit_names(trunk)

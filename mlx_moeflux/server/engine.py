@@ -232,7 +232,7 @@ class Engine:
                     self._generator.warm_up()
                 self._warm = True
                 while not self._stopped:
-                    self._obey()
+                    self._carry_out()
                     self._step()
                     self.workload = self._generator.workload()
                 self._generator.close()
@@ -247,7 +247,7 @@ class Engine:
         state_bytes = self.model.state_bytes(0) + (self.options.state_bytes or 0)
         return Needs.of(self.model, prompt_tokens=prompt, state_bytes=state_bytes, batch=True)
 
-    def _obey(self) -> None:
+    def _carry_out(self) -> None:
         """Carry out all commands; wait for one if there is nothing else to do."""
         if not len(self._generator) and not self._stopped:
             self._wait_for_command()()

@@ -84,7 +84,7 @@ def test_scales_in_bfloat16(tmp_path):
     assert np.array_equal(bits(ref.rows(31, 66).load()), expected[31:66])
 
 
-IMPLEMENTATIONS = {
+FORMS = {
     "fp8": lambda out: foreign.write_fp8(TWIN, out, (48, 40)),
     "fp8 in blocks of 128": lambda out: foreign.write_fp8(TWIN, out, (128, 128)),
     "int4": lambda out: foreign.write_int4(TWIN, out, 32),
@@ -99,13 +99,13 @@ def forms(tmp_path_factory):
 
     def form(name: str) -> Path:
         if name not in known:
-            known[name] = IMPLEMENTATIONS[name](tmp_path_factory.mktemp("foreign"))
+            known[name] = FORMS[name](tmp_path_factory.mktemp("foreign"))
         return known[name]
 
     return form
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=FORMS)
 def written(request, forms) -> tuple[Path, Path]:
     path = forms(request.param)
     return path, path.parent / "meaning"

@@ -16,7 +16,7 @@ from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank
 
 E, K, C, F = 7, 3, 64, 128
 LAYERS = (3, 5)
-IMPLEMENTATIONS = ("packed", "stacked", "separate")
+FORMS = ("packed", "stacked", "separate")
 FOUR_BIT = (QuantSpec(4), QuantSpec(4), QuantSpec(4))
 MIXED = (QuantSpec(3, 32), None, QuantSpec(8, 128))
 

@@ -28,7 +28,7 @@ FEW_TOKENS = 3
 
 
 class BySize:
-    """What a store gets as `mix`: asked once a call which form all parts of it take."""
+    """What a store gets as `mix`: asked once a call which implementation all parts of it take."""
 
     def implementation(self, x, slots, weights, bank):
         assert slots is None
@@ -72,7 +72,7 @@ def test_close_to_the_reference(tmp_path, specs, n):
 
 
 def test_scratch_changes_no_bit(experts, open_store):
-    """A call cut into chunks of a few tokens takes the form of the whole call."""
+    """A call cut into chunks of a few tokens takes the implementation of the whole call."""
     call = random_call(FEW_TOKENS + 5, padding=2)
     expected = experts.resident(mix=BySize()).experts(3, *call)
     for scratch_bytes in (3_000, 10_000):

@@ -125,7 +125,7 @@ def padded(monkeypatch):
     "seed", [0, 4, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))]
 )
 def test_prompts_that_are_padded_get_the_same_tokens(model, alone, seed, padded):
-    """Attention and delta rule take other forms then: rounding differs."""
+    """Attention and delta rule take other implementations then: rounding differs."""
     run_schedule(model, alone, seed, prefill_batch_size=3, close=1e-4)
 
 

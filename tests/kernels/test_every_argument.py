@@ -1,6 +1,6 @@
-"""Oracle: the reference of an operation. What it takes, each form takes as well and gives the same,
-or refuses in so many words: None where there may be none, flags the other way, and what is seldom
-given."""
+"""Oracle: the reference of an operation. What it takes, each implementation takes as well and
+gives the same, or refuses in so many words: None where there may be none, flags the other way, and
+what is seldom given."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.registry import OPERATIONS
 from tests.kernels.experts import BETWEEN
-from tests.kernels.forms import IMPLEMENTATIONS, differences
 from tests.kernels.harness import emulated
+from tests.kernels.implementations import IMPLEMENTATIONS, differences
 from tests.kernels.metal.emulator import Emulator
 
 T, C, E, F = examples.T, examples.TINY.C, examples.TINY.E, examples.TINY.F
@@ -64,7 +64,7 @@ def changes(operation: str):
     yield from SELDOM.get(operation, {}).items()
 
 
-def calls(operation: str, dtype: mx.Dtype, form: str, pairs: bool):
+def calls(operation: str, dtype: mx.Dtype, implementation: str, pairs: bool):
     """A call of the operation with one argument changed, with two (`pairs`), and with all: words
     and the arguments. Those that the reference does not take are left out."""
     reference = OPERATIONS[operation].reference
@@ -73,7 +73,7 @@ def calls(operation: str, dtype: mx.Dtype, form: str, pairs: bool):
     several = combinations(every, 2) if pairs else ()
     for chosen in [(), *combinations(every, 1), *several, tuple(every)]:
         args, kwargs = OPERATIONS[operation].example_call(dtype)
-        if form == "blas":
+        if implementation == "blas":
             kwargs.pop("start", None)  # which BLAS refuses
         given = dict(zip(names, args, strict=False)) | kwargs
         given |= {name: value(dtype) for name, value in chosen}
@@ -85,7 +85,12 @@ def calls(operation: str, dtype: mx.Dtype, form: str, pairs: bool):
         yield ", ".join(name for name, _ in chosen), args, given
 
 
-NAMED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms if name != REFERENCE]
+NAMED = [
+    (op, name)
+    for op, implementations in IMPLEMENTATIONS.items()
+    for name in implementations
+    if name != REFERENCE
+]
 
 
 @pytest.mark.parametrize(
@@ -95,17 +100,17 @@ NAMED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms i
 @pytest.mark.parametrize(("operation", "name"), NAMED, ids=map("=".join, NAMED))
 def test_a_form_takes_what_its_reference_takes(operation, name, back_end, pairs):
     mx.random.seed(0)
-    form, wrong, taken = IMPLEMENTATIONS[operation][name], [], 0
+    implementation, wrong, taken = IMPLEMENTATIONS[operation][name], [], 0
     # Where experts are chosen in the middle, float32 alone chooses the same; so does BLAS.
-    exact = operation == "moe_step" or not form.kernels
+    exact = operation == "moe_step" or not implementation.kernels
     options = {"name": back_end, "schedules": Emulator.FIRST, "partly_written": BETWEEN}
     with emulated(**options):
         dtype = mx.float32 if exact else mx.bfloat16
         for words, args, kwargs in calls(operation, dtype, name, pairs):
             try:
-                actual = form(*args, **kwargs)
+                actual = implementation(*args, **kwargs)
             except (ShapeError, UnsupportedError) as error:
-                if form.takes is not None and form.takes(*args, **kwargs):
+                if implementation.takes is not None and implementation.takes(*args, **kwargs):
                     wrong.append(f"with other {words}: said that it takes it, but {error}")
                 continue
             taken += 1

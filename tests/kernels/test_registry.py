@@ -1,4 +1,4 @@
-"""Oracle: counting stand-ins for forms and back ends; what was chosen is what ran."""
+"""Oracle: counting stand-ins for implementations and back ends; what was chosen is what ran."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import failures, stock, trials, verdicts
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
+from tests.kernels.implementations import IMPLEMENTATIONS
 
-FUSED = [(op, name) for op, forms in IMPLEMENTATIONS.items() for name in forms
-         if forms[name].kernels]  # fmt: skip
+FUSED = [(op, name) for op, implementations in IMPLEMENTATIONS.items() for name in implementations
+         if implementations[name].kernels]  # fmt: skip
 LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the forms of softmax_top_k in the order in which they ran."""
+    """Names of the implementations of softmax_top_k in the order in which they ran."""
     ran = []
-    forms = dict(IMPLEMENTATIONS["softmax_top_k"])
-    for name, form in forms.items():
+    implementations = dict(IMPLEMENTATIONS["softmax_top_k"])
+    for name, implementation in implementations.items():
 
-        def counted(*args, form=form, name=name, **kwargs):
+        def counted(*args, implementation=implementation, name=name, **kwargs):
             ran.append(name)
-            return form(*args, **kwargs)
+            return implementation(*args, **kwargs)
 
-        stand_in = replace(form, function=counted)
+        stand_in = replace(implementation, function=counted)
         monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], name, stand_in)
     return ran
 
@@ -391,8 +391,8 @@ def test_training_takes_references(calls, table):
 )
 @pytest.mark.parametrize(("operation", "name"), FUSED)
 def test_every_kernel_passes_its_trial_on_an_example(operation, name, dtype):
-    form = IMPLEMENTATIONS[operation][name].function
-    verdict = trials.on_example(OPERATIONS[operation], form, dtype)
+    implementation = IMPLEMENTATIONS[operation][name].function
+    verdict = trials.on_example(OPERATIONS[operation], implementation, dtype)
     assert verdict.ok, verdict
 
 

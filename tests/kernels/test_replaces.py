@@ -14,8 +14,8 @@ from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels, choose_kernels
 from mlx_moeflux.kernels.runtime.launcher import MetalBackend, set_backend
 from mlx_moeflux.loading import load_model
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error, on_the_cpu
+from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal.metal_device import _blank, on_metal
 
 PROMPT, TOKEN = mx.array([[5, 6, 7]]), mx.array([[9]])

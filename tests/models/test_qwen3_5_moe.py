@@ -248,9 +248,9 @@ def test_delta_rule_forms_agree_with_float64_loops(T, chunk):
     arrays = {"log_decay": log_decay, "beta": beta, "state": state}
     arrays = {n: mx.array(a.astype(np.float32)) for n, a in arrays.items()}
     q, k, v = (mx.array(a.astype(np.float32)) for a in (q, k, v))
-    forms = [gated_delta_recurrent(q, k, v, mask=mx.array(mask), **arrays)]
-    forms.append(gated_delta_chunked(q, k, v, mask=mx.array(mask), chunk=chunk, **arrays))
-    for actual, new_state in forms:
+    implementations = [gated_delta_recurrent(q, k, v, mask=mx.array(mask), **arrays)]
+    implementations.append(gated_delta_chunked(q, k, v, mask=mx.array(mask), chunk=chunk, **arrays))
+    for actual, new_state in implementations:
         real = np.broadcast_to(mask[..., None, None], y.shape)
         assert relative_error(mx.array(np.where(real, np.array(actual), 0)), mx.array(
             np.where(real, y, 0).astype(np.float32))) <= 2e-6  # fmt: skip

@@ -91,7 +91,7 @@ def test_the_engine_ends_with_its_thread(tiny, monkeypatch):
         raise RuntimeError("no room")
 
     with served(*tiny) as server:
-        monkeypatch.setattr(type(server.service.engine), "_obey", close)
+        monkeypatch.setattr(type(server.service.engine), "_carry_out", close)
         status, reply = server.ask(PATH, {"messages": MESSAGES, "max_tokens": 8000})
         assert reply["error"]["type"] == "server_error"
         assert status in (500, 503)  # it came before or after the thread's end

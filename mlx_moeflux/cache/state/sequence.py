@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -42,21 +42,28 @@ class Snapshot:
         return logits + sum(entry.nbytes for entry in self.entries)
 
 
+class Owner(Protocol):
+    """What a state asks its model."""
+
+    identity: str
+
+    def state_spec(self) -> StateSpec: ...
+
+
 class SequenceState(list):
     """List of one cache entry per layer, as ``model.make_cache()`` returns it. Not thread-safe.
 
-    spec: Returns the expected arrays, for files; the model's
-    :meth:`~mlx_moeflux.models.base.StreamingModel.state_spec`.
+    owner: The model that made it, which knows the arrays of a file; None for none.
     max_checkpoints: Limit of :meth:`checkpoint`; a lower one applies from its next call.
     """
 
     def __init__(
         self,
         entries: Iterable[BaseCache] = (),
-        spec: Callable[[], StateSpec] | None = None,
+        owner: Owner | None = None,
     ):
         super().__init__(entries)
-        self._spec = spec
+        self.owner = owner
         self.max_checkpoints = MAX_CHECKPOINTS
         # Least recently used first.
         self._checkpoints: dict[int, Snapshot] = {}
@@ -81,13 +88,13 @@ class SequenceState(list):
         Raises:
             CacheError: The state has no model.
         """
-        if self._spec is None:
+        if self.owner is None:
             raise CacheError("This state knows no model; make it with model.make_cache().")
-        return self._spec()
+        return self.owner.state_spec()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceState:
         """Return an independent state that shares arrays, without the checkpoints."""
-        other = type(self)(copy.deepcopy(list(self), memo), self._spec)
+        other = type(self)(copy.deepcopy(list(self), memo), self.owner)
         other.max_checkpoints = self.max_checkpoints
         return other
 

@@ -357,8 +357,8 @@ class MmapReader(FileReader):
         *,
         least_piece: int = LEAST_PIECE,
     ):
-        super().__init__(experts, least_piece=least_piece)
         self._maps: list[mmap.mmap] = []
+        super().__init__(experts, least_piece=least_piece)
         for file, fd in zip(self.ranges.files, self._fds, strict=True):
             try:
                 self._maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
@@ -368,7 +368,7 @@ class MmapReader(FileReader):
 
     def close(self) -> None:
         """See :meth:`Reader.close`."""
-        maps, self._maps = getattr(self, "_maps", []), []
+        maps, self._maps = self._maps, []
         for mapping in maps:
             mapping.close()
         super().close()

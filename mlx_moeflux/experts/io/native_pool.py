@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_int64, c_uint32, c_void_p
 from itertools import chain
 from pathlib import Path
+from types import MethodType
 from typing import TypeGuard
 
 import numpy as np
@@ -36,7 +37,7 @@ from mlx_moeflux.experts.io import read_pool
 from mlx_moeflux.experts.io.byte_ranges import Run
 from mlx_moeflux.experts.io.file_readers import DirectReader, FileReader, PreadReader
 from mlx_moeflux.experts.io.read_pool import Arrival, ReadPool, SlotMemory
-from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.experts.io.readers import Reader, private_bytes
 from mlx_moeflux.kernels.runtime import device
 
 SOURCE = Path(__file__).with_name("native_reads.c")
@@ -178,7 +179,7 @@ class NativePool:
         """Return True if native threads can read what `reader` reads."""
         if type(reader) not in (PreadReader, DirectReader) or library() is None:
             return False
-        if getattr(reader.read, "__func__", None) is not FileReader.read:
+        if reader.read != MethodType(FileReader.read, reader):
             return False  # somebody put another method in its place
         counts = [len(reader.layout(layer).components) for layer in reader.layers]
         return max(counts) <= MOST_COMPONENTS
@@ -342,7 +343,7 @@ def staging_bytes(reader: Reader, threads: int) -> int:
     """Return the bytes of all private buffers of a pool: of its threads and, if they are native, of
     the caller."""
     largest = max(reader.layout(layer).nbytes for layer in reader.layers)
-    each = getattr(reader, "staging_bytes", 0) + device.upload_bytes(largest)
+    each = private_bytes(reader) + device.upload_bytes(largest)
     return (threads + NativePool.serves(reader)) * each
 
 

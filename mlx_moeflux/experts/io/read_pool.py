@@ -20,7 +20,7 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
 from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.layout import BlockLayout
-from mlx_moeflux.experts.io.readers import Reader
+from mlx_moeflux.experts.io.readers import Reader, fetched_bytes
 from mlx_moeflux.kernels.runtime import device
 
 # An interrupt may swallow a wake-up; the caller looks again after this long.
@@ -165,8 +165,7 @@ class Fetch:
         self.blocks = [(target.expert, target.slot) for target in targets]
         self._targets, self._threads = targets, threads
         self._reader, self._layer, self._uploads = reader, layer, uploads
-        stored = getattr(reader, "stored_bytes", None)
-        self._expected = reader.layout(layer).nbytes if stored is None else stored(layer)
+        self._expected = fetched_bytes(reader, layer)
         self._abandoned = False
         self.in_caller = True
         pieces = self._pieces(-(-threads.count // max(1, len(targets))))

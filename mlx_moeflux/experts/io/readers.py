@@ -28,7 +28,12 @@ from mlx_moeflux.experts.io.layout import BlockLayout, Layout
 
 class Reader(Protocol):
     """Fetches blocks. Replace it with ``load(reader=...)``; checked by :func:`check_methods` and
-    :func:`check_reader`."""
+    :func:`check_reader`.
+
+    A reader may have two members more: ``staging_bytes``, the bytes of private buffers for each
+    reading thread, and ``stored_bytes(layer)``, the bytes that one read fetches, if those are not
+    the block's. :func:`private_bytes` and :func:`fetched_bytes` give what they are without.
+    """
 
     name: str
     layers: tuple[int, ...]
@@ -51,6 +56,17 @@ class Reader(Protocol):
     def close(self) -> None:
         """Free files and memory. The store calls it once, when no read is under way."""
         ...
+
+
+def private_bytes(reader: Reader) -> int:
+    """Return the bytes of private buffers that `reader` has for each reading thread."""
+    return getattr(reader, "staging_bytes", 0)
+
+
+def fetched_bytes(reader: Reader, layer: int) -> int:
+    """Return the bytes that one read of a block of `layer` fetches."""
+    stored = getattr(reader, "stored_bytes", None)
+    return reader.layout(layer).nbytes if stored is None else stored(layer)
 
 
 class MemoryReader:

@@ -79,5 +79,5 @@ class LazyMinHeap:
 def unknown(
     known: Container[int], resident: Collection[int], protected: Container[int]
 ) -> list[int]:
-    """Residents that a policy was never told of, ascending."""
+    """Residents that a policy does not know, ascending."""
     return sorted(e for e in resident if e not in known and e not in protected)

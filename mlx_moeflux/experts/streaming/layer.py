@@ -2,7 +2,7 @@
 
 The order of every change makes an interrupt harmless at any moment. An expert leaves the table
 before its slot is written and enters it after its block has arrived. Meanwhile its
-:class:`Change` is open; a caller that finds it open settles the layer first.
+:class:`Change` is open; a caller that finds it open recovers the layer first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PendingOutput(NamedTuple):
 
 class Change:
     """Whether slots of a layer are being changed: from :meth:`begin` to :meth:`end`, or inside a
-    ``with`` block. An error or interrupt leaves it open, and its layer has to be settled."""
+    ``with`` block. An error or interrupt leaves it open, and its layer has to be recovered."""
 
     __slots__ = ("open",)
 
@@ -248,7 +248,7 @@ class StreamedLayer:
         if events is not None:
             for block in blocks:
                 events(ReadStart(self.layer, *block))
-        # Entered before the first read begins, so that settle() finds it.
+        # Entered before the first read begins, so that recover() finds it.
         fetch = self._pool.fetch(self.layer, self.bank.current, blocks)
         self._fetches.append(fetch)
         start = perf_counter()
@@ -276,7 +276,7 @@ class StreamedLayer:
                 self.begin_reads(experts, protected, events)
                 self.finish(events)
         except BaseException:
-            self.settle()
+            self.recover()
             raise
 
     def finish(self, events: EventHook | None) -> None:
@@ -390,7 +390,7 @@ class StreamedLayer:
         """True while prefetches are under way."""
         return bool(self._ahead)
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Recover from an error or interrupt: wait for reads and rebuild the table.
 
         Blocks that :meth:`finish` has not entered are dropped; the next call reads them again.
@@ -433,8 +433,8 @@ class StreamedLayer:
         self.bank.close()
 
     def restore(self) -> None:
-        """Read into a new bank what the slots held at :meth:`release`. Listeners and the policy do
-        not hear of it, unless an expert is lost.
+        """Read into a new bank what the slots held at :meth:`release`. Listeners and the policy are
+        not called, unless an expert is lost.
 
         Raises:
             ExpertFileError: A read failed; the other experts are entered nevertheless.
@@ -456,7 +456,7 @@ class StreamedLayer:
                 table.put(expert, slot)
             self._count(arrivals)
         finally:
-            self.settle()
+            self.recover()
             for expert in held.keys() - table.slot_of.keys():
                 self._policy.evict(self.layer, expert)
         if error is not None:
@@ -464,7 +464,7 @@ class StreamedLayer:
 
     def close(self) -> None:
         """Wait for reads and release the bank."""
-        self.settle()
+        self.recover()
         self._readers_of_bank.clear()
         self.bank.close()
 

@@ -127,7 +127,7 @@ class StreamedStore(ExpertStore):
         self.layers, self.num_experts = tuple(reader.layers), reader.num_experts
         self.eviction, self.prefetch = make_eviction(eviction), make_prefetch(prefetch)
         self.keep_all_ahead, self._wave_reads = keep_all_ahead, wave_reads
-        self._form = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
+        self._expert_compute = ExpertCompute(mix=mix, scratch_bytes=scratch_bytes)
         self._stats = ExpertStats(self.layers)
         self._lock = threading.RLock()
         self._events = events
@@ -257,7 +257,7 @@ class StreamedStore(ExpertStore):
             except BaseException:
                 for state in self._layers.values():
                     if state.change.open:
-                        state.settle()
+                        state.recover()
                 raise
 
     def begin_load(
@@ -269,7 +269,7 @@ class StreamedStore(ExpertStore):
 
         Evaluates: the ids. Raises what :meth:`experts` does.
         """
-        state = self._settled(layer)
+        state = self._recovered(layer)
         call, slots = Call(state, ids, ahead), len(state.table.expert_of)
         if slots < ids.shape[1]:
             raise MemoryBudgetError(
@@ -319,17 +319,17 @@ class StreamedStore(ExpertStore):
     def compute(self, call: Call, x: mx.array, weights: mx.array) -> mx.array:
         """Compute x ``[N, C]``, weights ``[N, K]`` -> ``[N, C]`` float32: from a complete bank, in
         one pass, or in waves. Evaluates: long calls of incomplete layers."""
-        state, form, bank = call.state, self._form, call.state.bank.current.experts
+        state, bank, own = call.state, call.state.bank.current.experts, self._expert_compute
         start, stalled = perf_counter(), state.stats.stall_seconds
-        few = not self.training and form.takes_few(weights.size, x.shape[0], bank)
+        few = not self.training and own.takes_few(weights.size, x.shape[0], bank)
         slot_of = state.table.slots_by_expert
         if call.host is None:
-            y = from_whole_bank(x, call.ids, weights, bank, form, table=state.device_table())
+            y = from_whole_bank(x, call.ids, weights, bank, own, table=state.device_table())
         elif few and call.waves is None and call.host.max() < self.num_experts:
             slots = mx.array(slot_of[call.host].astype(np.uint32))
-            y = from_whole_bank(x, slots, weights, bank, form, padded=False)
+            y = from_whole_bank(x, slots, weights, bank, own, padded=False)
         else:
-            pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, form)
+            pairs, total = Pairs.of(call.host, self.num_experts), ExpertSum(x, weights, own)
             if call.waves is not None:
                 self._compute_waves(state, call.waves, pairs, total)
             else:
@@ -350,7 +350,7 @@ class StreamedStore(ExpertStore):
         Traced steps call this. The number of slots is no constant of the trace: the CPU compiles
         fused kernels anew for every constant.
         """
-        return from_whole_bank(x, slots, weights, bank, self._form, padded=False)
+        return from_whole_bank(x, slots, weights, bank, self._expert_compute, padded=False)
 
     def release_after(self, call: Call, output: mx.array) -> None:
         """End a call: keep its slots until `output`, perhaps lazy, is evaluated; then prefetch."""
@@ -459,7 +459,7 @@ class StreamedStore(ExpertStore):
             self.generation += 1
             self._released = True
             for layer in self.layers:
-                self._settled(layer).release(self._events)
+                self._recovered(layer).release(self._events)
             mx.clear_cache()
 
     def restore(self) -> None:
@@ -468,7 +468,7 @@ class StreamedStore(ExpertStore):
             return
         with self._lock:
             for layer in self.layers:
-                self._settled(layer).restore()
+                self._recovered(layer).restore()
             self._released = False
 
     def close(self) -> None:
@@ -500,16 +500,16 @@ class StreamedStore(ExpertStore):
     def _state(self, layer: int) -> StreamedLayer:
         """Return a layer that has a bank, and no reads under way but prefetches."""
         self.restore()
-        return self._settled(layer)
+        return self._recovered(layer)
 
-    def _settled(self, layer: int) -> StreamedLayer:
+    def _recovered(self, layer: int) -> StreamedLayer:
         state = self._layers.get(layer)
         if state is None:
             if self._closed:
                 raise InputError("this expert store is closed; load the model again.")
             raise ShapeError(f"layer {layer} has no routed experts; layers {self.layers} do.")
         if state.change.open:
-            state.settle()
+            state.recover()
         return state
 
     def _whole(self, state: StreamedLayer) -> bool:

@@ -237,7 +237,7 @@ def _kernels(name: str, body: str, inputs: tuple[str, ...], **options: Any) -> l
 
 
 _TENSORS = ("q", "q2", "k", "k2", "v")
-# By form: over all keys, over parts.
+# Each: over all keys, over parts.
 _KERNELS = {
     "rows": _kernels("rows", _ROWS, _TENSORS, memory=_rows_memory),
     "shared": _kernels("shared", _SHARED, (*_TENSORS, "tail_k", "tail_v", "table")),
@@ -353,7 +353,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     )
     if token is not None and not call.expanded:
         return Plan(latent_token.KERNEL, token, _join_options(call, Hq, 0))
-    form, tile = _tile(backend_name, call, limit)
+    name, tile = _tile(backend_name, call, limit)
     if tile is None:
         raise ShapeError(
             f"{call.name}: head sizes {D1 + call.rotary} and {Dv} of {call.dtype} do not fit into "
@@ -361,13 +361,13 @@ def plan_of(backend_name: str, call: Call) -> Plan:
         )
     pack = tile.get("PACK", 1)
     rows, groups = pack * T, B * Hq // pack
-    height = 16 * (tile["W"] * tile["R"] if form == "rows" else tile["MT"])
+    height = 16 * (tile["W"] * tile["R"] if name == "rows" else tile["MT"])
     blocks = -(-rows // height)
     enough = ENOUGH_SMALL_GROUPS if height == 16 else ENOUGH_GROUPS
     parts = max(1, min(enough // (groups * blocks), -(-capacity // LEAST_KEYS)))
     split, gate = parts > 1 or call.sinks, (call.gate or 0) // Dv
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
-    if form != "rows":
+    if name != "rows":
         template |= {"TAIL": call.tail, "PAGE": call.page}
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
@@ -378,10 +378,10 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     }
     if not split:
         result = {"output_shapes": [(B, T, Hq, Dv)], "output_dtypes": [call.dtype]}
-        return Plan(_KERNELS[form][0], options | result)
+        return Plan(_KERNELS[name][0], options | result)
     options["output_shapes"] = [(groups, parts, rows, Dv), (groups, parts, rows, 2)]
     options["output_dtypes"] = [mx.float32, mx.float32]
-    return Plan(_KERNELS[form][1], options, _join_options(call, pack, gate))
+    return Plan(_KERNELS[name][1], options, _join_options(call, pack, gate))
 
 
 def _on_demand_of_latents(backend_name: str) -> int:
@@ -409,7 +409,7 @@ def _join_options(call: Call, pack: int, gate: int) -> dict[str, Any]:
 
 
 def _tile(backend_name: str, call: Call, limit: int) -> tuple[str, dict[str, int] | None]:
-    """Form and tile sizes; None if nothing fits."""
+    """Name of the kernels and tile sizes; None if nothing fits."""
     D, Dv, T, Hq, Hkv = call.q[3] + call.rotary, call.v[3], call.q[2], call.q[1], call.k[1]
     size = call.dtype.size
     if call.rotary and not call.expanded:
@@ -460,7 +460,7 @@ _MANY_ROWS = 64 * ENOUGH_GROUPS
 
 
 def _shared_tiles(sizes, D: int, Dv: int, rows: int, size: int, *, layouts: tuple[int, ...]):
-    """Tilings of the shared form, the best first: (bytes of threadgroup memory, sizes)."""
+    """Tilings of the shared kernels, the best first: (bytes of threadgroup memory, sizes)."""
     for layout in layouts:
         for MT, W, keys in sizes:
             # Four bytes a register of a lane: queries of a row tile and sums.

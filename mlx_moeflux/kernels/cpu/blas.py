@@ -182,7 +182,7 @@ class Views(NamedTuple):
         Raises:
             UnsupportedError: The matrix is stored in another way, or MLX is tracing.
         """
-        weight, spec = getattr(matrix, "weight", None), getattr(matrix, "spec", None)
+        weight, spec = matrix.weight, matrix.spec
         if weight is not None:
             if spec is None and weight.dtype in FLOATS:
                 return cls(*[_view(weight)] * 3)

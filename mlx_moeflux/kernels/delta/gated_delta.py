@@ -159,8 +159,8 @@ def gated_delta(
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Token by token for a few tokens, chunked from half a chunk on."""
-    form = gated_delta_recurrent if q.shape[1] <= CHUNK // 2 else gated_delta_chunked
-    return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask)
+    chosen = gated_delta_recurrent if q.shape[1] <= CHUNK // 2 else gated_delta_chunked
+    return chosen(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask)
 
 
 def _prepare(q, k, v, log_decay, beta, mask):

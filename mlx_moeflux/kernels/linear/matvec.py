@@ -342,8 +342,8 @@ def _as_one(m: int, i: int, j: int, y: str, call: Callable[..., str]) -> str:
     """
 
 
-_FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed", "joined"]))
-_KERNELS = {form: _kernel(*form) for form in _FORMS}
+_KEYS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed", "joined"]))
+_KERNELS = {key: _kernel(*key) for key in _KEYS}
 KERNELS = tuple(_KERNELS.values())
 
 

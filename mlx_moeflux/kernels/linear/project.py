@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -40,6 +40,8 @@ class Dense:
     first: int
     last: int
     most: int
+    outs: ClassVar[tuple[int, ...]] = ()
+    precise: ClassVar[bool] = False
 
     def matmul(self, x: mx.array) -> mx.array:
         """x ``[..., in]`` -> ``[..., last - first]``."""
@@ -61,16 +63,15 @@ def project(
     normed: bool = False,
     flat: bool = False,
 ) -> list[mx.array]:
-    """Compute the module's formula in stock MLX; a weight needs only ``matmul``."""
+    """Compute the module's formula in stock MLX; of a weight it needs ``matmul``, ``outs`` and
+    ``precise``."""
     if flat:
         x = x.reshape(-1, x.shape[-1])
     if norm is not None:
         x = mx.fast.rms_norm(x, norm, eps)
     products = []
     for weight in weights:
-        precise = getattr(weight, "precise", False)
-        y = weight.matmul(x).astype(mx.float32 if precise else x.dtype)
-        outs = getattr(weight, "outs", ())
+        y, outs = weight.matmul(x).astype(mx.float32 if weight.precise else x.dtype), weight.outs
         products += mx.split(y, list(accumulate(outs))[:-1], axis=-1) if outs else [y]
     if residual is not None:
         products = [residual + products[0]]

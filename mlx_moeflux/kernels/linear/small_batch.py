@@ -118,7 +118,7 @@ def project_rows(
         UnsupportedError: There is no kernel for so many matrices, or for how one is stored, or
             its results stay float32, or there is no GPU.
     """
-    if x.dtype == mx.float32 or any(getattr(w, "precise", False) for w in weights):
+    if x.dtype == mx.float32 or any(w.precise for w in weights):
         raise UnsupportedError("no kernel of rows gives results in float32; take the reference.")
     end = "normed" if normed else ""
     kernel, weights, call = chosen(_KERNELS, x, weights, end, norm, eps, residual, flat=flat)
@@ -170,8 +170,8 @@ def _kernel(structure: tuple[int, ...], end: str) -> MetalKernel:
     return MetalKernel(**declaration, file="small_batch.metal", body=body)
 
 
-_FORMS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
-_KERNELS = {form: _kernel(*form) for form in _FORMS}
+_KEYS = (*product(STRUCTURES, [""]), *product(ENTRIES, ["normed"]))
+_KERNELS = {key: _kernel(*key) for key in _KEYS}
 KERNELS = tuple(_KERNELS.values())
 
 

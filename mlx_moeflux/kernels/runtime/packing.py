@@ -67,6 +67,8 @@ class Packing:
     buffer: uint32. arrays: Views of it, of the shapes and dtypes asked for. starts: Bytes.
     """
 
+    arrays: Sequence[mx.array] = ()
+
     def __init__(self, buffer: mx.array, like: Sequence[tuple[Sequence[int], mx.Dtype]]):
         """`buffer` is 1-d and has :func:`packed_bytes` bytes, or has the shape :func:`by_rows`.
         Evaluates: the views."""
@@ -95,7 +97,7 @@ class Packing:
 
     def __del__(self):
         # Keep them until they are counted: until then no other array gets their ids.
-        gone = [PLACES.pop(id(array), None) for array in getattr(self, "arrays", ())]
+        gone = [PLACES.pop(id(array), None) for array in self.arrays]
         _Deaths.count += 1
         del gone
 

@@ -54,8 +54,8 @@ from mlx_moeflux.measure.benchmark.sides import (
     Side,
     Stream,
     Timing,
+    held_memory,
     run,
-    settled_memory,
 )
 from mlx_moeflux.measure.profile.capture import check_capture, gpu_capture
 from mlx_moeflux.measure.profile.stages import Profiler
@@ -266,14 +266,14 @@ class _Bench:
 
     @contextmanager
     def _ours(self, budget: str, **more: Any) -> Iterator[Ours]:
-        before, options = settled_memory(), self.options
+        before, options = held_memory(), self.options
         load: dict[str, Any] = {"expert_memory": budget, "expert_reader": options.reader}
         load |= options.load | more
         model = load_model(self.directory, expert_threads=options.threads, **load)
         with model:
             if model.plan is not None:
                 self.say(str(model.plan))
-            held = settled_memory() - before
+            held = held_memory() - before
             yield Ours(model, prefill_step_size=options.prefill_step_size, held_bytes=held)
         mx.clear_cache()
 

@@ -114,7 +114,7 @@ def make_card(model: Any, *, memory: float, disk: float | None) -> Card:
     parameters = named_parameters(model)
     trunk = sum(a.nbytes for name, a in parameters if ".switch_mlp." not in name)
     table = sum(a.nbytes for name, a in parameters if ".embed_tokens." in name)
-    if not getattr(config, "tie_word_embeddings", False):
+    if not config.tie_word_embeddings:
         trunk += table // config.vocab_size - table
     return Card(
         trunk=trunk,

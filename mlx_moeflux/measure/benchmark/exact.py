@@ -44,7 +44,7 @@ class FreshStore(ExpertStore):
     ):
         self._activation = activation
         self.reader, self.layers, self.num_experts = reader, reader.layers, reader.num_experts
-        self._form, self._stats = ExpertCompute(mix=mix), ExpertStats(reader.layers)
+        self._expert_compute, self._stats = ExpertCompute(mix=mix), ExpertStats(reader.layers)
 
     def experts(self, layer: int, x: mx.array, ids: mx.array, weights: mx.array) -> mx.array:
         """See :meth:`ExpertStore.experts`."""
@@ -57,7 +57,7 @@ class FreshStore(ExpertStore):
             self.reader.read(layer, expert, bank.slot_views(slot))
             table[expert] = slot
         y = from_whole_bank(
-            x, ids, weights, bank.current.experts, self._form, table=mx.array(table)
+            x, ids, weights, bank.current.experts, self._expert_compute, table=mx.array(table)
         )
         mx.eval(y)
         return y

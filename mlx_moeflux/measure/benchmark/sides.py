@@ -84,7 +84,7 @@ Report = Callable[[int, int], None]
 Steps = Callable[[Stream, Report], Generator[Any, None, None]]
 
 
-def settled_memory() -> int:
+def held_memory() -> int:
     """Return the bytes that MLX holds after garbage collection: a model that is collected while
     another is loaded would make that one look smaller."""
     gc.collect()
@@ -216,14 +216,14 @@ class MlxLm:
             from mlx_lm.utils import load_model
         except ImportError as error:
             raise UnsupportedError("mlx-lm is not installed here; pip install mlx-lm.") from error
-        before = settled_memory()
+        before = held_memory()
         self.model: Any = None
         try:
             self.model, _ = load_model(Path(directory))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise CheckpointError(f"{directory}: mlx-lm cannot load this ({error}).") from error
         mx.eval(self.model.parameters())
-        self.held_bytes = settled_memory() - before
+        self.held_bytes = held_memory() - before
         self._size = prefill_step_size or MLX_LM_PREFILL
 
     def steps(self, stream: Stream, report: Report) -> Generator[Any, None, None]:

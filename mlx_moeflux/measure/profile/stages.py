@@ -25,6 +25,7 @@ from mlx_moeflux.checkpoint.files import write_output
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.telemetry.stats import LayerStats
 from mlx_moeflux.measure.profile.instrument import Retyped, evaluate, uncompiled
+from mlx_moeflux.models.moe import SparseMoeBlock
 
 # Attribute of a layer, or method of its MoE block -> stage. What comes before the experts is norm,
 # router and the shared expert's first products in one; what comes after is its last product.
@@ -131,10 +132,10 @@ class Profiler:
                 if name in layer:
                     watched.watch(layer[name], "__call__", self._timer(stage))
             block = layer.mlp
-            if getattr(block, "_store", None) is None:
-                watched.watch(block, "__call__", self._timer("dense"))
-            else:
+            if isinstance(block, SparseMoeBlock):
                 self._instrument_block(block, watched, exits)
+            else:
+                watched.watch(block, "__call__", self._timer("dense"))
             watched.watch(layer, "__call__", self._in_layer(index))
         if "lm_head" in model:
             watched.watch(model.lm_head, "__call__", self._timer("head"))

@@ -23,7 +23,7 @@ from mlx_moeflux.experts.io import file_readers
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges
 from mlx_moeflux.experts.io.readers import READERS, check_methods, check_reader, make_reader
 from tests.experts.helpers import (
-    IMPLEMENTATIONS,
+    FORMS,
     LAYERS,
     MIXED,
     C,
@@ -36,7 +36,7 @@ from tests.experts.helpers import (
 FILE_READERS = [name for name in READERS if name != "memory"]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=FORMS)
 def experts(request, tmp_path):
     return write_experts(tmp_path, random_experts(MIXED), request.param)
 

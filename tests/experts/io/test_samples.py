@@ -12,7 +12,7 @@ from mlx_moeflux.conversion.convert import convert
 from mlx_moeflux.errors import CacheError, ExpertFileError
 from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.loading import load_model
-from tests.experts.helpers import IMPLEMENTATIONS, E, random_experts, write_experts
+from tests.experts.helpers import FORMS, E, random_experts, write_experts
 from tests.models_at_hand import reply, texts
 
 TWIN = Path(__file__).parents[2] / "golden" / "text_top3"
@@ -24,7 +24,7 @@ def test_the_identity_is_that_of_the_bytes_of_every_expert(tmp_path, most):
         refs = write_experts(tmp_path / name, experts, form).refs
         return experts_identity(refs, most_samples=most)
 
-    seen = {identity(random_experts(), form, form) for form in IMPLEMENTATIONS}
+    seen = {identity(random_experts(), form, form) for form in FORMS}
     assert len(seen) == 1, "places in files do not count"
     for e in range(E):
         changed = random_experts()
@@ -100,7 +100,7 @@ def zero(file: Path, start: int = 0) -> None:
     os.truncate(file, size)
 
 
-@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("share", [0, 0.5, 0.8])
 def test_zeros_in_place_of_scales_are_one_line(tmp_path, form, share):
     refs = write_experts(tmp_path, random_experts(), form).refs

@@ -17,10 +17,10 @@ from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots
 from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.loading import load_model
-from tests.experts.helpers import IMPLEMENTATIONS, E, random_experts, write_experts
+from tests.experts.helpers import FORMS, E, random_experts, write_experts
 
 TWIN = Path(__file__).parents[2] / "golden" / "text_top3"
-FORMS = "packed", *(pytest.param(form, marks=pytest.mark.slow) for form in IMPLEMENTATIONS[1:])
+PACKED_FIRST = "packed", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])
 WAYS = (
     *(("native", name) for name in ("pread", "direct")),
     *(("python", name) for name in ("pread", "direct", "mmap")),
@@ -46,7 +46,7 @@ CHANGES = (overwritten, longer, replaced, Path.unlink)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PACKED_FIRST)
 @pytest.mark.parametrize(("threads", "name"), WAYS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_is_one_line(tmp_path, monkeypatch, form, threads, name, change):

@@ -12,14 +12,14 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.file_readers import DirectReader, MmapReader, PreadReader
 from tests.experts.helpers import (
     CALLS,
-    IMPLEMENTATIONS,
+    FORMS,
     all_is_well,
     random_experts,
     same_bits,
     write_experts,
 )
 
-FORMS = "packed", *(pytest.param(form, marks=pytest.mark.slow) for form in IMPLEMENTATIONS[1:])
+PACKED_FIRST = "packed", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])
 READERS = {"pread": PreadReader, "direct": DirectReader, "mmap": MmapReader}
 
 
@@ -48,7 +48,7 @@ def faulty(kind, fault, chance):
     return Faulty
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PACKED_FIRST)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("fault", ["short", "fails", "interrupted", "slow", "gone"])
 def test_reads_that_go_wrong_cost_one_line(tmp_path, open_store, form, name, fault):

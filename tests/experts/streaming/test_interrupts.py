@@ -208,7 +208,7 @@ def test_no_read_is_under_way_after_an_interrupt(wrapped):
     state.change.begin()
     state.start(range(6), [state.table.take() for _ in range(6)], None)
     assert begun.wait(60)
-    state.settle()
+    state.recover()
     assert not under_way
     assert len(store.residents(3)) == 0
     assert state.table.free == E

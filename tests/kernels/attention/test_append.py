@@ -31,8 +31,8 @@ def arguments(dtype, B, H, R, Dk, Dv, position):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_only_the_row_changes(device, sizes):
     args, options, expected = arguments(*sizes)
-    for form in (append_row, append_row_fused):
-        for block, truth in zip(form(*args, **options), expected, strict=True):
+    for implementation in (append_row, append_row_fused):
+        for block, truth in zip(implementation(*args, **options), expected, strict=True):
             assert block.dtype == sizes[0]
             assert np.array_equal(float64(block), truth)
 

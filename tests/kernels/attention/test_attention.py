@@ -305,7 +305,7 @@ SHAPES = {
 @pytest.mark.parametrize("tiles", ["metal", "cuda"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sdpa(shape, tiles, monkeypatch):
-    # The emulator has Metal's memory; CUDA's forms are the same at smaller tiles.
+    # The emulator has Metal's memory; CUDA's implementations are the same at smaller tiles.
     monkeypatch.setitem(attention.MEMORY, "cuda", attention.MEMORY_ELSEWHERE)
     attention.plan_of.cache_clear()
     *sizes, options = SHAPES[shape]

@@ -20,10 +20,10 @@ from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.layers import Applied
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error
+from tests.kernels.implementations import IMPLEMENTATIONS
 
-BLAS = [op for op, forms in IMPLEMENTATIONS.items() if "blas" in forms]
+BLAS = [op for op, implementations in IMPLEMENTATIONS.items() if "blas" in implementations]
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
@@ -158,7 +158,7 @@ def test_experts_added_on_the_host_give_the_bits_of_the_mix(F, C, several, fixed
     ("T", "S", "parts"), [(1, 300, 1), (20, 400, 3), (20, 5300, 1), (5, 99, 1)]
 )
 def test_attention_in_parts_of_keys_agrees_with_the_reference(T, S, parts):
-    """On a busy machine a second thread of BLAS may be waited for; see blas_forms.py."""
+    """On a busy machine a second thread of BLAS may be waited for; see ``_for_one_thread``."""
     assert len(blas._for_one_thread(S, 2 * T * 40)) == parts
     q = mx.random.normal((2, 6, T, 24))
     k, v = mx.random.normal((2, 3, S, 24)), mx.random.normal((2, 3, S, 40))

@@ -11,12 +11,14 @@ from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from tests.kernels.harness import on_the_cpu
 
 
-def logits(form: str, *, T: int, left: list[int], rest: str = "reference") -> list[np.ndarray]:
+def logits(
+    implementation: str, *, T: int, left: list[int], rest: str = "reference"
+) -> list[np.ndarray]:
     """Of a prompt of T columns and of two tokens after it; `left`: padding of each row."""
     rng = np.random.default_rng(T)
-    kernels = f"{rest},delta_mixer={form}"
+    kernels = f"{rest},delta_mixer={implementation}"
     with load_model(BUNDLED_MODEL, dtype=mx.float32, kernels=kernels) as model:
-        assert model.kernels.names()["delta_mixer"] == form
+        assert model.kernels.names()["delta_mixer"] == implementation
         tokens = mx.array(rng.integers(0, model.config.vocab_size, (len(left), T + 2)))
         cache = model.make_cache()
         for entry in cache:

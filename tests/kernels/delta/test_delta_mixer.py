@@ -221,9 +221,9 @@ def test_the_table_of_the_rule_chooses_its_kernel(back_end, T, launched):
 @pytest.mark.parametrize(("T", "masked"), [(1, False), (2, True), (9, False)])
 def test_rows_give_the_same_bits(dtype, T, masked):
     inputs = mixer_inputs(2, T, 2, 4, 64, 32, 4, dtype=dtype, masked=masked)
-    forms = delta_mixer.delta_mixer, delta_mixer.delta_mixer_fused
-    for form in forms:
-        for a, b in zip(form(**in_rows(inputs)), form(**inputs), strict=True):
+    implementations = delta_mixer.delta_mixer, delta_mixer.delta_mixer_fused
+    for implementation in implementations:
+        for a, b in zip(implementation(**in_rows(inputs)), implementation(**inputs), strict=True):
             assert mx.array_equal(a, b).item()
 
 

@@ -28,15 +28,15 @@ def limits(inputs, truth):
     ]
 
 
-def check(form, inputs, **options):
+def check(implementation, inputs, **options):
     truth = rule(inputs)
-    actual = form(**inputs, **options)
+    actual = implementation(**inputs, **options)
     assert [a.dtype for a in actual] == [inputs["v"].dtype, mx.float32]
     for a, b, limit in zip(actual, truth, limits(inputs, truth), strict=True):
         assert error(a, b) <= limit
 
 
-def cases(form, named, **options):
+def cases(implementation, named, **options):
     """One for y and one for the state, whose limits differ."""
     made = []
     for name, inputs in named.items():
@@ -45,7 +45,7 @@ def cases(form, named, **options):
             made.append(
                 Case(
                     f"{name} {part}",
-                    lambda inputs=inputs, i=i: [form(**inputs, **options)[i]],
+                    lambda inputs=inputs, i=i: [implementation(**inputs, **options)[i]],
                     lambda inputs=inputs, i=i: [rule(inputs)[i]],
                     inputs_limits[i],
                 )
@@ -129,8 +129,8 @@ def test_chunkwise(dtype, T):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_chunkwise_however_tuned(parts, prefetch):
     inputs = rule_inputs(1, 71, 1, 5, 64, 64, dtype=mx.bfloat16, forgets=True)
-    form = gated_delta.gated_delta_chunkwise_fused
-    check(form, inputs, parts=parts, prefetch=prefetch)
+    implementation = gated_delta.gated_delta_chunkwise_fused
+    check(implementation, inputs, parts=parts, prefetch=prefetch)
 
 
 @pytest.mark.usefixtures("device")
@@ -152,15 +152,15 @@ def test_4096_tokens(dtype):
 
 @pytest.mark.usefixtures("device")
 def test_a_sequence_in_pieces():
-    """The state carries over, whichever form computes a piece."""
+    """The state carries over, whichever implementation computes a piece."""
     inputs = rule_inputs(1, 75, 1, 2, 32, 32, forgets=True)
     truth, state, pieces = rule(inputs), inputs.pop("state"), []
-    for part, form in (
+    for part, implementation in (
         (slice(0, 40), gated_delta.gated_delta_chunkwise_fused),
         (slice(40, 43), gated_delta.gated_delta_recurrent_fused),
         (slice(43, 75), gated_delta.gated_delta_chunkwise_fused),
     ):
-        y, state = form(**{n: a[:, part] for n, a in inputs.items()}, state=state)
+        y, state = implementation(**{n: a[:, part] for n, a in inputs.items()}, state=state)
         pieces.append(y)
     assert error(mx.concatenate(pieces, axis=1), truth[0]) <= FLOOR
     assert error(state, truth[1]) <= FLOOR
@@ -192,12 +192,12 @@ def test_wrong_arguments(message):
     for name, edit in change.items():
         if name != "Dk":
             inputs[name] = edit(inputs.get(name))
-    for form in (
+    for implementation in (
         gated_delta.gated_delta_recurrent_fused,
         gated_delta.gated_delta_chunkwise_fused,
     ):
         with pytest.raises(ShapeError) as caught:
-            form(**inputs)
+            implementation(**inputs)
         assert message in str(caught.value)
 
 

@@ -197,8 +197,8 @@ def test_matrices_one_behind_another_are_as_if_apart(device, dtype, structure):
     x, norm = random_array(rng, (2, 1, 96), dtype), random_array(rng, (96,), dtype)
     expected = project_fused(x, apart, norm=norm)
     assert [y.shape for y in expected] == [(2, 1, n) for w in together for n in w.outs]
-    for form, same in ((project_fused, True), (project, False)):
-        for y, other in zip(form(x, together, norm=norm), expected, strict=True):
+    for implementation, same in ((project_fused, True), (project, False)):
+        for y, other in zip(implementation(x, together, norm=norm), expected, strict=True):
             assert y.shape == other.shape
             if same:
                 assert mx.array_equal(y, other).item()
@@ -210,30 +210,30 @@ def test_flat_results(device):
     rng = np.random.default_rng(5)
     weight = Weight(*random_matrix(rng, (6, 64), bits=4, group=32, dtype=mx.float32))
     x, norm = random_array(rng, (2, 3, 64), mx.float32), random_array(rng, (64,), mx.float32)
-    for form in (project, project_fused):
-        y, normed = form(x, [weight], norm=norm, normed=True, flat=True)
+    for implementation in (project, project_fused):
+        y, normed = implementation(x, [weight], norm=norm, normed=True, flat=True)
         assert (y.shape, normed.shape) == ((6, 6), (6, 64))
-        shaped, _ = form(x, [weight], norm=norm, normed=True)
+        shaped, _ = implementation(x, [weight], norm=norm, normed=True)
         assert mx.array_equal(y.reshape(2, 3, 6), shaped).item()
 
 
-@pytest.mark.parametrize("form", [project, project_fused, project_dequantised])
-def test_precise_results(device, form):
+@pytest.mark.parametrize("implementation", [project, project_fused, project_dequantised])
+def test_precise_results(device, implementation):
     rng = np.random.default_rng(6)
     stored = random_matrix(rng, (12, 96), bits=4, group=32, dtype=mx.bfloat16)
     router = random_array(rng, (7, 96), mx.float32)
     weights = [Weight(router, precise=True), Weight(*stored, (5, 7))]
     x, norm = random_array(rng, (3, 96), mx.bfloat16), random_array(rng, (96,), mx.bfloat16)
-    logits, *rest, normed = form(x, weights, norm=norm, normed=True)
+    logits, *rest, normed = implementation(x, weights, norm=norm, normed=True)
     assert [y.dtype for y in rest] == [mx.bfloat16, mx.bfloat16]
     assert logits.dtype == mx.float32
-    # The fused form does not round norm(x) first.
+    # The fused implementation does not round norm(x) first.
     rows = float64(x)
     exact = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * float64(norm)
-    rows = exact if form is project_fused else float64(normed)
+    rows = exact if implementation is project_fused else float64(normed)
     truth = rows @ float64(router).T
     # On NVIDIA dense products of float32 keep 11 bits.
-    stock = device == "gpu" and form is not project_fused
+    stock = device == "gpu" and implementation is not project_fused
     assert error(logits, truth) <= (1e-3 if stock else 2e-6) * np.abs(truth).max()
 
 

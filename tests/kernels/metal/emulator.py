@@ -86,7 +86,7 @@ class Emulator:
         rewrite: Changes header and body before they are compiled, for mutations.
         inspect: Called with each new :class:`Variant` before it is compiled, and again where a
             launch has another number of threads.
-        name: The back end that forms shall think they run on.
+        name: The back end that implementations shall think they run on.
         runs: False: nothing is compiled, and launches give zeros.
     """
 

@@ -16,7 +16,7 @@ import pytest
 from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.runtime.launcher import MetalKernel, set_backend
-from tests.kernels.forms import IMPLEMENTATIONS
+from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal.variant import plain_name
 
 # Bytes of the types of threadgroup arrays.
@@ -99,8 +99,8 @@ class Recorder:
     """A back end for :func:`mlx_moeflux.kernels.runtime.launcher.set_backend`. Nothing runs: what a
     launch returns are zeros that nobody has asked for yet.
 
-    name: The back end that forms shall think they run on. launches: What was launched. refused:
-    What a kernel itself did not take.
+    name: The back end that implementations shall think they run on. launches: What was launched.
+    refused: What a kernel itself did not take.
     """
 
     pads_inputs, follows_device, checks_first_use = True, False, False
@@ -130,9 +130,10 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recorded(name: str = "metal", *, every_form: bool = False) -> Iterator[Recorder]:
-    """Launch on a :class:`Recorder`, and evaluate nothing. every_form: A call of an operation goes
-    through its reference and all its forms for GPUs besides the one that is asked."""
+def recorded(name: str = "metal", *, every_implementation: bool = False) -> Iterator[Recorder]:
+    """Launch on a :class:`Recorder`, and evaluate nothing. every_implementation: A call of an
+    operation goes through its reference and all its implementations for GPUs besides the one that
+    is asked."""
     recorder, start = Recorder(name), MetalKernel._start
 
     def started(kernel, *args):
@@ -148,9 +149,9 @@ def recorded(name: str = "metal", *, every_form: bool = False) -> Iterator[Recor
         patch.setattr(mx, "async_eval", lambda *arrays: None)
         # Steps are laid out as for a trace.
         patch.setattr(mx, "compile", lambda function: function)
-        for operation, forms in IMPLEMENTATIONS.items() if every_form else ():
-            for name, form in _through_all(forms).items():
-                patch.setitem(IMPLEMENTATIONS[operation], name, form)
+        for operation, implementations in IMPLEMENTATIONS.items() if every_implementation else ():
+            for name, implementation in _through_all(implementations).items():
+                patch.setitem(IMPLEMENTATIONS[operation], name, implementation)
         before = set_backend(recorder)
         try:
             yield recorder
@@ -158,23 +159,23 @@ def recorded(name: str = "metal", *, every_form: bool = False) -> Iterator[Recor
             set_backend(before)
 
 
-def _through_all(forms):
-    """Forms that call the others first."""
-    others = {n: f for n, f in forms.items() if f.kernels or n == REFERENCE}
+def _through_all(implementations):
+    """Implementations that call the others first."""
+    others = {n: f for n, f in implementations.items() if f.kernels or n == REFERENCE}
     busy = []
 
-    def through_all(name, form):
-        @functools.wraps(form.function)
+    def through_all(name, implementation):
+        @functools.wraps(implementation.function)
         def call(*args, **kwargs):
             for other, each in others.items() if not busy else ():
                 if other != name:
                     busy.append(other)
-                    # A form may say that it does not take a call.
+                    # An implementation may say that it does not take a call.
                     with contextlib.suppress(ShapeError, UnsupportedError):
                         each(*args, **kwargs)
                     busy.pop()
-            return form.function(*args, **kwargs)
+            return implementation.function(*args, **kwargs)
 
         return call
 
-    return {n: replace(f, function=through_all(n, f)) for n, f in forms.items()}
+    return {n: replace(f, function=through_all(n, f)) for n, f in implementations.items()}

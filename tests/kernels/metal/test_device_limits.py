@@ -120,7 +120,7 @@ def model_of(name: str, dtype: mx.Dtype, *, apart: bool):
     model.eval()
     for layer in () if apart else model.layers:
         for module in layer.children().values():
-            for linears in getattr(module, "stacks", list)():
+            for linears in module.stacks():
                 stack(*linears)
     banks = {layer: bank_of(config, dtype) for layer in model.moe_blocks()}
     store = ResidentStore(
@@ -166,7 +166,7 @@ def faults(launch: Launch) -> list[str]:
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_stays_within_the_limits(name, dtype, apart):
-    with recorded(every_form=True) as recorder:
+    with recorded(every_implementation=True) as recorder:
         walk(model_of(name, dtype, apart=apart))
     assert recorder.launches
     assert not recorder.refused
@@ -199,7 +199,7 @@ def test_every_operation_of_a_step_is_met():
     """A walk would say nothing of kernels that it never launched."""
     met = set()
     for name, apart in product(("qwen3.5-35b-a3b", "deepseek-v3"), (False, True)):
-        with recorded(every_form=True) as recorder:
+        with recorded(every_implementation=True) as recorder:
             walk(model_of(name, BF16, apart=apart), prompts=(2048,), batches=(4,))
         met |= recorder.names()
     assert met >= {

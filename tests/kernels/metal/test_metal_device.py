@@ -16,8 +16,8 @@ from mlx_moeflux.kernels.runtime.launcher import MetalBackend
 from mlx_moeflux.kernels.verify import trials, verdicts
 from mlx_moeflux.loading import load_model
 from tests.kernels.cases import all_cases
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import error, on_the_cpu
+from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal.metal_device import MetalDevice, on_metal
 from tests.kernels.metal.variant import plain_name
 
@@ -91,17 +91,17 @@ def steps_of(model, cache) -> list[mx.array]:
 
 
 def asked() -> set[tuple[str, str]]:
-    """(operation, form) of the trials; each must have been passed."""
+    """(operation, implementation) of the trials; each must have been passed."""
     assert not verdicts.refused(), verdicts._known.verdicts
     return {tuple(key.split(" ")[0].split("=")) for key in verdicts._known.verdicts}
 
 
-def kernels_of(forms: set[tuple[str, str]]) -> set[str]:
-    found = (IMPLEMENTATIONS[op][name].kernels for op, name in forms)
+def kernels_of(implementations: set[tuple[str, str]]) -> set[str]:
+    found = (IMPLEMENTATIONS[op][name].kernels for op, name in implementations)
     return {kernel.name for kernels in found for kernel in kernels}
 
 
-def form_of_a_step(operation: str) -> tuple[str, str]:
+def implementation_of_a_step(operation: str) -> tuple[str, str]:
     return operation, dispatch.pick(dispatch.rows(operation, MetalBackend.name), 1)
 
 
@@ -126,21 +126,21 @@ def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
         mx.eval(logits, [entry.state for entry in cache])
         # Traced, run for the trials, and traced again with what passed.
         assert model._step.traces + model._segments.traces == 3
-        forms = asked()
+        implementations = asked()
         # A trace for which everything is known.
         device.traced.clear()
         model._step.forget()
         model._segments.forget()
         mx.eval(model(TOKENS[:, -1:], cache))
         assert model._step.traces + model._segments.traces == 4
-        assert asked() == forms
+        assert asked() == implementations
     assert all(y.shape == (1, 1, model.config.vocab_size) for y in logits)
     launched = set(device.traced)
-    assert ("append_row", "fused") in forms - before
-    for form in map(form_of_a_step, operations):
-        assert form in forms
-        assert kernels_of({form}) & launched, form
-    assert launched <= kernels_of(forms)
+    assert ("append_row", "fused") in implementations - before
+    for implementation in map(implementation_of_a_step, operations):
+        assert implementation in implementations
+        assert kernels_of({implementation}) & launched, implementation
+    assert launched <= kernels_of(implementations)
 
 
 LIMIT = 1e-4  # of the largest logit, in float32
@@ -168,8 +168,12 @@ def test_checked_kernels_say_what_references_say(run, tmp_path):
 
 @pytest.mark.slow
 def test_every_kernel_of_every_implementation_is_launched(tmp_path):
-    forms = [form for forms in IMPLEMENTATIONS.values() for form in forms.values()]
-    names = {kernel.name for form in forms for kernel in form.kernels}
+    implementations = [
+        implementation
+        for implementations in IMPLEMENTATIONS.values()
+        for implementation in implementations.values()
+    ]
+    names = {kernel.name for implementation in implementations for kernel in implementation.kernels}
     with on_metal(tmp_path) as device:
         for cases in all_cases().values():
             cases[0].check()

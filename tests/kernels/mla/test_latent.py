@@ -78,17 +78,20 @@ def test_products_of_heads(device, sizes):
 def test_some_heads_and_shared_rows():
     for transposed in (False, True):
         (x, matrices), _, wanted = product(2, 6, 3, 24, 5, 19, 64, 4, 32, F32, transposed)
-        for form in (head_product, head_product_dequantised, head_product_fused):
+        for implementation in (head_product, head_product_dequantised, head_product_fused):
             some = HeadMatrices(
                 matrices.weight, matrices.scales, matrices.biases, matrices.spec, 5, 19, (2, 5)
             )
-            assert error(form(x[:, 2:5], some, transposed=transposed), wanted[:, 2:5]) <= 1e-5
-            shared = form(x[:, 3:4], some, transposed=transposed)
+            assert (
+                error(implementation(x[:, 2:5], some, transposed=transposed), wanted[:, 2:5])
+                <= 1e-5
+            )
+            shared = implementation(x[:, 3:4], some, transposed=transposed)
             assert shared.shape[:3] == (2, 3, 3)
             assert error(shared[:, 1:2], wanted[:, 3:4]) <= 1e-5
-        for form in (head_product, head_product_dequantised, head_product_fused):
+        for implementation in (head_product, head_product_dequantised, head_product_fused):
             with pytest.raises(ShapeError, match="expected"):
-                form(x[..., :8], matrices, transposed=transposed)
+                implementation(x[..., :8], matrices, transposed=transposed)
 
 
 # ---- After the projections

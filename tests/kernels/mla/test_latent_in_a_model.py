@@ -1,5 +1,5 @@
-"""Oracle: the same model with references on the CPU in float32; the fused forms run in the
-emulator, or with all the others on a GPU."""
+"""Oracle: the same model with references on the CPU in float32; the fused implementations run in
+the emulator, or with all the others on a GPU."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_a_step_of_one_token_is_fewer_launches_of_the_same_bits(padding, split, 
     counts = [mx.array([n], dtype=mx.int32) for n in (150, 151)]
     start = None if padding is None else mx.array(padding[:B], dtype=mx.int32)
     results, names = [], []
-    for forms in ("auto", "auto,append_row=fused,latent_attention=fused"):
+    for implementations in ("auto", "auto,append_row=fused,latent_attention=fused"):
         entry = _Attention((*arrays, *tails), *counts, start)
         with emulated(name="cuda"), launched() as own:
-            attention._kernels = choose_kernels(forms)
+            attention._kernels = choose_kernels(implementations)
             results.append([attention(x, entry, norm), *entry.ends])
             mx.eval(results[-1])
         names += own

@@ -1,5 +1,5 @@
-"""Oracle: the three operations that it is composed of. Their fused forms give the same bits, their
-references in float32 the truth."""
+"""Oracle: the three operations that it is composed of. Their fused implementations give
+the same bits, their references in float32 the truth."""
 
 from __future__ import annotations
 

@@ -62,14 +62,14 @@ def test_agrees_with_float64(device, sizes, scored):
 
 
 @pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("form", [add_shared, add_shared_fused, add_shared_dequantised])
-def test_without_experts(device, form, scored):
+@pytest.mark.parametrize("implementation", [add_shared, add_shared_fused, add_shared_dequantised])
+def test_without_experts(device, implementation, scored):
     for sizes in (SIZES[1], SIZES[2]):
         args, options, truth = arguments(sizes, scored=scored, routed=False)
         limit = limit_of(args, options, truth)
-        if form is add_shared_dequantised:
+        if implementation is add_shared_dequantised:
             limit *= 2  # the matrix is rounded too
-        assert error(form(*args, **options), truth) <= limit
+        assert error(implementation(*args, **options), truth) <= limit
 
 
 @pytest.mark.parametrize("scored", [False, True])

@@ -71,8 +71,8 @@ def slow(*sizes):
     return [pytest.param(each, marks=pytest.mark.slow) for each in sizes]
 
 
-def form_of(sizes):
-    """The form for few tokens or the other."""
+def implementation_of(sizes):
+    """The implementation for few tokens or the other."""
     return expert_mix_pairs if sizes[0] <= 16 else expert_mix_grouped
 
 
@@ -108,7 +108,7 @@ def case(
 def test_agrees_with_float64(whole_device, sizes, absent):
     x, slots, weights, bank = case(*sizes, absent=absent)
     initial = random_array(np.random.default_rng(5), x.shape, mx.float32) if absent else None
-    y = form_of(sizes)(x, slots, weights, bank, initial=initial)
+    y = implementation_of(sizes)(x, slots, weights, bank, initial=initial)
     truth = mix(x, slots, weights, bank, initial)
     naive = np.abs(mix(x, slots, weights, bank, initial, rounded=x.dtype) - truth).max()
     assert y.dtype == mx.float32
@@ -152,7 +152,7 @@ def test_reference_agrees_with_float64(absent):
 def test_slots_change_no_bit(whole_device, sizes):
     """Which slot holds an expert, and how many there are, is not seen in the result."""
     x, slots, weights, bank = case(*sizes)
-    y = form_of(sizes)(x, slots, weights, bank)
+    y = implementation_of(sizes)(x, slots, weights, bank)
     where = np.random.default_rng(0).permutation(bank.slots + 3)[: bank.slots]
 
     def moved(p: ProjectionBank) -> ProjectionBank:
@@ -170,17 +170,17 @@ def test_slots_change_no_bit(whole_device, sizes):
     banks = (moved(part) for part in (bank.gate, bank.up, bank.down))
     other = ExpertBank(*banks, activation=bank.activation)
     elsewhere = mx.array(where.astype(np.uint32))[slots]
-    assert mx.array_equal(y, form_of(sizes)(x, elsewhere, weights, other)).item()
+    assert mx.array_equal(y, implementation_of(sizes)(x, elsewhere, weights, other)).item()
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[6], *slow(SIZES[7], SIZES[9], SIZES[12])])
 def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     tokens = x.shape[0]
-    y = form_of(sizes)(x, slots, weights, bank)
+    y = implementation_of(sizes)(x, slots, weights, bank)
     cut = tokens // 3 + 1
     parts = [
-        form_of(sizes)(x[part], slots[part], weights[part], bank)
+        implementation_of(sizes)(x[part], slots[part], weights[part], bank)
         for part in (slice(cut), slice(cut, None))
     ]
     assert mx.array_equal(y, mx.concatenate(parts)).item()
@@ -196,13 +196,13 @@ def test_tokens_together_or_apart_give_the_same_bits(whole_device, sizes):
 )
 def test_a_sum_cut_in_k_gives_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
-    y = form_of(sizes)(x, slots, weights, bank)
+    y = implementation_of(sizes)(x, slots, weights, bank)
     tokens, K = slots.shape
     first = mx.arange(K) < mx.array(np.random.default_rng(3).integers(0, K + 1, (tokens, 1)))
     lower = mx.where(first, slots, mx.array(ABSENT, mx.uint32))
     upper = mx.where(first, mx.array(ABSENT, mx.uint32), slots)
-    part = form_of(sizes)(x, lower, weights, bank)
-    assert mx.array_equal(y, form_of(sizes)(x, upper, weights, bank, initial=part)).item()
+    part = implementation_of(sizes)(x, lower, weights, bank)
+    assert mx.array_equal(y, implementation_of(sizes)(x, upper, weights, bank, initial=part)).item()
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_pairs_apart_give_the_same_bits(whole_device, sizes):
     x, slots, weights, bank = case(*sizes)
     N, K = slots.shape
     alone = mx.where(mx.arange(K) == 0, slots.reshape(-1, 1), mx.array(ABSENT, mx.uint32))
-    apart = form_of(sizes)(mx.repeat(x, K, axis=0), alone, mx.ones(alone.shape), bank)
+    apart = implementation_of(sizes)(mx.repeat(x, K, axis=0), alone, mx.ones(alone.shape), bank)
     together = accumulate_experts(apart.reshape(N, K, -1), weights)
-    assert mx.array_equal(together, form_of(sizes)(x, slots, weights, bank)).item()
+    assert mx.array_equal(together, implementation_of(sizes)(x, slots, weights, bank)).item()
 
 
 @pytest.mark.parametrize(
@@ -277,19 +277,19 @@ def test_lists_of_pairs(whole_device, tokens, K, slots, absent):
     assert all(tile == [ABSENT, 0] for tile in tiles[len(wanted) :])
 
 
-@pytest.mark.parametrize("form", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("none", [ABSENT, 3])
-def test_nobody_chosen(whole_device, form, none):
+def test_nobody_chosen(whole_device, implementation, none):
     x, slots, weights, bank = case(7, 2, 3, 64, 32, 4, 32, mx.float32, None)
     slots = mx.full(slots.shape, none, mx.uint32)
-    y = form(x, slots, weights, bank)
+    y = implementation(x, slots, weights, bank)
     assert (np.array(y).view(np.uint32) == 0x80000000).all(), "-0.0 changes no sum"
     assert mx.array_equal(y, expert_mix(x, slots, weights, bank)).item()
 
 
 def test_wrong_arguments():
     x, slots, weights, bank = case(*SIZES[1])
-    for form, bad in product(
+    for implementation, bad in product(
         IMPLEMENTATIONS.values(),
         (
             (x[:, :64], slots, weights),
@@ -301,15 +301,20 @@ def test_wrong_arguments():
         ),
     ):
         with pytest.raises(ShapeError):
-            form(*bad, bank)
+            implementation(*bad, bank)
     with pytest.raises(ShapeError, match="initial"):
         expert_mix_pairs(x, slots, weights, bank, initial=x[:1])
     three = random_bank(slots=2, C=96, F=64, bits=3, group=32, dtype=mx.float32)
     with pytest.raises(UnsupportedError, match="affine"):
         expert_mix_grouped(x, slots, weights, three)
     eight = random_bank(slots=5, C=96, F=64, bits=8, group=32, dtype=mx.float32)
-    assert not any(form.takes(x, slots, weights, three) for form in IMPLEMENTATIONS.values())
-    assert all(form.takes(x, slots, weights, bank) for form in IMPLEMENTATIONS.values())
+    assert not any(
+        implementation.takes(x, slots, weights, three)
+        for implementation in IMPLEMENTATIONS.values()
+    )
+    assert all(
+        implementation.takes(x, slots, weights, bank) for implementation in IMPLEMENTATIONS.values()
+    )
     with pytest.raises(UnsupportedError, match="gate and up"):
         expert_mix_pairs(x, slots, weights, ExpertBank(eight.gate, bank.up, bank.down))
 
@@ -320,7 +325,7 @@ def test_scratch_is_what_the_launches_allocate():
 
 
 def mixed(sizes, *, absent=0.0, tile=None) -> Case:
-    """One of SIZES as a case; `tile` forces the grouped form."""
+    """One of SIZES as a case; `tile` forces the grouped implementation."""
 
     @functools.cache
     def drawn():

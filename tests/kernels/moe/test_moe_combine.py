@@ -38,11 +38,11 @@ def oracle(residual, experts, shared=None, score=None):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("shared", "score"), [(True, True), (True, False), (False, False)])
-def test_agrees_with_the_formula(form, dtype, shared, score):
+def test_agrees_with_the_formula(implementation, dtype, shared, score):
     made = arguments(3, 84, dtype, shared=shared, score=score)
-    y = IMPLEMENTATIONS[form](**made)
+    y = IMPLEMENTATIONS[implementation](**made)
     assert y.dtype == dtype
     assert error(y, oracle(**made)) <= ROUNDING[dtype]
 
@@ -56,11 +56,11 @@ def test_rows_of_every_length(n, c):
 
 @pytest.mark.usefixtures("device")
 def test_y_is_the_reference_to_the_bit():
-    """One rounding at the end: forms may only differ in the gate's last place."""
+    """One rounding at the end: implementations may only differ in the gate's last place."""
     made = arguments(4, 64, mx.bfloat16, score=False)
     expected = moe_combine.moe_combine(**made)
-    for name, form in IMPLEMENTATIONS.items():
-        assert mx.array_equal(form(**made), expected), name
+    for name, implementation in IMPLEMENTATIONS.items():
+        assert mx.array_equal(implementation(**made), expected), name
 
 
 @pytest.mark.parametrize("name", ["experts", "shared", "score"])

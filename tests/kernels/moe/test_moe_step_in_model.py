@@ -10,7 +10,7 @@ import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.models.moe import SharedExpertMoeBlock
-from tests.kernels.forms import IMPLEMENTATIONS
+from tests.kernels.implementations import IMPLEMENTATIONS
 
 APART = "auto,moe_step=reference"
 
@@ -27,7 +27,7 @@ def logits(kernels: str, memory: str) -> list[np.ndarray]:
 
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """How often the fused form was called."""
+    """How often the fused implementation was called."""
     calls, fused = [], IMPLEMENTATIONS["moe_step"]["fused"]
 
     def counted(*args, **kwargs):
@@ -54,7 +54,7 @@ def test_the_same_bits(memory, fused_calls):
 @pytest.mark.slow
 @pytest.mark.usefixtures("device_of_a_model")
 def test_it_steps_aside(fused_calls):
-    """For who looks inside, chooses a step's form, or changes what a block does."""
+    """For who looks inside, chooses a step's implementation, or changes what a block does."""
     tokens = mx.array([[5, 6]])
     with load_model(BUNDLED_MODEL) as model:
         with model.record(layers=[0], names=["ids"]) as seen:

@@ -60,68 +60,68 @@ def agree(got, wanted, limit=2e-6):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("form", SOFTMAX)
+@pytest.mark.parametrize("implementation", SOFTMAX)
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(
     ("n", "e", "k"), [(2, 5, 2), (3, 32, 1), (5, 33, 16), (9, 256, 8), (4, 512, 10), (2, 16, 16)]
 )
-def test_softmax_agrees_with_the_formula(form, n, e, k, normalise):
+def test_softmax_agrees_with_the_formula(implementation, n, e, k, normalise):
     logits = distinct(n, e, mx.float32)
     wanted = softmax_oracle(logits, k=k, normalise=normalise)
-    agree(SOFTMAX[form](logits, k=k, normalise=normalise), wanted)
+    agree(SOFTMAX[implementation](logits, k=k, normalise=normalise), wanted)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", SOFTMAX)
-def test_softmax_takes_every_dtype(form, dtype):
+@pytest.mark.parametrize("implementation", SOFTMAX)
+def test_softmax_takes_every_dtype(implementation, dtype):
     logits = mx.array(RNG.normal(size=(6, 60))).astype(dtype)
-    agree(SOFTMAX[form](logits, k=6), softmax_oracle(logits, k=6))
+    agree(SOFTMAX[implementation](logits, k=6), softmax_oracle(logits, k=6))
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("form", SOFTMAX)
-def test_softmax_ties_go_to_the_lower_id(form):
+@pytest.mark.parametrize("implementation", SOFTMAX)
+def test_softmax_ties_go_to_the_lower_id(implementation):
     logits = mx.array(RNG.integers(-2, 3, (8, 70)).astype(np.float32)) * 0.0
     logits = mx.where(mx.arange(70) % 3 == 0, -logits, logits)  # 0.0 and -0.0 are equal
-    agree(SOFTMAX[form](logits, k=9), softmax_oracle(logits, k=9))
+    agree(SOFTMAX[implementation](logits, k=9), softmax_oracle(logits, k=9))
     logits = mx.array(RNG.integers(-2, 3, (8, 70)).astype(np.float32))
-    agree(SOFTMAX[form](logits, k=9), softmax_oracle(logits, k=9))
+    agree(SOFTMAX[implementation](logits, k=9), softmax_oracle(logits, k=9))
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("form", SOFTMAX)
+@pytest.mark.parametrize("implementation", SOFTMAX)
 @pytest.mark.parametrize("normalise", [True, False])
-def test_softmax_of_extreme_logits(form, normalise):
+def test_softmax_of_extreme_logits(implementation, normalise):
     logits = distinct(3, 40, mx.float32) * 1e4
     logits[1, 3:] = -mx.inf
     wanted = softmax_oracle(logits, k=4, normalise=normalise)
-    agree(SOFTMAX[form](logits, k=4, normalise=normalise), wanted)
+    agree(SOFTMAX[implementation](logits, k=4, normalise=normalise), wanted)
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("form", SIGMOID)
+@pytest.mark.parametrize("implementation", SIGMOID)
 @pytest.mark.parametrize(
     ("n", "e", "k", "groups", "kept"),
     [(5, 256, 8, 8, 4), (1, 24, 3, 4, 2), (3, 96, 16, 3, 1), (2, 64, 5, 32, 7), (4, 37, 6, 1, 1)],
 )
 @pytest.mark.parametrize("normalise", [True, False])
-def test_sigmoid_agrees_with_the_formula(form, n, e, k, groups, kept, normalise):
+def test_sigmoid_agrees_with_the_formula(implementation, n, e, k, groups, kept, normalise):
     # Steps that survive the sigmoid's and the sum's rounding.
     logits = distinct(n, e, mx.float32) * 0.5
     bias = mx.array(RNG.permutation(e) * 0.37 / e).astype(mx.float32)
     options = {"k": k, "groups": groups, "kept_groups": kept, "normalise": normalise, "scale": 2.5}
     wanted = sigmoid_oracle(logits, bias, **options)
-    agree(SIGMOID[form](logits, bias, **options), wanted)
+    agree(SIGMOID[implementation](logits, bias, **options), wanted)
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("form", SIGMOID)
-def test_sigmoid_ties_go_to_the_lower_group_and_id(form):
+@pytest.mark.parametrize("implementation", SIGMOID)
+def test_sigmoid_ties_go_to_the_lower_group_and_id(implementation):
     logits, bias = mx.zeros((3, 48)), mx.zeros((48,))
     logits[2, 40] = 1.0
     options = {"k": 7, "groups": 6, "kept_groups": 2}
-    agree(SIGMOID[form](logits, bias, **options), sigmoid_oracle(logits, bias, **options))
+    agree(SIGMOID[implementation](logits, bias, **options), sigmoid_oracle(logits, bias, **options))
 
 
 @pytest.mark.usefixtures("device")
@@ -130,7 +130,7 @@ def test_sigmoid_forms_agree_where_the_bias_is_negative(dtype):
     logits = mx.array(RNG.normal(size=(7, 128))).astype(dtype)
     bias = mx.array(RNG.normal(size=128) - 3).astype(mx.float32)
     options = {"k": 8, "groups": 8, "kept_groups": 3, "scale": 1.7}
-    a, b = (form(logits, bias, **options) for form in SIGMOID.values())
+    a, b = (implementation(logits, bias, **options) for implementation in SIGMOID.values())
     agree(a, (np.array(b[0]), float64(b[1])))
 
 
@@ -147,10 +147,10 @@ def test_shapes_that_the_kernel_refuses():
         router.sigmoid_top_k_fused(mx.zeros((2, 8)), mx.zeros((8,)), k=2, groups=3, kept_groups=2)
 
 
-def case(name, form, oracle, logits, *others, **options):
+def case(name, implementation, oracle, logits, *others, **options):
     return Case(
         name,
-        call=lambda: form(logits, *others, **options),
+        call=lambda: implementation(logits, *others, **options),
         expected=lambda: oracle(logits, *others, **options),
         limit=2e-6,
     )

@@ -16,7 +16,7 @@ from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.verify import failures
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.kernels.forms import IMPLEMENTATIONS
+from tests.kernels.implementations import IMPLEMENTATIONS
 
 RAISES = "LU factorization failed"
 BUILD = "[metal::Device] Unable to build metal library from source\nprogram_source:3: error"
@@ -36,7 +36,7 @@ def broken(monkeypatch, tmp_path):
     """softmax_top_k whose results raise at evaluation, and how often it was asked."""
     asked = []
 
-    def form(logits, *, k, normalise=True):
+    def implementation(logits, *, k, normalise=True):
         asked.append(logits.shape)
         zero = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
         ids, weights = IMPLEMENTATIONS["softmax_top_k"]["reference"](
@@ -44,7 +44,7 @@ def broken(monkeypatch, tmp_path):
         )
         return ids, weights + zero
 
-    stand_in = replace(IMPLEMENTATIONS["softmax_top_k"]["fused"], function=form)
+    stand_in = replace(IMPLEMENTATIONS["softmax_top_k"]["fused"], function=implementation)
     monkeypatch.setitem(IMPLEMENTATIONS["softmax_top_k"], "fused", stand_in)
     table = tmp_path / "dispatch.json"
     table.write_text(json.dumps({"softmax_top_k": {"cpu": [{"form": "fused", "from": 1}]}}))
@@ -106,7 +106,7 @@ def fail(message: str, kind=RuntimeError) -> None:
         raise kind(message)
 
 
-def form_of(*names: str):
+def implementation_of(*names: str):
     return SimpleNamespace(kernels=[SimpleNamespace(name=name) for name in names])
 
 
@@ -115,9 +115,9 @@ def test_a_kernel_that_mlx_names_is_the_only_one():
         fail(
             "[metal::Device] Unable to load kernel custom_kernel_moeflux_expert_inner_wide_8_float"
         )
-    assert failures.failed(form_of("append_row", "expert_inner_wide"))
-    assert not failures.failed(form_of("expert_inner"))
-    assert not failures.failed(form_of())
+    assert failures.failed(implementation_of("append_row", "expert_inner_wide"))
+    assert not failures.failed(implementation_of("expert_inner"))
+    assert not failures.failed(implementation_of())
 
 
 @pytest.mark.parametrize(("message", "kind"), [(BUILD, RuntimeError), (THREADS, ValueError)])
@@ -125,7 +125,7 @@ def test_without_a_name_no_kernel_is_trusted(message, kind):
     before = failures.generation()
     with pytest.raises(KernelError, match="a kernel failed"):
         fail(message, kind)
-    assert failures.failed(form_of("append_row"))
+    assert failures.failed(implementation_of("append_row"))
     assert failures.generation() == before + 1
 
 
@@ -147,10 +147,10 @@ def test_other_errors_stay_what_they_are(message, kind):
     with pytest.raises(kind) as caught:
         fail(message, kind)
     assert type(caught.value) is kind
-    assert not failures.failed(form_of("append_row"))
+    assert not failures.failed(implementation_of("append_row"))
 
 
 def test_our_own_errors_pass():
     with pytest.raises(InputError), failures.reported():
         raise InputError("Unable to build metal library")
-    assert not failures.failed(form_of("append_row"))
+    assert not failures.failed(implementation_of("append_row"))

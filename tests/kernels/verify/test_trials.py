@@ -27,8 +27,8 @@ from mlx_moeflux.kernels.nested import arrays
 from mlx_moeflux.kernels.registry import OPERATIONS, Kernels
 from mlx_moeflux.kernels.runtime import launcher
 from mlx_moeflux.kernels.verify import stock, trials, verdicts
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
+from tests.kernels.implementations import IMPLEMENTATIONS
 from tests.kernels.metal import metal_device
 
 LOGITS = mx.array([[1.0, 3.0, 2.0, 0.0] * 4] * 3)
@@ -107,10 +107,10 @@ FAULTS = {
 
 
 def verdict_on(fault, dtype):
-    operation, form = FAULTS[fault]
-    if form is not transposed:
-        return trials.on_example(OPERATIONS[operation], form, dtype)
-    return trials.attempt(OPERATIONS[operation], form, *square(dtype))
+    operation, implementation = FAULTS[fault]
+    if implementation is not transposed:
+        return trials.on_example(OPERATIONS[operation], implementation, dtype)
+    return trials.attempt(OPERATIONS[operation], implementation, *square(dtype))
 
 
 @pytest.mark.parametrize("dtype", stock.DTYPES, ids=str)
@@ -132,11 +132,11 @@ def test_a_thousand_trials_of_right_kernels_find_nothing():
         alarms = [
             (operation.name, name, str(dtype), verdict)
             for operation in OPERATIONS.values()
-            for name, form in operation.implementations.items()
-            if form.kernels
+            for name, implementation in operation.implementations.items()
+            if implementation.kernels
             for dtype in stock.DTYPES
             for _ in range(15)
-            if not (verdict := trials.on_example(operation, form.function, dtype)).ok
+            if not (verdict := trials.on_example(operation, implementation.function, dtype)).ok
         ]
     assert not alarms
 
@@ -149,14 +149,14 @@ def off_by(factors):
 @pytest.mark.parametrize("unlucky", range(trials.FAILURES + 1))
 def test_some_unlucky_draws_refuse_no_kernel(unlucky):
     """delta_mixer in bfloat16 fails one draw of fifty, and is right."""
-    form = off_by(itertools.chain([1.02] * unlucky, itertools.repeat(1)))
-    verdict = trials.attempt(OPERATIONS["project"], form, *square(mx.bfloat16))
+    implementation = off_by(itertools.chain([1.02] * unlucky, itertools.repeat(1)))
+    verdict = trials.attempt(OPERATIONS["project"], implementation, *square(mx.bfloat16))
     assert verdict.ok == (unlucky < trials.FAILURES)
 
 
 def test_one_gross_error_refuses_a_kernel():
-    form = off_by(itertools.chain([1, 1.5], itertools.repeat(1)))
-    assert not trials.attempt(OPERATIONS["project"], form, *square(mx.bfloat16)).ok
+    implementation = off_by(itertools.chain([1, 1.5], itertools.repeat(1)))
+    assert not trials.attempt(OPERATIONS["project"], implementation, *square(mx.bfloat16)).ok
 
 
 def test_rows_of_one_number_are_taken_together():
@@ -187,15 +187,21 @@ def on_metal(monkeypatch, tmp_path):
 def calls(monkeypatch):
     """Names of the implementations of softmax_top_k in the order in which they ran."""
     ran = []
-    for name, form in dict(IMPLEMENTATIONS["softmax_top_k"]).items():
-        stand_in(monkeypatch, name, lambda *a, f=form, n=name, **k: (ran.append(n), f(*a, **k))[1])
+    for name, implementation in dict(IMPLEMENTATIONS["softmax_top_k"]).items():
+        stand_in(
+            monkeypatch,
+            name,
+            lambda *a, f=implementation, n=name, **k: (ran.append(n), f(*a, **k))[1],
+        )
     return ran
 
 
 def stand_in(monkeypatch, name, function):
-    forms = IMPLEMENTATIONS["softmax_top_k"]
+    implementations = IMPLEMENTATIONS["softmax_top_k"]
     function.__signature__ = inspect.signature(reference("softmax_top_k"))
-    monkeypatch.setitem(forms, name, dataclasses.replace(forms[name], function=function))
+    monkeypatch.setitem(
+        implementations, name, dataclasses.replace(implementations[name], function=function)
+    )
 
 
 def another_process(monkeypatch):
@@ -422,8 +428,8 @@ def test_a_state_before_the_first_token_is_no_example():
     """Zeros would hide a wrong decay."""
     args, kwargs = OPERATIONS["gated_delta"].example_call(mx.bfloat16)
     kwargs["state"] = mx.zeros_like(kwargs["state"])
-    form = FAULTS["decay 2 % off"][1]
-    assert not trials.attempt(OPERATIONS["gated_delta"], form, args, kwargs).ok
+    implementation = FAULTS["decay 2 % off"][1]
+    assert not trials.attempt(OPERATIONS["gated_delta"], implementation, args, kwargs).ok
 
 
 # ---- Processes that die in a trial

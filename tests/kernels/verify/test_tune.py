@@ -17,8 +17,8 @@ from mlx_moeflux.kernels.verify import tune
 from mlx_moeflux.kernels.verify.trials import largest_error
 from mlx_moeflux.loading import BUNDLED_MODEL, load
 from mlx_moeflux.measure import model_calls
-from tests.kernels.forms import IMPLEMENTATIONS
 from tests.kernels.harness import emulated
+from tests.kernels.implementations import IMPLEMENTATIONS
 
 TINY = Sizes(
     C=128, F=64, E=16, K=2, Hq=4, Hkv=2, Dh=64, Dhv=64, Hk=2, Hv=4, Dk=32, Dv=32, heads=2, latent=64
@@ -60,9 +60,12 @@ def test_a_form_takes_over_where_it_is_faster_by_the_margin():
 def test_stock_mlx_is_never_chosen_for_experts_on_a_gpu(name, monkeypatch):
     tried = []
 
-    def seconds(forms, calls, *, report):
-        tried.append(set(forms))
-        return {form: 1e-6 if form == "reference" else 1e-3 for form in forms}
+    def seconds(implementations, calls, *, report):
+        tried.append(set(implementations))
+        return {
+            implementation: 1e-6 if implementation == "reference" else 1e-3
+            for implementation in implementations
+        }
 
     monkeypatch.setattr(tune, "seconds", seconds)
     with emulated(name=name):
@@ -85,12 +88,12 @@ SOME = [
 def test_forms_take_the_workloads(name):
     operation, _, kind = name.partition(" ")
     args, kwargs = OPERATIONS[operation].workload(kind, TINY, 2, mx.float32)
-    forms = IMPLEMENTATIONS[name.partition(" ")[0]]
-    expected = arrays(forms["reference"](*args, **kwargs))
+    implementations = IMPLEMENTATIONS[name.partition(" ")[0]]
+    expected = arrays(implementations["reference"](*args, **kwargs))
     once = {"partly_written": ("h", "order", "out"), "schedules": [("forward", 0)]}
     with emulated(**once):
-        for form, call in forms.items():
-            assert largest_error(call(*args, **kwargs), expected) <= 1e-4, form
+        for implementation, call in implementations.items():
+            assert largest_error(call(*args, **kwargs), expected) <= 1e-4, implementation
 
 
 def test_the_command_writes_a_table_that_is_used(own_table, capsys, tmp_path, monkeypatch):
@@ -185,9 +188,9 @@ def test_a_kind_of_call_has_rows_of_its_own(own_table):
     op = Kernels().sdpa
     assert op.active() == "fused (64: fused+reference@9)"
     fused, reference = IMPLEMENTATIONS["sdpa"]["fused"], IMPLEMENTATIONS["sdpa"]["reference"]
-    for width, T, form in ((64, 8, fused), (64, 9, reference), (32, 9, fused)):
+    for width, T, implementation in ((64, 8, fused), (64, 9, reference), (32, 9, fused)):
         q = mx.zeros((1, 2, T, width))
-        assert op.implementation(q, q, q, scale=1.0, mask=None) is form
+        assert op.implementation(q, q, q, scale=1.0, mask=None) is implementation
 
 
 @pytest.mark.parametrize("error", [RuntimeError("does not compile"), ValueError("640 threads")])

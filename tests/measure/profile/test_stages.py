@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -17,10 +18,11 @@ from mlx_moeflux.kernels.attention.attention import causal_sdpa
 from mlx_moeflux.kernels.delta.gated_delta import gated_delta
 from mlx_moeflux.kernels.moe.add_shared import add_shared
 from mlx_moeflux.kernels.moe.expert_mix import expert_mix
-from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.measure.profile.stages import Profiler
 from mlx_moeflux.models.moe import SoftmaxRouter
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 PAUSE = 0.01
 STEPS = 2
 
@@ -81,6 +83,19 @@ class SlowRouter(SoftmaxRouter):
 
 def test_pause_of_the_router():
     run_paused("router", 6, router=SlowRouter(4))
+
+
+def test_a_watched_router_gets_the_bias():
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    with load_model(GOLDEN / "deepseek_v3_groups", dtype=mx.float32) as model:
+        expected = model(tokens)
+        with Profiler(model) as profiler:
+            # Without mx.compile, which it disables, sums are rounded otherwise.
+            assert mx.allclose(model(tokens), expected, rtol=1e-3, atol=1e-3).item()
+        for block in model.moe_blocks().values():
+            block.gate.e_score_correction_bias *= 0
+        assert not mx.allclose(model(tokens), expected, rtol=1e-3, atol=1e-3).item()
+    assert profiler.phases["prefill"].stages["router"].seconds > 0
 
 
 def test_pause_of_the_shared_expert():

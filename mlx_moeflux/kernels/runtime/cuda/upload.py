@@ -102,7 +102,7 @@ class Driver:
         self._enter()
         self.call("cuStreamSynchronize", self._stream)
 
-    def settle(self, address: int, nbytes: int) -> None:
+    def move_to_gpu(self, address: int, nbytes: int) -> None:
         """Move managed memory to the GPU and prefer to keep it there."""
         self._enter()
         where = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
@@ -145,7 +145,7 @@ def keep_on_gpu(views: Iterable[memoryview]) -> None:
     """Keep the storage of banks on the GPU, if the host does not write it."""
     if (home := driver()) is not None:
         for view in views:
-            home.settle(address_of(view), view.nbytes)
+            home.move_to_gpu(address_of(view), view.nbytes)
 
 
 def driver() -> Driver | None:

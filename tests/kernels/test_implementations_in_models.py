@@ -1,8 +1,8 @@
 """Oracle: the references in float32, operation by operation, on the arguments that models give.
 
-Each family is walked through calls of all sizes at which the table changes forms: prompts, padding,
-batches and steps of a token. Whatever form "auto" takes must take the arguments, or say that it
-does not, and give what the reference gives.
+Each family is walked through calls of all sizes at which the table changes implementations:
+prompts, padding, batches and steps of a token. Whatever "auto" takes must take the arguments, or
+say that it does not, and give what the reference gives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlx_moeflux.kernels.operation import REFERENCE
 from mlx_moeflux.kernels.runtime.launcher import backend
 from mlx_moeflux.loading import load_model
 from tests.kernels.experts import BETWEEN
-from tests.kernels.forms import IMPLEMENTATIONS, differences
 from tests.kernels.harness import emulated
+from tests.kernels.implementations import IMPLEMENTATIONS, differences
 from tests.kernels.metal.emulator import Emulator
 
 # Family -> what makes two layers of it hold every kind, and prompts of it take every way.
@@ -31,14 +31,14 @@ SHAPES = {
     "qwen3-tiny": {"use_sliding_window": True, "sliding_window": 5},
     "qwen3-next-tiny": {"full_attention_interval": 2},
 }
-# Around the places where a form begins.
+# Around the places where an implementation begins.
 PROMPTS = (1, 4, 5, 9, 64, 130)
 
 
 class Comparison:
-    """Forms that compare what they return with what the reference says.
+    """Implementations that compare what they return with what the reference says.
 
-    taken: (operation, form) of what ran. wrong: What differed.
+    taken: (operation, implementation) of what ran. wrong: What differed.
     """
 
     def __init__(self):
@@ -46,12 +46,12 @@ class Comparison:
         self.wrong: list[str] = []
         self._comparing = False
 
-    def form(self, operation: str, name: str):
-        form = IMPLEMENTATIONS[operation][name]
+    def implementation(self, operation: str, name: str):
+        implementation = IMPLEMENTATIONS[operation][name]
 
-        @functools.wraps(form)
+        @functools.wraps(implementation)
         def call(*args, **kwargs):
-            actual = form(*args, **kwargs)
+            actual = implementation(*args, **kwargs)
             if not self._comparing:  # by a reference that calls operations
                 self.taken.add((operation, name))
                 self._comparing = True
@@ -65,12 +65,14 @@ class Comparison:
 
 @pytest.fixture
 def compared(request, monkeypatch):
-    """A :class:`Comparison` of all forms, on the emulator under the table of a back end."""
+    """A :class:`Comparison` of everything, on the emulator under the table of a back end."""
     comparison = Comparison()
-    for operation, forms in IMPLEMENTATIONS.items():
-        for name in forms:
+    for operation, implementations in IMPLEMENTATIONS.items():
+        for name in implementations:
             if name != REFERENCE:
-                monkeypatch.setitem(forms, name, comparison.form(operation, name))
+                monkeypatch.setitem(
+                    implementations, name, comparison.implementation(operation, name)
+                )
     # Steps are laid out as for a trace, which the emulator cannot be part of.
     monkeypatch.setattr(mx, "compile", lambda function: function)
     options = {"schedules": Emulator.FIRST, "partly_written": BETWEEN}
@@ -123,5 +125,5 @@ def test_forms_give_what_references_give(family, compared, tmp_path, monkeypatch
     assert not compared.wrong, "\n".join(compared.wrong)
     for operation in {operation for operation, _ in compared.taken}:
         rows = dispatch.rows(operation, backend().name)
-        forms = {row.name for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
-        assert {(operation, form) for form in forms} <= compared.taken
+        implementations = {row.name for row in rows if row.start <= max(PROMPTS)} - {REFERENCE}
+        assert {(operation, implementation) for implementation in implementations} <= compared.taken

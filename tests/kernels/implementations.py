@@ -1,4 +1,4 @@
-"""What a form of an operation returns, held against the operation's reference in float32."""
+"""What an implementation of an operation returns, held against the reference in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
 
 def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
-    """What is wrong with what a form returned for a call; nothing: an empty list."""
+    """What is wrong with what an implementation returned for a call; nothing: an empty list."""
     shapes = describe(arrays_of(IMPLEMENTATIONS[operation][REFERENCE](*args, **kwargs)))
     if describe(arrays_of(actual)) != shapes:
         return [f"gives {describe(arrays_of(actual))}, not {shapes}"]
@@ -44,7 +44,7 @@ def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
 
 
 def in_float32(value):
-    """The same with all floats in float32: what a form should compute."""
+    """The same with all floats in float32: what an implementation should compute."""
     if isinstance(value, mx.array):
         return value.astype(mx.float32) if mx.issubdtype(value.dtype, mx.floating) else value
     if isinstance(value, (list, tuple)):
