@@ -35,6 +35,7 @@ RANK = {
     "errors": 12,
     "user_cache": 11,
     "_version": 11,
+    "state_arrays": 8,
 }
 # models ask the cache and the kernels, stores compute with kernels: the same rank is one's own.
 

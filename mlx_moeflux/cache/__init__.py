@@ -10,12 +10,15 @@ from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction
 from mlx_moeflux.cache.delta import RecurrentCache
 from mlx_moeflux.cache.kv import AttentionCache, KVCache, LatentCache
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
-from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
+from mlx_moeflux.cache.state.spec import StateSpec
+
+ENTRIES = {entry.declared.name: entry for entry in (AttentionCache, LatentCache, RecurrentCache)}
+"""Class of the entries of each declared kind."""
 
 __all__ = [
+    "ENTRIES",
     "AttentionCache",
     "BaseCache",
-    "EntrySpec",
     "KVCache",
     "LatentCache",
     "Mark",

@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.kernels.verify import failures
+from mlx_moeflux.state_arrays import EntryKind
 
 
 class Mark:
@@ -58,15 +59,13 @@ class BaseCache:
     ``columns``: columns written so far, padding included, the same for all sequences.
     ``on_advance``: called without arguments whenever columns were written.
 
-    A subclass defines ``advance(T)``, which counts T columns as written and calls the hook, and how
-    it is saved, see :mod:`mlx_moeflux.cache.state.spec`.
+    A subclass names its arrays in ``declared``, returns them in that order from ``_arrays()``, and
+    defines ``advance(T)``, which counts T columns as written and calls the hook.
     """
 
+    declared: ClassVar[EntryKind]
     kind: ClassVar[str]
-    fields: ClassVar[tuple[str, ...]]
-    token_axis: ClassVar[int | None] = None
-    step: ClassVar[int] = 1
-    """Rows of tokens by which arrays grow."""
+    """Name of ``declared``, and how rows are packed."""
     takes_steps: ClassVar[bool] = True
     """True if a traced step may take the arrays by ``begin_step``."""
     scratch = False
@@ -80,8 +79,13 @@ class BaseCache:
         self._padding: list[int] | None = None
         self._ends: list[int] | None = None
 
-    def _arrays(self) -> tuple[mx.array | None, ...]:
-        return tuple(getattr(self, name) for name in self.fields)
+    def _arrays(self) -> Sequence[mx.array | None]:
+        raise NotImplementedError
+
+    @property
+    def arrays(self) -> Sequence[mx.array | None]:
+        """Return the arrays in the order of ``declared``, every written row included."""
+        return self._arrays()
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Convolution window and delta state of gated delta net layers, for one sequence or a batch."""
+"""Arrays of a size that does not grow, as gated delta nets keep, for one sequence or a batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
 from mlx_moeflux.errors import CacheError
+from mlx_moeflux.state_arrays import RECURRENT
 
 
 class RecurrentCache(BaseCache):
@@ -19,18 +20,28 @@ class RecurrentCache(BaseCache):
     ``delta`` [B, Hv, Dv, Dk] float32: the delta rule's state. (``state`` is both together
     with the counts, under the name by which mlx-lm saves every cache.)
 
-    A layer's call of T columns reads ``make_mask(T)`` and ``lengths``, assigns ``conv`` and
-    ``delta``, and ends with ``advance(T)``. Arrays are replaced, never written in place.
+    A subclass may declare other arrays, all of them [B, ...], none with a row for each token. A
+    layer's call of T columns reads ``make_mask(T)`` and ``lengths``, assigns the arrays, and ends
+    with ``advance(T)``. Arrays are replaced, never written in place.
     """
 
-    kind, fields = "recurrent", ("conv", "delta")
+    conv: Any
+    delta: Any
+
+    declared, kind = RECURRENT, RECURRENT.name
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv: Any = None
-        self.delta: Any = None
+        self._set([None] * len(self.declared.fields))
         self._watched: frozenset[int] = frozenset()
-        self._seen_at: dict[int, tuple[mx.array, mx.array]] = {}
+        self._seen_at: dict[int, tuple[mx.array | None, ...]] = {}
+
+    def _arrays(self) -> tuple[mx.array | None, ...]:
+        return tuple(vars(self)[field.name] for field in self.declared.fields)
+
+    def _set(self, arrays: Iterable[mx.array | None]) -> None:
+        """Assign all arrays, in the order of the fields."""
+        vars(self).update(zip((f.name for f in self.declared.fields), arrays, strict=True))
 
     def make_mask(self, T: int) -> mx.array | None:
         """Return a mask of tokens in the next T columns, bool [B, T], or None if all are.
@@ -49,8 +60,8 @@ class RecurrentCache(BaseCache):
         """
         self._watched, self._seen_at = frozenset(positions), {}
 
-    def seen_at(self, column: int) -> tuple[mx.array, mx.array] | None:
-        """Return (conv, delta) at a watched column, or None if it was not watched or passed."""
+    def seen_at(self, column: int) -> tuple[mx.array | None, ...] | None:
+        """Return the arrays at a watched column, or None if it was not watched or passed."""
         return self._seen_at.get(column)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentCache:
@@ -73,17 +84,17 @@ class RecurrentCache(BaseCache):
         if self.on_advance is not None:
             self.on_advance()
         if self.columns in self._watched:
-            self._seen_at[self.columns] = self.conv, self.delta
+            self._seen_at[self.columns] = self._arrays()
 
     # One column at a time.
 
-    def begin_step(self) -> tuple[mx.array, mx.array]:
-        """Return ``conv`` and ``delta``, which a step of one column reads."""
-        return self.conv, self.delta
+    def begin_step(self) -> tuple[mx.array | None, ...]:
+        """Return the arrays, which a step of one column reads."""
+        return self._arrays()
 
-    def end_step(self, conv: mx.array, delta: mx.array) -> None:
+    def end_step(self, *arrays: mx.array) -> None:
         """Store the arrays after the step and count its column."""
-        self.conv, self.delta = conv, delta
+        self._set(arrays)
         self.advance(1)
 
     # Going back.
@@ -114,8 +125,8 @@ class RecurrentCache(BaseCache):
     def _join(self, parts: list[RecurrentCache]) -> None:
         self._join_counts(parts)
         sizes = [part.batch_size for part in parts]
-        self.conv = _stacked([part.conv for part in parts], sizes)
-        self.delta = _stacked([part.delta for part in parts], sizes)
+        together = zip(*(part._arrays() for part in parts), strict=True)
+        self._set(_stacked(list(each), sizes) for each in together)
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these sequences, in this order."""
@@ -125,18 +136,16 @@ class RecurrentCache(BaseCache):
         if all_stay:
             return
         index = mx.array(keep, dtype=mx.int32)
-        self.conv = None if self.conv is None else self.conv[index]
-        self.delta = None if self.delta is None else self.delta[index]
+        self._set(None if array is None else array[index] for array in self._arrays())
 
     def extract(self, i: int) -> RecurrentCache:
         """Return an entry for sequence i alone, with a copy of its state."""
         self._require_final("extract()")
         single = type(self)()
         single.columns = self.seen()[i]
-        if self.conv is not None:
-            single.conv = mx.contiguous(self.conv[i : i + 1])
-        if self.delta is not None:
-            single.delta = mx.contiguous(self.delta[i : i + 1])
+        single._set(
+            None if array is None else mx.contiguous(array[i : i + 1]) for array in self._arrays()
+        )
         mx.async_eval([array for array in single._arrays() if array is not None])
         return single
 
@@ -144,14 +153,15 @@ class RecurrentCache(BaseCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Return (conv, delta, columns, left padding, ends), for saving and ``mx.eval``."""
-        return self.conv, self.delta, self.columns, *self._padding_state()
+        """Return (*arrays, columns, left padding, ends), for saving and ``mx.eval``."""
+        return *self._arrays(), self.columns, *self._padding_state()
 
     @state.setter
     def state(self, state) -> None:
         if isinstance(state, mx.array):
             raise CacheError("state is the whole entry; assign the delta rule's array to delta.")
-        self.conv, self.delta, columns, padding, ends = state
+        *arrays, columns, padding, ends = state
+        self._set(arrays)
         self._load_padding(columns, padding, ends)
 
 

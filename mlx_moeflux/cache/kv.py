@@ -1,4 +1,4 @@
-"""Keys and values of attention layers, for one sequence or a batch.
+"""Keys, values and whatever else has a row for each token, for one sequence or a batch.
 
 MLX updates a buffer in place only if it has no other holder. Decoding runs one step ahead of the
 GPU, so the step before still holds the buffer, and every step would copy it. Decode steps therefore
@@ -14,27 +14,28 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
-from mlx_moeflux.errors import CacheError, InputError, UnsupportedError
+from mlx_moeflux.errors import CacheError, UnsupportedError
+from mlx_moeflux.state_arrays import ATTENTION, LATENT, ROW_AXIS, WORD, group_words, quantized_kind
 
 # Divides the rows by which buffers grow; a multiple of the keys that kernels take in one pass.
 TAIL_ROWS = 64
 
 
 class Tail(NamedTuple):
-    """Rows from start on of a sequence: keys ``[B, Hkv, TAIL_ROWS, Dk]``, values likewise.
+    """Rows from start on of a sequence: arrays ``[B, H, TAIL_ROWS, D]`` in the order of the fields.
 
     start: A multiple of TAIL_ROWS. Rows past the sequence's end hold garbage.
     """
 
     start: int
-    keys: mx.array
-    values: mx.array
+    arrays: tuple[mx.array, ...]
 
 
 def tail_start(columns: int) -> int:
@@ -42,68 +43,62 @@ def tail_start(columns: int) -> int:
     return columns // TAIL_ROWS * TAIL_ROWS
 
 
-def cut(keys: mx.array, values: mx.array, columns: int) -> Tail:
-    """Return the tail for row `columns`, from buffers ``[B, Hkv, capacity, D]`` of all rows before
-    it."""
-    start = tail_start(columns)
-    rows = slice(start, start + TAIL_ROWS)
-    return Tail(start, keys[:, :, rows], values[:, :, rows])
-
-
 class AttentionCache(BaseCache):
     """Keys [B, Hkv, capacity, Dk] and values [B, Hkv, capacity, Dv] of one layer.
 
+    A subclass may declare other arrays, all of them [B, H, capacity, D] with a row for each token.
     Row s of the buffers is column s; rows from ``columns`` on hold garbage that no reader
-    may see. The buffers grow in steps of ``step`` rows, and new rows are written by one
+    may see. The buffers grow in steps of ``declared.step`` rows, and new rows are written by one
     slice update that MLX carries out in place once every earlier reader has finished.
     """
 
     newest: ClassVar[None] = None
     """Tail for a kernel that writes the next row itself; a traced stand-in of an entry has one."""
-    kind, fields, token_axis = "attention", ("keys", "values"), 2
-    step = 256
+    declared, kind = ATTENTION, ATTENTION.name
     packs: ClassVar[bool] = False
     """True if rows are stored packed, not as the model gives them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._keys: Any = None
-        self._values: Any = None
+        # Replaced, never changed: copies of this entry share the list.
+        self._buffers: list[Any] = [None] * len(self.declared.fields)
         self._tail: Any = None  # a Tail while steps append rows
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
 
     def _arrays(self):
-        return self._keys, self._values
+        return self._buffers
+
+    @property
+    def arrays(self) -> Sequence[mx.array | None]:
+        self.flush()
+        return self._buffers
+
+    @arrays.setter
+    def arrays(self, buffers: Iterable[mx.array | None]) -> None:
+        # One assignment: an interrupt between two would leave buffers of different capacity.
+        self._buffers, self._tail = list(buffers), None
 
     @property
     def keys(self) -> mx.array | None:
         """Return the buffer of keys, the tail's rows included."""
-        self.flush()
-        return self._keys
-
-    @keys.setter
-    def keys(self, buffer: mx.array | None) -> None:
-        self._keys, self._tail = buffer, None
+        return self.arrays[0]
 
     @property
     def values(self) -> mx.array | None:
         """Return the buffer of values, the tail's rows included."""
-        self.flush()
-        return self._values
-
-    @values.setter
-    def values(self, buffer: mx.array | None) -> None:
-        self._values, self._tail = buffer, None
+        return self.arrays[1]
 
     @property
     def capacity(self) -> int:
         """Return the rows allocated for each sequence."""
-        return 0 if self._keys is None else self._keys.shape[2]
+        first = self._buffers[0]
+        return 0 if first is None else first.shape[ROW_AXIS]
 
     @classmethod
     def rows_for(cls, columns: int) -> int:
         """Return the rows that `columns` columns allocate, a multiple of ``step``."""
-        return -(-columns // cls.step) * cls.step
+        step = cls.declared.step
+        return -(-columns // step) * step
 
     # Appending and reading.
 
@@ -122,40 +117,36 @@ class AttentionCache(BaseCache):
             raise CacheError(f"A model call needs at least one token per sequence, not T = {T}.")
         return self.offset if self._padding else self.columns
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, *rows: mx.array) -> tuple[mx.array, ...]:
         """Append T columns and return views of all S columns.
 
         keys [B, Hkv, T, Dk], values [B, Hkv, T, Dv] -> [B, Hkv, S, Dk], [B, Hkv, S, Dv].
         """
-        self._write(keys, values)
-        return self.keys_and_values()
+        self._write(*rows)
+        return self.views()
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
+    def _write(self, *rows: mx.array) -> None:
         """Append T columns to the buffers."""
         if self.packs:
-            keys, values = self.packed(keys), self.packed(values)
-        columns, (B, _, T, _) = self.columns, keys.shape
-        fresh = self._keys is None
-        if (fresh or self._keys.shape[0] != B) and self._batch_known() and self.batch_size != B:
+            rows = tuple(map(self.packed, rows))
+        columns, (B, _, T, _), first = self.columns, rows[0].shape, self._buffers[0]
+        fresh = first is None
+        if (fresh or first.shape[0] != B) and self._batch_known() and self.batch_size != B:
             raise CacheError(
                 f"The cache holds {self.batch_size} sequences but {B} were given; use merge(), "
                 "extend() or filter() to change the batch."
             )
         if self._tail is not None:
             self.flush()
-        if fresh or columns + T > self._keys.shape[2]:
-            self._reserve(keys, values)
-        self._keys, self._values = (
-            _written(self._keys, keys, columns),
-            _written(self._values, values, columns),
-        )
+        if fresh or columns + T > first.shape[ROW_AXIS]:
+            self._reserve(rows)
+        self._buffers = list(map(_written, self._buffers, rows, repeat(columns)))
         self.advance(T)
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return views of all S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+    def views(self) -> tuple[mx.array, ...]:
+        """Return views of all S columns, in the order of the fields: [B, H, S, D] each."""
         self.flush()
-        rows = slice(self.columns)
-        return self.unpacked(self._keys[:, :, rows]), self.unpacked(self._values[:, :, rows])
+        return tuple(self.unpacked(buffer[:, :, : self.columns]) for buffer in self._buffers)
 
     @classmethod
     def packed(cls, rows: mx.array) -> mx.array:
@@ -167,48 +158,47 @@ class AttentionCache(BaseCache):
         """Return stored rows as the model gave them."""
         return rows
 
-    def append(self, kernels: Any, keys: mx.array, values: mx.array) -> dict[str, Any]:
+    def append(self, kernels: Any, *rows: mx.array) -> dict[str, Any]:
         """Append T columns; return the arguments of an attention operation: whole buffers, the
         number of rows in use and the first row of each sequence."""
-        self._write(keys, values)
-        keys, values, length = self.buffer()
+        self._write(*rows)
+        keys, values = self.buffers()
         start = self.left_padding if self._padding else None
-        return {"k": keys, "v": values, "length": length, "start": start}
+        return {"k": keys, "v": values, "length": self.columns, "start": start}
 
-    def buffer(self) -> tuple[mx.array, mx.array, int]:
-        """Return whole buffers and the number of columns in use."""
+    def buffers(self) -> Sequence[Any]:
+        """Return whole buffers, as the model gives rows."""
         if self._tail is not None:
             self.flush()
-        return self._keys, self._values, self.columns
+        return self._buffers
 
     # Appending one row at a time.
 
-    def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Return (keys, values, tail keys, tail values) for a step of one column: rows before
-        ``tail_start(columns)`` are in the buffers, the others in the tail."""
+    def begin_step(self) -> tuple[mx.array, ...]:
+        """Return buffers and tail for a step of one column: rows before ``tail_start(columns)`` are
+        in the buffers, the others in the tail."""
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self.flush()
-            self._reserve(self._keys[:, :, :1], self._values[:, :, :1])
-            self._tail = cut(self._keys, self._values, self.columns)
-        return self._keys, self._values, self._tail.keys, self._tail.values
+            self._reserve([buffer[:, :, :1] for buffer in self._buffers])
+            start = tail_start(self.columns)
+            rows = slice(start, start + TAIL_ROWS)
+            self._tail = Tail(start, tuple(buffer[:, :, rows] for buffer in self._buffers))
+        return *self._buffers, *self._tail.arrays
 
-    def end_step(self, keys: mx.array, values: mx.array) -> None:
+    def end_step(self, *tail: mx.array) -> None:
         """Store the tail of :meth:`begin_step` with the new row and count its column."""
-        self._tail = Tail(self._tail.start, keys, values)
+        self._tail = Tail(self._tail.start, tail)
         self.advance(1)
 
     def flush(self) -> None:
         """Write the rows of the tail into the buffers."""
         if self._tail is None:
             return
-        start, keys, values = self._tail
+        (start, tail), self._tail = self._tail, None
         rows = self.columns - start
-        self._tail = None
         if rows > 0:
-            self._keys, self._values = (
-                _written(self._keys, keys[:, :, :rows], start),
-                _written(self._values, values[:, :, :rows], start),
-            )
+            new = [array[:, :, :rows] for array in tail]
+            self._buffers = list(map(_written, self._buffers, new, repeat(start)))
 
     def windowed(self, T: int, window: int) -> dict[str, Any]:
         """Return the extra arguments of an attention operation whose tokens see only the last
@@ -222,16 +212,19 @@ class AttentionCache(BaseCache):
             return {"mask": None, "start": first if padding is None else mx.maximum(first, padding)}
         return {"mask": self.make_mask(T, window_size=window), "start": None}
 
-    def _reserve(self, keys: mx.array, values: mx.array) -> None:
-        needed = self.columns + keys.shape[2]
-        if needed <= self.capacity:
-            return
-        rows = self.rows_for(needed)
-        # One assignment: an interrupt between two would leave buffers of different capacity.
-        self.keys, self.values = (
-            _resized(self.keys, keys, rows, self.columns),
-            _resized(self.values, values, rows, self.columns),
-        )
+    def _reserve(self, like: Sequence[mx.array]) -> None:
+        needed = self.columns + like[0].shape[ROW_AXIS]
+        if needed > self.capacity:
+            self._resize(self.arrays, like, self.rows_for(needed))
+
+    def _resize(
+        self, buffers: Iterable[mx.array | None], like: Sequence[mx.array], rows: int
+    ) -> None:
+        """Take `buffers` with `rows` rows."""
+        self.arrays = [
+            _resized(buffer, one, rows, self.columns)
+            for buffer, one in zip(buffers, like, strict=True)
+        ]
 
     def make_mask(
         self, T: int, return_array: bool = False, window_size: int | None = None
@@ -284,7 +277,7 @@ class AttentionCache(BaseCache):
 
     def mark(self) -> Mark:
         """Return a mark for ``rollback``. It holds no arrays, so appending stays in place."""
-        fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self._keys is None}
+        fields = {"_padding": self._padding, "_ends": self._ends, "fresh": self._buffers[0] is None}
         mark = Mark(self.columns, fields)
         self._marks.add(mark)
         return mark
@@ -304,7 +297,7 @@ class AttentionCache(BaseCache):
         self._truncate(mark.columns)
         self._padding, self._ends = mark.fields["_padding"], mark.fields["_ends"]
         if mark.fields["fresh"]:
-            self.keys = self.values = None
+            self.arrays = [None] * len(self._buffers)
 
     def _rearranged(self) -> None:
         for mark in list(self._marks):
@@ -335,8 +328,8 @@ class AttentionCache(BaseCache):
         self._join_counts(parts)
         rows = self.rows_for(self.columns)
         sizes = [(part.columns, part.batch_size) for part in parts]
-        self.keys = _aligned([part.keys for part in parts], sizes, self.columns, rows)
-        self.values = _aligned([part.values for part in parts], sizes, self.columns, rows)
+        together = zip(*(part.arrays for part in parts), strict=True)
+        self.arrays = [_aligned(list(each), sizes, self.columns, rows) for each in together]
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these sequences, in this order, and drop columns that pad all of them."""
@@ -345,18 +338,14 @@ class AttentionCache(BaseCache):
         self.flush()  # while the counts are those of the rows
         all_stay = keep == list(range(self.batch_size))
         drop = self._keep(keep)
-        if self._keys is None:
+        if self._buffers[0] is None:
             return
         if not all_stay:
             index = mx.array(keep, dtype=mx.int32)
-            self.keys, self.values = self._keys[index], self._values[index]
+            self.arrays = [buffer[index] for buffer in self._buffers]
         if drop:
-            rows = self.rows_for(self.columns)
-            kept = slice(drop, drop + self.columns)
-            self.keys, self.values = (
-                _resized(array[:, :, kept], array, rows, self.columns)
-                for array in (self._keys, self._values)
-            )
+            kept = [buffer[:, :, drop : drop + self.columns] for buffer in self._buffers]
+            self._resize(kept, self._buffers, self.rows_for(self.columns))
 
     def extract(self, i: int) -> AttentionCache:
         """Return an entry for sequence i alone, with a copy of its rows."""
@@ -364,34 +353,34 @@ class AttentionCache(BaseCache):
         single = type(self)()
         first = 0 if self._padding is None else min(self._padding[i], self.columns)
         single.columns = self.columns - first
-        if self.keys is not None:
-            rows = slice(first, self.columns)
-            single.keys = mx.contiguous(self._keys[i : i + 1, :, rows])
-            single.values = mx.contiguous(self._values[i : i + 1, :, rows])
-            mx.async_eval(single.keys, single.values)
+        buffers = self.arrays
+        if buffers[0] is not None:
+            own = [buffer[i : i + 1, :, first : self.columns] for buffer in buffers]
+            single.arrays = map(mx.contiguous, own)
+            mx.async_eval(single._buffers)
         return single
 
     def _move_right(self, extra: list[int]) -> None:
         self._rearranged()
-        if self.keys is None:
+        buffers = self.arrays
+        if buffers[0] is None:
             return
         row = mx.arange(self.capacity)
         source = row - mx.array(extra)[:, None]
         source = mx.where((source >= 0) & (row < self.columns), source, row)[:, None, :, None]
-        self.keys = mx.take_along_axis(self._keys, source, axis=2)
-        self.values = mx.take_along_axis(self._values, source, axis=2)
+        self.arrays = [mx.take_along_axis(buffer, source, axis=ROW_AXIS) for buffer in buffers]
 
     # Saving.
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Return (keys, values, columns, left padding, ends), for saving and ``mx.eval``."""
-        return self.keys, self.values, self.columns, *self._padding_state()
+        """Return (*arrays, columns, left padding, ends), for saving and ``mx.eval``."""
+        return *self.arrays, self.columns, *self._padding_state()
 
     @state.setter
     def state(self, state) -> None:
         self._rearranged()
-        self.keys, self.values, columns, padding, ends = state
+        *self.arrays, columns, padding, ends = state
         self._load_padding(columns, padding, ends)
         if not 0 <= self.columns <= self.capacity:
             raise CacheError(
@@ -407,7 +396,7 @@ class LatentCache(AttentionCache):
     """Cache of latent attention: ``keys`` are the latents [B, 1, capacity, R] and ``values`` the
     rotary keys [B, 1, capacity, Dr] that all heads share."""
 
-    kind = "latent"
+    declared, kind = LATENT, LATENT.name
 
 
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:
@@ -450,7 +439,6 @@ def _aligned(
 
 
 KV_BITS = (4, 8)
-WORD = 16
 
 
 @functools.cache
@@ -458,7 +446,7 @@ def quantized(
     kind: type[AttentionCache], *, bits: int, group_size: int, dtype: mx.Dtype
 ) -> type[AttentionCache]:
     """Return a subclass of `kind` with quantised rows, which it returns in `dtype`."""
-    per_group = group_size * bits // WORD + 2 * dtype.size * 8 // WORD
+    per_group = group_words(bits, group_size, dtype.size)
 
     class Quantized(kind):
         packs = True
@@ -466,11 +454,6 @@ def quantized(
         @classmethod
         def packed(cls, rows: mx.array) -> mx.array:
             """Quantise rows [..., D] to uint16 [..., W]."""
-            if rows.shape[-1] % group_size:
-                raise InputError(
-                    f"rows of {rows.shape[-1]} numbers have no groups of {group_size}; give a "
-                    "kv_group_size that divides them."
-                )
             parts = mx.quantize(rows.astype(dtype), group_size=group_size, bits=bits)
             return mx.concatenate([part.view(mx.uint16) for part in parts], axis=-1)
 
@@ -489,11 +472,11 @@ def quantized(
                 bits=bits,
             )
 
-        def buffer(self) -> tuple[mx.array, mx.array, int]:
-            """Return dequantised copies of the columns in use, and their number."""
-            return *self.keys_and_values(), self.columns
+        def buffers(self) -> Sequence[Any]:
+            """Return dequantised copies of the columns in use."""
+            return self.views()
 
-    Quantized.kind = f"{kind.kind}, {bits} bits in groups of {group_size}"
+    Quantized.kind = quantized_kind(kind.kind, bits, group_size)
     # mlx-lm finds the class of a saved entry by this name.
     storage = f"{bits}Bit{group_size}{str(dtype).rpartition('.')[2].title()}"
     Quantized.__name__ = Quantized.__qualname__ = kind.__name__ + storage

@@ -1,4 +1,4 @@
-"""Keys and values of a batch in blocks of one pool: nothing is copied when sequences join or leave.
+"""Rows of a batch in blocks of one pool: nothing is copied when sequences join or leave.
 
 A sequence has the same block numbers in every layer. Block 0 has no owner; padding reads it. A call
 gathers each sequence's rows so that all end at the last column, which gives the arrays, and the
@@ -16,9 +16,10 @@ import numpy as np
 
 from mlx_moeflux.cache.base import as_ints
 from mlx_moeflux.cache.kv import TAIL_ROWS, AttentionCache, Tail, tail_start
-from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
+from mlx_moeflux.cache.state.spec import StateSpec
 from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.state_arrays import EntrySpec
 
 BLOCK_TOKENS = 16
 
@@ -139,7 +140,7 @@ class KVPool:
 
 
 class PagedCache(AttentionCache):
-    """One layer's keys and values in a pool: ``keys`` [R, Hkv, Dk] and ``values`` [R, Hkv, Dv].
+    """One layer's rows in a pool, for each field [R, H, D].
 
     spec, kind: Arrays and class of the entries that join and that ``extract`` returns.
     windowed: Tokens see only a window of the others.
@@ -153,10 +154,10 @@ class PagedCache(AttentionCache):
         self._pool, self._kind = pool, kind
         self._padding: list[int] = []
         rows = (pool.blocks + 1) * pool.block
-        self.keys, self.values = (
+        self._buffers = [
             mx.zeros((rows, array.shape[1], array.shape[3]), mlx_dtype(array.dtype))
-            for array in (spec.arrays["keys"], spec.arrays["values"])
-        )
+            for array in spec.arrays.values()
+        ]
 
     @property
     def batch_size(self) -> int:
@@ -165,41 +166,40 @@ class PagedCache(AttentionCache):
     @property
     def capacity(self) -> int:
         """Return the rows of the pool."""
-        return self._keys.shape[0]
+        return self._buffers[0].shape[0]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all allocated blocks."""
-        row = (self._keys.nbytes + self._values.nbytes) // self.capacity
+        row = sum(buffer.nbytes for buffer in self._buffers) // self.capacity
         return row * self._pool.block * sum(map(len, self._pool.tables))
 
-    def _write(self, keys: mx.array, values: mx.array) -> None:
-        T = keys.shape[2]
-        keys, values = self._kind.packed(keys), self._kind.packed(values)
+    def _write(self, *rows: mx.array) -> None:
+        T = rows[0].shape[2]
         index = self._pool.rows([n + T for n in self.seen()])
-        self._scatter(index[:, index.shape[1] - T :], keys, values)
+        self._scatter(index[:, index.shape[1] - T :], list(map(self._kind.packed, rows)))
         self.advance(T)
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return copies of the S columns: [B, Hkv, S, Dk] and [B, Hkv, S, Dv]."""
+    def views(self) -> tuple[mx.array, ...]:
+        """Return copies of the S columns, in the order of the fields: [B, H, S, D] each."""
         self.flush()
-        index = self._pool.rows(self.seen())
-        rows = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
-        keys, values = map(self._kind.unpacked, rows)
-        return keys, values
+        return tuple(map(self._kind.unpacked, self._gathered(self._pool.rows(self.seen()))))
 
-    def buffer(self) -> tuple[mx.array, mx.array, int]:
-        """Return copies as long as the buffers of contiguous entries, and the columns in use.
+    def buffers(self) -> Sequence[mx.array]:
+        """Return copies as long as the buffers of contiguous entries.
 
         Attention kernels choose how to split the keys by the length of the buffer.
         """
-        if self._kind.buffer is not AttentionCache.buffer:
-            return *self.keys_and_values(), self.columns
+        if self._kind.packs:
+            return self.views()
         self.flush()
         index = self._pool.rows(self.seen())
         index = mx.pad(index, [(0, 0), (0, self.rows_for(self.columns) - index.shape[1])])
-        keys, values = (array[index].swapaxes(1, 2) for array in (self._keys, self._values))
-        return keys, values, self.columns
+        return self._gathered(index)
+
+    def _gathered(self, index: mx.array) -> tuple[mx.array, ...]:
+        """Return the rows of `index` [B, S], each [B, H, S, D]."""
+        return tuple(buffer[index].swapaxes(1, 2) for buffer in self._buffers)
 
     # Appending one row at a time.
 
@@ -210,47 +210,43 @@ class PagedCache(AttentionCache):
             self._kind is AttentionCache and not self._windowed and self._pool.block == BLOCK_TOKENS
         )
 
-    def begin_step(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    def begin_step(self) -> tuple[mx.array, ...]:
         """Return pools and tail, see :meth:`AttentionCache.begin_step`, and the block table."""
         self._pool.reserve([n + 1 for n in self.seen()])
         if self._tail is None or self._tail.start != tail_start(self.columns):
             self.flush()
             self._tail = self._cut()
         table = self._pool.table(self.rows_for(self.columns + 1) // self._pool.block)
-        return self._keys, self._values, self._tail.keys, self._tail.values, table
+        return *self._buffers, *self._tail.arrays, table
 
     def _cut(self) -> Tail:
         start = tail_start(self.columns)
         index = self._pool.last_rows(self.seen(), self.columns - start)
         index = mx.pad(index, [(0, 0), (0, TAIL_ROWS - index.shape[1])])
-        return Tail(start, *(array[index].swapaxes(1, 2) for array in (self._keys, self._values)))
+        return Tail(start, self._gathered(index))
 
     def flush(self) -> None:
         """Write the tail into the blocks, as before the pool admits sequences."""
         if self._tail is None:
             return
-        (start, *ends), self._tail = self._tail, None
+        (start, ends), self._tail = self._tail, None
         rows = self.columns - start
         if rows > 0:
-            index = self._pool.last_rows(self.seen(), rows).reshape(-1)
-            self._keys, self._values = (
-                _scattered(pool, index, end[:, :, :rows])
-                for pool, end in zip((self._keys, self._values), ends, strict=True)
-            )
+            index = self._pool.last_rows(self.seen(), rows)
+            self._scatter(index, [end[:, :, :rows] for end in ends])
 
     def extend(self, other: AttentionCache) -> None:
         """Append the sequences of a contiguous entry, which the pool has admitted before."""
         self._join_counts([copy.copy(self), other] if self._padding else [other])
-        keys, values = other.keys, other.values
-        if keys is None or values is None:
+        arrays = other.arrays
+        if arrays[0] is None:
             return
         index = self._pool.rows(self.seen())[-other.batch_size :]
         S = min(other.columns, index.shape[1])
         if S:
             columns = slice(other.columns - S, other.columns)
-            self._scatter(
-                index[:, index.shape[1] - S :], keys[:, :, columns], values[:, :, columns]
-            )
+            rows = [array[:, :, columns] for array in arrays if array is not None]
+            self._scatter(index[:, index.shape[1] - S :], rows)
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these sequences; the caller releases the others' blocks."""
@@ -264,20 +260,17 @@ class PagedCache(AttentionCache):
         if n:
             self.flush()
             index = self._pool.rows(self.seen())[i : i + 1, self.columns - n :]
-            single.keys, single.values = (
-                mx.contiguous(array[index].swapaxes(1, 2)) for array in (self._keys, self._values)
-            )
-            mx.async_eval(single.keys, single.values)
+            single.arrays = map(mx.contiguous, self._gathered(index))
+            mx.async_eval(single._arrays())
         return single
 
-    def _scatter(self, rows: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Write keys and values [B, Hkv, T, D] at rows [B, T]."""
+    def _scatter(self, rows: mx.array, new: Sequence[mx.array]) -> None:
+        """Write arrays [B, H, T, D], in the order of the fields, at rows [B, T]."""
         self.flush()
         rows = rows.reshape(-1)
-        self._keys, self._values = (
-            _scattered(pool, rows, new)
-            for pool, new in ((self._keys, keys), (self._values, values))
-        )
+        self._buffers = [
+            _scattered(pool, rows, one) for pool, one in zip(self._buffers, new, strict=True)
+        ]
 
 
 def _scattered(pool: mx.array, rows: mx.array, new: mx.array) -> mx.array:

@@ -59,7 +59,7 @@ class Batch:
         if self.pool is not None:
             specs = model.state_spec().entries
             for i, (entry, spec) in enumerate(zip(model.make_cache(), specs, strict=True)):
-                if entry.token_axis is not None:
+                if entry.declared.grows:
                     windowed = model.config.windowed
                     self._paged[i] = PagedCache(self.pool, spec, type(entry), windowed=windowed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mlx_moeflux.cache import KVCache, SequenceState
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.decoder import DecoderModel
@@ -44,10 +43,6 @@ class AttentionDecoder(DecoderModel):
     def make_moe(self, layer: int) -> SparseMoeBlock:
         """Build the MoE block of layer number `layer`."""
         return self.moe_block(layer)
-
-    def make_cache(self) -> SequenceState:
-        """Return an empty state: one entry per layer."""
-        return self.new_state(KVCache() for _ in self.layers)
 
     def activation_bytes(self, tokens: int) -> int:
         """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state

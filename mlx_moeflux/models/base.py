@@ -14,8 +14,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import BaseCache, EntrySpec, SequenceState, StateSpec, check_positions
+from mlx_moeflux.cache import ENTRIES, BaseCache, SequenceState, StateSpec, check_positions
 from mlx_moeflux.cache.kv import KV_BITS, quantized
+from mlx_moeflux.cache.state.spec import DTYPE_CODES, spec_of
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
@@ -33,7 +34,8 @@ from mlx_moeflux.models.moe import HasKernels, Router, RouterLookahead, SparseMo
 from mlx_moeflux.models.packed_parameters import EXPERTS, pack, release
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 from mlx_moeflux.models.record import record
-from mlx_moeflux.models.state_spec import entry_specs, state_spec
+from mlx_moeflux.models.state_spec import state_spec
+from mlx_moeflux.state_arrays import EntrySpec
 
 # Tokens per mixer call; bounds the memory of attention scores and convolution windows.
 PREFILL_CHUNK = 2048
@@ -42,15 +44,14 @@ PREFILL_CHUNK = 2048
 class StreamingModel(Module):
     """Base of the models. Owns the expert store and the decode traces; frees them in ``close``.
 
-    Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers``,
-    ``__call__`` and ``make_cache``. Any thread may call it; a generator holds ``lock`` for each
+    Subclasses set ``config``, ``model``, ``_kernels``, ``_router`` and define ``layers`` and
+    ``__call__``. Any thread may call it; a generator holds ``lock`` for each
     step.
     """
 
     config: Any
     model: Any
     layers: Any
-    make_cache: Callable[[], SequenceState]
     _kernels: Kernels
     _router: Router
 
@@ -270,13 +271,22 @@ class StreamingModel(Module):
             raise InputError(f"max_context is {limit}; this model allows 1 to {longest}.")
         self.max_context = limit or longest
 
+    def make_cache(self) -> SequenceState:
+        """Return an empty state: one entry per layer, as the config declares it."""
+        return self.new_state(ENTRIES[spec.kind]() for spec in self._declared())
+
+    def _declared(self) -> list[EntrySpec]:
+        """Return what the config declares of each layer's state."""
+        dtype = DTYPE_CODES[self.dtype]
+        return [self.config.state(i, dtype) for i in range(self.config.num_hidden_layers)]
+
     def new_state(self, entries: Iterable[BaseCache]) -> SequenceState:
         """Return `entries` as one state of this model, with keys and values in ``kv_bits`` bits if
         set."""
         return SequenceState(map(self._quantized, entries), self)
 
     def _quantized(self, entry: BaseCache) -> BaseCache:
-        if self.kv_bits is None or entry.token_axis is None or not entry.empty():
+        if self.kv_bits is None or not entry.declared.grows or not entry.empty():
             return entry
         return quantized(
             type(entry),
@@ -296,9 +306,11 @@ class StreamingModel(Module):
                 f"kv_bits is {bits!r} in groups of {group_size!r}; give 4 or 8 and groups of "
                 f"{', '.join(map(str, GROUP_SIZES))}."
             )
+        if bits is not None:
+            for spec in self._declared():
+                spec.quantized(bits, group_size)
         self.kv_bits, self.kv_group_size = bits, group_size
         self._state_spec = self._entry_specs = None
-        self.entry_specs()  # quantises one row of every layer, which checks the group size
 
     def state_spec(self) -> StateSpec:
         """Return identity and shapes of this model's states, computed on first use."""
@@ -307,10 +319,21 @@ class StreamingModel(Module):
         return self._state_spec
 
     def entry_specs(self) -> tuple[EntrySpec, ...]:
-        """Return the spec of each entry of :meth:`make_cache`, computed on first use."""
+        """Return the arrays of each entry of :meth:`make_cache` after a token.
+
+        Raises:
+            InputError: A layer was replaced, and what its state holds is not known.
+        """
         if self._entry_specs is None:
-            with self.lock:
-                self._entry_specs = entry_specs(cast("Decoder", self))
+            for i, layer in enumerate(map(decoder_layer, self.layers)):
+                if layer is None:
+                    raise InputError(
+                        f"layer {i} was replaced by one whose state is not known; wrap it instead."
+                    )
+            specs, bits = self._declared(), self.kv_bits
+            if bits is not None:
+                specs = [spec.quantized(bits, self.kv_group_size) for spec in specs]
+            self._entry_specs = tuple(specs)
         return self._entry_specs
 
     def state_bytes(self, positions: int) -> int:
@@ -332,12 +355,12 @@ class StreamingModel(Module):
         if owner is not None and owner.identity != self.identity:
             raise CacheError(f"the cache is a state of another model; {remedy}.")
         for i, (entry, own, spec) in enumerate(zip(cache, expected, layers, strict=True)):
-            if not isinstance(entry, BaseCache) or entry.fields != own.fields:
+            if not isinstance(entry, BaseCache) or entry.declared is not own.declared:
                 what = f"a {type(entry).__name__}, this model's a {type(own).__name__}"
                 raise CacheError(f"entry {i} of the cache is {what}; {remedy}.")
             if type(entry) is not type(own) or entry.empty():
                 continue
-            for name, array in EntrySpec.of(entry).arrays.items():
+            for name, array in spec_of(entry).arrays.items():
                 if array.shape[1:] != spec.arrays[name].shape[1:]:
                     raise CacheError(
                         f"'{name}' of entry {i} of the cache is {list(array.shape)} and this "

@@ -37,8 +37,9 @@ class _Attention:
         length: mx.array,
         padding: mx.array | None,
     ):
-        self._keys, self._values, *tail = arrays
-        self._tail, self._columns, self._length = tuple(tail), columns, length
+        half = len(arrays) // 2
+        self._buffers, self._tail = tuple(arrays[:half]), tuple(arrays[half:])
+        self._columns, self._length = columns, length
         self.left_padding = padding
 
     @property
@@ -66,15 +67,15 @@ class _Attention:
         """Column of the next row, int32 ``[1]``."""
         return self._columns
 
-    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        return self.appended(kernels.append_row(self._tail, keys, values, position=self._columns))
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        return self.appended(kernels.append_row(self._tail, *rows, position=self._columns))
 
     def appended(self, tail: tuple[mx.array, ...]) -> dict[str, Any]:
         """Do what :meth:`append` does, for a tail that holds the new row already."""
         self._tail = tail
         return {
-            "k": self._keys,
-            "v": self._values,
+            "k": self._buffers[0],
+            "v": self._buffers[1],
             "length": self._length,
             "start": self.left_padding,
             "tail": self._tail,
@@ -88,8 +89,8 @@ class _PagedAttention(_Attention):
         *others, self._table = arrays
         super().__init__(others, *counts)
 
-    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        buffers = super().append(kernels, keys, values)
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        buffers = super().append(kernels, *rows)
         return buffers | {"table": self._table, "page": BLOCK_TOKENS}
 
 
@@ -104,8 +105,8 @@ class _PackedAttention(_Attention):
     def newest(self) -> None:
         return None
 
-    def append(self, kernels: Kernels, keys: mx.array, values: mx.array) -> dict[str, Any]:
-        buffers = super().append(kernels, self._kind.packed(keys), self._kind.packed(values))
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        buffers = super().append(kernels, *map(self._kind.packed, rows))
         unpacked = self._kind.unpacked
         return buffers | {
             "k": unpacked(buffers["k"]),
@@ -115,16 +116,19 @@ class _PackedAttention(_Attention):
 
 
 class _Recurrent:
-    """Traced stand-in of a gated delta net's entry."""
+    """Traced stand-in of an entry of class `kind`, whose arrays do not grow."""
 
     lengths = None
 
-    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
-        self.conv, self.delta = arrays
+    def __init__(
+        self, kind: type[RecurrentCache], arrays: Sequence[mx.array], *counts: mx.array | None
+    ):
+        self._names = [field.name for field in kind.declared.fields]
+        vars(self).update(zip(self._names, arrays, strict=True))
 
     @property
     def ends(self) -> tuple[mx.array, ...]:
-        return self.conv, self.delta
+        return tuple(vars(self)[name] for name in self._names)
 
     def real_tokens(self, T: int) -> None:
         return None
@@ -138,7 +142,7 @@ KINDS = {
     KVCache: _Attention,
     LatentCache: _Attention,
     PagedCache: _PagedAttention,
-    RecurrentCache: _Recurrent,
+    RecurrentCache: functools.partial(_Recurrent, RecurrentCache),
 }
 
 

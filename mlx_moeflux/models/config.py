@@ -11,7 +11,7 @@ from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.checks import is_positive
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.rope import Rope, stretched
-from mlx_moeflux.models.state_sizes import kv_bytes
+from mlx_moeflux.state_arrays import ATTENTION, EntrySpec
 
 TINY: dict[str, Any] = {
     "vocab_size": 1024,
@@ -28,7 +28,7 @@ TINY_HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64}
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
     """The keys that every family uses. A subclass is one family: it adds its own, names its
-    architecture, and defines ``from_dict``, which calls :meth:`parse`.
+    architecture, and defines ``from_dict``, which calls :meth:`parse`, and ``state``.
 
     INERT: Keys that are read elsewhere or change nothing.
     EXPERTS_KEY: Name of the number of experts.
@@ -87,6 +87,16 @@ class BaseConfig:
         kind = {"architectures": [self.ARCHITECTURE], "model_type": self.MODEL_TYPE}
         return kind | asdict(self) | {"eos_token_id": self.vocab_size - 1}
 
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """Return the arrays of a sequence's state in `layer`. dtype: The model's, a safetensors
+        code."""
+        raise NotImplementedError
+
+    def state_bytes(self, positions: int) -> int:
+        """Return the bytes of a sequence's state after so many tokens of a model in bfloat16."""
+        layers = range(self.num_hidden_layers)
+        return sum(self.state(layer, "BF16").nbytes(positions) for layer in layers)
+
     @property
     def shared_intermediate_size(self) -> int:
         """Inner width of the shared experts together; 0 for none."""
@@ -101,7 +111,7 @@ class BaseConfig:
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(BaseConfig):
     """The keys of families with grouped-query attention; every layer has keys and values unless
-    :meth:`state_bytes` says otherwise."""
+    :meth:`state` says otherwise."""
 
     num_key_value_heads: int
     head_dim: int
@@ -133,9 +143,10 @@ class AttentionConfig(BaseConfig):
         """Return the rename rules of tensor names."""
         return NameRules(experts=EXPERT_NAMES)
 
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's keys and values after so many tokens, in bfloat16."""
-        return self.num_hidden_layers * kv_bytes(positions, self.num_key_value_heads, self.head_dim)
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """See :meth:`BaseConfig.state`. Layers with a window keep all rows."""
+        rows = self.num_key_value_heads, self.head_dim
+        return ATTENTION.spec(dtype, keys=rows, values=rows)
 
 
 def with_head_dim(keys: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.cache import BaseCache, SequenceState, transaction
+from mlx_moeflux.cache import BaseCache, transaction
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
@@ -134,10 +134,6 @@ class DecoderModel(StreamingModel):
             kernels=self._kernels,
             **options,
         )
-
-    def make_cache(self) -> SequenceState:
-        """Return an empty state: one entry per layer."""
-        raise NotImplementedError
 
     def fit_names(self, names: Iterable[str]) -> None:
         """Replace modules whose parameters have other names in this checkpoint."""

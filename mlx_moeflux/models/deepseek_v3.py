@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from mlx_moeflux.cache import LatentCache, SequenceState
 from mlx_moeflux.experts.compute import compute_scratch_bytes
 from mlx_moeflux.kernels.mla.latent import SCORES_AT_ONCE, VALUES_AT_ONCE
 from mlx_moeflux.kernels.registry import Kernels
@@ -60,10 +59,6 @@ class Model(DecoderModel):
         for i, layer in enumerate(self.layers):
             if f"model.layers.{i}.self_attn.embed_q.weight" in found:
                 layer["self_attn"].use_split_heads()
-
-    def make_cache(self) -> SequenceState:
-        """Return an empty state: one entry per layer."""
-        return self.new_state(LatentCache() for _ in self.layers)
 
     def activation_bytes(self, tokens: int) -> int:
         """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state

@@ -11,7 +11,7 @@ from mlx_moeflux.checkpoint.names import EXPERT_NAMES, ROTARY_BUFFERS, NameRules
 from mlx_moeflux.errors import ConfigError
 from mlx_moeflux.models.config import TINY, BaseConfig
 from mlx_moeflux.models.rope import Rope, positions_of
-from mlx_moeflux.models.state_sizes import latent_bytes
+from mlx_moeflux.state_arrays import LATENT, EntrySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +112,9 @@ class Config(BaseConfig):
             predictions=self.num_nextn_predict_layers,
         )
 
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's latents after so many tokens, in bfloat16."""
-        widths = self.kv_lora_rank, self.qk_rope_head_dim
-        return self.num_hidden_layers * latent_bytes(positions, *widths)
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
+        return LATENT.spec(dtype, keys=(1, self.kv_lora_rank), values=(1, self.qk_rope_head_dim))
 
 
 _PUBLISHED = Config(

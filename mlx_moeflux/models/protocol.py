@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_moeflux.cache import EntrySpec, SequenceState
+from mlx_moeflux.cache import SequenceState
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.state_arrays import EntrySpec
 
 
 class HasParameters(Protocol):

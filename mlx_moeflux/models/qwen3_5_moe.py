@@ -13,7 +13,7 @@ from typing import ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.cache import KVCache, RecurrentCache, SequenceState
+from mlx_moeflux.cache import RecurrentCache
 from mlx_moeflux.checkpoint.names import Transform
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.experts.compute import compute_scratch_bytes
@@ -155,13 +155,6 @@ class Model(DecoderModel):
         """Build the second half of layer number `layer`."""
         shared = self.config.shared_expert_intermediate_size
         return self.moe_block(layer, SharedExpertMoeBlock, shared_intermediate_size=shared)
-
-    def make_cache(self) -> SequenceState:
-        """Return an empty state: one entry per layer."""
-        layers = range(self.config.num_hidden_layers)
-        return self.new_state(
-            RecurrentCache() if self.config.is_linear(i) else KVCache() for i in layers
-        )
 
     def activation_bytes(self, tokens: int) -> int:
         """Return an upper bound of the bytes that a call on `tokens` tokens of an empty state

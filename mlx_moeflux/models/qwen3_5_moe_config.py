@@ -11,7 +11,7 @@ from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
 from mlx_moeflux.errors import ConfigError, UnsupportedError
 from mlx_moeflux.models.config import TINY, TINY_HEADS, AttentionConfig
 from mlx_moeflux.models.rope import rope_keys
-from mlx_moeflux.models.state_sizes import kv_bytes, recurrent_bytes
+from mlx_moeflux.state_arrays import RECURRENT, EntrySpec
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -126,16 +126,13 @@ class Config(AttentionConfig):
         prediction = r"((model\.)?language_model\.)?(model\.)?mtp\..*"
         return NameRules(prefixes=prefixes, drops=(images, prediction), experts=EXPERT_NAMES)
 
-    def state_bytes(self, positions: int) -> int:
-        """Return the bytes of a sequence's state after so many tokens: keys and values in
-        bfloat16, the delta rule's in float32."""
-        full = kv_bytes(positions, self.num_key_value_heads, self.head_dim)
-        linear = recurrent_bytes(
-            self.linear_conv_kernel_dim,
-            self.conv_dim,
-            self.linear_num_value_heads * self.linear_value_head_dim * self.linear_key_head_dim,
-        )
-        return sum(linear if self.is_linear(i) else full for i in range(self.num_hidden_layers))
+    def state(self, layer: int, dtype: str) -> EntrySpec:
+        """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
+        if not self.is_linear(layer):
+            return super().state(layer, dtype)
+        heads = self.linear_num_value_heads, self.linear_value_head_dim, self.linear_key_head_dim
+        conv = self.linear_conv_kernel_dim - 1, self.conv_dim
+        return RECURRENT.spec(dtype, conv=conv, delta=heads)
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json in the vision-language wrapper's form."""

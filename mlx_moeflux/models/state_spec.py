@@ -1,18 +1,15 @@
-"""Identity and entry shapes of a model's states, so that no state is used with another model."""
+"""Identity of a model's states, so that no state is used with another model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_moeflux.cache.state.spec import EntrySpec, StateSpec
-from mlx_moeflux.errors import InputError
-from mlx_moeflux.models.layers import decoder_layer
+from mlx_moeflux.cache.state.spec import StateSpec
 from mlx_moeflux.models.protocol import Decoder, named_parameters
 
 # Elements of each parameter that enter the identity.
@@ -61,35 +58,3 @@ def _trunk_samples(parameters: Parameters) -> bytes:
             some = array.reshape(-1)[:: max(1, array.size // SAMPLES)][:SAMPLES]
             pieces.append(mx.contiguous(some).view(mx.uint8))
     return np.array(mx.concatenate(pieces)).tobytes()
-
-
-def entry_specs(model: Decoder) -> tuple[EntrySpec, ...]:
-    """Return the spec of each entry of ``model.make_cache()`` after one token.
-
-    One mixer of each kind runs on references; nothing is evaluated, so that parameters need no
-    values.
-    """
-    shapes: dict[str, list[Any]] = {}
-    for name, array in sorted(named_parameters(model)):
-        place, _, rest = name.partition("_attn.")
-        shapes.setdefault(place, []).append((rest, array.shape, array.dtype))
-    known, specs = {}, []
-    x = mx.zeros((1, 1, model.config.hidden_size), model.dtype)
-    model.kernels.references_only(True)
-    try:
-        layers = map(decoder_layer, model.layers)
-        for i, (layer, entry) in enumerate(zip(layers, model.make_cache(), strict=True)):
-            if layer is None:
-                raise InputError(
-                    f"layer {i} was replaced by one whose state is not known; wrap it instead."
-                )
-            name = "linear_attn" if "linear_attn" in layer else "self_attn"
-            own = shapes.get(f"model.layers.{i}.{name.removesuffix('_attn')}", [])
-            kind = type(layer[name]), type(entry), tuple(own)
-            if kind not in known:
-                layer[name](x, entry, layer.input_layernorm)
-                known[kind] = EntrySpec.of(entry)
-            specs.append(known[kind])
-    finally:
-        model.kernels.references_only(model.training)
-    return tuple(specs)

@@ -33,6 +33,6 @@ def same(a, b):
 
 def tokens_of(cache, i, last=None):
     """Keys and values of the tokens of sequence i, padding cut off."""
-    keys, values = cache.keys_and_values()
+    keys, values = cache.views()
     first = 0 if cache.left_padding is None else cache.left_padding[i].item()
     return keys[i, :, first:last], values[i, :, first:last]

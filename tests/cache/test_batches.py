@@ -29,8 +29,8 @@ def test_merge_then_extract_gives_the_singles_back(sizes):
         out = merged.extract(i)
         assert out.offset == sizes[i]
         if keys is not None:
-            assert same(out.keys_and_values()[0], keys)
-            assert same(out.keys_and_values()[1], values)
+            assert same(out.views()[0], keys)
+            assert same(out.views()[1], values)
     states = [recurrent(T) if T else RecurrentCache() for T in sizes]
     batch = RecurrentCache.merge(states)
     assert batch.seen() == sizes
@@ -106,7 +106,7 @@ def test_right_padded_prompt_becomes_left_padding(chunk):
         single.update_and_fetch(
             keys[i : i + 1, :, : lengths[i]], values[i : i + 1, :, : lengths[i]]
         )
-        for mine, alone in zip(tokens_of(merged, i), single.keys_and_values(), strict=True):
+        for mine, alone in zip(tokens_of(merged, i), single.views(), strict=True):
             assert same(mine, alone[0])
 
 
@@ -261,5 +261,5 @@ def test_a_sequence_that_joins_later_continues_exactly():
     append(running, "ab", 1)
     for i, name in enumerate("ab"):
         assert same(tokens_of(running, i)[0], mx.concatenate(histories[name], axis=1))
-    assert same(left.keys_and_values()[0][0], mx.concatenate(histories["c"], axis=1))
+    assert same(left.views()[0][0], mx.concatenate(histories["c"], axis=1))
     assert running.seen() == [6, 8]

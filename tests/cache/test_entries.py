@@ -27,7 +27,7 @@ def test_chunked_appends_equal_one(chunks):
         assert same(seen[0], keys[:, :, :start])
         assert same(seen[1], values[:, :, :start])
     assert cache.capacity == -(-start // 256) * 256
-    whole_keys, whole_values, length = cache.buffer()
+    (whole_keys, whole_values), length = cache.buffers(), cache.columns
     assert length == start
     assert same(whole_keys[:, :, :length], keys)
     assert whole_values.shape == (2, HKV, cache.capacity, DV)
@@ -66,8 +66,8 @@ def test_a_copy_keeps_its_rows_when_the_original_moves_on():
     cache.update_and_fetch(*rows(3))
     cache.trim(6)
     cache.update_and_fetch(*rows(2))
-    assert same(other.keys_and_values()[0], keys)
-    assert same(other.keys_and_values()[1], values)
+    assert same(other.views()[0], keys)
+    assert same(other.views()[1], values)
     assert same(state[0][:, :, :5], keys)
     assert other.offset == 5
     mine = recurrent(5)
@@ -170,7 +170,7 @@ def replace_first(cache, error):
 def test_transaction_restores_every_entry_on_any_exception(error):
     cache = [filled(255)[0], recurrent(255), KVCache(), RecurrentCache()]
     cache[2:] = [filled(255)[0], recurrent(255)]
-    expected = [np.asarray(cache[0].keys_and_values()[0]), np.asarray(cache[1].delta)]
+    expected = [np.asarray(cache[0].views()[0]), np.asarray(cache[1].delta)]
 
     def step():
         for entry in cache[:3]:
@@ -184,7 +184,7 @@ def test_transaction_restores_every_entry_on_any_exception(error):
     with pytest.raises(error), transaction(cache):
         step()
     assert check_positions(cache) == [255]
-    assert same(cache[0].keys_and_values()[0], expected[0])
+    assert same(cache[0].views()[0], expected[0])
     assert same(cache[1].delta, expected[1])
     with transaction(cache):
         cache[0].update_and_fetch(*rows(3))
@@ -267,7 +267,7 @@ def test_state_round_trip_through_mlx_lm_files(tmp_path):
     for entry in (cache[4], loaded[4]):
         mx.random.seed(3)
         entry.update_and_fetch(*rows(2, B=2))
-    assert same(cache[4].keys_and_values()[0], loaded[4].keys_and_values()[0])
+    assert same(cache[4].views()[0], loaded[4].views()[0])
     client.save_prompt_cache(second, client.load_prompt_cache(first), {"model": "tiny"})
     assert client.trim_prompt_cache(loaded[:1], 2) == 2
     assert loaded[0].offset == 3

@@ -61,7 +61,7 @@ def test_prompts_that_share_a_beginning_share_its_work(model):
     with PromptCache() as cache:
         got = [reply(model, prompt, cache) for prompt in prompts]
     assert [ids for ids, _ in got] == expected
-    recurrent = any(entry.token_axis is None for entry in model.make_cache())
+    recurrent = any(not entry.declared.grows for entry in model.make_cache())
     # Where the second differs from the first is a place worth keeping; states without recurrence
     # are cut there.
     assert [read for _, read in got] == [49, 49 if recurrent else 9, 9, 9]
@@ -85,7 +85,7 @@ def test_a_beginning_of_a_known_prompt(model):
     with PromptCache() as cache:
         reply(model, prompt, cache)
         expected, _ = reply(model, prompt[:45])
-        recurrent = any(entry.token_axis is None for entry in model.make_cache())
+        recurrent = any(not entry.declared.grows for entry in model.make_cache())
         assert reply(model, prompt[:45], cache) == (expected, 45 if recurrent else 1)
 
 

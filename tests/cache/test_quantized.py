@@ -56,8 +56,8 @@ def test_it_is_a_cache_like_any_other():
     for i, single in enumerate(singles):
         out = merged.extract(i)
         assert type(out) is kind
-        assert all(map(same, out.keys_and_values(), single.keys_and_values()))
-    keys, values, length = merged.buffer()
+        assert all(map(same, out.views(), single.views()))
+    (keys, values), length = merged.buffers(), merged.columns
     assert keys.shape == (2, 2, 7, 32)
     assert values.shape == (2, 2, 7, 64)
     assert length == 7

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_moeflux.cache import KVCache, RecurrentCache
-from mlx_moeflux.cache.state.spec import EntrySpec
+from mlx_moeflux.cache.state.spec import spec_of
 from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.generation.batch import Batch
@@ -56,7 +58,7 @@ def test_restored_continues_as_if_never_interrupted(model, tmp_path):
 
 
 def test_restored_across_a_growth_step_continues(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(KVCache, "step", 4)
+    monkeypatch.setattr(KVCache, "declared", replace(KVCache.declared, step=4))
     continues_from_everywhere(model, tmp_path, {3, 4, 5, 8})
 
 
@@ -192,7 +194,7 @@ def test_the_spec_is_what_every_layer_holds_after_a_token(model):
     """One mixer of a kind speaks for all of them."""
     state = model.make_cache()
     run(model, state, tokens_of(1))
-    assert model.state_spec().entries == tuple(EntrySpec.of(entry) for entry in state)
+    assert model.state_spec().entries == tuple(spec_of(entry) for entry in state)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -173,8 +173,8 @@ def test_prompts_read_together_have_the_bits_of_each_alone(model, cut, monkeypat
         kept, right = (state.snapshot().entries for state in (states[i], others[i]))
         for one, other in zip(kept, right, strict=True):
             assert one.columns == other.columns
-            for a, b in zip(one.fields, other.fields, strict=True):
-                assert same_bits(getattr(one, a), getattr(other, b))
+            for a, b in zip(one.arrays, other.arrays, strict=True):
+                assert same_bits(a, b)
 
 
 def test_prompts_that_fail_together_leave_all_their_states(hybrid, monkeypatch):

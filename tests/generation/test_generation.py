@@ -223,7 +223,7 @@ def states(cache) -> list[np.ndarray]:
         if hasattr(entry, "delta"):
             arrays += [entry.conv, entry.delta]
         else:
-            arrays += entry.keys_and_values() if entry.keys is not None else []
+            arrays += entry.views() if entry.keys is not None else []
     return [np.array(a) for a in arrays if a is not None]
 
 

@@ -16,6 +16,7 @@ from mlx_moeflux.cache.prompt.tree import Match, Node, best_start, deepest, shar
 from mlx_moeflux.cache.state.sequence import SequenceState
 from mlx_moeflux.cache.state.spec import StateSpec, adopt, export
 from mlx_moeflux.errors import CacheError, InputError
+from mlx_moeflux.state_arrays import ROW_AXIS
 
 MEMORY_BYTES = 2_000_000_000
 DISK_BYTES = 20_000_000_000
@@ -131,7 +132,7 @@ class PromptCache:
         """
         spec, state = model.state_spec(), model.make_cache()
         ids = np.asarray(tokens, np.int32)
-        cut = all(entry.token_axis is not None for entry in state)
+        cut = all(entry.declared.grows for entry in state)
         with self._lock:
             root = self._root(spec)
             while True:
@@ -265,10 +266,9 @@ class PromptCache:
         if not match.whole:
             arrays.pop("logits", None)
         for i, entry in enumerate(state):
-            axis = entry.token_axis
-            for name in [f"layers.{i}.{f}" for f in entry.fields if entry.token_axis is not None]:
-                rows = mx.concatenate([one[name] for one in held], axis=axis)
-                arrays[name] = rows[(slice(None),) * axis + (slice(0, match.tokens),)]
+            for name in [f"layers.{i}.{f.name}" for f in entry.declared.fields if f.grows]:
+                rows = mx.concatenate([one[name] for one in held], axis=ROW_AXIS)
+                arrays[name] = rows[:, :, : match.tokens]
         mx.eval(arrays)
         return arrays
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from mlx_moeflux.cache.prompt.tree import KEY_BYTES, Node, child_key
 from mlx_moeflux.cache.state.files import Format, StateFile, open_file, to_host, write_file
-from mlx_moeflux.cache.state.spec import ArraySpec, StateSpec, check_arrays
+from mlx_moeflux.cache.state.spec import StateSpec, check_arrays
 from mlx_moeflux.checkpoint.files import TEMPORARY_SUFFIX
 from mlx_moeflux.errors import CacheError
+from mlx_moeflux.state_arrays import ArraySpec
 
 PROMPT_FORMAT = Format("mlx_moeflux.prompt", 1)
 SUFFIX = ".safetensors"

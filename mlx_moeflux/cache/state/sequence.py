@@ -12,8 +12,9 @@ import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, check_positions
 from mlx_moeflux.cache.state.files import Format, open_file, to_host, write_file
-from mlx_moeflux.cache.state.spec import ArraySpec, StateSpec, adopt, check_arrays, export
+from mlx_moeflux.cache.state.spec import StateSpec, adopt, check_arrays, export
 from mlx_moeflux.errors import CacheError
+from mlx_moeflux.state_arrays import ArraySpec
 
 STATE_FORMAT = Format("mlx_moeflux.state", 1)
 
@@ -101,7 +102,7 @@ class SequenceState(list):
         """Make recurrent layers keep their states at these positions when they pass them."""
         positions = list(positions)
         for entry in self:
-            if entry.token_axis is None:
+            if not entry.declared.grows:
                 entry.watch(positions)
 
     # In memory.

@@ -1,8 +1,6 @@
 """Export of cache entries as named arrays, and the arrays that a model's entries must have.
 
-Saved states and prompt caches consist of these. An entry defines its ``kind``, the ``fields`` that
-hold arrays, and the ``token_axis`` along which they have one row per token (None: their size does
-not depend on the length of the sequence).
+Saved states and prompt caches consist of these; :mod:`mlx_moeflux.state_arrays` declares them.
 """
 
 from __future__ import annotations
@@ -10,68 +8,28 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache
-from mlx_moeflux.checkpoint.tensors import ITEMSIZE, mlx_dtype
+from mlx_moeflux.checkpoint.tensors import mlx_dtype
 from mlx_moeflux.errors import CacheError
+from mlx_moeflux.state_arrays import ROW_AXIS, ArraySpec, EntrySpec
 
 # safetensors code of each dtype that a state or its logits may have.
 DTYPE_CODES = {mlx_dtype(code): code for code in ("F32", "BF16", "F16", "I32", "U32", "U16", "U8")}
 
 
-@dataclass(frozen=True)
-class ArraySpec:
-    """Dtype (safetensors code) and shape of an array; a dimension 0 stands for the tokens' rows."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of such an array."""
-        return ITEMSIZE[self.dtype] * prod(self.shape)
-
-    def rows(self, count: int) -> ArraySpec:
-        """Return this spec with `count` rows of tokens."""
-        return ArraySpec(self.dtype, tuple(n or count for n in self.shape))
-
-
-@dataclass(frozen=True)
-class EntrySpec:
-    """Arrays of one layer's entry that has seen a token.
-
-    step: Rows of tokens by which its arrays grow.
-    """
-
-    kind: str
-    arrays: Mapping[str, ArraySpec]
-    step: int = 1
-
-    @classmethod
-    def of(cls, entry: BaseCache) -> EntrySpec:
-        """Return the spec of an entry that has seen a token; evaluates nothing."""
-        arrays = {}
-        for name in entry.fields:
-            array = getattr(entry, name)
-            shape = list(array.shape)
-            if entry.token_axis is not None:
-                shape[entry.token_axis] = 0
-            arrays[name] = ArraySpec(DTYPE_CODES[array.dtype], tuple(shape))
-        return cls(entry.kind, arrays, entry.step)
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one token; 0 for entries that do not grow."""
-        return sum(array.rows(1).nbytes for array in self.arrays.values() if 0 in array.shape)
-
-    def nbytes(self, tokens: int) -> int:
-        """Return the bytes after `tokens` tokens, reserved rows included."""
-        rows = -(-tokens // self.step) * self.step
-        return sum(array.rows(rows).nbytes for array in self.arrays.values())
+def spec_of(entry: BaseCache) -> EntrySpec:
+    """Return the spec of an entry that has seen a token; evaluates nothing."""
+    arrays = {}
+    for field, array in zip(entry.declared.fields, entry.arrays, strict=True):
+        shape = list(array.shape)
+        if field.grows:
+            shape[ROW_AXIS] = 0
+        arrays[field.name] = ArraySpec(DTYPE_CODES[array.dtype], tuple(shape))
+    return EntrySpec(entry.kind, arrays, entry.declared.step)
 
 
 @dataclass(frozen=True)
@@ -111,20 +69,18 @@ def export(entries: Sequence[Any], start: int = 0, stop: int | None = None) -> d
             )
         if entry.columns != entry.seen()[0]:
             entry = entry.extract(0)
-        for name, array in zip(entry.fields, _at(entry, stop), strict=True):
+        for field, array in zip(entry.declared.fields, _at(entry, stop), strict=True):
             if array is None:
                 continue
-            if entry.token_axis is not None:
-                rows = [slice(None)] * array.ndim
-                rows[entry.token_axis] = slice(start, entry.columns if stop is None else stop)
-                array = array[tuple(rows)]
-            found[f"layers.{i}.{name}"] = mx.contiguous(array)
+            if field.grows:
+                array = array[:, :, start : entry.columns if stop is None else stop]
+            found[f"layers.{i}.{field.name}"] = mx.contiguous(array)
     return found
 
 
 def _at(entry: Any, position: int | None) -> Sequence[mx.array | None]:
-    if position in (None, entry.columns) or entry.token_axis is not None:
-        return [getattr(entry, name) for name in entry.fields]
+    if position in (None, entry.columns) or entry.declared.grows:
+        return entry.arrays
     found = entry.seen_at(position)
     if found is None:
         raise CacheError(f"The state at position {position} was not watched; it is gone.")
@@ -137,7 +93,7 @@ def adopt(entries: Sequence[BaseCache], arrays: Mapping[str, mx.array], *, posit
     The caller has checked `arrays` against a :class:`StateSpec`, so no entry can fail.
     """
     for i, entry in enumerate(entries):
-        held = (arrays.get(f"layers.{i}.{name}") for name in entry.fields)
+        held = (arrays.get(f"layers.{i}.{field.name}") for field in entry.declared.fields)
         entry.state = (*held, position, None, None)
 
 
