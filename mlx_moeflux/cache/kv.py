@@ -353,22 +353,22 @@ class AttentionCache(BaseCache):
         single = type(self)()
         first = 0 if self._padding is None else min(self._padding[i], self.columns)
         single.columns = self.columns - first
-        buffers = self.arrays
-        if buffers[0] is not None:
-            own = [buffer[i : i + 1, :, first : self.columns] for buffer in buffers]
+        self.flush()
+        if self._buffers[0] is not None:
+            own = [buffer[i : i + 1, :, first : self.columns] for buffer in self._buffers]
             single.arrays = map(mx.contiguous, own)
             mx.async_eval(single._buffers)
         return single
 
     def _move_right(self, extra: list[int]) -> None:
         self._rearranged()
-        buffers = self.arrays
-        if buffers[0] is None:
+        self.flush()
+        if self._buffers[0] is None:
             return
         row = mx.arange(self.capacity)
         source = row - mx.array(extra)[:, None]
         source = mx.where((source >= 0) & (row < self.columns), source, row)[:, None, :, None]
-        self.arrays = [mx.take_along_axis(buffer, source, axis=ROW_AXIS) for buffer in buffers]
+        self.arrays = [mx.take_along_axis(each, source, axis=ROW_AXIS) for each in self._buffers]
 
     # Saving.
 

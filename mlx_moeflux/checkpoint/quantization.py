@@ -124,7 +124,11 @@ class QuantSpec:
 
     def to_config(self) -> dict[str, int | str]:
         """The form of config.json."""
-        found = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        found: dict[str, int | str] = {
+            "group_size": self.group_size,
+            "bits": self.bits,
+            "mode": self.mode,
+        }
         return found | ({"global_scale": True} if self.global_scale else {})
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mlx_moeflux.cli.common import add_load_arguments
 from mlx_moeflux.errors import InputError
@@ -55,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _requantised(model: str | Path, bits: int, folder: Path, **options: bool) -> Path:
+def _requantised(model: str | Path, bits: int, folder: Path, *, strict_config: bool) -> Path:
     """Write a copy with all weights in `bits` bits; takes disk space for a 16-bit copy as well."""
     from mlx_moeflux.conversion.convert import convert
 
-    options = {"layout": "safetensors", **options}
+    options: dict[str, Any] = {"layout": "safetensors", "strict_config": strict_config}
     floats = convert(model, folder / "floats", dequantize=True, **options)
     return convert(floats, folder / "lossy", quantize=True, q_bits=bits, **options)

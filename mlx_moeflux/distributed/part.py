@@ -19,7 +19,8 @@ from mlx_moeflux.distributed.ranks import Ranks
 from mlx_moeflux.distributed.store import DistributedStore, PairMix
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.experts.compute import ExpertMix
-from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import EventHook
 
 Experts = Mapping[int, Mapping[str, ExpertRefs]]
@@ -102,7 +103,11 @@ class Part:
         return found
 
     def store(
-        self, local: ExpertStore, *, events: EventHook | None, exact_prompts: bool
+        self,
+        local: StreamedStore | ResidentStore,
+        *,
+        events: EventHook | None,
+        exact_prompts: bool,
     ) -> DistributedStore:
         """Return the store of all experts, of which `local` has those of this rank."""
         kinds = self.ranks.gather(device_kind())

@@ -26,7 +26,7 @@ from mlx_moeflux.experts.io.readers import Reader
 from mlx_moeflux.experts.policies.eviction import Eviction
 from mlx_moeflux.experts.policies.prefetch import Prefetch
 from mlx_moeflux.experts.resident import ResidentStore
-from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.experts.store import ExpertStore, Streaming
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Event, EventHook, Guess, Resize
 from mlx_moeflux.experts.telemetry.stats import ExpertStats
@@ -89,6 +89,8 @@ class DistributedStore(ExpertStore):
 
     Evaluates: every call.
     """
+
+    ranks: Ranks
 
     def __init__(
         self,
@@ -291,7 +293,7 @@ class RankSlots:
     local: Those in this rank's numbers. held: MoE layer id -> this rank's experts, ascending.
     """
 
-    def __init__(self, local: StreamedStore, held: Mapping[int, Sequence[int]]):
+    def __init__(self, local: Streaming, held: Mapping[int, Sequence[int]]):
         self.local, self._held = local, held
         self.exclusive, self.start_eval = local.exclusive, local.start_eval
         self.resize, self.resize_all = local.resize, local.resize_all

@@ -856,7 +856,8 @@ class BatchGenerator:
             # Wait inside the transaction, which an interrupt rolls back.
             mx.eval(self._newest)
             read = self._newest if self._ahead else following
-            check_drawn(read.tokens.tolist(), read.logprobs.shape[-1])
+            drawn: Any = read.tokens.tolist()
+            check_drawn(drawn, read.logprobs.shape[-1])
             return following
 
     def _read_prompts(self) -> None:
@@ -875,7 +876,8 @@ class BatchGenerator:
         self._prefill.keep()
         following = sampled(self.model, logits, sequences)
         mx.eval(following)
-        check_drawn(following.tokens.tolist(), following.logprobs.shape[-1])
+        drawn: Any = following.tokens.tolist()
+        check_drawn(drawn, following.logprobs.shape[-1])
         self._batch.join(sequences, self._prefill.entries)
         if self._newest is not None:
             pairs = zip(self._newest, following, strict=True)

@@ -110,7 +110,7 @@ def stream_generate(
     others = (*GenerationOptions.__annotations__, "verbose", "return_response")
     sampler, processors = choose_sampling(sampler, logits_processors, options, others=others)
     ids = prompt_ids(model, tokenizer, prompt, tools=tools, options=template_options)
-    resumed = None
+    resumed = cache = None
     if isinstance(prompt_cache, PromptCache):
         room = _room(model, None, len(ids))
         end = turn_end(tokenizer, prompt, ids, tools=tools, options=template_options)
@@ -119,9 +119,10 @@ def stream_generate(
             resumed = prompt_cache.resume(model, ids, breakpoints=positions)
         warm_up(model.store, resumed.experts)
     else:
-        if prompt_cache is not None:
-            model.check_cache(prompt_cache)
-        room = _room(model, prompt_cache, len(ids))
+        cache = prompt_cache
+        if cache is not None:
+            model.check_cache(cache)
+        room = _room(model, cache, len(ids))
     limit = room if max_tokens == -1 else min(max_tokens, room)
     read_at: list[float] = []
     steps = generate_step(
@@ -130,7 +131,7 @@ def stream_generate(
         max_tokens=limit,
         sampler=sampler,
         logits_processors=processors,
-        prompt_cache=None if resumed else prompt_cache,
+        prompt_cache=cache,
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=prompt_progress_callback,
         resumed=resumed,

@@ -355,10 +355,12 @@ def _fill(
         store.stats().mark_lossy_later(source.kernels.unpromised)
         if options.verbose:
             _print_plan(model, source, placed)
+        if placed.part is not None:
+            store = placed.part.store(
+                store, events=options.events, exact_prompts=options.exact_prompts
+            )
     else:
         check_store(store, model, layouts, dtype)
-    if placed.part is not None:
-        store = placed.part.store(store, events=options.events, exact_prompts=options.exact_prompts)
     model.set_store(store)
 
 

@@ -34,7 +34,7 @@ def make_store(
     *,
     part: Part | None,
     memory: Memory,
-) -> tuple[ExpertStore, Plan]:
+) -> tuple[StreamedStore | ResidentStore, Plan]:
     """Plan the memory of the experts and build their store; closes the reader unless it is used.
 
     part: This rank's, whose experts alone `mapped` has; None: one process has all.

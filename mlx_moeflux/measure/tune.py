@@ -115,7 +115,7 @@ def tune(
         except UnsupportedError as error:
             report(str(error))
     reader = min(curves, key=lambda name: curves[name][-1])
-    strict = {"strict_config": strict_config}
+    strict: dict[str, Any] = {"strict_config": strict_config}
     with load_model(directory, **strict) as model:
         resident, identity = model.plan is None or model.plan.resident, model.identity
         tries = list(budgets or _budgets(model))

@@ -304,16 +304,15 @@ class DecoderModel(StreamingModel):
         traces = self._step.traces
         logits = self._step(tokens, cache)
         if self._step.traces == traces:
-            self.store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
+            self._store.direct.count(tokens.shape[0])  # a replayed trace does not call the store
         return logits
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""
         tied = self.config.tie_word_embeddings
-        head = self.model.embed_tokens if tied else self.lm_head
-        weights = weights_of(head)
+        weights = weights_of(self.model.embed_tokens if tied else self.lm_head)
         if tied and isinstance(weights[0], Applied):
-            weights = [Applied(head.as_linear)]
+            weights = [Applied(self.model.embed_tokens.as_linear)]
         return project_normed(self._kernels, h, weights, self.model.norm)[0]
 
     @staticmethod

@@ -331,8 +331,10 @@ def project_normed(
         ShapeError: The result of `norm` has another shape than x.
     """
     if type(norm) in RMS_NORMS:
-        options = {"norm": norm.weight, "eps": norm.eps, "flat": flat}
-        return kernels.project(x, weights, **options, **({"normed": True} if normed else {}))
+        options: dict[str, Any] = {"norm": norm.weight, "eps": norm.eps, "flat": flat}
+        if normed:
+            options["normed"] = True
+        return kernels.project(x, weights, **options)
     post = norm(x)
     if not isinstance(post, mx.array) or post.shape != x.shape:
         raise ShapeError(

@@ -13,7 +13,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +32,8 @@ class _Edits:
 
 class _Watched(type):
     """Metaclass that counts replaced methods and knows which ones a class was defined with."""
+
+    _defined: dict[str, Any]
 
     def __init__(cls, *arguments: Any):
         super().__init__(*arguments)
@@ -271,7 +273,7 @@ def _check_reads(path: str, module: Any) -> None:
         )
 
 
-def _is_dict(value: Any) -> bool:
+def _is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:
     return isinstance(value, dict)
 
 

@@ -285,8 +285,7 @@ class SparseMoeBlock(Module):
         linears, down = self.matrices()
         weights = weights_of(*linears)
         direct = self._store.direct
-        complete = None if direct is None else direct.whole(self.layer)
-        if complete is None:
+        if direct is None or (complete := direct.whole(self.layer)) is None:
             return None
         bank, table = complete
         options = {
@@ -340,7 +339,7 @@ class SharedExpertMoeBlock(SparseMoeBlock):
     Source: transformers `Qwen3_5MoeSparseMoeBlock`.
     """
 
-    reads: ClassVar[Mapping[str, type]] = SparseMoeBlock.reads | {"shared_expert": SwiGLU}
+    reads: ClassVar[Mapping[str, type]] = {**SparseMoeBlock.reads, "shared_expert": SwiGLU}
 
     def __init__(self, *, hidden_size: int, shared_intermediate_size: int, **block):
         super().__init__(hidden_size=hidden_size, **block)
@@ -432,7 +431,7 @@ class SigmoidMoeBlock(SparseMoeBlock):
     differs: it scores masked groups 0, not minus infinity.
     """
 
-    reads: ClassVar[Mapping[str, type]] = SparseMoeBlock.reads | {"shared_experts": SwiGLU}
+    reads: ClassVar[Mapping[str, type]] = {**SparseMoeBlock.reads, "shared_experts": SwiGLU}
 
     def __init__(
         self,

@@ -69,23 +69,25 @@ def record(
     begins anew.
 
     Raises:
-        InputError: A layer or a name does not exist.
+        InputError: A layer or a name does not exist, or the layer is None.
     """
     chosen = list(range(len(layers))) if chosen is None else list(chosen)
     names = set(AXES if names is None else names)
+    modules: dict[int, tuple[Any, Any]] = {}
     for layer in chosen:
         if not 0 <= layer < len(layers):
             raise InputError(f"layer {layer} does not exist; the model has {len(layers)}.")
+        part = layers[layer]
+        if part is None:
+            raise InputError(
+                f"layer {layer} was replaced by one that cannot be recorded; wrap it instead."
+            )
+        modules[layer] = (part, part.mlp)
     if names - set(AXES):
         raise InputError(
             f"nothing is recorded as '{sorted(names - set(AXES))[0]}'; there are {', '.join(AXES)}."
         )
-        if layers[layer] is None:
-            raise InputError(
-                f"layer {layer} was replaced by one that cannot be recorded; wrap it instead."
-            )
     recorders = {layer: Recorder(names) for layer in chosen}
-    modules = {layer: (layers[layer], layers[layer].mlp) for layer in chosen}
     try:
         for layer, recorder in recorders.items():
             for module in modules[layer]:

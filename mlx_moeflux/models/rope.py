@@ -159,12 +159,12 @@ class Rope:
             raise ConfigError(f"{file}: nothing here reads {unknown[0]!r} of the rope parameters.")
         truncate = found.pop("truncate", True)
         numbers = {k: _number(v, k, file) for k, v in found.items() if k in _YARN_KEYS}
-        positions = _number(positions, "max_position_embeddings", file)
-        original = numbers.get(ORIGINAL) or positions
+        longest = _number(positions, "max_position_embeddings", file)
+        original = numbers.get(ORIGINAL) or longest
         if not original:
             raise ConfigError(f"{file}: YaRN needs '{ORIGINAL}' in the rope parameters.")
         if "factor" not in numbers:
-            numbers["factor"] = positions / original
+            numbers["factor"] = longest / original
         factor = numbers["factor"]
         if not factor:
             raise ConfigError(f"{file}: 'factor' of the rope is 0, must be positive.")

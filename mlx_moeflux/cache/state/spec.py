@@ -25,6 +25,7 @@ def spec_of(entry: BaseCache) -> EntrySpec:
     """Return the spec of an entry that has seen a token; evaluates nothing."""
     arrays = {}
     for field, array in zip(entry.declared.fields, entry.arrays, strict=True):
+        assert array is not None  # it has seen a token
         shape = list(array.shape)
         if field.grows:
             shape[ROW_AXIS] = 0

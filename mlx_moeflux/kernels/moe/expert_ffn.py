@@ -93,9 +93,12 @@ class ProjectionBank:
         """The rows of `slots` only; floats but global scales cast to `dtype`, if it is given."""
 
         def rows(array: mx.array | None) -> mx.array | None:
-            found = None if array is None else array[slots]
-            casts = found is not None and dtype and mx.issubdtype(found.dtype, mx.floating)
-            return found.astype(dtype) if casts else found
+            if array is None:
+                return None
+            found = array[slots]
+            if dtype is None or not mx.issubdtype(found.dtype, mx.floating):
+                return found
+            return found.astype(dtype)
 
         return replace(
             self,
@@ -118,13 +121,19 @@ class ProjectionBank:
         if self.spec is None:
             out = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=slots)
         else:
-            known = settings(self.spec) | {"rhs_indices": slots}
+            known = settings(self.spec)
             assert self.scales is not None
             whole = self.global_scale
             rows = x if whole is None else wide(x)
             # MLX applies a global scale on GPUs alone, so the product is multiplied by it.
             out = mx.gather_qmm(
-                rows, self.weight, self.scales, self.biases, transpose=True, **known
+                rows,
+                self.weight,
+                self.scales,
+                self.biases,
+                rhs_indices=slots,
+                transpose=True,
+                **known,
             )
             if whole is not None:
                 out = scaled(out, whole[slots].reshape(-1, 1, 1), x.dtype)

@@ -99,7 +99,8 @@ def _text(block: dict[str, Any]) -> str:
 class Part(Protocol):
     """A part of a content. readable: The text is all that it holds."""
 
-    type: str
+    @property
+    def type(self) -> str: ...
 
     @property
     def text(self) -> str: ...
