@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
-import resource
 import sys
 import threading
-import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mlx_moeflux.checkpoint.files import Stamp, changed, open_regular, unreadable, window
+from mlx_moeflux.checkpoint.files import window
 from mlx_moeflux.checkpoint.tensors import ExpertRefs
-from mlx_moeflux.errors import ExpertFileError, MoefluxError, ShapeError, UnsupportedError
+from mlx_moeflux.errors import ExpertFileError, ShapeError, UnsupportedError
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges, Piece, Run, copy_into
 from mlx_moeflux.experts.io.layout import Layout
+from mlx_moeflux.experts.io.open_files import OpenFiles
 
 # Logical blocks of disks are 512 or 4096 bytes; 4096 serves both.
 DIRECT_ALIGNMENT = 4096
@@ -32,27 +30,8 @@ MAX_BOUNCE_BYTES = 8 << 20
 LEAST_PIECE = 1 << 18
 
 
-# Other open files of a process: libraries, sockets, a second reader.
-OTHER_FILES = 512
-
-
-def make_room(files: int) -> None:
-    """Raise the limit of open files by `files`, as far as the system allows.
-
-    macOS allows 256 by default; DeepSeek-V3 has 163 shards, and two readers may keep them open.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = files + OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-class FileReader:
-    """Base class of readers of files: ranges, file descriptors, errors. See :class:`Reader`.
+class FileReader(OpenFiles):
+    """Base class of readers of files: the ranges of experts in them. See :class:`Reader`.
 
     least_piece: Bytes; no part of a block that threads share is much smaller.
     """
@@ -63,8 +42,6 @@ class FileReader:
     alignment = 1
     """Reads begin and end at multiples of this, in files and in memory."""
 
-    _flags = os.O_RDONLY
-
     def __init__(
         self,
         experts: Mapping[int, Mapping[str, ExpertRefs]],
@@ -74,19 +51,7 @@ class FileReader:
         self.ranges, self.least_piece = ByteRanges(experts), least_piece
         self.layers, self.num_experts = self.ranges.layers, self.ranges.num_experts
         self._pieces: dict[tuple[int, int], Sequence[Piece]] = {}
-        self._fds: list[int] = []
-        # Absolute: the process may change its directory.
-        self.paths = [os.path.abspath(file) for file in self.ranges.files]
-        self.stamps: list[Stamp] = []
-        self._close_files = weakref.finalize(self, _close_all, self._fds)
-        make_room(len(self.ranges.files))
-        try:
-            for file in self.ranges.files:
-                self._fds.append(open_regular(file, self._flags))
-                self.stamps.append(Stamp.of(file))
-        except OSError as cause:
-            self.close()
-            raise self._cannot_open(file, cause) from cause
+        super().__init__(self.ranges.files)
 
     def layout(self, layer: int) -> Layout:
         """See :meth:`Reader.layout`."""
@@ -107,7 +72,7 @@ class FileReader:
             self._read_run(run, [into[i] for i in run.components])
             total += run.nbytes
         for file in {run.file for run in runs}:
-            self._check_file(file)
+            self.check(file)
         checksums = self.ranges.checksums(layer)
         if checksums is not None:
             found = 0
@@ -136,7 +101,7 @@ class FileReader:
     def read_run(self, run: Run, views: Sequence[memoryview]) -> int:
         """Read `run` into consecutive views; return its bytes."""
         self._read_run(run, views)
-        self._check_file(run.file)
+        self.check(run.file)
         return run.nbytes
 
     def read_staged(self, run: Run, buffer: memoryview) -> int:
@@ -150,55 +115,11 @@ class FileReader:
         and the :meth:`ByteRanges.order` of the components."""
         return *self.ranges.table(layer), self.ranges.order(layer)
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """The descriptor of each file, in the order of its :attr:`ranges`."""
-        return self._fds
-
-    def close(self) -> None:
-        """See :meth:`Reader.close`."""
-        self._close_files()
-
     def _announce(self, runs: Sequence[Run]) -> None:
         """Prepare for the reads of `runs`; a subclass may tell the system."""
 
-    def _check_file(self, file: int) -> None:
-        """Raise ExpertFileError unless the path of a file leads to what was opened."""
-        try:
-            if Stamp.of(self.paths[file]) == self.stamps[file]:
-                return
-        except OSError as cause:
-            raise self.changed(file) from cause
-        raise self.changed(file)
-
     def _read_run(self, run: Run, views: Sequence[memoryview]) -> None:
-        done = self._preadv(run, views, run.offset)
-        while done < run.nbytes:
-            done += self._preadv(run, window(views, done, run.nbytes), run.offset + done)
-
-    def _cannot_open(self, file: Path, cause: OSError) -> Exception:
-        return unreadable(file, cause, error=ExpertFileError)
-
-    def _preadv(self, run: Run, views: Sequence[memoryview], offset: int) -> int:
-        """Read at least one byte of file `run.file` at `offset`; errors name file and offset."""
-        try:
-            count = os.preadv(self._fds[run.file], views, offset)
-        except OSError as cause:
-            raise self.failed(run, offset, cause) from cause
-        if not count:
-            raise self.ends_early(run, offset)
-        return count
-
-    def failed(self, run: Run, offset: int, cause: OSError) -> ExpertFileError:
-        """Return the error of a read at `offset`."""
-        return ExpertFileError(
-            f"Reading {self.ranges.files[run.file]} at offset {offset} failed: "
-            f"{cause.strerror or cause}; check the disk and the file."
-        )
-
-    def changed(self, file: int) -> MoefluxError:
-        """Return the error of a file that is not what was opened."""
-        return changed(self.ranges.files[file], error=ExpertFileError)
+        self.fill(run, views)
 
     def wrong(self, layer: int, expert: int) -> ExpertFileError:
         """Return the error of a block that differs from its checksum."""
@@ -206,13 +127,6 @@ class FileReader:
         return ExpertFileError(
             f"{file}: expert {expert} of layer {layer} differs from its checksum; check disk and "
             "memory, then convert the checkpoint again."
-        )
-
-    def ends_early(self, run: Run, offset: int) -> ExpertFileError:
-        """Return the error of a file that ends at `offset`, inside `run`."""
-        return ExpertFileError(
-            f"{self.ranges.files[run.file]} ends early: expected {run.nbytes} bytes at offset "
-            f"{run.offset}, got {max(offset - run.offset, 0)}; download or convert it again."
         )
 
 
@@ -232,11 +146,8 @@ class PreadReader(FileReader):
         least_piece: int = LEAST_PIECE,
     ):
         super().__init__(experts, least_piece=least_piece)
-        self._advises = hasattr(os, "posix_fadvise")
-        if self._advises:
-            for fd in self._fds:
-                # The next expert is rarely a neighbour: do not read ahead beyond a range.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        # The next expert is rarely a neighbour.
+        self._advises = self.advise_random()
 
     def _announce(self, runs: Sequence[Run]) -> None:
         if not self._advises or len(runs) == 1:
@@ -305,7 +216,7 @@ class DirectReader(FileReader):
             if end <= done:
                 raise self.ends_early(run, run.offset - before + end)
             done = end
-        self._check_file(run.file)
+        self.check(run.file)
         return before
 
     def _buffer(self) -> tuple[np.ndarray, memoryview]:
@@ -406,11 +317,6 @@ def cut(
             position += sizes[c]
         pieces.append(Piece(start, stop, tuple(parts)))
     return pieces
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 def _round_up(n: int) -> int:

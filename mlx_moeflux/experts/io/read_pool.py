@@ -1,15 +1,10 @@
 """Read blocks of experts on threads that can be waited for, or stopped, at any moment.
 
-An interrupt (Ctrl-C) is raised in the calling thread between any two instructions, also inside
-the locks of `threading` and `concurrent.futures`, which then stay locked. So this module takes no
-lock in the calling thread: threads and caller share queues, lists and flags whose single operations
-cannot be interrupted.
+The calling thread takes no lock here, for the reason that :mod:`.read_threads` gives.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -20,6 +15,7 @@ from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.byte_ranges import Piece
 from mlx_moeflux.experts.io.file_readers import FileReader
 from mlx_moeflux.experts.io.layout import BlockLayout
+from mlx_moeflux.experts.io.read_threads import Batch, Carried, ReadThreads
 from mlx_moeflux.experts.io.readers import Reader, fetched_bytes
 from mlx_moeflux.kernels.runtime import device
 
@@ -51,10 +47,9 @@ class HostSlots:
         self.addresses = [(device.address_of(view), nbytes) for view, nbytes in self.views]
 
 
-class ReadPool:
-    """A fixed number of threads that work on batches of reads. They end with :meth:`close` or with
-    this object. uploads: Staging buffers, where the host does not write the slots. begin_seconds:
-    How long an urgent batch waits for idle threads to begin."""
+class ReadPool(ReadThreads):
+    """Threads that read blocks. uploads: Staging buffers, where the host does not write the slots.
+    begin_seconds: How long an urgent batch waits for idle threads to begin."""
 
     def __init__(
         self,
@@ -65,17 +60,7 @@ class ReadPool:
         begin_seconds: float = _BEGIN_SECONDS,
     ):
         self._reader, self._uploads, self.begin_seconds = reader, uploads, begin_seconds
-        self._batches: SimpleQueue[Fetch | None] = SimpleQueue()
-        self._busy: list[None] = []  # an entry for each thread that works on a batch
-        shared = self._batches, self._busy, count
-        self._threads = [
-            threading.Thread(target=_work, args=shared, name=f"moeflux-read-{i}", daemon=True)
-            for i in range(count)
-        ]
-        self.count = count
-        self._end = weakref.finalize(self, _end, self._batches, count)
-        for thread in self._threads:
-            thread.start()
+        super().__init__(count)
 
     def fetch(self, layer: int, slots: SlotMemory, blocks: Iterable[tuple[int, int]]) -> Fetch:
         """Return a batch of reads, not begun: for each block its expert and its slot."""
@@ -90,34 +75,6 @@ class ReadPool:
                 for e, slot in blocks
             ]
         return Fetch(self, self._reader, layer, targets, uploads=self._uploads)
-
-    def submit(self, batch: Fetch) -> None:
-        """Let one idle thread begin with `batch`; it wakes the next one."""
-        self._batches.put(batch)
-
-    @property
-    def idle(self) -> int:
-        """Number of threads that have no work."""
-        return self.count - len(self._busy) if self._batches.empty() else 0
-
-    def close(self) -> None:
-        """Wait for the reads and end the threads."""
-        self._end()
-        for thread in self._threads:
-            thread.join()
-
-
-def _work(batches: SimpleQueue[Fetch | None], busy: list[None], count: int) -> None:
-    while (batch := batches.get()) is not None:
-        busy.append(None)
-        batch.run(batches, count)
-        busy.pop()
-        del batch  # or the last batch's bank would live until the next one comes
-
-
-def _end(batches: SimpleQueue[Fetch | None], count: int) -> None:
-    for _ in range(count):
-        batches.put(None)
 
 
 class Target(NamedTuple):
@@ -198,7 +155,7 @@ class Fetch:
             with suppress(Empty):
                 self._all_begun.get(timeout=self._threads.begin_seconds)
 
-    def run(self, waiting: SimpleQueue[Fetch | None], threads: int) -> None:
+    def run(self, waiting: SimpleQueue[Batch | None], threads: int) -> None:
         """Take reads until none is left; each of the pool's threads calls this."""
         for i in self._left:
             if i + 1 < min(threads, len(self._jobs)):
@@ -269,7 +226,7 @@ class Fetch:
                 continue
 
     def _run_one(self, i: int) -> None:
-        with _Carried() as carried:
+        with Carried() as carried:
             self._results[i] = self._read(self._jobs[i])
         if carried.error is not None:
             self._results[i] = carried.error
@@ -320,16 +277,3 @@ class Fetch:
         if uploads is not None:
             uploads.staging().send(list(zip(target.addresses, sizes, strict=True)))
         return nbytes
-
-
-class _Carried:
-    """Catches every exception of its block; another thread raises it."""
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> _Carried:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self.error = error
-        return True

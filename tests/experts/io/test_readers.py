@@ -21,6 +21,7 @@ from mlx_moeflux.errors import (
 )
 from mlx_moeflux.experts.io import file_readers
 from mlx_moeflux.experts.io.byte_ranges import ByteRanges
+from mlx_moeflux.experts.io.open_files import make_room
 from mlx_moeflux.experts.io.readers import READERS, check_methods, check_reader, make_reader
 from tests.experts.helpers import (
     FORMS,
@@ -319,7 +320,7 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 300))
     asked = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    file_readers.make_room(170)
+    make_room(170)
     assert asked == [(300, 300)]
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    file_readers.make_room(170)
+    make_room(170)
