@@ -29,6 +29,7 @@ SELDOM = {
     "delta_mixer": {
         "mask": lambda _: mx.arange(T) < mx.array([[T], [T - 2]]),
         "lengths": lambda _: mx.array([T, T - 2], mx.int32),
+        "gate": lambda _: "sigmoid",
     },
     "gated_delta": {"mask": lambda _: mx.arange(T) < mx.array([[T], [T - 2]])},
     "norm_rope": {

@@ -19,6 +19,8 @@ from mlx_moeflux.errors import UnsupportedError
 from mlx_moeflux.kernels.cpu import blas
 from mlx_moeflux.kernels.delta.gated_delta import CHUNK, L2_EPSILON
 
+_GATES = {"silu": blas.silu, "sigmoid": blas.sigmoid}
+
 # More tokens are faster as a chunk, with states of 32 to 128 squared.
 MOST_SINGLE = 3 * CHUNK // 4
 
@@ -39,6 +41,7 @@ def delta_mixer_blas(
     eps,
     mask=None,
     lengths=None,
+    gate="silu",
     steps=None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Chunks of tokens by matrix products, a few tokens one by one. `steps` plays no part.
@@ -76,7 +79,7 @@ def delta_mixer_blas(
     y, new_state = compute(q, k, v, log_decay, beta, blas.numbers(state))
     y = y * (1.0 / np.sqrt((y * y).mean(axis=-1, keepdims=True) + np.float32(eps)))
     y *= blas.floats(norm_weight)
-    y *= blas.silu(outer).reshape(y.shape)
+    y *= _GATES[gate](outer).reshape(y.shape)
     return mx.array(y.reshape(B, T, Hv * Dv)), mx.array(window), mx.array(new_state)
 
 

@@ -166,7 +166,13 @@ inline void delta_prepare(
 
 // ---- Gated norm: a simdgroup takes a row
 
-template <typename T, int D, int P, typename U, typename V>
+// The activation of an output's gate.
+template <bool Sigmoid>
+inline float gate_of(float z) {
+  return Sigmoid ? sigmoid(z) : silu(z);
+}
+
+template <typename T, int D, int P, bool Sigmoid, typename U, typename V>
 inline void gated_rms_norm(
     const device U* x, const device T* z, const device V* weight, device T* y, float epsilon,
     uint row, uint lane) {
@@ -190,7 +196,7 @@ inline void gated_rms_norm(
 #pragma unroll
     for (int i = 0; i < P; ++i) {
       const float g = float(gate.at[i]);
-      gate.at[i] = T(value[j * P + i] * scale * float(weight[c + i]) * silu(g));
+      gate.at[i] = T(value[j * P + i] * scale * float(weight[c + i]) * gate_of<Sigmoid>(g));
     }
     store_pack(y + first + c, gate);
   }
@@ -242,8 +248,7 @@ inline void load_row(thread float* x, P p, float scale) {
 // qkv, z, a and b are, where they lie in one; else 0.
 template <
     typename T, int Hk, int Hv, int Dk, int Dv, int W, int Row, int Simdgroups, bool Masked,
-    bool Ragged,
-    typename V, typename M, typename A, typename U>
+    bool Ragged, bool Sigmoid, typename V, typename M, typename A, typename U>
 inline void delta_step(
     const device T* qkv, const device T* conv, const device V* weight, const device T* z,
     const device T* a, const device T* b, const device A* a_log, const device A* dt_bias,
@@ -311,7 +316,8 @@ inline void delta_step(
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       const int c = row + r * Step;
-      gate[r] = float(norm[c]) * silu(float(z[at_token * (Row ? Row : Hv * Dv) + h * Dv + c]));
+      const float g = float(z[at_token * (Row ? Row : Hv * Dv) + h * Dv + c]);
+      gate[r] = float(norm[c]) * gate_of<Sigmoid>(g);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     float q_squares = 1e-6f, k_squares = 1e-6f;

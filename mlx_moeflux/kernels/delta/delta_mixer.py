@@ -1,7 +1,7 @@
 """A gated delta net between its projections: convolution, norms, gates, delta rule, gated norm.
 
     q, k, v <- silu(conv(qkv));   q, k normalised;   g, beta <- gates(a, b)
-    y, S <- delta rule(q, k, v, g, beta, S);   y <- rms_norm(y) w silu(z)
+    y, S <- delta rule(q, k, v, g, beta, S);   y <- rms_norm(y) w gate(z)
 
 Shapes:
     qkv: ``[B, T, D]`` with D = 2 Hk Dk + Hv Dv, channels in the order q, k, v.
@@ -11,15 +11,16 @@ Shapes:
     a_log, dt_bias: ``[Hv]``; norm_weight: ``[Dv]``.
     mask: ``[B, T]`` bool or None; a token at False counts as zeros in the convolution and leaves
     the state as it was. lengths: ``[B]`` int32 or None; the new window ends after so many tokens.
+    gate: ``"silu"`` or ``"sigmoid"``.
     returns: y ``[B, T, Hv Dv]``, the new conv state and the new state.
 
 Convolution (causal, depthwise, with carried state):
 
-    y[t, c] = silu(sum_j w[c, j] x[t - (W - 1) + j, c])
+    y[t, c] = silu(sum_j w[c, j] x[t - (W - 1 - j) n, c])
 
 Shapes:
-    x: ``[B, T, D]``; weight: ``[D, W]``; state: ``[B, W - 1, D]``, the last W - 1 inputs before
-    x, oldest first, raw (before SiLU).
+    x: ``[B, T, D]``; weight: ``[D, W]``; state: ``[B, (W - 1) n, D]``, the last inputs before x,
+    oldest first, raw (before SiLU). n: The dilation, 1 in delta nets.
     lengths: ``[B]`` int32 or None; how many of the T tokens are real where rows are padded on
     the right. The new state ends at the last real token.
     returns: y ``[B, T, D]`` and the new state, both in the dtype of x.
@@ -30,7 +31,7 @@ Gates and norms:
 
     q <- q / sqrt(sum q^2 + 1e-6) * Dk^-1/2;   k <- k / sqrt(sum k^2 + 1e-6)
     g  = -exp(A_log) softplus(a + dt_bias);    beta = sigmoid(b)
-    y  = rms_norm(x) w silu(z)
+    y  = rms_norm(x) w gate(z)
 
 The epsilon is added to the sum of squares, as in transformers 5 (`l2norm`), not to the mean.
 
@@ -48,7 +49,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.cpu import blas_delta
 from mlx_moeflux.kernels.delta.gated_delta import (
@@ -71,19 +72,24 @@ class References:
 
 
 def causal_conv_silu(
-    x: mx.array, weight: mx.array, state: mx.array, *, lengths: mx.array | None = None
+    x: mx.array,
+    weight: mx.array,
+    state: mx.array,
+    *,
+    lengths: mx.array | None = None,
+    dilation: int = 1,
 ) -> tuple[mx.array, mx.array]:
     """The module's formula as W shifted multiply-adds."""
-    T, W = x.shape[1], weight.shape[1]
-    window = mx.concatenate([state.astype(x.dtype), x], axis=1)  # [B, W - 1 + T, D]
-    taps = weight.astype(mx.float32)
-    terms = (window[:, j : j + T].astype(mx.float32) * taps[:, j] for j in range(W))
+    T, held = x.shape[1], state.shape[1]
+    window = mx.concatenate([state.astype(x.dtype), x], axis=1)  # [B, held + T, D]
+    starts, taps = range(0, held + 1, dilation), weight.astype(mx.float32)
+    terms = (window[:, i : i + T].astype(mx.float32) * taps[:, j] for j, i in enumerate(starts))
     total = functools.reduce(operator.add, terms)
     y = (total * mx.sigmoid(total)).astype(x.dtype)
     if lengths is None:
         # A copy: a slice would keep the whole window's buffer alive.
         return y, mx.contiguous(window[:, T:])
-    ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(W - 1)[None]  # [B, W - 1]
+    ends = mx.clip(lengths, 0, T)[:, None] + mx.arange(held)[None]  # [B, held]
     return y, mx.take_along_axis(window, ends[..., None], axis=1)
 
 
@@ -96,11 +102,16 @@ def decay_beta(
     return log_decay, mx.sigmoid(b.astype(mx.float32))
 
 
-def gated_rms_norm(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) -> mx.array:
-    """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) * weight * silu(z)`` in z's dtype."""
-    f, gate = x.astype(mx.float32), z.astype(mx.float32)
+GATES = {"silu": nn.silu, "sigmoid": mx.sigmoid}
+
+
+def gated_rms_norm(
+    x: mx.array, z: mx.array, weight: mx.array, *, eps: float, gate: str = "silu"
+) -> mx.array:
+    """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) * weight * gate(z)`` in z's dtype."""
+    f, factor = x.astype(mx.float32), GATES[gate](z.astype(mx.float32))
     normed = f * mx.rsqrt((f * f).mean(axis=-1, keepdims=True) + eps)
-    return (normed * weight.astype(mx.float32) * nn.silu(gate)).astype(z.dtype)
+    return (normed * weight.astype(mx.float32) * factor).astype(z.dtype)
 
 
 def split_rows(rows: mx.array, Hv: int, Dv: int) -> list[mx.array]:
@@ -124,6 +135,7 @@ def delta_mixer(
     eps: float,
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
+    gate: str = "silu",
     steps: Any = References,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The module's formulas in plain MLX; `steps` computes the delta rule."""
@@ -149,7 +161,7 @@ def delta_mixer(
         state=state,
         mask=mask,
     )
-    y = gated_rms_norm(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps)
+    y = gated_rms_norm(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps, gate=gate)
     return y.reshape(B, T, Hv * Dv), new_conv, new_state
 
 
@@ -170,7 +182,7 @@ STEP = MetalKernel(
     body="""
         threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
         threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, 0, Simdgroups, Masked, Ragged>(
+        delta_step<T, Hk, Hv, Dk, Dv, W, 0, Simdgroups, Masked, Ragged, Sigmoid>(
             qkv, conv, weight, z, a, b, a_log, dt_bias, state, norm, mask, lengths, y, new_conv,
             new_state, as_type<float>(Epsilon), qkv_shape[1], token, scratch,
             threadgroup_position_in_grid.x, thread_index_in_threadgroup);
@@ -186,7 +198,7 @@ STEP_OF_ROWS = MetalKernel(
     body="""
         threadgroup float token[(2 * Dk + Dv) / 32 * 33 + 2];
         threadgroup float scratch[Simdgroups];
-        delta_step<T, Hk, Hv, Dk, Dv, W, Row, Simdgroups, false, false>(
+        delta_step<T, Hk, Hv, Dk, Dv, W, Row, Simdgroups, false, false, Sigmoid>(
             row, conv, weight, row + 2 * Hk * Dk + Hv * Dv, row + 2 * Hk * Dk + 2 * Hv * Dv,
             row + 2 * Hk * Dk + 2 * Hv * Dv + Hv, a_log, dt_bias, state, norm, row, nullptr, y,
             new_conv, new_state, as_type<float>(Epsilon), row_shape[1], token, scratch,
@@ -210,6 +222,7 @@ def delta_step(
     eps: float,
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
+    gate: str = "silu",
     threads: int | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The whole mixer in one launch, token by token: for decode.
@@ -222,6 +235,7 @@ def delta_step(
         (z.shape, state.shape, norm_weight.shape),
         (z.dtype, state.dtype),
         eps,
+        gate,
         threads,
         launcher.backend().name,
     )
@@ -253,6 +267,7 @@ def delta_step_of_rows(
     dt_bias: mx.array,
     norm_weight: mx.array,
     eps: float,
+    gate: str = "silu",
 ) -> tuple[mx.array, mx.array, mx.array]:
     """:func:`delta_step` of rows ``[B, T, 2 Hk Dk + 2 Hv Dv + 2 Hv]`` that hold qkv, z, a and b."""
     B, T, width = row.shape
@@ -269,6 +284,7 @@ def delta_step_of_rows(
         ((B, T, Hv * Dv), state.shape, norm_weight.shape),
         (dtype, state.dtype),
         eps,
+        gate,
         None,
         launcher.backend().name,
     )
@@ -303,7 +319,7 @@ def signature_of(qkv, a, b, weight, conv, a_log, dt_bias, mask, lengths):
 
 
 @functools.lru_cache(maxsize=1024)
-def _step_launch(signature, shapes, dtypes, eps, threads, backend) -> dict[str, Any]:
+def _step_launch(signature, shapes, dtypes, eps, gate, threads, backend) -> dict[str, Any]:
     (B, T, D), W, dtype = signature[0][0], signature[0][3][-1], signature[1][0]
     if len(shapes[1]) != 4:
         raise ShapeError(f"delta mixer: state is {list(shapes[1])}, expected four axes.")
@@ -321,6 +337,7 @@ def _step_launch(signature, shapes, dtypes, eps, threads, backend) -> dict[str, 
     return {
         "template": {
             **template_of(s, signature),
+            "Sigmoid": is_sigmoid(gate),
             "Simdgroups": simdgroups,
             "Epsilon": float_bits(eps),
         },
@@ -412,7 +429,7 @@ _GATED_NORM = MetalKernel(
     inputs=("x", "z", "weight"),
     outputs=("y",),
     body="""
-        gated_rms_norm<T, D, P>(
+        gated_rms_norm<T, D, P, Sigmoid>(
             x, z, weight, y, as_type<float>(Epsilon), thread_position_in_grid.y,
             thread_index_in_simdgroup);
     """,
@@ -461,8 +478,21 @@ def delta_prepare(
     )
 
 
-def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: float) -> mx.array:
-    """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) weight silu(z)`` in z's dtype.
+def is_sigmoid(gate: str) -> bool:
+    """Return True for ``"sigmoid"``, False for ``"silu"``.
+
+    Raises:
+        UnsupportedError: It is neither.
+    """
+    if gate not in GATES:
+        raise UnsupportedError(f"delta mixer: the gate is {gate!r}; there are {', '.join(GATES)}.")
+    return gate == "sigmoid"
+
+
+def gated_rms_norm_fused(
+    x: mx.array, z: mx.array, weight: mx.array, *, eps: float, gate: str = "silu"
+) -> mx.array:
+    """x, z ``[..., Dv]``, weight ``[Dv]`` -> ``rms_norm(x) weight gate(z)`` in z's dtype.
 
     Raises:
         ShapeError: Shapes differ, Dv is no multiple of 32, or a dtype is no float of 16 or 32 bits.
@@ -481,7 +511,13 @@ def gated_rms_norm_fused(x: mx.array, z: mx.array, weight: mx.array, *, eps: flo
         x,
         z,
         weight,
-        template={"T": z.dtype, "D": D, "P": _pack(D), "Epsilon": float_bits(eps)},
+        template={
+            "T": z.dtype,
+            "D": D,
+            "P": _pack(D),
+            "Sigmoid": is_sigmoid(gate),
+            "Epsilon": float_bits(eps),
+        },
         grid=(32, rows, 1),
         threadgroup=(32, together, 1),
         output_shapes=[z.shape],
@@ -504,6 +540,7 @@ def delta_mixer_fused(
     eps,
     mask=None,
     lengths=None,
+    gate: str = "silu",
     steps: Any = None,
 ):
     """One launch for up to ``STEP_UP_TO`` tokens; else prepare, delta rule as the table of
@@ -523,21 +560,22 @@ def delta_mixer_fused(
         "lengths": lengths,
     }
     T, (Hv, Dv, Dk) = qkv.shape[1], state.shape[1:]
+    end = {"norm_weight": norm_weight, "eps": eps, "gate": gate}
     if z is None:
         if T <= STEP_UP_TO and mask is None and lengths is None:
             del around["mask"], around["lengths"]
-            return delta_step_of_rows(qkv, state=state, norm_weight=norm_weight, eps=eps, **around)
+            return delta_step_of_rows(qkv, state=state, **end, **around)
         qkv, z, a, b = split_rows(qkv, Hv, Dv)
     B, T, D = qkv.shape
     if T <= STEP_UP_TO:
-        return delta_step(qkv, z, a, b, state=state, norm_weight=norm_weight, eps=eps, **around)
+        return delta_step(qkv, z, a, b, state=state, **end, **around)
     q, k, v, log_decay, beta, new_conv = delta_prepare(
         qkv, a, b, key_heads=(D - Hv * Dv) // (2 * Dk), key_dim=Dk, **around
     )
     name = dispatch.pick(dispatch.rows("gated_delta", launcher.backend().name), T)
     delta = gated_delta_chunkwise_fused if name == "chunkwise" else gated_delta_recurrent_fused
     y, new_state = delta(q, k, v, log_decay=log_decay, beta=beta, state=state)
-    y = gated_rms_norm_fused(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps)
+    y = gated_rms_norm_fused(y, z.reshape(B, T, Hv, Dv), norm_weight, eps=eps, gate=gate)
     return y.reshape(B, T, Hv * Dv), new_conv, new_state
 
 

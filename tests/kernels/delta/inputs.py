@@ -78,9 +78,10 @@ def mixer_inputs(
     dtype: mx.Dtype = mx.float32,
     masked: bool = False,
     ragged: bool = False,
+    gate: str | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Keywords of a delta mixer."""
+    """Keywords of a delta mixer. gate: None: not given."""
     rng = np.random.default_rng(seed)
     D = 2 * Hk * Dk + Hv * Dv
     shapes = {
@@ -97,6 +98,8 @@ def mixer_inputs(
     for name, shape in (("state", (B, Hv, Dv, Dk)), ("a_log", (Hv,)), ("dt_bias", (Hv,))):
         inputs[name] = mx.array(rng.normal(size=shape), mx.float32)
     inputs["eps"] = 1e-6
+    if gate is not None:
+        inputs["gate"] = gate
     if masked:
         inputs["mask"] = mx.array(rng.random((B, T)) < 0.7)
     if ragged:
@@ -132,14 +135,15 @@ def mixer(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     parts = prepared(inputs)
     y, state = rule({**parts, "state": inputs["state"]})
     z = float64(inputs["z"])
-    y = gated_norm(y, z.reshape(y.shape), inputs["norm_weight"], inputs["eps"])
+    gate = inputs.get("gate", "silu")
+    y = gated_norm(y, z.reshape(y.shape), inputs["norm_weight"], inputs["eps"], gate)
     return y.reshape(z.shape), parts["conv"], state
 
 
-def gated_norm(x: Any, z: Any, weight: mx.array, eps: float) -> np.ndarray:
+def gated_norm(x: Any, z: Any, weight: mx.array, eps: float, gate: str = "silu") -> np.ndarray:
     x, z = float64(x), float64(z)
     scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
-    return x * scale * float64(weight) * _silu(z)
+    return x * scale * float64(weight) * (_silu(z) if gate == "silu" else _sigmoid(z))
 
 
 def _unit(x: np.ndarray) -> np.ndarray:

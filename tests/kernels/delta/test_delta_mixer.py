@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_moeflux.errors import ShapeError
+from mlx_moeflux.errors import ShapeError, UnsupportedError
 from mlx_moeflux.kernels.delta import delta_mixer
 from tests.kernels.delta.inputs import gated_norm, mixer, mixer_inputs, prepared
 from tests.kernels.harness import DTYPES, Case, emulated, error, float64, one_rounding
@@ -123,15 +123,17 @@ def norm_limit(inputs):
 
 
 NORM = norm_inputs((1, 3, 2), 192, mx.float32)
+SIGMOID = norm_inputs((2, 3), 64, mx.float32) | {"gate": "sigmoid"}
 CASES = {
     "delta_step": [
         *step_cases("masked", mixer_inputs(1, 3, 1, 2, 32, 32, 4, masked=True)),
         *step_cases("two tokens", mixer_inputs(2, 2, 1, 3, 64, 32, 4, masked=True, ragged=True)),
         *step_cases("one token", mixer_inputs(1, 1, 2, 4, 32, 64, 3), threads=256),
+        *step_cases("a gate of sigmoid", mixer_inputs(1, 2, 1, 1, 32, 32, 2, gate="sigmoid")),
     ],
     "delta_step_of_rows": [
         *rows_cases("one token", mixer_inputs(2, 1, 2, 4, 32, 64, 3)),
-        *rows_cases("three tokens", mixer_inputs(2, 3, 1, 2, 64, 32, 4)),
+        *rows_cases("three tokens", mixer_inputs(2, 3, 1, 2, 64, 32, 4, gate="sigmoid")),
     ],
     "delta_prepare": [
         *prepare_cases("masked", mixer_inputs(2, 11, 1, 2, 64, 32, 4, masked=True, ragged=True)),
@@ -145,7 +147,13 @@ CASES = {
             lambda: [delta_mixer.gated_rms_norm_fused(**NORM)],
             lambda: [gated_norm(**NORM)],
             norm_limit(NORM),
-        )
+        ),
+        Case(
+            "a gate of sigmoid",
+            lambda: [delta_mixer.gated_rms_norm_fused(**SIGMOID)],
+            lambda: [gated_norm(**SIGMOID)],
+            norm_limit(SIGMOID),
+        ),
     ],
 }
 
@@ -199,7 +207,8 @@ def test_step_of_any_width(Dv):
 )
 @pytest.mark.parametrize("T", [1, 8, 9, 40])
 def test_mixer(dtype, T):
-    inputs = mixer_inputs(2, T, 1, 2, 32, 64, 4, dtype=dtype, masked=T == 9, ragged=T == 8, seed=T)
+    options = {"masked": T == 9, "ragged": T == 8, "gate": "sigmoid" if T in (8, 40) else None}
+    inputs = mixer_inputs(2, T, 1, 2, 32, 64, 4, dtype=dtype, **options, seed=T)
     check(delta_mixer.delta_mixer_fused(**inputs), inputs)
 
 
@@ -245,6 +254,13 @@ def test_gated_norm(dtype, rows):
     actual = delta_mixer.gated_rms_norm_fused(**inputs)
     assert actual.dtype == dtype
     assert error(actual, gated_norm(**inputs)) <= norm_limit(inputs)
+
+
+@pytest.mark.parametrize("T", [1, 12])
+def test_another_gate_is_refused_by_kernels(T):
+    inputs = mixer_inputs(1, T, 1, 1, 32, 32, 2, gate="tanh")
+    with emulated(), pytest.raises(UnsupportedError, match="'tanh'"):
+        delta_mixer.delta_mixer_fused(**inputs)
 
 
 @pytest.mark.usefixtures("device")
