@@ -127,4 +127,9 @@ class EntryKind:
 ATTENTION = EntryKind("attention", (Field("keys", grows=True), Field("values", grows=True)), 256)
 # Keys are the latents, values the rotary keys, which all heads share.
 LATENT = EntryKind("latent", ATTENTION.fields, ATTENTION.step)
+INDEXED = EntryKind("indexed", (*ATTENTION.fields, Field("index_keys", grows=True)), ATTENTION.step)
 RECURRENT = EntryKind("recurrent", (Field("conv"), Field("delta", dtype="F32")))
+# The inputs of a second convolution, and the last tokens.
+NGRAMS = EntryKind(
+    "recurrent, n-grams", (*RECURRENT.fields, Field("ngram_conv"), Field("tokens", dtype="I32"))
+)

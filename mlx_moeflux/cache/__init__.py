@@ -8,20 +8,24 @@ entries, with snapshots, checkpoints and files.
 
 from mlx_moeflux.cache.base import BaseCache, Mark, check_positions, transaction
 from mlx_moeflux.cache.delta import RecurrentCache
-from mlx_moeflux.cache.kv import AttentionCache, KVCache, LatentCache
+from mlx_moeflux.cache.kv import AttentionCache, IndexedCache, KVCache, LatentCache
+from mlx_moeflux.cache.ngrams import NgramCache
 from mlx_moeflux.cache.state.sequence import SequenceState, Snapshot
 from mlx_moeflux.cache.state.spec import StateSpec
 
-ENTRIES = {entry.declared.name: entry for entry in (AttentionCache, LatentCache, RecurrentCache)}
+_CLASSES = (AttentionCache, LatentCache, IndexedCache, RecurrentCache, NgramCache)
+ENTRIES = {entry.declared.name: entry for entry in _CLASSES}
 """Class of the entries of each declared kind."""
 
 __all__ = [
     "ENTRIES",
     "AttentionCache",
     "BaseCache",
+    "IndexedCache",
     "KVCache",
     "LatentCache",
     "Mark",
+    "NgramCache",
     "RecurrentCache",
     "SequenceState",
     "Snapshot",

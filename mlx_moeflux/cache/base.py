@@ -128,6 +128,11 @@ class BaseCache:
         return mx.array([self.columns - a for a in first], dtype=mx.int32)
 
     @property
+    def first_column(self) -> int:
+        """Return the first column that is not padding of all sequences."""
+        return min(self._padding or [0])
+
+    @property
     def left_padding(self) -> mx.array | None:
         """Return the padding columns before each first token, int32 [B], or None if all are 0."""
         if not self._padding or not any(self._padding):

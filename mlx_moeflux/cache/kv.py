@@ -16,13 +16,21 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_moeflux.cache.base import BaseCache, Mark, as_ints
 from mlx_moeflux.errors import CacheError, UnsupportedError
-from mlx_moeflux.state_arrays import ATTENTION, LATENT, ROW_AXIS, WORD, group_words, quantized_kind
+from mlx_moeflux.state_arrays import (
+    ATTENTION,
+    INDEXED,
+    LATENT,
+    ROW_AXIS,
+    WORD,
+    group_words,
+    quantized_kind,
+)
 
 # Divides the rows by which buffers grow; a multiple of the keys that kernels take in one pass.
 TAIL_ROWS = 64
@@ -162,7 +170,7 @@ class AttentionCache(BaseCache):
         """Append T columns; return the arguments of an attention operation: whole buffers, the
         number of rows in use and the first row of each sequence."""
         self._write(*rows)
-        keys, values = self.buffers()
+        keys, values, *_ = self.buffers()
         start = self.left_padding if self._padding else None
         return {"k": keys, "v": values, "length": self.columns, "start": start}
 
@@ -397,6 +405,139 @@ class LatentCache(AttentionCache):
     rotary keys [B, 1, capacity, Dr] that all heads share."""
 
     declared, kind = LATENT, LATENT.name
+
+
+class BlockMaker(Protocol):
+    """What a cache needs of an indexer. ratio: Tokens of a block."""
+
+    ratio: int
+
+    def plain_until(self, first: int) -> int:
+        """Return the column from which on tokens may see less than everything, for sequences that
+        begin at column `first` or later."""
+        ...
+
+    def pooled(self, keys: mx.array, first: Any) -> mx.array:
+        """Return the keys of blocks, the first of which has the number `first`, an int or int32
+        ``[B]``, of index keys ``[B, 1, n ratio, Di]``."""
+        ...
+
+
+class IndexedStep(NamedTuple):
+    """What one more token of attention with an indexer reads.
+
+    buffers: Keys and values; their rows from `start` on are in `tail`. tail: Keys, values and
+    index keys, the token's included. blocks: Keys of the blocks before `start`
+    [B, 1, capacity, Di]. column, start: Of the token and the tail, int32 [1]. padding: int32 [B],
+    or None.
+    """
+
+    buffers: tuple[mx.array, ...]
+    tail: tuple[mx.array, ...]
+    blocks: mx.array
+    column: mx.array
+    start: mx.array
+    padding: mx.array | None
+
+
+class IndexedCache(AttentionCache):
+    """Cache of attention with an indexer: ``index_keys`` [B, 1, capacity, Di] beside keys and
+    values, as projected.
+
+    What :meth:`blocks` makes of them is kept and never saved: it can be made again.
+    """
+
+    declared, kind = INDEXED, INDEXED.name
+    indexer: BlockMaker | None = None
+    """That of the layer, which sets it."""
+    _blocks: mx.array | None = None
+    _pooled = 0
+    """Column up to which ``_blocks`` has the complete blocks of every sequence."""
+
+    @property
+    def index_keys(self) -> mx.array | None:
+        """Return the buffer of index keys, the tail's rows included."""
+        return self.arrays[2]
+
+    def blocks(self, indexer: BlockMaker) -> mx.array:
+        """Return the keys of blocks, [B, 1, N, D], with N as in the sequence that has most; a
+        shorter one's last blocks mean nothing. Those that were complete in every sequence are
+        kept."""
+        self.flush()
+        blocks, N = self._made(indexer, self.columns)
+        return blocks[:, :, :N]
+
+    def _made(self, indexer: BlockMaker, columns: int) -> tuple[mx.array, int]:
+        """Return a buffer with the blocks of the first so many columns, and their number."""
+        padding, ratio = self._padding or [0], indexer.ratio
+        done = min(max(min(self._pooled, columns) - first, 0) // ratio for first in padding)
+        N = max(max(columns - first, 0) // ratio for first in padding)
+        blocks, self._pooled = self._blocks, max(columns, self._pooled)
+        keys, first, stop = self._buffers[2], done * ratio, N * ratio
+        if blocks is None or blocks.shape[ROW_AXIS] < N:
+            rows = -(-max(N, 1) // TAIL_ROWS) * TAIL_ROWS
+            blocks = _resized(blocks, self.unpacked(keys[:, :, :1]), rows, done)
+        if done < N:
+            if not any(padding):
+                keys = keys[:, :, first:stop]
+            else:
+                column = mx.arange(first, stop) + mx.array(padding)[:, None]
+                column = mx.minimum(column, columns - 1)[:, None, :, None]
+                keys = mx.take_along_axis(keys, column, axis=ROW_AXIS)
+            blocks = _written(blocks, indexer.pooled(self.unpacked(keys), done), done)
+        self._blocks = blocks
+        return blocks, N
+
+    # One token: blocks begin with the tail.
+
+    @property
+    def takes_steps(self) -> bool:
+        """Return True if a block begins where a tail does, in every sequence."""
+        if self.indexer is None or self.packs:
+            return False
+        ratio = self.indexer.ratio
+        return TAIL_ROWS % ratio == 0 and not any(first % ratio for first in self._padding or ())
+
+    def begin_step(self) -> tuple[Any, ...]:
+        """Return what :meth:`AttentionCache.begin_step` does, and the blocks before the tail; None
+        if every token is seen."""
+        arrays, indexer = super().begin_step(), self.indexer
+        if indexer is None or self.columns < indexer.plain_until(self.first_column):
+            return *arrays, None
+        return *arrays, self._made(indexer, tail_start(self.columns))[0]
+
+    def last_step(self, indexer: BlockMaker) -> IndexedStep | None:
+        """Return what the token that was appended last needs; None if it sees every token, or
+        cannot be a step."""
+        column = self.columns - 1
+        if column < indexer.plain_until(self.first_column) or not self.takes_steps:
+            return None
+        start, buffers = tail_start(column), self.buffers()
+        tail = tuple(buffer[:, :, start : start + TAIL_ROWS] for buffer in buffers)
+        blocks, _ = self._made(indexer, start)
+        at, begin = (mx.array([n], dtype=mx.int32) for n in (column, start))
+        return IndexedStep(tuple(buffers[:2]), tail, blocks, at, begin, self.left_padding)
+
+    def _truncate(self, columns: int) -> None:
+        super()._truncate(columns)
+        # Other tokens may follow: blocks behind the end are made again.
+        self._pooled = min(self._pooled, columns)
+
+    def _rearranged(self) -> None:
+        super()._rearranged()
+        self._blocks, self._pooled = None, 0
+
+    def _join(self, parts: list[AttentionCache]) -> None:
+        super()._join(parts)
+        self.indexer = next(
+            (part.indexer for part in parts if isinstance(part, IndexedCache)), None
+        )
+
+    def extract(self, i: int) -> IndexedCache:
+        """See :meth:`AttentionCache.extract`."""
+        single: Any = super().extract(i)
+        single.indexer = self.indexer
+        return single
 
 
 def _written(buffer: mx.array, rows: mx.array, start: int) -> mx.array:

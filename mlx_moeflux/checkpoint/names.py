@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, cast
 
 from mlx_moeflux.checkpoint.formats.decoded import PickedRef
+from mlx_moeflux.checkpoint.tables import Shard, Tables
 from mlx_moeflux.checkpoint.tensors import ExpertRefs, StackedRefs, TensorRef
 from mlx_moeflux.errors import CheckpointError
 
@@ -86,7 +87,8 @@ class NameRules:
     expressions of whole names in the checkpoint, of tensors that inference does not need. layers:
     Number of the model's layers, if layers of multi-token prediction, which are dropped too, follow
     them: at least `predictions` of them, as config.json says, and each that has such a layer's
-    parts.
+    parts. tables: Regular expressions of tensors that belong to a table of a layer, see
+    :class:`~mlx_moeflux.checkpoint.tables.Tables`.
     """
 
     prefixes: tuple[tuple[str, str], ...] = ()
@@ -95,6 +97,7 @@ class NameRules:
     experts: tuple[Experts, ...] = ()
     layers: int | None = None
     predictions: int = 0
+    tables: tuple[str, ...] = ()
 
     def canonical(self, name: str) -> str:
         """Return the model's name of a checkpoint's tensor."""
@@ -126,12 +129,14 @@ class MappedTensors:
 
     trunk: parameter name -> tensor. experts: MoE layer id -> component name -> one
     :class:`TensorRef` per expert, components in block order. absent: name -> shard, of tensors that
-    an index names and no file has, without those that are dropped.
+    an index names and no file has, without those that are dropped. tables: layer -> shards of its
+    table in order, one if it is whole; they are no parameters.
     """
 
     trunk: dict[str, TensorRef] = field(default_factory=dict)
     experts: dict[int, dict[str, ExpertRefs]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    tables: dict[int, list[Shard]] = field(default_factory=dict)
 
 
 _Single = dict[tuple[int, str], dict[int, TensorRef]]
@@ -142,9 +147,10 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     """Apply `rules` to every tensor; nothing is read.
 
     Raises:
-        CheckpointError: Two tensors claim one name, or an expert is missing from a layer.
+        CheckpointError: Two tensors claim one name, an expert is missing from a layer, or the
+            shards of a table do not make one.
     """
-    mapped = MappedTensors()
+    mapped, tables = MappedTensors(), Tables(rules.tables)
     single: _Single = {}
     names = {name: rules.canonical(name) for name in tensors}
     predicted = rules.prediction_layers(names.values())
@@ -152,6 +158,8 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
         canonical = names[name]
         layer = _LAYER.fullmatch(canonical) if predicted else None
         if rules.is_dropped(name) or (layer is not None and int(layer[1]) in predicted):
+            continue
+        if tables.take(canonical, ref):
             continue
         if not _take_expert(canonical, ref, rules, mapped, single):
             if canonical in mapped.trunk:
@@ -163,6 +171,7 @@ def map_tensors(tensors: Mapping[str, TensorRef], rules: NameRules) -> MappedTen
     for (layer, component), by_expert in single.items():
         _put(mapped, layer, component, _as_sequence(layer, component, by_expert))
     mapped.experts = in_block_order(mapped.experts)
+    mapped.tables = tables.ordered()
     return mapped
 
 

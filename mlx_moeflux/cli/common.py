@@ -212,6 +212,8 @@ def stats_table(experts: Any, model: Any, *, details: bool = False) -> str:
     lines = [table.full() if details else table.brief()]
     if ahead := table.read_ahead():
         lines.append(ahead)
+    if (rows := model.row_stats()) is not None:
+        lines.append(f"n-gram rows: {rows}")
     if details:
         kernels = ", ".join(f"{op}={name}" for op, name in model.kernels.names().items())
         lines.append(f"kernels: {kernels}")

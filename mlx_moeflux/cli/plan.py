@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--machines", metavar="SIZE,...", help="memory of several, such as 16GB,32GB")
     add("--link", metavar="SPEED", help="between --machines, such as 2.5GB/s")
     add("--link-latency", type=float, default=0.1, help="ms a message, default %(default)s")
-    add_load_arguments(parser, "expert_memory")
+    add_load_arguments(parser, "expert_memory", "row_memory")
     add("--context", type=int, default=8192, help="positions, default %(default)s")
     add("--bits", type=int, help="as if converted to so many bits")
     add("--ssd-gbps", type=float, default=SSD_GBPS, help="default %(default)s GB/s")
@@ -60,6 +60,7 @@ def _machine(args: argparse.Namespace, sizes: Sizes) -> ModelPlan:
         sizes,
         memory=args.memory or _measured(),
         expert_memory=args.expert_memory,
+        row_memory=args.row_memory,
         ssd_gbps=args.ssd_gbps,
         memory_gbps=args.memory_gbps,
     )

@@ -22,7 +22,7 @@ from mlx_moeflux.checkpoint.names import (
     PROJECTIONS,
     MappedTensors,
 )
-from mlx_moeflux.checkpoint.quantization import Quantization, QuantSpec
+from mlx_moeflux.checkpoint.quantization import GROUP_SIZES, Quantization, QuantSpec
 from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef, mlx_dtype
 from mlx_moeflux.checkpoint.writer import Tensor
@@ -144,6 +144,15 @@ def _nbytes(recipes: Iterable[Recipe]) -> int:
     return sum(tensor.nbytes for recipe in recipes for tensor in recipe.outputs().values())
 
 
+def table_spec(spec: QuantSpec | None, width: int) -> QuantSpec | None:
+    """Return how rows of `width` numbers are quantised where matrices are as `spec`: with the
+    largest groups that divide a row, at most the matrices'. None: They stay floats."""
+    if spec is None or not spec.is_affine:
+        return None
+    sizes = [size for size in GROUP_SIZES if size <= spec.group_size and width % size == 0]
+    return QuantSpec(spec.bits, max(sizes)) if sizes else None
+
+
 Held = Callable[[Sequence[int], int], dict[int, tuple[int, ...]]]
 LAYOUTS = ("packed", "safetensors")
 
@@ -179,7 +188,8 @@ class Conversion:
         whole = kind(self.config)
         check_experts(whole, self.mapped, directory=checkpoint.directory)
         match_trunk(whole, self.mapped, Quantization(), directory=checkpoint.directory)
-        self.trunk = self._trunk_recipes()
+        self.kind.check_tables(self.mapped.tables, self.config, checkpoint.config_file)
+        self.trunk = self._trunk_recipes() | self._table_recipes()
         self.experts = {
             layer: {p: self.expert_recipe(layer, p, 0) for p in PROJECTIONS}
             for layer in self.mapped.experts
@@ -259,7 +269,7 @@ class Conversion:
         trunk = dict(self.mapped.trunk)
         if self.config.tie_word_embeddings:
             trunk = {n: r for n, r in trunk.items() if not n.startswith("lm_head.")}
-        transforms = self.kind.transforms(trunk)
+        transforms = self.kind.conversions(trunk)
         model = self.kind(self.config)
         model.fit_names(trunk)
         modules = dict(model.named_modules())
@@ -281,6 +291,21 @@ class Conversion:
                 dtype = "F32"
             transform = transforms.get(name)
             recipes[name] = Recipe(source, spec, target, dtype, transform, global_scale=whole)
+        return recipes
+
+    def _table_recipes(self) -> dict[str, Recipe]:
+        """Name of the weight of each shard of a table -> recipe."""
+        recipes = {}
+        for layer, shards in self.mapped.tables.items():
+            path, width = self.config.table_path(layer), self.config.ngram_width
+            for i, shard in enumerate(shards):
+                source = tuple(shard[part] for part in PARTS if part in shard)
+                spec, target = None, table_spec(self.spec, width)
+                if len(source) > 1:
+                    spec = infer_spec(source[0], source[1], width)
+                    target = self._requantised(source[0], spec)
+                recipe = Recipe(source, spec, target, self._code(source))
+                recipes[f"{path}.shards.{i}.weight"] = recipe
         return recipes
 
     def _target(

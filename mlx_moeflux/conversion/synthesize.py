@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mlx.utils import tree_flatten
@@ -21,6 +22,7 @@ from mlx_moeflux.checkpoint.names import BIAS, PROJECTIONS
 from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.checkpoint.tensors import ITEMSIZE
 from mlx_moeflux.checkpoint.writer import SafetensorsWriter, Tensor, write_json
+from mlx_moeflux.conversion.plan import table_spec
 from mlx_moeflux.errors import InputError
 from mlx_moeflux.models import model_class
 from mlx_moeflux.models.decoder import DecoderModel
@@ -135,13 +137,15 @@ def synthesize(
 
 @dataclass(frozen=True)
 class RandomWeight:
-    """One tensor: `part` of a weight stored as `spec` (None: float), `width` elements a row."""
+    """One tensor: `part` of a weight stored as `spec` (None: float), `width` elements a row. mean:
+    Of a norm's numbers."""
 
     name: str
     part: str
     tensor: Tensor
     spec: QuantSpec | None
     width: int
+    mean: float | None = None
 
     @property
     def bits(self) -> int | None:
@@ -174,8 +178,8 @@ class RandomWeight:
                 values = np.full(count, -scale * levels / 2 + (skew if embeds else 0.0))
             else:
                 values = scale * (1 + 0.05 * random.standard_normal(count))
-        elif self.name.endswith("norm.weight"):
-            values = 1 + 0.1 * random.standard_normal(count)
+        elif self.mean is not None:
+            values = self.mean + 0.1 * random.standard_normal(count)
         elif self.name.endswith("A_log"):
             values = np.log(random.uniform(1, 16, count))
         elif self.name.endswith("dt_bias"):
@@ -195,11 +199,15 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
         quantised = base != name and hasattr(modules[base], "to_quantized")
         if not quantised or shape[-1] % spec.group_size:
             dtype = "F32" if name.endswith("A_log") else "BF16"
-            yield RandomWeight(name, "weight", Tensor(dtype, shape), None, shape[-1])
+            mean = 1.0 if name.endswith("norm.weight") else None
+            mean = 0.0 if name.endswith(model.ZERO_CENTRED) else mean
+            yield RandomWeight(name, "weight", Tensor(dtype, shape), None, shape[-1], mean)
             continue
         routes = base.endswith(("mlp.gate", "shared_expert_gate"))
         one = QuantSpec(ROUTER_BITS, spec.group_size) if routes else spec
         yield from _quantised(base, one, (), *shape)
+    for layer, (rows, width) in model.table_shapes(config).items():
+        yield from _table(config, layer, rows, width, spec)
     E, C, F = config.num_experts, config.hidden_size, config.moe_intermediate_size
     mode = config.EXPERTS_MODE
     stored = spec if mode is None else QuantSpec.of_mode(mode)
@@ -211,6 +219,20 @@ def random_weights(model: DecoderModel, spec: QuantSpec) -> Iterator[RandomWeigh
             if config.EXPERTS_BIAS:
                 name = f"{base}.{BIAS}"
                 yield RandomWeight(name, BIAS, Tensor("BF16", (E, rows)), None, width)
+
+
+def _table(
+    config: Any, layer: int, rows: int, width: int, spec: QuantSpec
+) -> Iterator[RandomWeight]:
+    """The shards of a layer's table."""
+    one, each = table_spec(spec, width), -(-rows // config.split_ngram_parts)
+    for i, start in enumerate(range(0, rows, each)):
+        path, held = f"{config.table_path(layer)}.shards.{i}", min(each, rows - start)
+        if one is None:
+            tensor = Tensor("BF16", (held, width))
+            yield RandomWeight(f"{path}.weight", "weight", tensor, None, width)
+        else:
+            yield from _quantised(path, one, (), held, width)
 
 
 def _quantised(

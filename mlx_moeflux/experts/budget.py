@@ -29,34 +29,49 @@ _UNITS_BY_LOWER = {name.lower(): factor for name, factor in _UNITS.items()}
 _AMOUNT = re.compile(r"(?P<number>\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*(?P<unit>%|[A-Za-z]*)")
 
 
-def parse_budget(value: str | float, total_bytes: int) -> int | None:
+def parse_budget(
+    value: str | float, total_bytes: int, *, what: str = "expert memory", least: int = 1
+) -> int | None:
     """Bytes of ``"2GB"``, ``"1.5 GiB"``, ``"512MB"``, ``"4096B"``, ``"50%"`` of `total_bytes`, or
-    of an int or float, which counts bytes; None for ``"auto"``.
+    of an int or float, which counts bytes; None for ``"auto"``. what: Its name in messages.
 
     Raises:
-        InputError: It is none of these, nothing at all, or a text without a unit.
+        InputError: It is none of these, less than `least`, or a text without a unit.
     """
     if isinstance(value, bool):
-        raise _unreadable(value)
+        raise _unreadable(value, what)
     if isinstance(value, (int, float)):
-        if not 0 < value < float("inf"):
-            raise _unreadable(value)
+        if not (value > 0 or value == least == 0) or value == float("inf"):
+            raise _unreadable(value, what)
         return int(value)
     text = value.strip()
     if text.lower() == AUTO:
         return None
     match = _AMOUNT.fullmatch(text)
     if match is None:
-        raise _unreadable(value)
+        raise _unreadable(value, what)
     number, unit = Fraction(match["number"]), match["unit"].lower()
     if number and not unit:
         units = f"{text}GB, {text}MiB or {text}B"
         raise InputError(f"{value!r} has no unit; give one, such as {units}.")
     # Fractions: of some sizes 100 % would be a byte less.
     factor = Fraction(total_bytes, 100) if unit == "%" else _UNITS_BY_LOWER.get(unit)
-    if factor is None or number * factor < 1:
-        raise _unreadable(value)
+    if factor is None or number * factor < least:
+        raise _unreadable(value, what)
     return int(number * factor)
+
+
+def parse_row_memory(value: str | float, total_bytes: int) -> int:
+    """Return the bytes of an amount as :func:`parse_budget` takes it, or of 0, for rows of tables
+    of `total_bytes`.
+
+    Raises:
+        InputError: It is none.
+    """
+    found = parse_budget(value, total_bytes, what="row memory", least=0)
+    if found is None:
+        raise InputError("the row memory is 'auto'; give an amount such as 64MB or 10%.")
+    return found
 
 
 def format_bytes(count: float) -> str:
@@ -145,7 +160,8 @@ def measure_memory() -> Memory:
 class Plan:
     """The placement of the experts. ``str()`` is the line that loading prints.
 
-    slots: MoE layer id -> slots; every expert's when `resident`.
+    slots: MoE layer id -> slots; every expert's when `resident`. row_bytes: Memory for rows of
+    tables on disk.
     """
 
     resident: bool
@@ -156,6 +172,7 @@ class Plan:
     free_bytes: int
     reader: str
     why: str
+    row_bytes: int = 0
 
     def __str__(self) -> str:
         kind = "resident" if self.resident else "streamed"
@@ -164,6 +181,7 @@ class Plan:
         parts = [
             f"experts {kind}",
             f"trunk {format_bytes(self.trunk_bytes)}",
+            *([f"n-gram rows {format_bytes(self.row_bytes)}"] if self.row_bytes else []),
             f"experts {format_bytes(self.expert_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} ({slots} slots a layer)",
             f"free memory {format_bytes(self.free_bytes)}",
@@ -184,15 +202,17 @@ def make_plan(
     memory: Memory,
     reader: str = "pread",
     staging_bytes: int = 0,
+    row_bytes: int = 0,
 ) -> Plan:
     """Plan the memory of one model on one machine.
 
     budget: As :func:`parse_budget` takes it. blocks: MoE layer id -> bytes of one block.
     kv_bytes: Key-value cache and state at 8192 tokens. staging_bytes: The reader's buffers for
-    all threads.
+    all threads. row_bytes: Memory for rows of tables on disk.
 
-    ``auto`` is resident if trunk, experts, `kv_bytes` and 1 GB fit in the usable memory. Otherwise
-    the experts get half of what is left, so that the page cache has the other half.
+    ``auto`` is resident if trunk, `row_bytes`, experts, `kv_bytes` and 1 GB fit in the usable
+    memory. Otherwise the experts get half of what is left, so that the page cache has the other
+    half.
 
     Raises:
         InputError: `budget` cannot be read.
@@ -201,7 +221,7 @@ def make_plan(
     expert_bytes = sum(blocks.values()) * num_experts
     asked = parse_budget(budget, expert_bytes)
     if asked is None:
-        others = trunk_bytes + kv_bytes + RESERVE_BYTES
+        others = trunk_bytes + row_bytes + kv_bytes + RESERVE_BYTES
         asked, why = _automatic(
             others,
             expert_bytes,
@@ -230,6 +250,7 @@ def make_plan(
         free_bytes=memory.free_bytes,
         reader=reader,
         why=why,
+        row_bytes=row_bytes,
     )
 
 
@@ -245,9 +266,9 @@ def _automatic(others: int, expert_bytes: int, *, smallest: int, memory: Memory)
     return half, f"{reason}; half of what is left"
 
 
-def _unreadable(value: object) -> InputError:
+def _unreadable(value: object, what: str) -> InputError:
     return InputError(
-        f"the expert memory {value!r} is not an amount; give one such as 2GB, 512MiB, 50% or auto."
+        f"the {what} {value!r} is not an amount; give one such as 2GB, 512MiB, 50% or auto."
     )
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import SequenceState, transaction
+from mlx_moeflux.cache import IndexedCache, SequenceState, transaction
 from mlx_moeflux.cache.paged import KVPool, PagedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.checks import check_integer, check_number
-from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError
+from mlx_moeflux.errors import CacheError, InputError, MemoryBudgetError, UnsupportedError
 from mlx_moeflux.generation.loop import CLEAR_EVERY, STOPS_PER_CALL, check_finite, normalised
 from mlx_moeflux.generation.sampling import (
     LogitsProcessor,
@@ -48,6 +48,7 @@ class Batch:
 
     Raises:
         InputError: The pool has no room for one block.
+        UnsupportedError: There is a pool, and the model's attention has an indexer.
     """
 
     def __init__(self, model: Any, *, kv_pool_bytes: int | None = None):
@@ -59,6 +60,11 @@ class Batch:
         if self.pool is not None:
             specs = model.state_spec().entries
             for i, (entry, spec) in enumerate(zip(model.make_cache(), specs, strict=True)):
+                if isinstance(entry, IndexedCache):
+                    raise UnsupportedError(
+                        "a KV pool holds no index keys, and this model's attention has an indexer; "
+                        "leave kv_pool_bytes out."
+                    )
                 if entry.declared.grows:
                     windowed = model.config.windowed
                     self._paged[i] = PagedCache(self.pool, spec, type(entry), windowed=windowed)

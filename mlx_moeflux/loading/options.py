@@ -63,6 +63,12 @@ class LoadOptions:
         "experts), a number, or ``auto``. If all fit, they become parameters.",
         Flag("2GB, 50%% or auto (default)", metavar="SIZE"),
     )
+    row_memory: str | float = option(
+        "64MB",
+        "Bytes for recent rows of n-gram tables, which stay on disk: an amount, or ``10%`` of the "
+        "tables. For models that have them.",
+        Flag("of n-gram tables on disk, default %(default)s", metavar="SIZE"),
+    )
     expert_reader: str = option(
         "auto",
         "``auto``, ``pread``, ``direct``, ``mmap`` or ``memory``.",

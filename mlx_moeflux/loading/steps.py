@@ -28,7 +28,7 @@ from mlx_moeflux.experts.io.samples import check_scales, experts_identity
 from mlx_moeflux.experts.policies.eviction import make_eviction
 from mlx_moeflux.experts.policies.named import NONE
 from mlx_moeflux.experts.policies.prefetch import make_prefetch
-from mlx_moeflux.experts.streaming.store import check_threads
+from mlx_moeflux.experts.streaming.store import DEFAULT_THREADS, check_threads
 from mlx_moeflux.experts.telemetry.forecast import open_tuning
 from mlx_moeflux.generation.memory import parse_wired_memory
 from mlx_moeflux.kernels import dispatch
@@ -347,6 +347,12 @@ def _fill(
     model.experts_identity = partial(experts_identity, placed.identified)
     if options.kv_bits is not None:
         model.quantize_cache(options.kv_bits, options.kv_group_size)
+    model.open_tables(
+        placed.mapped.tables,
+        file=checkpoint.config_file,
+        memory=options.row_memory,
+        threads=options.expert_threads or DEFAULT_THREADS,
+    )
     store = options.store
     if store is None:
         store, model.plan = make_store(

@@ -66,6 +66,7 @@ def make_store(
             num_experts=E,
             experts_per_token=min(model.router.num_experts_per_tok, E),
             trunk_bytes=model.trunk_bytes(),
+            row_bytes=model.row_bytes,
             kv_bytes=model.state_bytes(min(KV_POSITIONS, model.config.max_position_embeddings)),
             memory=memory,
             reader=reader.name,

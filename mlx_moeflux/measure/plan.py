@@ -23,11 +23,19 @@ from mlx_moeflux.checkpoint.quantization import Quantization
 from mlx_moeflux.checkpoint.source import Checkpoint, open_checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import CheckpointError, InputError
-from mlx_moeflux.experts.budget import Memory, format_bytes, make_plan, parse_budget
+from mlx_moeflux.experts.budget import (
+    Memory,
+    format_bytes,
+    make_plan,
+    parse_budget,
+    parse_row_memory,
+)
+from mlx_moeflux.experts.io.row_cache import row_memory_bytes
+from mlx_moeflux.loading.options import LoadOptions
 from mlx_moeflux.models import parsed_config
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-GROUP = 64
+GROUP, TABLE_GROUP = 64, 32
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Sizes:
     embedding_bytes: The part of the trunk of which a token reads one row.
     state_bytes: Key-value cache and recurrent state at `context` positions.
     hidden_size: Width of a token's hidden state.
+    table_bytes, table_rows: Tables of n-grams, which stay on disk.
     """
 
     model_type: str
@@ -50,6 +59,8 @@ class Sizes:
     state_bytes: int
     context: int
     hidden_size: int
+    table_bytes: int = 0
+    table_rows: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -87,6 +98,7 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         ref.dtype == "U32" for tensors in (trunk, *experts.values()) for _, ref in tensors
     ):
         raise InputError(f"{name}: the weights are quantised already; leave --bits out.")
+    shards = [shard for parts in mapped.tables.values() for shard in parts]
     embedding = [] if config.tie_word_embeddings else [t for t in trunk if "embed_tokens" in t[0]]
     return Sizes(
         model_type=str(checkpoint.config["model_type"]),
@@ -101,6 +113,8 @@ def measure_sizes(checkpoint: Checkpoint, *, context: int = 8192, bits: int | No
         state_bytes=config.state_bytes(context),
         context=context,
         hidden_size=config.hidden_size,
+        table_bytes=_held([t for s in shards for t in s.items()], bits, group=TABLE_GROUP),
+        table_rows=sum(shard["weight"].shape[0] for shard in shards),
     )
 
 
@@ -134,14 +148,14 @@ def open_sizes(
     return measure_sizes(checkpoint, context=context, bits=bits)
 
 
-def _held(tensors: list[tuple[str, TensorRef]], bits: int | None) -> int:
+def _held(tensors: list[tuple[str, TensorRef]], bits: int | None, group: int = GROUP) -> int:
     """Bytes of tensors by name, as a trunk is held: floats in bfloat16, packed bits as they are."""
     total = 0
     for name, ref in tensors:
         weights = prod(ref.shape)
-        if bits is not None and len(ref.shape) > 1 and ref.shape[-1] % GROUP == 0:
+        if bits is not None and len(ref.shape) > 1 and ref.shape[-1] % group == 0:
             routes = name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
-            total += weights * (8 if routes else bits) // 8 + 4 * weights // GROUP
+            total += weights * (8 if routes else bits) // 8 + 4 * weights // group
         else:
             total += 2 * weights if ref.dtype in _FLOATS else ref.nbytes
     return total
@@ -163,6 +177,7 @@ _HITS = ((0.0, 0.0), (0.18, 0.435), (0.36, 0.62), (0.54, 0.72), (0.73, 0.789), (
 class ModelPlan:
     """The answer. ``str()`` shows the arithmetic; :meth:`as_dict` is plain numbers.
 
+    row_bytes: Memory for rows of the tables.
     slow, fast: Tokens per second if every expert is as likely as another, and if the router
     prefers some as routers do.
     """
@@ -181,6 +196,7 @@ class ModelPlan:
     memory_gbps: float
     why: str
     arithmetic: tuple[str, ...]
+    row_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -204,6 +220,17 @@ class ModelPlan:
                 "experts",
                 f"{format_bytes(sizes.expert_bytes)}: {layers} layers x {E} x "
                 f"{format_bytes(block)}",
+            ),
+            *(
+                [
+                    (
+                        "n-grams",
+                        f"{format_bytes(sizes.table_bytes)} on disk, "
+                        f"{format_bytes(self.row_bytes)} of memory for rows",
+                    )
+                ]
+                if sizes.table_bytes
+                else []
             ),
             ("state", f"{format_bytes(sizes.state_bytes)} at {sizes.context} positions"),
             (
@@ -234,6 +261,7 @@ def plan_model(
     *,
     memory: str | float | Memory,
     expert_memory: str | float = "auto",
+    row_memory: str | float = LoadOptions.row_memory,
     ssd_gbps: float = SSD_GBPS,
     memory_gbps: float = MEMORY_GBPS,
 ) -> ModelPlan:
@@ -254,6 +282,11 @@ def plan_model(
     for what, number in (("ssd_gbps", ssd_gbps), ("memory_gbps", memory_gbps)):
         if not number > 0:
             raise InputError(f"{what} is {number}; it must be greater than 0.")
+    row_bytes = 0
+    if sizes.table_rows:
+        asked = parse_row_memory(row_memory, sizes.table_bytes)
+        each = sizes.table_bytes // sizes.table_rows
+        row_bytes = row_memory_bytes(sizes.table_rows, each, asked)
     plan = make_plan(
         expert_memory,
         sizes.blocks,
@@ -262,9 +295,10 @@ def plan_model(
         trunk_bytes=sizes.trunk_bytes,
         kv_bytes=sizes.state_bytes,
         memory=memory,
+        row_bytes=row_bytes,
     )
     slots = min(plan.slots.values())
-    needs = sizes.trunk_bytes + sizes.state_bytes + plan.budget_bytes
+    needs = sizes.trunk_bytes + row_bytes + sizes.state_bytes + plan.budget_bytes
     slow, fast, arithmetic = _speeds(
         sizes, slots, plan.resident, ssd_gbps=ssd_gbps, memory_gbps=memory_gbps
     )
@@ -283,6 +317,7 @@ def plan_model(
         memory_gbps=memory_gbps,
         why=plan.why,
         arithmetic=arithmetic,
+        row_bytes=row_bytes,
     )
 
 

@@ -29,6 +29,8 @@ MODEL_TYPES = {
     "kimi_k25": "kimi_k25",
     "glm4_moe_lite": "glm4_moe_lite",
     "gpt_oss": "gpt_oss",
+    "qwen4_exp": "qwen4_exp",
+    "qwen4_exp_text": "qwen4_exp",
 }
 
 

@@ -31,7 +31,7 @@ class Attention(Module):
     sinks: A parameter ``sinks [Hq]`` takes part in each softmax.
 
     Shapes:
-        x: ``[B, T, C]``; returns x + attention(norm(x)).
+        x: ``[B, T, C]``; returns x + attention(norm(x)), or, without a norm, attention(x).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Attention(Module):
             self._factors = factors if yarn.attention_factor != 1.0 else None
             mx.eval(self._rope_options, self._factors)
 
-    def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm) -> mx.array:
+    def __call__(self, x: mx.array, cache: KVCache, norm: nn.RMSNorm | None) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Hq, Hkv, Dh = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -107,14 +107,27 @@ class Attention(Module):
             options["sinks"] = self.sinks
         if self.window is not None:
             options |= cache.windowed(T, self.window)
-        buffers = cache.append(kernels, k, v)
-        if "table" in buffers:
-            y = kernels.paged_sdpa(q, **buffers, **options)
-        else:
-            mask = "causal" if T > 1 else None
-            y = kernels.sdpa(q, **{"mask": mask, **buffers, **options})
+        y = self.attend(x, q, k, v, cache, options)
         y = y.swapaxes(1, 2).reshape(B, T, Hq * Dh)
-        return kernels.project(y, weights_of(self.o_proj), residual=x)[0]
+        residual = None if norm is None else x
+        return kernels.project(y, weights_of(self.o_proj), residual=residual)[0]
+
+    def attend(
+        self,
+        x: mx.array,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        cache: Any,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """Append k, v ``[B, Hkv, T, Dh]`` and return the attention of q ``[B, Hq, T, Dh]``, of the
+        same shape. options: Of the operation."""
+        buffers = cache.append(self._kernels, k, v)
+        if "table" in buffers:
+            return self._kernels.paged_sdpa(q, **buffers, **options)
+        mask = "causal" if q.shape[2] > 1 else None
+        return self._kernels.sdpa(q, **{"mask": mask, **buffers, **options})
 
     @property
     def reads(self) -> dict[str, type]:

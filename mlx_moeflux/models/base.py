@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -18,8 +19,10 @@ from mlx_moeflux.cache import ENTRIES, BaseCache, SequenceState, StateSpec, chec
 from mlx_moeflux.cache.kv import KV_BITS, quantized
 from mlx_moeflux.cache.state.spec import DTYPE_CODES, spec_of
 from mlx_moeflux.checkpoint.quantization import GROUP_SIZES
+from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.experts.budget import Plan, format_bytes, parse_budget, slots_for_budget
+from mlx_moeflux.experts.io.row_table import RowStats, RowTable, sum_of
 from mlx_moeflux.experts.store import ExpertStore
 from mlx_moeflux.experts.telemetry.attribution import Attribution
 from mlx_moeflux.experts.telemetry.events import EventHook, joined, parted
@@ -83,6 +86,7 @@ class StreamingModel(Module):
         self._parts_are_own = True
         # No dict: nn.Module would take it for children.
         self._loaded: Mapping[int, SparseMoeBlock] = MappingProxyType({})
+        self._tables: Mapping[int, RowTable] = MappingProxyType({})
         self.kv_bits: int | None = None
         self.kv_group_size = 64
 
@@ -385,6 +389,34 @@ class StreamingModel(Module):
         """Return the bytes of all parameters; resident experts count once they are set."""
         return sum(array.nbytes for _, array in named_parameters(self))
 
+    def open_tables(
+        self,
+        tables: Mapping[int, Sequence[Shard]],
+        *,
+        file: Path,
+        memory: str | float,
+        threads: int,
+    ) -> None:
+        """Open the tables of rows that stay on disk; most models have none.
+
+        tables: Layer -> shards. file: config.json. memory: Bytes of recent rows, as
+        :func:`~mlx_moeflux.experts.budget.parse_budget` takes them. threads: That read a table.
+
+        Raises:
+            ConfigError: The tables are not those of the config.
+            CheckpointError, ExpertFileError: A table cannot be read.
+            InputError: `memory` is no amount.
+        """
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of memory for rows of tables on disk."""
+        return sum(table.memory_bytes for table in self._tables.values())
+
+    def row_stats(self) -> RowStats | None:
+        """Return the account of all tables on disk, or None if there are none."""
+        return sum_of(table.stats() for table in self._tables.values())
+
     def set_store(self, store: ExpertStore) -> None:
         """Set the store that computes the experts of every MoE block."""
         self._store = store
@@ -525,6 +557,8 @@ class StreamingModel(Module):
         """Free the expert bank, its files and threads. A closed model cannot run."""
         if self._store is not None:
             self._store.close()
+        for table in self._tables.values():
+            table.close()
         forget_dense(self)
 
     def __enter__(self):

@@ -17,7 +17,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_moeflux.cache import AttentionCache, KVCache, LatentCache, RecurrentCache, transaction
+from mlx_moeflux.cache import (
+    AttentionCache,
+    IndexedCache,
+    KVCache,
+    LatentCache,
+    NgramCache,
+    RecurrentCache,
+    transaction,
+)
+from mlx_moeflux.cache.kv import TAIL_ROWS, IndexedStep
 from mlx_moeflux.cache.paged import BLOCK_TOKENS, PagedCache
 from mlx_moeflux.experts.policies.prefetch import MOST_PAIRS
 from mlx_moeflux.kernels.moe.expert_ffn import ExpertBank, ProjectionBank
@@ -137,10 +146,47 @@ class _Recurrent:
         pass
 
 
+class _Indexed(_Attention):
+    """Traced stand-in of an entry with index keys."""
+
+    def __init__(self, arrays: Sequence[mx.array], *counts: Any):
+        *others, self._blocks = arrays
+        super().__init__(others, *counts)
+
+    def append(self, kernels: Kernels, *rows: mx.array) -> dict[str, Any]:
+        *pair, index_keys = self._tail
+        own = (mx.arange(TAIL_ROWS) == self._columns % TAIL_ROWS)[:, None]
+        index_keys = mx.where(own, rows[2], index_keys)
+        new = kernels.append_row(tuple(pair), *rows[:2], position=self._columns)
+        return self.appended((*new, index_keys)) | {"tail": new}
+
+    def last_step(self, indexer: Any) -> IndexedStep | None:
+        """See :meth:`~mlx_moeflux.cache.kv.IndexedCache.last_step`."""
+        if self._blocks is None:
+            return None
+        where = self._columns, self._columns // TAIL_ROWS * TAIL_ROWS
+        return IndexedStep(self._buffers[:2], self._tail, self._blocks, *where, self.left_padding)
+
+
+class _Ngrams(_Recurrent):
+    """Traced stand-in of an entry with rows of n-grams, which a step is given."""
+
+    def __init__(self, arrays: Sequence[mx.array], *counts: mx.array | None):
+        *state, self._rows = arrays
+        self._names = ["conv", "delta", "ngram_conv"]
+        vars(self).update(zip(self._names, state, strict=True))
+
+    def taken(self, T: int) -> tuple[mx.array, None]:
+        """See :meth:`~mlx_moeflux.cache.ngrams.NgramCache.taken`; the entry keeps the tokens."""
+        return self._rows, None
+
+
 # Class of a cache entry -> class of its traced stand-in.
 KINDS = {
     KVCache: _Attention,
     LatentCache: _Attention,
+    IndexedCache: _Indexed,
+    NgramCache: _Ngrams,
     PagedCache: _PagedAttention,
     RecurrentCache: functools.partial(_Recurrent, RecurrentCache),
 }
@@ -298,18 +344,18 @@ class SegmentedStep:
             entries = _entries(kinds[start:stop], states, columns, length, padding)
             if last is None:
                 self.traces += 1
-                h = model.model.embed_tokens(carry[0])
+                (h,) = model.embed(carry)
             else:
                 weights, post, h, *shared = carry
                 experts = model.store.steps.compute_slots(
                     post, slots, weights, _bank_of(bank, model.store.steps.bank(last))
                 )
-                h = model.layers[last].mlp.combine(h, experts, tuple(shared))
+                h = model.layers[last].end_experts(h, experts, tuple(shared))
             for i in range(start, stop):
                 layer, entry = model.layers[i], entries[i - start]
                 if i == following:
                     h = layer.mix(h, entry)
-                    begun = layer.mlp.prepare(h, layer.post_attention_layernorm)
+                    begun = layer.begin_experts(h)
                     ahead = [] if begun.ahead is None else [begun.ahead]
                     shared = [] if begun.shared is None else begun.shared
                     out = [begun.ids, begun.weights, *ahead, begun.post, h, *shared]

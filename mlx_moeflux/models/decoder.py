@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -14,8 +15,10 @@ import numpy as np
 
 from mlx_moeflux.cache import BaseCache, transaction
 from mlx_moeflux.checkpoint.names import Transform
+from mlx_moeflux.checkpoint.tables import Shard
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.errors import InputError
+from mlx_moeflux.kernels.linear.weight import Weight
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.kernels.runtime import device
@@ -62,10 +65,14 @@ def _is_plain(layer: Any) -> bool:
 class TextModel(Module):
     """Embedding, layers and final norm: the parameters under ``model.`` of a checkpoint."""
 
-    def __init__(self, config: Any, layers: Iterable[DecoderLayer]):
+    def __init__(self, config: Any, layers: Iterable[DecoderLayer], kernels: Kernels):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = list(layers)
+        self.make_end(config, kernels)
+
+    def make_end(self, config: Any, kernels: Kernels) -> None:
+        """Create what stands between the layers and the head."""
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
@@ -80,6 +87,9 @@ class DecoderModel(StreamingModel):
     MODEL_TYPE: ClassVar[str]
     MLX_LM_PREFIX: ClassVar[str] = ""
     """Prefix of every tensor name in the layout that mlx-lm loads."""
+    TEXT_MODEL: ClassVar[type[TextModel]] = TextModel
+    ZERO_CENTRED: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of norms that mlx-lm's layout stores less one."""
 
     def __init__(
         self, config: Any, *, router: Router | None = None, kernels: Kernels | None = None
@@ -91,7 +101,7 @@ class DecoderModel(StreamingModel):
         self._router = router or self.make_router(config, self._kernels)
         self._step, self._segments = CompiledStep(self._forward), SegmentedStep(self)
         layers = (self.make_layer(layer) for layer in range(config.num_hidden_layers))
-        self.model = TextModel(config, layers)
+        self.model = self.TEXT_MODEL(config, layers, self._kernels)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -135,6 +145,17 @@ class DecoderModel(StreamingModel):
             **options,
         )
 
+    @classmethod
+    def check_tables(
+        cls, tables: Mapping[int, Sequence[Shard]], config: Any, file: Path | str
+    ) -> None:
+        """Raise a ConfigError unless a checkpoint's tables are those of `config`."""
+
+    @classmethod
+    def table_shapes(cls, config: Any) -> dict[int, tuple[int, int]]:
+        """Return the rows and width of each layer's table of rows that stay on disk."""
+        return {}
+
     def fit_names(self, names: Iterable[str]) -> None:
         """Replace modules whose parameters have other names in this checkpoint."""
 
@@ -173,6 +194,7 @@ class DecoderModel(StreamingModel):
         tokens = tokens.astype(mx.uint32)  # as samplers return ids: one embedding lookup kernel
         if one and device.kind() != "cpu":
             tokens = mx.minimum(tokens, self.config.vocab_size - 1)
+        self.feed([tokens], [cache])
         one = tokens.shape[1] == 1 and self._can_compile() and self._step.fits(cache)
         if one and not self.experts_stay_on_device:
             if self._can_segment(tokens.shape[0]):
@@ -207,8 +229,9 @@ class DecoderModel(StreamingModel):
         with ExitStack() as transactions:
             for state in states:
                 transactions.enter_context(transaction(state))
+            rows = [ids.astype(mx.uint32)[None] for ids in prompts]
+            self.feed(rows, states)
             with device.gathered():
-                rows = [ids.astype(mx.uint32)[None] for ids in prompts]
                 return self._last_logits(run(self._walk(rows, states, self.prefill_chunk)))
 
     def read_in_pauses(
@@ -232,6 +255,7 @@ class DecoderModel(StreamingModel):
                 self._check_ids(rows)
             hidden, before, unsent = [], [], []
             ids = [rows.astype(mx.uint32) for rows in tokens]
+            self.feed(ids, states)
             walk = self._walk(ids, states, self.prefill_chunk)
             while True:
                 with device.gathered():
@@ -281,7 +305,7 @@ class DecoderModel(StreamingModel):
         It pauses after each layer, and after each of several parts of a mixer's input. What is
         evaluated at a pause is up to the consumer, who also gathers kernels.
         """
-        hidden = [self.model.embed_tokens(rows) for rows in tokens]
+        hidden = self.embed(tokens)
         mask = states[0][0].real_tokens(tokens[0].shape[1]) if len(tokens) == 1 else None
         for i, (layer, *entries) in enumerate(zip(self.model.layers, *states, strict=True), 1):
             if _is_plain(layer):
@@ -291,6 +315,13 @@ class DecoderModel(StreamingModel):
                 hidden = [layer(x, entry, mask, chunk=chunk) for x, entry in pairs]
             yield Pause(hidden, entries, i)
         return hidden
+
+    def feed(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> None:
+        """Do what the host has to do before each of `states` reads its ``[B, T]`` of `tokens`."""
+
+    def embed(self, tokens: Sequence[mx.array]) -> list[mx.array]:
+        """Return what the first layer gets, ``[B, T, C]`` for each ``[B, T]`` of `tokens`."""
+        return [self.model.embed_tokens(rows) for rows in tokens]
 
     def _last_logits(self, hidden: list[mx.array]) -> mx.array:
         """Return the logits ``[B, V]`` after the last token of one x ``[B, T, C]``, or of B of them
@@ -309,16 +340,26 @@ class DecoderModel(StreamingModel):
 
     def logits(self, h: mx.array) -> mx.array:
         """Return logits ``[B, T, V]`` of the last layer's output ``[B, T, C]``."""
+        return project_normed(self._kernels, h, self.head(), self.model.norm)[0]
+
+    def head(self) -> list[Weight | Applied]:
+        """Return the matrix of the logits, the embedding's if it is tied."""
         tied = self.config.tie_word_embeddings
         weights = weights_of(self.model.embed_tokens if tied else self.lm_head)
         if tied and isinstance(weights[0], Applied):
-            weights = [Applied(self.model.embed_tokens.as_linear)]
-        return project_normed(self._kernels, h, weights, self.model.norm)[0]
+            return [Applied(self.model.embed_tokens.as_linear)]
+        return weights
 
     @staticmethod
     def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
         """Return the functions to apply to trunk tensors after reading, by canonical name."""
         return {}
+
+    @classmethod
+    def conversions(cls, trunk: dict[str, TensorRef]) -> dict[str, Transform]:
+        """Return the functions to apply to trunk tensors in a conversion, whose result
+        :meth:`transforms` has to read."""
+        return cls.transforms(trunk)
 
     @staticmethod
     def keeps_float32(name: str) -> bool:

@@ -67,8 +67,9 @@ class DecoderLayer(Module):
     """One layer: mixer, then MLP or MoE block, each after a norm and with a residual.
 
     mixer: Name in the checkpoint (``self_attn``, ``linear_attn``) and module; the module maps
-    (x ``[B, T, C]``, cache entry, norm) to x + mixer(norm(x)) ``[B, T, C]``. mlp: A
-    :class:`DenseMlp` or a :class:`~mlx_moeflux.models.moe.SparseMoeBlock`.
+    (x ``[B, T, C]``, cache entry, norm) to x + mixer(norm(x)) ``[B, T, C]``, or, without a norm, to
+    mixer(x). mlp: A :class:`DenseMlp` or a :class:`~mlx_moeflux.models.moe.SparseMoeBlock`, which
+    does the same.
     """
 
     _recorder: Recorder | None = None
@@ -85,9 +86,13 @@ class DecoderLayer(Module):
         super().__init__()
         self._mixer_name, module = mixer
         self[self._mixer_name] = module
+        self.make_residuals(config)
+        self.mlp = mlp
+
+    def make_residuals(self, config: Any) -> None:
+        """Create what stands around the mixer and around the MLP."""
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = mlp
 
     def __call__(
         self, x: mx.array, cache: BaseCache, mask: mx.array | None = None, *, chunk: int
@@ -129,13 +134,9 @@ class DecoderLayer(Module):
         else:
             h = mx.concatenate(mixed, axis=1)
             parts = BaseCache().parts(h.shape[1], chunk)
-        mlp, norm = self.mlp, self.post_attention_layernorm
-        if not isinstance(mlp, DenseMlp):
-            out = mlp(h, norm, mask)
-        else:
-            out = _chunked(lambda part: mlp(part, norm), h, parts)
-            if recorder is not None and recorder.wants("h_post"):
-                recorder.note(h_post=norm(h))
+        out = self.feed_forward(h, mask, parts)
+        if recorder is not None and isinstance(self.mlp, DenseMlp) and recorder.wants("h_post"):
+            recorder.note(h_post=self.post_attention_layernorm(h))
         if recorder is not None:
             recorder.note(input=xs[0], h_mid=h, output=out)
         if len(mixed) == 1:
@@ -145,6 +146,26 @@ class DecoderLayer(Module):
     def mix(self, x: mx.array, cache: BaseCache) -> mx.array:
         """Apply the first half, mixer and residual, to x ``[B, T, C]`` as one part."""
         return self[self._mixer_name](x, cache, self.input_layernorm)
+
+    def feed_forward(
+        self, h: mx.array, mask: mx.array | None, parts: list[tuple[int, int]]
+    ) -> mx.array:
+        """Apply the second half to h ``[B, T, C]``, a dense MLP part by part."""
+        mlp, norm = self.mlp, self.post_attention_layernorm
+        if not isinstance(mlp, DenseMlp):
+            return mlp(h, norm, mask)
+        return _chunked(lambda part: mlp(part, norm), h, parts)
+
+    def begin_experts(self, h: mx.array) -> Any:
+        """Apply the second half to h ``[B, 1, C]`` up to the choice of experts; return the block's
+        :class:`~mlx_moeflux.models.moe.Prepared`."""
+        mlp: Any = self.mlp
+        return mlp.prepare(h, self.post_attention_layernorm)
+
+    def end_experts(self, h: mx.array, experts: mx.array, shared: tuple[mx.array, ...]) -> mx.array:
+        """Apply the rest to the sum of the routed experts ``[N, C]``."""
+        mlp: Any = self.mlp
+        return mlp.combine(h, experts, shared)
 
     def _mix_parts(
         self, x: mx.array, cache: BaseCache, parts: list[tuple[int, int]]
@@ -325,17 +346,18 @@ def project_normed(
     normed: bool = False,
     flat: bool = False,
 ) -> list[mx.array]:
-    """Return the operation ``project`` of norm(x). A norm that is no plain RMS norm is called.
+    """Return the operation ``project`` of norm(x). A norm that is no plain RMS norm is called;
+    without one, x is taken as it is.
 
     Raises:
         ShapeError: The result of `norm` has another shape than x.
     """
-    if type(norm) in RMS_NORMS:
+    if norm is not None and type(norm) in RMS_NORMS:
         options: dict[str, Any] = {"norm": norm.weight, "eps": norm.eps, "flat": flat}
         if normed:
             options["normed"] = True
         return kernels.project(x, weights, **options)
-    post = norm(x)
+    post = x if norm is None else norm(x)
     if not isinstance(post, mx.array) or post.shape != x.shape:
         raise ShapeError(
             f"the norm {type(norm).__name__} returned {describe(post)} for {describe(x)}; expected "

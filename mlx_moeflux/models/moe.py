@@ -197,8 +197,8 @@ class SparseMoeBlock(Module):
     """Route every token to K of E experts.
 
     Shapes:
-        x: ``[B, T, C]``, the residual; norm: applied before router and experts; mask: ``[B, T]``
-        bool or None, False for padding.
+        x: ``[B, T, C]``, the residual; norm: applied before router and experts, or None: x is
+        normed and no residual; mask: ``[B, T]`` bool or None, False for padding.
         returns: ``[B, T, C]``, the residual included.
 
     Parameters (names as in the checkpoint): ``gate.weight [E, C]``; ``switch_mlp.*`` in a
@@ -231,7 +231,9 @@ class SparseMoeBlock(Module):
         self._store: Any = None
         self._lookahead: RouterLookahead | None = None
 
-    def __call__(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, norm: nn.RMSNorm | None, mask: mx.array | None = None
+    ) -> mx.array:
         if mask is None:
             y = self._fused_step(x, norm)
             if y is not None:
@@ -247,9 +249,11 @@ class SparseMoeBlock(Module):
             or experts.shape != post.shape
         ):
             check_result(self._store, self.layer, post, experts)
-        return self.combine(x, experts, shared)
+        return self.combine(mx.zeros_like(x) if norm is None else x, experts, shared)
 
-    def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
+    def prepare(
+        self, x: mx.array, norm: nn.RMSNorm | None, mask: mx.array | None = None
+    ) -> Prepared:
         """Compute everything up to the choice of experts."""
         post, logits, shared = self.project_inputs(x, norm)  # [N, C], [N, E]
         ids, weights = self.route(logits)  # [N, K]
@@ -267,7 +271,7 @@ class SparseMoeBlock(Module):
             )
         return Prepared(post, ids, weights, shared, ahead)
 
-    def _fused_step(self, x: mx.array, norm: nn.RMSNorm) -> mx.array | None:
+    def _fused_step(self, x: mx.array, norm: nn.RMSNorm | None) -> mx.array | None:
         """Compute the whole block as one operation with the same bits, or return None.
 
         It needs an implementation for these inputs, all experts on the device and no recorder.
@@ -276,6 +280,7 @@ class SparseMoeBlock(Module):
         if (
             type(self) not in WITH_STEP
             or not self._plain
+            or norm is None
             or type(norm) not in RMS_NORMS
             or type(self._router) is not SoftmaxRouter
             or not operation.goes_beyond_reference(x)
@@ -307,7 +312,9 @@ class SparseMoeBlock(Module):
         """Return the projections of norm(x), the router's first, and the shared expert's down."""
         return (self.gate,), None
 
-    def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+    def project_inputs(
+        self, x: mx.array, norm: nn.RMSNorm | None
+    ) -> tuple[mx.array, mx.array, Any]:
         """Return norm(x) ``[N, C]``, router logits ``[N, E]`` and the shared expert's part for
         :meth:`combine`, of x ``[B, T, C]``."""
         weights = weights_of(self.gate)
@@ -346,7 +353,9 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         self.shared_expert = SwiGLU(hidden_size, shared_intermediate_size)
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False)
 
-    def project_inputs(self, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array, Any]:
+    def project_inputs(
+        self, x: mx.array, norm: nn.RMSNorm | None
+    ) -> tuple[mx.array, mx.array, Any]:
         """See :meth:`SparseMoeBlock.project_inputs`; adds the shared expert's gate, up, score."""
         weights = weights_of(*self.stacks()[0])
         logits, score, gate, up, post = project_normed(
@@ -452,7 +461,9 @@ class SigmoidMoeBlock(SparseMoeBlock):
         if shared_intermediate_size:
             self.shared_experts = SwiGLU(hidden_size, shared_intermediate_size)
 
-    def prepare(self, x: mx.array, norm: nn.RMSNorm, mask: mx.array | None = None) -> Prepared:
+    def prepare(
+        self, x: mx.array, norm: nn.RMSNorm | None, mask: mx.array | None = None
+    ) -> Prepared:
         """Do what :meth:`SparseMoeBlock.prepare` does and add the shared experts' gate and up.
 
         They depend on the ids, so that the top-k kernel launches first: for one token it is a

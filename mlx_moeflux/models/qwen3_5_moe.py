@@ -64,11 +64,13 @@ class GatedDeltaNet(Module):
     """Linear attention with a state of fixed size.
 
     Shapes:
-        x: ``[B, T, C]``; returns x + mixer(norm(x)). The cache holds the last W - 1 raw inputs of
-        the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
+        x: ``[B, T, C]``; returns x + mixer(norm(x)), or, without a norm, mixer(x). The cache holds
+        the last W - 1 raw inputs of the convolution and the state ``[B, Hv, Dv, Dk]`` in float32.
     """
 
     reads: ClassVar[Mapping[str, type]] = {"conv1d": Convolution, "norm": GatedNorm}
+    _gate = "silu"
+    """Gate of the output, see the operation ``delta_mixer``."""
 
     def __init__(self, config: Config, kernels: Kernels):
         super().__init__()
@@ -89,8 +91,8 @@ class GatedDeltaNet(Module):
         self.in_proj_b = Linear(C, Hv, bias=False)
         self.in_proj_a = Linear(C, Hv, bias=False)
 
-    def project(self, x: mx.array, norm: nn.RMSNorm) -> Sequence[mx.array | None]:
-        """Project norm(x), x ``[B, T, C]``.
+    def project(self, x: mx.array, norm: nn.RMSNorm | None) -> Sequence[mx.array | None]:
+        """Project norm(x), x ``[B, T, C]``, or x without a norm.
 
         Returns queries, keys and values ``[B, T, conv_dim]``, the output gate z
         ``[B, T, value_dim]``, a and b ``[B, T, Hv]``; or all of them concatenated in the first,
@@ -108,7 +110,7 @@ class GatedDeltaNet(Module):
         """See :meth:`StreamingModel.prepare`."""
         return [(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)]
 
-    def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm) -> mx.array:
+    def __call__(self, x: mx.array, cache: RecurrentCache, norm: nn.RMSNorm | None) -> mx.array:
         config, kernels = self.config, self._kernels
         B, T, _ = x.shape
         Dk = config.linear_key_head_dim
@@ -130,9 +132,11 @@ class GatedDeltaNet(Module):
             mask=mask,
             lengths=cache.lengths,
             steps=kernels,
+            **({} if self._gate == "silu" else {"gate": self._gate}),
         )
         cache.advance(T)
-        return kernels.project(y, weights_of(self.out_proj), residual=x)[0]
+        residual = None if norm is None else x
+        return kernels.project(y, weights_of(self.out_proj), residual=residual)[0]
 
 
 class Model(DecoderModel):
@@ -178,24 +182,34 @@ class Model(DecoderModel):
         conversion transposes the convolutions and adds one to the norms. The layout of the
         convolutions distinguishes the two forms. ``linear_attn.norm`` is never zero-centred.
         """
-        convolutions = [n for n in trunk if n.endswith("linear_attn.conv1d.weight")]
-        if not any(trunk[n].shape[-1] != 1 and len(trunk[n].shape) == 3 for n in convolutions):
-            return {n: _as_taps for n in convolutions if len(trunk[n].shape) == 2}
-        norms = (
-            "input_layernorm.weight",
-            "post_attention_layernorm.weight",
-            "model.norm.weight",
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-        )
-        return dict.fromkeys(convolutions, _transposed) | {
-            n: _plus_one for n in trunk if n.endswith(norms)
-        }
+        return as_mlx_lm(trunk, NORMS)
 
     @staticmethod
     def keeps_float32(name: str) -> bool:
         """See :meth:`DecoderModel.keeps_float32`."""
         return name.endswith((".A_log", ".dt_bias"))
+
+
+NORMS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "model.norm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+
+
+def as_mlx_lm(trunk: dict[str, TensorRef], norms: tuple[str, ...]) -> dict[str, Transform]:
+    """See :meth:`Model.transforms`. norms: Ends of the names of norms that are zero-centred."""
+    convolutions = [n for n in trunk if n.endswith(".conv1d.weight")]
+    if not any(trunk[n].shape[-1] != 1 and len(trunk[n].shape) == 3 for n in convolutions):
+        return {n: _as_taps for n in convolutions if len(trunk[n].shape) == 2}
+    return dict.fromkeys(convolutions, _transposed) | plus_one(trunk, norms)
+
+
+def plus_one(trunk: dict[str, TensorRef], norms: tuple[str, ...]) -> dict[str, Transform]:
+    """Return the functions that add one to norms whose names end so."""
+    return {n: _plus_one for n in trunk if n.endswith(norms)}
 
 
 def _as_taps(weight: mx.array) -> mx.array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mlx_moeflux.checkpoint.config import divides, only
 from mlx_moeflux.checkpoint.names import EXPERT_NAMES, NameRules
@@ -58,9 +58,11 @@ class Config(AttentionConfig):
             "language_model_only",
         ]
     )
+    # Of a head, where config.json does not say it.
+    ROTARY_FACTOR: ClassVar[float] = 0.25
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Config:
+    def from_dict(cls, config: dict[str, Any], *, file: Path | str, strict: bool = True) -> Self:
         """Read config.json, plain or wrapped in ``text_config``.
 
         Raises:
@@ -73,7 +75,7 @@ class Config(AttentionConfig):
             text |= config["text_config"]
             if "tie_word_embeddings" in config:
                 text["tie_word_embeddings"] = config["tie_word_embeddings"]
-        text |= rope_keys(text, file, partial=0.25)
+        text |= rope_keys(text, file, partial=cls.ROTARY_FACTOR)
         parsed = cls.parse(text, file=file, strict=strict)
         parsed._check_sparse(file, text)
         return parsed
@@ -130,9 +132,12 @@ class Config(AttentionConfig):
         """See :meth:`~mlx_moeflux.models.config.BaseConfig.state`."""
         if not self.is_linear(layer):
             return super().state(layer, dtype)
+        return RECURRENT.spec(dtype, **self.delta_arrays())
+
+    def delta_arrays(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a delta net's state, of one sequence."""
         heads = self.linear_num_value_heads, self.linear_value_head_dim, self.linear_key_head_dim
-        conv = self.linear_conv_kernel_dim - 1, self.conv_dim
-        return RECURRENT.spec(dtype, conv=conv, delta=heads)
+        return {"conv": (self.linear_conv_kernel_dim - 1, self.conv_dim), "delta": heads}
 
     def published(self) -> dict[str, Any]:
         """Return the keys of config.json in the vision-language wrapper's form."""

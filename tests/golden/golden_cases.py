@@ -15,8 +15,10 @@ class Case:
     length: int
     vision: dict | None = None  # keys of the config of images; the text's is inside
     reserved: int = 0  # the last ids of the vocabulary, which are images' and videos'
+    stops: int | None = None  # an id that some tokens get
     seed: int = 1
     leniency: float = 1.0  # times the two minima
+    gain: float = 0.5  # of matrices; 0.5 keeps transformers in float32 within 1e-6 of float64
     fused: bool = False  # experts.gate_up_proj / down_proj, else one tensor per expert
     dtype: torch.dtype = torch.bfloat16
     float32_parts: tuple[str, ...] = ()  # suffixes kept in float32 in a bfloat16 checkpoint
@@ -105,6 +107,19 @@ def hybrid(**kwargs) -> dict:
         "tied": "tie_word_embeddings",
     }
     return {names[k]: v for k, v in kwargs.items()} | {"max_position_embeddings": 512}
+
+
+def streams(**kwargs) -> dict:
+    """Keys of Qwen4-Exp's text beside those of :func:`hybrid`."""
+    names = {
+        "streams": "hc_count",
+        "rank": "hc_lowrank",
+        "heads": "indexer_n_heads",
+        "width": "indexer_head_dim",
+        "budget": "indexer_budget",
+        "ratio": "indexer_compress_ratio",
+    }
+    return {names[k]: v for k, v in kwargs.items()} | {"indexer_kv_heads": 1}
 
 
 QWEN3 = {"max_position_embeddings": 512, "use_cache": True}
@@ -462,5 +477,36 @@ CASES = {
         fused=True,
         written={"experts_per_token": 2, "initial_context_length": 32},
         leniency=0.3,
+    ),
+    # Rows of n-grams in two layers; some tokens stop a context.
+    "qwen4_exp_rows": Case(
+        "qwen4_exp_text",
+        hybrid(V=83, C=32, L=4, E=5, K=2, F=16, shared=24, Hq=4, Hkv=2, Dh=24)
+        | hybrid(Hk=2, Hv=4, Dk=16, Dv=12, interval=3, tied=False)
+        | plain_rope({"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+        | streams(streams=3, rank=6, heads=8, width=16, budget=8, ratio=4)
+        | {"ple_layer_ids": [1, 4], "ple_embed_dim": 24, "ngram_size": 3, "heads_per_ngram": 2}
+        | {"ple_conv_kernel_size": 3, "ngram_vocab_size_base": 53, "split_ngram_parts": 4}
+        | {"make_ngram_vocab_size_divisible_by": 8, "seed": 7, "eos_token_id": [5, 9]}
+        | {"output_gate_type": "sigmoid"},
+        length=37,
+        stops=5,
+        gain=1.5,
+        leniency=0.2,
+    ),
+    # In a wrapper with images, without n-grams, experts in transformers' fused tensors; an odd
+    # ratio, and most tokens are below the budget.
+    "qwen4_exp_vision": Case(
+        "qwen4_exp",
+        hybrid(V=97, C=24, L=3, E=6, K=2, F=16, shared=16, Hq=2, Hkv=1, Dh=16)
+        | hybrid(Hk=2, Hv=4, Dk=12, Dv=16, interval=2, tied=True)
+        | plain_rope({"rope_theta": 1e5, "partial_rotary_factor": 0.5})
+        | streams(streams=2, rank=4, heads=8, width=8, budget=15, ratio=5),
+        length=33,
+        vision=VISION,
+        reserved=4,
+        fused=True,
+        gain=1.5,
+        leniency=0.2,
     ),
 }

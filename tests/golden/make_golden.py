@@ -37,7 +37,6 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 HERE = Path(__file__).resolve().parent
 REPORT = HERE / "golden.json"
 SMALL = 2.0**-7  # a power of two: exact in bfloat16
-GAIN = 0.5  # keeps transformers in float32 within 1e-6 of float64
 MIN_MARGIN = 1e-4  # float32 must not choose other experts than float64
 MIN_SENSITIVITY = 1e-3  # a wrong epsilon, or a parameter in the wrong order, must show
 
@@ -64,12 +63,13 @@ def build(case: Case) -> torch.nn.Module:
     )
 
 
-def randomise_delta(model: torch.nn.Module, text: dict, generator: torch.Generator) -> None:
+def randomise_delta(model: torch.nn.Module, case: Case, generator: torch.Generator) -> None:
     """Fill every parameter; small q and k heads, one head of no memory and one of a long one."""
 
     def normal(shape, scale, mean=0.0):
         return mean + scale * torch.randn(shape, generator=generator)
 
+    text = case.text
     key_width = text["linear_num_key_heads"] * text["linear_key_head_dim"]
     for name, parameter in model.named_parameters():
         shape = parameter.shape
@@ -84,10 +84,10 @@ def randomise_delta(model: torch.nn.Module, text: dict, generator: torch.Generat
             value = normal(shape, 0.6)
         elif parameter.ndim == 1:
             value = normal(shape, 0.3, mean=0.1)
-        elif name.endswith("embed_tokens.weight"):
+        elif name.endswith(("embed_tokens.weight", "ngram_embedding.weight")):
             value = normal(shape, 1.0)
         else:
-            value = normal(shape, GAIN * shape[-1] ** -0.5)
+            value = normal(shape, case.gain * shape[-1] ** -0.5)
         if name.endswith("in_proj_qkv.weight"):
             heads = value[: 2 * key_width].view(2, -1, text["linear_key_head_dim"], shape[1])
             heads[0, ::2] *= SMALL
@@ -112,7 +112,7 @@ def randomise(model: torch.nn.Module, case: Case, generator: torch.Generator) ->
         elif name.endswith("embed_tokens.weight"):
             value = normal(shape, 1.0)
         elif parameter.ndim > 1:
-            value = normal(shape, GAIN * shape[-1] ** -0.5)
+            value = normal(shape, case.gain * shape[-1] ** -0.5)
         else:
             continue
         parameter.data.copy_(value)
@@ -120,8 +120,8 @@ def randomise(model: torch.nn.Module, case: Case, generator: torch.Generator) ->
 
 def write_checkpoint(path: Path, case: Case, generator: torch.Generator) -> None:
     model = build(case)
-    if case.family.startswith(("qwen3_5", "qwen3_next")):
-        randomise_delta(model, case.text, generator)
+    if case.family.startswith(("qwen3_5", "qwen3_next", "qwen4")):
+        randomise_delta(model, case, generator)
     else:
         randomise(model, case, generator)
     model.to(case.dtype)
@@ -199,8 +199,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
-    """Smallest gap between the least chosen and the best refused score, of groups too; and how
-    many choices would differ if a group that lost counted as 0 instead of minus infinity."""
+    """Smallest gap between the least chosen and the best refused score, of groups and blocks too,
+    and how many choices would differ if a group that lost counted as 0, not minus infinity."""
     gaps, different = [1.0], [0]
 
     def gap(scores, kept):
@@ -228,10 +228,20 @@ def router_margin(model: torch.nn.Module, tokens) -> tuple[float, int]:
         different[0] += int((chosen[0] != chosen[1]).any(-1).sum())
         return None
 
+    topk = torch.Tensor.topk
+
+    def look_at_blocks(scores, k, dim=-1):
+        """An indexer's choice of blocks for a query."""
+        if scores.ndim == 1:
+            gap(scores[None] / scores.max().clamp_min(1e-9), k)
+        return topk(scores, k, dim=dim)
+
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     assert routers
     hooks = [router.register_forward_hook(look) for router in routers]
+    torch.Tensor.topk = look_at_blocks
     logits(model, tokens)
+    torch.Tensor.topk = topk
     for hook in hooks:
         hook.remove()
     return min(gaps), different[0]
@@ -292,6 +302,9 @@ def make(name: str, seed: int) -> dict:
     vocabulary = case.text["vocab_size"] - case.reserved
     tokens = torch.randint(vocabulary, (2, case.length), generator=generator)
     padded = torch.randint(vocabulary, (3, 21), generator=generator)
+    if case.stops is not None:
+        for ids in (tokens, padded):
+            ids[torch.rand(ids.shape, generator=generator) < 0.15] = case.stops
     padding = torch.tensor([6, 0, 1])
 
     model = load(path, case)

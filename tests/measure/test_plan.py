@@ -19,6 +19,7 @@ from mlx_moeflux.checkpoint.source import Checkpoint
 from mlx_moeflux.checkpoint.tensors import TensorRef
 from mlx_moeflux.cli import main
 from mlx_moeflux.conversion.convert import convert
+from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError, UnsupportedError
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
 from mlx_moeflux.measure.plan import Sizes, measure_sizes, open_sizes, plan_model, typical_hit_rate
@@ -257,3 +258,16 @@ def test_what_cannot_be_planned():
         plan_model("x", sizes, memory="auto")
     with pytest.raises(InputError, match="ssd_gbps is 0"):
         plan_model("x", sizes, memory="16GB", ssd_gbps=0)
+
+
+def test_memory_for_rows_of_n_grams_is_that_of_loading(tmp_path):
+    path = synthesize("qwen4-exp-tiny", tmp_path / "model", layers=4)
+    for rows in ("64MB", "20kB", 0, "10%"):
+        plan = plan_model("it", open_sizes(path), memory="8GB", row_memory=rows)
+        with load_model(path, expert_memory="100%", row_memory=rows) as model:
+            assert plan.row_bytes == model.plan.row_bytes == model.row_bytes
+            assert plan.sizes.table_bytes == sum(t.nbytes for t in model._tables.values())
+    shown = str(plan_model("it", open_sizes(path), memory="8GB"))
+    assert "n-grams  12.8 kB on disk, 146 kB of memory for rows" in shown
+    with pytest.raises(InputError, match="the row memory is 'auto'"):
+        plan_model("it", open_sizes(path), memory="8GB", row_memory="auto")

@@ -49,9 +49,9 @@ PROMPTS, BATCHES = (64, 300, 2048), (4, 8, 16)
 
 
 def in_two_layers(config):
-    """The same model with a layer of each kind."""
+    """The same model with a layer of each kind, and without tables on disk."""
     told = {"num_hidden_layers": 2, "layer_types": (), "full_attention_interval": 2}
-    told |= {"first_k_dense_replace": 1, "mlp_only_layers": ()}
+    told |= {"first_k_dense_replace": 1, "mlp_only_layers": (), "ple_layer_ids": ()}
     return replace(config, **{name: n for name, n in told.items() if hasattr(config, name)})
 
 

@@ -1,0 +1,191 @@
+"""Qwen4-Exp (Qwen3.8-Flash-Next): Qwen3.5-MoE's mixers in several residual streams, with attention
+to chosen blocks of tokens and rows of n-grams.
+
+Source: transformers 5.24 `models/qwen4_exp/modeling_qwen4_exp.py`, which is authoritative.
+Checkpoints: Hugging Face originals (text or vision-language wrapper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_moeflux.checkpoint.names import Transform
+from mlx_moeflux.checkpoint.tables import Shard
+from mlx_moeflux.checkpoint.tensors import TensorRef
+from mlx_moeflux.errors import UnsupportedError
+from mlx_moeflux.experts.budget import parse_row_memory
+from mlx_moeflux.experts.io.row_table import RowTable
+from mlx_moeflux.experts.store import ExpertStore
+from mlx_moeflux.models import qwen3_5_moe
+from mlx_moeflux.models.decoder import TextModel
+from mlx_moeflux.models.indexed_attention import IndexedAttention
+from mlx_moeflux.models.layers import DecoderLayer, decoder_layer
+from mlx_moeflux.models.modules import RMSNorm
+from mlx_moeflux.models.ngram_layer import NgramLayer
+from mlx_moeflux.models.ngrams import NgramHashes, check_tables
+from mlx_moeflux.models.qwen4_exp_config import Config
+from mlx_moeflux.models.residual_streams import GatedResidual, StreamsLayer
+from mlx_moeflux.models.weights import infer_spec
+
+GROUPED = (*(f"ple.norm_{name}.weight" for name in ("key", "query", "conv")), ".hc_norm.weight")
+NORMS = (
+    *(f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")),
+    *(f"indexer.{name}_layernorm.weight" for name in ("q", "k")),
+    *GROUPED,
+)
+"""Ends of the names of norms that checkpoints of every layout store zero-centred."""
+
+
+class GatedDeltaNet(qwen3_5_moe.GatedDeltaNet):
+    """Delta net whose output gate is what the config says."""
+
+    def __init__(self, config: Config, kernels: Any):
+        super().__init__(config, kernels)
+        self._gate = config.output_gate
+
+
+class StreamsModel(TextModel):
+    """Embedding, layers and the last mixer of streams."""
+
+    def make_end(self, config: Config, kernels: Any) -> None:
+        """See :meth:`TextModel.make_end`."""
+        self.hyper_connection_mixer = GatedResidual(config, kernels, injects=False)
+
+
+class Model(qwen3_5_moe.Model):
+    """``model(tokens [B, T], cache=None, last_only=False) -> logits [B, T or 1, V]``."""
+
+    Config = Config
+    MODEL_TYPE = "qwen4_exp"
+    DELTA_NET = GatedDeltaNet
+    TEXT_MODEL = StreamsModel
+    ZERO_CENTRED = NORMS
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See :attr:`StreamingModel.dtype`."""
+        norms = (
+            part for part in self.modules() if isinstance(part, (qwen3_5_moe.GatedNorm, RMSNorm))
+        )
+        return next(norms).weight.dtype
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Build a layer of mixer, then MoE block with a gated shared expert."""
+        config, kernels, index = self.config, self._kernels, self.config.ngram_index(layer)
+        mixer = "self_attn", IndexedAttention(config, kernels)
+        if config.is_linear(layer):
+            mixer = "linear_attn", self.DELTA_NET(config, kernels)
+        extra = None if index is None else ("ple", NgramLayer(config, kernels, index))
+        mlp = self.make_mlp(layer)
+        return StreamsLayer(config, kernels, mixer=mixer, mlp=mlp, extra=extra)
+
+    def ngram_layers(self) -> dict[int, NgramLayer]:
+        """Return layer id -> its part with n-grams."""
+        layers = ((i, decoder_layer(layer)) for i, layer in enumerate(self.layers))
+        return {i: layer["ple"] for i, layer in layers if layer is not None and "ple" in layer}
+
+    @classmethod
+    def check_tables(
+        cls, tables: Mapping[int, Sequence[Shard]], config: Config, file: Path | str
+    ) -> None:
+        """See :meth:`DecoderModel.check_tables`."""
+        check_tables(tables, config, file)
+
+    @classmethod
+    def table_shapes(cls, config: Config) -> dict[int, tuple[int, int]]:
+        """See :meth:`DecoderModel.table_shapes`."""
+        indices = ((layer, config.ngram_index(layer)) for layer in range(config.num_hidden_layers))
+        return {
+            layer: (NgramHashes(config, index).rows, config.ngram_width)
+            for layer, index in indices
+            if index is not None
+        }
+
+    def open_tables(
+        self,
+        tables: Mapping[int, Sequence[Shard]],
+        *,
+        file: Path,
+        memory: str | float,
+        threads: int,
+    ) -> None:
+        """See :meth:`StreamingModel.open_tables`."""
+        self.check_tables(tables, self.config, file)
+        total = sum(ref.nbytes for shards in tables.values() for s in shards for ref in s.values())
+        budget = parse_row_memory(memory, total)
+        found, parts = {}, self.ngram_layers()
+        for layer, shards in tables.items():
+            spec, first = None, shards[0]
+            if "scales" in first:
+                spec = infer_spec(first["weight"], first["scales"], self.config.ngram_width)
+            found[layer] = RowTable(
+                shards,
+                spec,
+                memory_bytes=budget // len(tables),
+                name=f"the n-gram table of layer {layer}",
+                threads=threads,
+            )
+            parts[layer].set_table(found[layer])
+        self._tables = MappingProxyType(found)
+
+    def set_store(self, store: ExpertStore) -> None:
+        """See :meth:`StreamingModel.set_store`.
+
+        Raises:
+            UnsupportedError: The store looks ahead.
+        """
+        if store.looks_ahead:
+            raise UnsupportedError(
+                "prefetch ahead asks the next router with this layer's residual, and this model "
+                "has several residual streams; take another prefetch."
+            )
+        super().set_store(store)
+
+    def feed(self, tokens: Sequence[mx.array], states: Sequence[Sequence[Any]]) -> None:
+        """See :meth:`DecoderModel.feed`; begins to read the rows of n-grams."""
+        for layer, part in self.ngram_layers().items():
+            for rows, state in zip(tokens, states, strict=True):
+                part.begin(rows, state[layer])
+
+    def embed(self, tokens: Sequence[mx.array]) -> list[mx.array]:
+        """See :meth:`DecoderModel.embed`."""
+        return [mx.tile(h, (1, 1, self.config.hc_count)) for h in super().embed(tokens)]
+
+    def logits(self, h: mx.array) -> mx.array:
+        """See :meth:`DecoderModel.logits`."""
+        read, _ = self.model.hyper_connection_mixer(h)
+        return self._kernels.project(read, self.head())[0]
+
+    def activation_bytes(self, tokens: int) -> int:
+        """See :meth:`StreamingModel.activation_bytes`; adds streams, index scores and masks."""
+        config, chunk = self.config, min(tokens, self.prefill_chunk)
+        streams = 6 * tokens * config.hc_count * config.hidden_size
+        blocks = tokens // config.indexer_compress_ratio
+        index = chunk * (4 * blocks + tokens)
+        return super().activation_bytes(tokens) + 4 * (streams + index)
+
+    @staticmethod
+    def transforms(trunk: dict[str, TensorRef]) -> dict[str, Transform]:
+        """See :meth:`DecoderModel.transforms`.
+
+        Hugging Face originals store convolutions as [D, 1, W], MLX's files as [D, W, 1]. Norms are
+        zero-centred in both (mlx-vlm 0.7.10 `models/qwen4_exp/language.py`), but for
+        ``linear_attn.norm``.
+        """
+        return qwen3_5_moe.as_mlx_lm(trunk, ()) | qwen3_5_moe.plus_one(trunk, NORMS)
+
+    @classmethod
+    def conversions(cls, trunk: dict[str, TensorRef]) -> dict[str, Transform]:
+        """See :meth:`DecoderModel.conversions`."""
+        return qwen3_5_moe.as_mlx_lm(trunk, ())
+
+    @staticmethod
+    def keeps_float32(name: str) -> bool:
+        """See :meth:`DecoderModel.keeps_float32`; 1 + w does not fit a bfloat16, and these norms
+        compute in float32."""
+        return qwen3_5_moe.Model.keeps_float32(name) or name.endswith(GROUPED)
