@@ -108,7 +108,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("BF16", "F16"))) for n in CASES]
+)
 def test_logits_are_those_of_the_values(tmp_path, case):
     kind_of, options = CASES[case]
     path = gguf_files.write(tmp_path / "model.gguf", kind_of, **options)

@@ -150,8 +150,8 @@ def test_a_difference_in_the_last_row_is_seen(tmp_path, difference):
     assert tied == (difference == 0)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize("stored", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stored", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("twin", ["deepseek_v3_groups", "glm4_moe_plain", "glm4_moe_lite_flash"])
 def test_layers_of_prediction_are_dropped_whatever_their_count(tmp_path, twin, count, stored):
     model = copy(twin, tmp_path / "model", num_nextn_predict_layers=count)

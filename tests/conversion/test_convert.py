@@ -53,8 +53,18 @@ def mapped(directory: Path):
     return checkpoint.mapped(config.name_rules())
 
 
-@pytest.mark.parametrize("layout", ["packed", "safetensors"])
-@pytest.mark.parametrize("case", [*CASES, "bundled"])
+LAYOUTS = ("packed", "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    # By default each twin in one layout, in turns.
+    [
+        pytest.param(case, layout, marks=[pytest.mark.slow] * ((i + j) % 2 and case != "bundled"))
+        for i, case in enumerate([*CASES, "bundled"])
+        for j, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_bits_kept_means_the_same_bytes_and_logits(tmp_path, case, layout):
     source = BUNDLED_MODEL if case == "bundled" else GOLDEN / case
     out = convert(source, tmp_path / "out", layout=layout, verify_written=True)

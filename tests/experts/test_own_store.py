@@ -68,7 +68,7 @@ def run(model, tokens, *, traced):
     return outputs
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("kind", "memory"),
     [

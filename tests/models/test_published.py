@@ -39,6 +39,8 @@ EXPERT_BYTES = {
     "kimi-k2-4bit": 60 * 384 * 24_772_608,
     "qwen3-next-80b-a3b": 48 * 512 * 3 * 512 * 2048 * 2,
     "qwen3-next-80b-a3b-4bit": 48 * 512 * 1_769_472,
+    "qwen3.8-flash-next": 48 * 512 * 3 * 640 * 2560 * 2,
+    "qwen3.8-flash-next-4bit": 48 * 512 * 2_764_800,
     "glm-4.6": 89 * 160 * 3 * 1536 * 5120 * 2,
     "glm-4.5-air-4bit": 45 * 128 * 3 * 1408 * 4096 * 9 // 16,
     "gpt-oss-120b": 36 * 128 * (3 * 2880 * 2880 * 17 // 32 + 3 * 2880 * 2),  # MXFP4, biases
@@ -78,27 +80,41 @@ def opened(name: str):
 
 
 # Beside Qwen3.5: layers of multi-token prediction, or images.
-DROPPING = ("deepseek-v3", "qwen3-next-80b-a3b", "glm-4.6", "glm-4.7-flash", "kimi-k2.5")
+DROPPING = (
+    "deepseek-v3",
+    "qwen3.8-flash-next",
+    "qwen3-next-80b-a3b",
+    "glm-4.6",
+    "glm-4.7-flash",
+    "kimi-k2.5",
+)
 # Tensors as deepseek-v3 has them, or, of packed integers, as kimi-k2-thinking.
+# Many tensors, named as others are.
+LONG = ("qwen3-235b-a22b-4bit", "qwen3.5-397b-a17b", "cogito-v2-671b-4bit", "kimi-k2-4bit")
 ALIKE = ("cogito-v2-671b", "kimi-k2", "kimi-k2-thinking", "kimi-k2.5")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in EXPERT_BYTES],
+    [pytest.param(n, marks=pytest.mark.slow) if n in (*ALIKE, *LONG) else n for n in EXPERT_BYTES],
 )
 def test_both_sides_come_out_empty(name):
     model, tensors, quantization = opened(name)
     mapped = map_tensors(tensors, model.config.name_rules())
     match_trunk(model, mapped, quantization, directory=Path(name))
     left = set(tensors) - {ref.name for ref in mapped.trunk.values()}
+    shards = [shard for parts in mapped.tables.values() for shard in parts]
+    left -= {ref.name for shard in shards for ref in shard.values()}
+    model.check_tables(mapped.tables, model.config, name)
+    assert len(shards) == 128 * name.startswith("qwen3.8")
     if EXPERT_BYTES[name] is None:
         assert not mapped.experts
         assert not left
         return
     prediction = tuple(f"model.layers.{n}." for n in (47, 61, 92))
     unread = ("mtp.", "model.visual.", "vision_tower.", "mm_projector.", *prediction)
-    dropped = [n for n in left if not re.search(r"\.(experts|switch_mlp)\.", n)]
+    hashes = r"\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)$"
+    dropped = [n for n in left if not re.search(rf"\.(experts|switch_mlp)\.|{hashes}", n)]
     assert all(n.startswith(unread) for n in dropped)
     assert bool(dropped) == (name.startswith("qwen3.5") or name in DROPPING)
     layouts = {layer: BlockLayout.of(parts) for layer, parts in mapped.experts.items()}

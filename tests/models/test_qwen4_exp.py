@@ -3,7 +3,12 @@ oracle. Logits of transformers: test_twins.py."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,13 +17,14 @@ import pytest
 
 from mlx_moeflux.cache import IndexedCache, KVCache
 from mlx_moeflux.cache.state.sequence import SequenceState
-from mlx_moeflux.conversion.synthesize import synthesize
+from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.generation.batch import BatchGenerator
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.indexed_attention import IndexedAttention, Indexer, chosen_blocks
+from mlx_moeflux.models.ngrams import NgramHashes
 from mlx_moeflux.models.residual_streams import GatedResidual
 from tests.models.twins import GOLDEN, LIMIT, relative_error
 from tests.models_at_hand import same_bits
@@ -353,3 +359,104 @@ def test_keys_values_and_index_keys_in_8_bits(tmp_path):
         steps = [model(tokens[:, i : i + 1], state) for i in range(60)]
     assert 1e-6 < relative_error(whole, exact) < 0.1
     assert relative_error(mx.concatenate(steps, axis=1), whole) < 0.01
+
+
+# ---- A table of real height
+
+CHILD = """
+    import json, sys
+    import mlx.core as mx
+    import numpy as np
+    from mlx_moeflux.loading import load_model
+
+    def number(file, key):
+        line = next(line for line in open(file) if line.startswith(key))
+        return int(line.split()[1])
+
+    mx.eval(mx.ones(8) + 1)
+    path, memory, rows = sys.argv[1:]
+    with load_model(path, expert_memory=memory, row_memory=rows, expert_reader="pread") as model:
+        state = model.make_cache()
+        ids = mx.array(np.random.default_rng(0).integers(0, 8000, (1, 300)))
+        before = number("/proc/self/io", "rchar")
+        mx.eval(model(ids, state, last_only=True))
+        for i in range(20):
+            mx.eval(model(ids[:, i : i + 1], state))
+        read = number("/proc/self/io", "rchar") - before
+        experts, table = model.store.stats().total, model.row_stats()
+        plan = model.plan
+        print(json.dumps({
+            "peak": 1024 * number("/proc/self/status", "VmHWM"),
+            "formula": plan.trunk_bytes + plan.budget_bytes + plan.row_bytes
+            + model.state_bytes(320) + model.activation_bytes(300),
+            "read": read,
+            "counted": experts.bytes_read + table.bytes_read,
+            "experts missed": experts.misses * 2764800,
+            "experts read": experts.bytes_read,
+            "rows": [table.lookups, table.hits, table.misses, table.bytes_read],
+            "table": sum(t.nbytes for t in model._tables.values()),
+        }))
+"""
+
+
+def with_a_table_of_real_height(path, shape):
+    """Add the first layer's n-grams to a checkpoint, with a table that has holes for its rows."""
+    S, C, E, first = shape.hc_count, shape.hidden_size, shape.ple_embed_dim, "language_model."
+    at = f"{first}model.layers.0.ple."
+    shapes = {"key_proj": (S * C, E), "value_proj": (C, E), "conv1d": (S * C, 4, 1)}
+    shapes |= {f"norm_{name}": (S * C,) for name in ("key", "query", "conv")}
+    random = {
+        f"{at}{name}.weight": (0.02 * mx.random.normal(s)).astype(mx.bfloat16)
+        for name, s in shapes.items()
+    }
+    (path / "model.safetensors").rename(path / "model-00001-of-00003.safetensors")
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    mx.save_safetensors(str(path / "model-00002-of-00003.safetensors"), random)
+    parts, rows = shape.split_ngram_parts, NgramHashes(shape, 0).rows
+    nbytes, width = rows // parts * 2 * shape.ngram_width, shape.ngram_width
+    header = {
+        f"{at}ple_embedding.ngram_embedding.shards.{i}.weight": {
+            "dtype": "BF16",
+            "shape": [rows // parts, width],
+            "data_offsets": [i * nbytes, (i + 1) * nbytes],
+        }
+        for i in range(parts)
+    }
+    text = json.dumps(header).encode()
+    with (path / "model-00003-of-00003.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + parts * nbytes)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["ple_layer_ids"] = [1]
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_table_of_real_height_keeps_to_the_formula_and_the_account(tmp_path, monkeypatch):
+    """Two layers of the published width: peak memory at three budgets; bytes that the process read
+    are those of experts and rows that missed."""
+    published = SHAPES["qwen3.8-flash-next"]
+    shape = replace(
+        published,
+        num_hidden_layers=2,
+        full_attention_interval=2,
+        num_experts=64,
+        vocab_size=8192,
+        eos_token_id=8191,
+    )
+    monkeypatch.setitem(SHAPES, "it", replace(shape, ple_layer_ids=()))
+    path = synthesize("it", tmp_path / "model")
+    with_a_table_of_real_height(path, shape)
+    for memory, rows in (("20%", "0B"), ("40%", "1MB"), ("70%", "64MB")):
+        command = [sys.executable, "-c", textwrap.dedent(CHILD), str(path), memory, rows]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["table"] == 320_001_536 * 320
+        assert found["peak"] <= found["formula"] + 300_000_000, found
+        assert found["experts read"] == found["experts missed"]
+        lookups, hits, misses, nbytes = found["rows"]
+        assert hits + misses == lookups
+        assert 320 * misses <= nbytes <= 320 * misses + 4096 * misses
+        assert found["counted"] <= found["read"] <= found["counted"] + 1_000_000

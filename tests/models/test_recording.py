@@ -79,7 +79,7 @@ def told(kind: str, B: int, compiles: bool, **options):
 @pytest.mark.parametrize(
     ("kind", "B", "options"),
     [
-        ("resident", 1, {}),
+        pytest.param("resident", 1, {}, marks=pytest.mark.slow),
         pytest.param("resident", 3, {}, marks=pytest.mark.slow),
         pytest.param("streamed", 1, {}, marks=pytest.mark.slow),
         pytest.param("streamed", 2, {}, marks=pytest.mark.slow),
@@ -102,7 +102,7 @@ def test_a_listener_is_told_of_every_layer_of_every_step(kind, B, options):
 
 
 @pytest.mark.parametrize(
-    "kind", ["resident", "streamed", pytest.param("mixed", marks=pytest.mark.slow)]
+    "kind", ["streamed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("resident", "mixed"))]
 )
 def test_it_comes_and_goes_between_steps(kind):
     with opened(kind) as model:

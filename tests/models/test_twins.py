@@ -20,7 +20,8 @@ def test_logits_are_those_of_transformers(case, memory):
     with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
         assert relative_error(model(tokens), logits) <= LIMIT
         T = tokens.shape[1]
-        for cuts in ([0, 1, 2, 9, 16, T], list(range(T + 1))):
+        # Token by token where every step may miss.
+        for cuts in [[0, 1, 2, 9, 16, T]] if memory == "resident" else [list(range(T + 1))]:
             cache = model.make_cache()
             parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
             assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT

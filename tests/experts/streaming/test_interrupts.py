@@ -89,7 +89,15 @@ def test_a_bug_in_a_reader_is_not_hidden(wrapped, experts):
 
 
 @BOTH_READ
-@pytest.mark.parametrize("kind", [Chosen, Hit, Miss, Evict, ReadStart, ReadEnd])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Hit,
+        Evict,
+        ReadEnd,
+        *(pytest.param(k, marks=pytest.mark.slow) for k in (Chosen, Miss, ReadStart)),
+    ],
+)
 def test_interrupted_at_any_event(experts, open_store, kind):
     armed = [0]
 

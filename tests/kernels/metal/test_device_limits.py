@@ -159,7 +159,7 @@ def faults(launch: Launch) -> list[str]:
     ("dtype", "apart"),
     [
         pytest.param(BF16, False, id="bf16-together"),
-        pytest.param(F32, True, id="f32-apart"),
+        pytest.param(F32, True, id="f32-apart", marks=pytest.mark.slow),
         pytest.param(BF16, True, id="bf16-apart", marks=pytest.mark.slow),
         pytest.param(F32, False, id="f32-together", marks=pytest.mark.slow),
     ],

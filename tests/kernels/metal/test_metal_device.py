@@ -66,7 +66,7 @@ def directories(tmp_path_factory):
 
 
 # The operations of their steps are those of others here.
-SLOW = ("qwen3.5-tiny", "qwen3-next-tiny", "gpt-oss-tiny streamed")
+SLOW = ("qwen3.5-tiny", "qwen3-tiny", "qwen3-next-tiny", "gpt-oss-tiny streamed")
 
 
 @pytest.fixture(params=[pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in RUNS])
