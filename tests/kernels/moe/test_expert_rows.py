@@ -108,7 +108,6 @@ EQUIVALENT = {
         "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile": LISTED,
         "expert_rows_inner: swapped arguments 9 and 10 of multiply_tile (2)": LISTED,
         "expert_rows_outer: off by one < -> <=": NINTH,
-        "expert_rows_outer: off by one < -> <= (3)": STEP,
         "expert_rows_outer: swapped parameters 8 and 9 of multiply_tile": "both are 0",
     },
 }
