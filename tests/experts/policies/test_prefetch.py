@@ -301,7 +301,13 @@ def two_layers(store, seed):
     return store.experts(3, *first, **ahead), store.experts(5, *second, **ahead)
 
 
-@pytest.mark.parametrize("kind", [Guess, PrefetchStart, PrefetchEnd, PrefetchDrop, Evict, Hit])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Guess, PrefetchEnd, PrefetchDrop),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (PrefetchStart, Evict, Hit)),
+    ],
+)
 def test_interrupted_at_any_event(experts, wrapped, kind):
     armed = 0
 

@@ -61,8 +61,15 @@ def reply(model, cache=None):
     return [token for token, _ in steps]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("memory", ["100%", "25%"])
+@pytest.mark.parametrize(
+    ("memory", "compiled"),
+    [
+        ("100%", True),
+        ("25%", False),
+        pytest.param("100%", False, marks=pytest.mark.slow),
+        pytest.param("25%", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_next_reply_takes_stock_operations(broken, memory, compiled):
     with load_model(BUNDLED_MODEL, kernels="reference") as model:
         expected = reply(model)
