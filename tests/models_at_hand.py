@@ -28,6 +28,14 @@ KINDS = (
 )
 
 
+def by_default(*names: str):
+    """A test's fixture ``model`` is of these kinds, and with -m slow of the others."""
+    kinds = ("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window", *SAME)
+    assert set(names) <= set(kinds)
+    chosen = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in names)) for kind in kinds]
+    return pytest.mark.parametrize("model", chosen, indirect=True)
+
+
 def directory_of(kind: str, tmp_path: Path, **options) -> Path:
     """hybrid: recurrent and attention layers. attention: nothing else. 4 bits: hybrid, with keys
     and values in 4 bits."""
