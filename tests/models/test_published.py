@@ -99,7 +99,7 @@ MANY = ("qwen3-coder-30b-a3b", "qwen3-next-80b-a3b", "glm-4.6", "minimax-m2")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE + MANY)) for n in EXPERT_BYTES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE + LONG + MANY)) for n in EXPERT_BYTES],
 )
 def test_both_sides_come_out_empty(name):
     model, tensors, quantization = opened(name)
