@@ -109,6 +109,9 @@ def text_of(tokenizer, ids, eos):
 
 
 @pytest.mark.parametrize("chunk", [4, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loaded", ["streamed", pytest.param("resident", marks=pytest.mark.slow)], indirect=True
+)
 def test_stream_generate(twin, loaded, chunk):
     model, tokenizer = loaded
     for prompt, expected, count in zip(twin.prompts, twin.expected, MAX_TOKENS, strict=True):

@@ -26,8 +26,16 @@ PACKAGE = os.path.dirname(package.__file__)
 
 
 @PYTHON_READS
-@pytest.mark.parametrize("broken", [{1}, {2}, {3}, {1, 2, 3, 4}])
-@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize(
+    ("n", "broken"),
+    [
+        *((1, {1}), (20, {2}), (1, {3}), (20, {1, 2, 3, 4})),
+        *(
+            pytest.param(n, broken, marks=pytest.mark.slow)
+            for n, broken in ((20, {1}), (1, {2}), (20, {3}), (1, {1, 2, 3, 4}))
+        ),
+    ],
+)
 def test_io_error_leaves_the_store_usable(experts, open_store, monkeypatch, n, broken):
     """The first, second, third or every read of a decode step or a sweep fails half-way."""
     store, count = open_store(4), [0]

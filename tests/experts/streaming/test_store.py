@@ -32,8 +32,21 @@ SPECS = {f"{b}-bit": (QuantSpec(b),) * 3 for b in (2, 3, 4, 5, 6, 8)}
 SPECS |= {"bf16": (None,) * 3, "mixed": MIXED}
 
 
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+# Every quantisation with one reader, every reader with some.
+SOME = ("4-bit", "bf16", "mixed")
+
+
+@pytest.mark.parametrize(
+    ("specs", "name"),
+    [
+        pytest.param(
+            SPECS[spec], name, id=f"{spec}-{name}",
+            marks=[pytest.mark.slow] * (name != "pread" and spec not in SOME),
+        )
+        for spec in SPECS
+        for name in READERS
+    ],
+)  # fmt: skip
 def test_every_reader_and_quantisation(tmp_path, name, specs):
     form = "stacked" if name == "pread" else "packed"
     experts = write_experts(tmp_path, random_experts(specs), form)
