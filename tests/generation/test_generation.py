@@ -190,7 +190,7 @@ def test_a_cache_goes_on_where_it_stood(pair):
     assert second == naive(model, ids + first + then, 6)
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_cache_ends_where_mlx_lm_leaves_it(pair, expected, stops):
     model, tokenizer = pair
     ours, theirs = model.make_cache(), model.make_cache()
@@ -252,8 +252,17 @@ class Interrupting(ExpertStore):
     def close(self): ...
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ExpertFileError("EIO at offset 5")])
-@pytest.mark.parametrize("calls", [0, 2, 5, 6, 8, 15])
+ERRORS = KeyboardInterrupt(), ExpertFileError("EIO at offset 5")
+
+
+@pytest.mark.parametrize(
+    ("calls", "error"),
+    [
+        pytest.param(calls, error, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, calls in enumerate((0, 2, 5, 6, 8, 15))
+        for j, error in enumerate(ERRORS)
+    ],
+)
 def test_an_interrupted_call_leaves_the_cache_as_it_was(pair, calls, error):
     model, tokenizer = pair
     ids = mx.array(tokenizer.encode(PROMPT))

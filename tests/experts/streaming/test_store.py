@@ -57,7 +57,9 @@ def test_every_reader_and_quantisation(tmp_path, name, specs):
             assert same_bits(store.experts(5, *call), resident.experts(5, *call))
 
 
-@pytest.mark.parametrize("slots", [K, 4, E - 1, E])
+@pytest.mark.parametrize(
+    "slots", [K, E - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, E))]
+)
 def test_bank_size_changes_no_bit(experts, open_store, slots):
     store, resident = open_store(slots, scratch_bytes=100_000), experts.resident()
     for seed, n in enumerate((1, 1, 2, 1, 63, 64, 65, 1, 1, 200, 3)):
