@@ -132,6 +132,7 @@ def test_every_option_sees_the_whole_prompt(directory):
             generate(model, tokenizer, prompt, prompt_cache=cache)
 
 
+@by_default("hybrid", "4 bits")
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeypatch, chunk):
     """A call that stops for states inside its layers keeps what calls that end there would."""

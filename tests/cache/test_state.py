@@ -143,6 +143,7 @@ def test_a_state_that_was_extracted_from_a_batch_can_be_saved(hybrid, tmp_path):
 # Truncation, positions and sizes.
 
 
+@by_default("hybrid", "deepseek_v3_groups", "qwen3_moe_window")
 def test_attention_alone_is_truncated_and_recurrence_refuses(model):
     state, tokens = model.make_cache(), tokens_of(T)
     whole = run(model, state, tokens)

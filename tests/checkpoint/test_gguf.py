@@ -229,10 +229,22 @@ def test_a_rope_that_is_not_computed_is_one_line(small, monkeypatch, more, words
     refused(small, UnsupportedError, words)
 
 
-@pytest.mark.parametrize("key", ["factor", "attn_factor", "original_context_length", "type"])
+KEYS = ("factor", "attn_factor", "original_context_length", "type")
+NO_NUMBERS = ("x", [4.0], [[]], None, True, float("inf"), float("nan"))
+
+
 @pytest.mark.parametrize(
-    "value", ["x", [4.0], [[]], None, True, float("inf"), float("nan")], ids=str
-)
+    ("key", "value"),
+    [
+        pytest.param(
+            key, value, id=f"{value}-{key}",
+            # By default each key with some values, each value with two keys.
+            marks=[pytest.mark.slow] * ((i + j) % 2),
+        )
+        for i, key in enumerate(KEYS)
+        for j, value in enumerate(NO_NUMBERS)
+    ],
+)  # fmt: skip
 def test_a_rope_of_no_numbers_is_one_line(small, monkeypatch, key, value):
     with_metadata(monkeypatch, small, YARN | {S + key: value})
     refused(small, (ConfigError, UnsupportedError), "rope")

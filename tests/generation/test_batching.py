@@ -227,6 +227,7 @@ def test_each_sequence_has_its_own_sampler_and_processors(hybrid):
             assert got[uid] == [token for token, _ in steps]
 
 
+@by_default("hybrid", "deepseek_v3_groups")
 def test_the_bare_step_gives_each_sequence_its_logits(model):
     prompts = {name: prompt_of(i, 3 + 4 * i) for i, name in enumerate("abc")}
     batch, states = Batch(model), {}
@@ -513,6 +514,7 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
     assert lookups[0.0] - lookups[None] == step * pauses
 
 
+@by_default("hybrid", "attention")
 def test_the_share_of_padded_prompts_grows_by_layers(model, padded):
     with BatchGenerator(model, prefill_step_size=20, max_pause=0.0) as generator:
         generator.insert([prompt_of(seed, 30 + seed) for seed in range(2)], [2, 2])
@@ -603,7 +605,7 @@ def test_memory_shortens_a_reply(hybrid):
         assert generator.fitting(500, -1) == 13
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_open_replies_run_together_until_memory_ends(hybrid, ahead):
     """The longest of them ends when the next token would not fit; one with a limit is whole."""
     starts, limits = [236, 238, 240, 242], [-1, 16, 10**6, -1]
