@@ -19,7 +19,7 @@ from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, model_of, run, same_bits, tokens_of
 
-USUAL = ("hybrid", "4 bits", "deepseek_v3_groups")
+USUAL = ("hybrid", "deepseek_v3_groups")
 
 
 @pytest.mark.parametrize(

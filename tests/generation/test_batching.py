@@ -106,7 +106,7 @@ def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
 
 
 @by_default("hybrid", "4 bits", "deepseek_v3_groups")
-@pytest.mark.parametrize("prefill_batch_size", [1, 3])
+@pytest.mark.parametrize("prefill_batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_batch_is_single(model, alone, seed, prefill_batch_size):
     run_schedule(model, alone, seed, prefill_batch_size=prefill_batch_size)

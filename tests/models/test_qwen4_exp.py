@@ -316,7 +316,7 @@ def test_states_are_saved_joined_and_taken_apart(tmp_path, lengths):
 # ---- Traced steps
 
 
-@pytest.mark.parametrize("memory", ["100%", "80%"])
+@pytest.mark.parametrize("memory", ["100%", pytest.param("80%", marks=pytest.mark.slow)])
 def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
     """Below the budget and beyond it, across a full tail; of sequences that begin between blocks,
     no step can be traced."""
