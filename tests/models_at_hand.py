@@ -16,13 +16,24 @@ from mlx_moeflux.models.base import StreamingModel
 
 TWIN = Path(__file__).parent / "golden" / "text_top3"
 VOCABULARY = 64
-FAMILIES = ("deepseek_v3_groups", "kimi_k2_group1", "qwen3_moe_window", "qwen3_next_top3")
-# Kinds of state that another one of these has too.
-SAME = ("kimi_k2_group1", "qwen3_next_top3")
+FAMILIES = (
+    *("deepseek_v3_groups", "kimi_k2_group1", "qwen3_moe_window", "qwen3_next_top3"),
+    "qwen4_exp_rows",
+)
+# Kinds of state that another one of these has too, and one that is slow.
+SAME = ("kimi_k2_group1", "qwen3_next_top3", "qwen4_exp_rows")
 KINDS = (
     *("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in SAME),
 )
+
+
+def by_default(*names: str):
+    """A test's fixture ``model`` is of these kinds, and with -m slow of the others."""
+    kinds = ("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window", *SAME)
+    assert set(names) <= set(kinds)
+    chosen = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in names)) for kind in kinds]
+    return pytest.mark.parametrize("model", chosen, indirect=True)
 
 
 def directory_of(kind: str, tmp_path: Path, **options) -> Path:

@@ -253,7 +253,7 @@ def kill_and_resume(tmp_path: Path, delay: float) -> None:
     assert not list(out.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.4])
+@pytest.mark.parametrize("delay", [pytest.param(0.05, marks=pytest.mark.slow), 0.4])
 def test_kill_9_loses_nothing(tmp_path, delay):
     kill_and_resume(tmp_path, delay)
 

@@ -70,8 +70,8 @@ def run_shell(block: Block) -> None:
 
 
 PAGES_WITH_BLOCKS = [page for page in [*TOP, *SITE] if blocks_of(page)]
-# Their commands measure for seconds. tests/measure/ has each of them on smaller models.
-MEASURING = [ROOT / "docs" / name for name in ("benchmarks.md", "budget.md")]
+# Their blocks load and measure models for seconds. Tests of each part do it on smaller ones.
+MEASURING = [ROOT / "docs" / name for name in ("benchmarks.md", "budget.md", "research.md")]
 
 
 @pytest.mark.parametrize(

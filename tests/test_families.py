@@ -28,6 +28,13 @@ PROMPTS = [5, 17, 2]
 MAX_TOKENS = 6
 
 
+def by_default(*names: str):
+    """A test's fixture ``directory`` is of these families, and with -m slow of the others."""
+    tiny = [name for name in sorted(SHAPES) if name.endswith("-tiny")]
+    families = [pytest.param(n, marks=[pytest.mark.slow] * (n not in names)) for n in tiny]
+    return pytest.mark.parametrize("directory", families, indirect=True)
+
+
 @pytest.fixture(scope="module", params=TINY)
 def directory(request, tmp_path_factory) -> Path:
     return synthesize(request.param, tmp_path_factory.mktemp("family") / request.param)
@@ -71,6 +78,8 @@ def test_streamed_is_resident_bit_for_bit(directory, tmp_path):
         assert np.array_equal(given, expected), (path, memory, reader)
 
 
+# test_mlx_lm_client.py has more of it for Qwen3.5.
+@by_default("deepseek-tiny", "gpt-oss-tiny")
 def test_generation_and_mlx_lm_as_the_client(directory):
     mlx_lm = pytest.importorskip("mlx_lm")
     model, tokenizer = load(directory, expert_memory="20%")
@@ -87,6 +96,7 @@ def test_generation_and_mlx_lm_as_the_client(directory):
         assert together.token_ids == expected
 
 
+@by_default("deepseek-tiny", "qwen3-next-tiny")
 def test_a_saved_prompt_goes_on(directory, tmp_path):
     """Through mlx-lm's files, whose loader looks our entries up by name."""
     cache = pytest.importorskip("mlx_lm.models.cache")

@@ -109,6 +109,9 @@ def text_of(tokenizer, ids, eos):
 
 
 @pytest.mark.parametrize("chunk", [4, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loaded", ["streamed", pytest.param("resident", marks=pytest.mark.slow)], indirect=True
+)
 def test_stream_generate(twin, loaded, chunk):
     model, tokenizer = loaded
     for prompt, expected, count in zip(twin.prompts, twin.expected, MAX_TOKENS, strict=True):
@@ -128,7 +131,20 @@ def test_quantised_keys_and_values_are_refused_rather_than_ignored(twin, loaded)
         list(mlx_lm.stream_generate(*loaded, twin.prompts[0], max_tokens=2, kv_bits=4))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# By default each schedule in one of the two.
+USUAL = {"all at once": "streamed", "joining, in chunks": "resident"}
+USUAL |= {"one prompt at a time": "streamed"}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "schedule"),
+    [
+        pytest.param(budget, name, marks=[pytest.mark.slow] * (USUAL[name] != budget))
+        for budget in BUDGETS
+        for name in SCHEDULES
+    ],
+    indirect=["loaded"],
+)
 def test_batch_generate(twin, loaded, schedule):
     model, tokenizer = loaded
     reply = batch(model, tokenizer, twin, return_prompt_caches=True, **SCHEDULES[schedule])
@@ -170,6 +186,9 @@ def test_padding_asks_for_no_expert(twin):
     assert reply.stats.generation_tokens == sum(len(ids) for ids in twin.expected)
 
 
+@pytest.mark.parametrize(
+    "loaded", ["streamed", pytest.param("resident", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_second_turn_continues_from_returned_caches(twin, loaded):
     model, tokenizer = loaded
     first = batch(model, tokenizer, twin, return_prompt_caches=True)
@@ -197,6 +216,9 @@ def test_a_second_turn_continues_from_returned_caches(twin, loaded):
         assert all(np.array_equal(a, b) for a, b in zip(held, arrays, strict=True))
 
 
+@pytest.mark.parametrize(
+    "loaded", ["resident", pytest.param("streamed", marks=pytest.mark.slow)], indirect=True
+)
 def test_sequences_join_and_leave_a_running_batch(twin, loaded):
     from mlx_lm.generate import BatchGenerator
 

@@ -19,8 +19,14 @@ from mlx_moeflux.conversion import synthesize
 from mlx_moeflux.loading import load_model
 from tests.models_at_hand import KINDS, model_of, run, same_bits, tokens_of
 
+USUAL = ("hybrid", "deepseek_v3_groups")
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in USUAL or hasattr(k, "marks") else pytest.param(k, marks=pytest.mark.slow)
+     for k in KINDS],
+)  # fmt: skip
 def test_steps_after_a_prefill_see_all_of_it(kind, tmp_path):
     """A mirror of the cache that prefill did not fill let steps see zeros after 32 tokens."""
     tokens, prompt = tokens_of(80), 75

@@ -426,18 +426,19 @@ class BlockMaker(Protocol):
 class IndexedStep(NamedTuple):
     """What one more token of attention with an indexer reads.
 
-    buffers: Keys and values; their rows from `start` on are in `tail`. tail: Keys, values and
-    index keys, the token's included. blocks: Keys of the blocks before `start`
-    [B, 1, capacity, Di]. column, start: Of the token and the tail, int32 [1]. padding: int32 [B],
-    or None.
+    buffers: Keys and values. blocks: Keys of complete blocks, [B, 1, N, Di]. column: Of the token,
+    int or int32 [1]. padding: int32 [B], or None. plain: Sequences that see everything, bool [B];
+    None if there are none. tail: If there is one, keys, values and index keys of the rows from
+    `start` on, which are not in `buffers` and `blocks`.
     """
 
     buffers: tuple[mx.array, ...]
-    tail: tuple[mx.array, ...]
     blocks: mx.array
-    column: mx.array
-    start: mx.array
+    column: Any
     padding: mx.array | None
+    plain: mx.array | None = None
+    tail: tuple[mx.array, ...] | None = None
+    start: Any = None
 
 
 class IndexedCache(AttentionCache):
@@ -492,11 +493,13 @@ class IndexedCache(AttentionCache):
 
     @property
     def takes_steps(self) -> bool:
-        """Return True if a block begins where a tail does, in every sequence."""
-        if self.indexer is None or self.packs:
+        """Return True if a block begins where a tail does in every sequence, and all or none of
+        them see everything."""
+        indexer, padding = self.indexer, self._padding or [0]
+        if indexer is None or self.packs or TAIL_ROWS % indexer.ratio:
             return False
-        ratio = self.indexer.ratio
-        return TAIL_ROWS % ratio == 0 and not any(first % ratio for first in self._padding or ())
+        plain = {self.columns < indexer.plain_until(first) for first in padding}
+        return len(plain) == 1 and not any(first % indexer.ratio for first in padding)
 
     def begin_step(self) -> tuple[Any, ...]:
         """Return what :meth:`AttentionCache.begin_step` does, and the blocks before the tail; None
@@ -507,16 +510,14 @@ class IndexedCache(AttentionCache):
         return *arrays, self._made(indexer, tail_start(self.columns))[0]
 
     def last_step(self, indexer: BlockMaker) -> IndexedStep | None:
-        """Return what the token that was appended last needs; None if it sees every token, or
-        cannot be a step."""
-        column = self.columns - 1
-        if column < indexer.plain_until(self.first_column) or not self.takes_steps:
+        """Return what the token that was appended last needs; None if it sees every token."""
+        column, padding = self.columns - 1, self._padding or [0]
+        plain = [column < indexer.plain_until(first) for first in padding]
+        if all(plain):
             return None
-        start, buffers = tail_start(column), self.buffers()
-        tail = tuple(buffer[:, :, start : start + TAIL_ROWS] for buffer in buffers)
-        blocks, _ = self._made(indexer, start)
-        at, begin = (mx.array([n], dtype=mx.int32) for n in (column, start))
-        return IndexedStep(tuple(buffers[:2]), tail, blocks, at, begin, self.left_padding)
+        keys, values, _ = self.buffers()
+        some = mx.array(plain) if any(plain) else None
+        return IndexedStep((keys, values), self.blocks(indexer), column, self.left_padding, some)
 
     def _truncate(self, columns: int) -> None:
         super()._truncate(columns)

@@ -164,8 +164,11 @@ class _Indexed(_Attention):
         """See :meth:`~mlx_moeflux.cache.kv.IndexedCache.last_step`."""
         if self._blocks is None:
             return None
-        where = self._columns, self._columns // TAIL_ROWS * TAIL_ROWS
-        return IndexedStep(self._buffers[:2], self._tail, self._blocks, *where, self.left_padding)
+        start = self._columns // TAIL_ROWS * TAIL_ROWS
+        keys, values, _ = self._buffers
+        return IndexedStep(
+            (keys, values), self._blocks, self._columns, self.left_padding, None, self._tail, start
+        )
 
 
 class _Ngrams(_Recurrent):

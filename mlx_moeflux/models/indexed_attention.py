@@ -83,33 +83,33 @@ class Indexer(Module):
         return scores / Di**0.5
 
     def choose(self, q: mx.array, step: IndexedStep) -> tuple[mx.array, mx.array]:
-        """Return what the token of a step sees: the columns ``[B, M]`` of chosen tokens before the
-        tail, and a mask ``[B, 1, 1, M + R]`` of them and of the tail's R rows.
+        """Return the columns ``[B, M]`` of the tokens that the token of a step sees: those of
+        chosen blocks, ascending, and those behind the last complete block; and which of them count,
+        bool ``[B, 1, 1, M]``. The others are in range and mean nothing.
 
-        q ``[B, H, 1, Di]``. Columns that are masked are in range and mean nothing.
+        q: ``[B, H, 1, Di]``.
         """
-        B, ratio, R, N = q.shape[0], self.ratio, step.tail[0].shape[2], step.blocks.shape[2]
-        first = mx.zeros((B,), mx.int32) if step.padding is None else step.padding
-        before = ((step.start - first) // ratio)[:, None]  # [B, 1], blocks before the tail
-        complete = ((step.column - first + 1) // ratio)[:, None]
-        own = self.pooled(step.tail[2], before[:, 0])
-        number, row = mx.arange(N), mx.arange(R)
-        in_tail = before + mx.arange(R // ratio)
-        counts = mx.concatenate(
-            [mx.broadcast_to(number < before, (B, N)), in_tail < complete], axis=-1
-        )
-        scores = mx.concatenate([self.scores(q, step.blocks), self.scores(q, own)], axis=-1)
+        B, ratio, (_, _, N, _) = q.shape[0], self.ratio, step.blocks.shape
+        first = mx.zeros((B, 1), mx.int32) if step.padding is None else step.padding[:, None]
+        complete = (step.column - first + 1) // ratio  # [B, 1]
+        numbers, scores = mx.broadcast_to(mx.arange(N), (B, N)), self.scores(q, step.blocks)
+        counts = numbers < complete
+        if step.tail is not None:
+            before = (step.start - first) // ratio  # [B, 1], blocks before the tail
+            own = self.pooled(step.tail[2], before[:, 0])
+            in_tail = before + mx.arange(own.shape[2])
+            counts = mx.concatenate([numbers < before, (in_tail >= 0) & (in_tail < complete)], -1)
+            numbers = mx.concatenate([numbers, in_tail], axis=-1)
+            scores = mx.concatenate([scores, self.scores(q, own)], axis=-1)
         chosen = chosen_blocks(scores, counts[:, None, None], self.blocks)[:, 0, 0]
-        far, near = chosen[:, :N], chosen[:, N:]
-        # The numbers of the chosen ones, ascending, and then N.
-        found = mx.sort(mx.where(far, number, N), axis=-1)[:, : min(self.blocks, N)]
-        columns = first[:, None, None] + found[..., None] * ratio + mx.arange(ratio)
-        seen = mx.repeat(found < N, ratio, axis=-1)
-        # Rows behind the last complete block are seen, up to the token's own.
-        tail = mx.repeat(near | (in_tail >= complete), ratio, axis=-1)
-        tail = tail & (step.start + row <= step.column)
-        columns = mx.minimum(columns.reshape(B, -1), step.buffers[0].shape[2] - 1)
-        return columns, mx.concatenate([seen, tail], axis=-1)[:, None, None]
+        none = step.buffers[0].shape[2]
+        found = mx.sort(mx.where(chosen, numbers, none), axis=-1)[:, : self.blocks]
+        token = mx.arange(ratio)
+        columns = (first + found * ratio)[..., None] + token
+        behind = first + complete * ratio + token
+        seen = mx.concatenate([mx.repeat(found < none, ratio, axis=-1), behind <= step.column], -1)
+        columns = mx.concatenate([columns.reshape(B, -1), behind], axis=-1)
+        return mx.minimum(columns, none - 1), seen[:, None, None]
 
     def mask(self, q: mx.array, blocks: mx.array, S: int, padding: mx.array | None) -> mx.array:
         """Return which keys the queries see, bool ``[B, 1, T, S]``.
@@ -157,9 +157,12 @@ class IndexedAttention(Attention):
         if T == 1:
             step = cache.last_step(indexer)
             if step is not None:
-                return self._stepped(q, index_q, step, options)
-            if not isinstance(cache, IndexedCache):  # in a trace, where None means all
-                return self._kernels.sdpa(q, **{"mask": None, **rows, **options})
+                y = self._stepped(q, index_q, step, options)
+                if step.plain is None:
+                    return y
+                plain = self._kernels.sdpa(q, **{"mask": None, **rows, **options})
+                return mx.where(step.plain[:, None, None, None], plain, y)
+            return self._kernels.sdpa(q, **{"mask": None, **rows, **options})
         before, first, padding = cache.columns - T, cache.first_column, cache.left_padding
         plain = min(max(indexer.plain_until(first) - before, 0), T)
         keys, values, _ = cache.buffers()
@@ -184,11 +187,15 @@ class IndexedAttention(Attention):
     def _stepped(
         self, q: mx.array, index_q: mx.array, step: IndexedStep, options: dict[str, Any]
     ) -> mx.array:
-        """Return the attention of one query, which reads the tokens that it sees and the tail."""
+        """Return the attention of one query, which reads the tokens that it sees."""
         columns, mask = self.indexer.choose(index_q, step)
         columns = columns[:, None, :, None]
-        keys, values = (
-            mx.concatenate([mx.take_along_axis(buffer, columns, axis=2), tail], axis=2)
-            for buffer, tail in zip(step.buffers, step.tail, strict=False)
-        )
+        keys, values = (mx.take_along_axis(rows, columns, axis=2) for rows in step.buffers)
+        if step.tail is not None:
+            row = columns - step.start
+            inside, row = row >= 0, mx.clip(row, 0, step.tail[0].shape[2] - 1)
+            keys, values = (
+                mx.where(inside, mx.take_along_axis(tail, row, axis=2), rows)
+                for tail, rows in zip(step.tail, (keys, values), strict=False)
+            )
         return self._kernels.sdpa(q, k=keys, v=values, mask=mask, **options)

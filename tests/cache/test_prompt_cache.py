@@ -21,7 +21,7 @@ from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.text import generate
 from mlx_moeflux.loading import BUNDLED_MODEL, load_model
-from tests.models_at_hand import KINDS, TWIN, model_of, reply, same_bits, texts
+from tests.models_at_hand import KINDS, TWIN, by_default, model_of, reply, same_bits, texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +43,7 @@ def directory(tmp_path):
     return tmp_path / "prompts"
 
 
+@by_default("hybrid", "deepseek_v3_groups")
 def test_a_prompt_that_was_read_costs_nothing_and_says_the_same(model):
     (prompt,) = texts(1)
     expected, read = reply(model, prompt)
@@ -55,6 +56,7 @@ def test_a_prompt_that_was_read_costs_nothing_and_says_the_same(model):
         assert (cache.tokens_asked, cache.tokens_reused) == (3 * len(prompt) + 3, 2 * len(prompt))
 
 
+@by_default("hybrid", "qwen3_moe_window")
 def test_prompts_that_share_a_beginning_share_its_work(model):
     prompts = texts(1, 2, 3, 4)
     expected = [reply(model, prompt)[0] for prompt in prompts]
@@ -80,6 +82,7 @@ def test_breakpoints_of_the_caller_and_at_regular_distances(hybrid):
     assert [read for _, read in got] == [49, 17, 17]
 
 
+@by_default("hybrid", "attention")
 def test_a_beginning_of_a_known_prompt(model):
     prompt = texts(1)[0]
     with PromptCache() as cache:
@@ -129,6 +132,7 @@ def test_every_option_sees_the_whole_prompt(directory):
             generate(model, tokenizer, prompt, prompt_cache=cache)
 
 
+@by_default("hybrid", "4 bits")
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_states_within_a_prompt_cost_no_second_reading_of_experts(model, monkeypatch, chunk):
     """A call that stops for states inside its layers keeps what calls that end there would."""
@@ -244,6 +248,7 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes(hybrid, directory):
         assert cache.nbytes == 0
 
 
+@by_default("hybrid", "4 bits")
 def test_what_prompts_share_is_held_once(model):
     prompts = [p for n in (1, 2, 3) for p in texts(n)]
     sizes = []

@@ -14,7 +14,7 @@ from mlx_moeflux.conversion.synthesize import synthesize
 from mlx_moeflux.errors import CacheError
 from mlx_moeflux.generation.batch import Batch
 from mlx_moeflux.loading import load_model
-from tests.models_at_hand import KINDS, TWIN, model_of, run, same_bits, tokens_of
+from tests.models_at_hand import KINDS, TWIN, by_default, model_of, run, same_bits, tokens_of
 
 T = 21
 
@@ -57,6 +57,7 @@ def test_restored_continues_as_if_never_interrupted(model, tmp_path):
     continues_from_everywhere(model, tmp_path, {0, 1, 3, 4, 20})
 
 
+@by_default("4 bits", "deepseek_v3_groups")
 def test_restored_across_a_growth_step_continues(model, tmp_path, monkeypatch):
     monkeypatch.setattr(KVCache, "declared", replace(KVCache.declared, step=4))
     continues_from_everywhere(model, tmp_path, {3, 4, 5, 8})
@@ -78,6 +79,7 @@ def test_restored_at_every_position_in_bits_continues(shape, bits, tmp_path):
         continues_from_everywhere(model, tmp_path, set(range(41)))
 
 
+@by_default("hybrid", "qwen3_moe_window")
 def test_two_sequences_restored_in_turns_do_not_disturb_each_other(model):
     sequences = [tokens_of(T, seed) for seed in (1, 2)]
     expected = [run(model, model.make_cache(), tokens) for tokens in sequences]
@@ -92,6 +94,7 @@ def test_two_sequences_restored_in_turns_do_not_disturb_each_other(model):
         assert same_bits(mx.concatenate(got[s]), expected[s])
 
 
+@by_default("hybrid", "attention")
 def test_a_snapshot_is_not_changed_by_what_comes_after(model):
     state, tokens = model.make_cache(), tokens_of(T)
     run(model, state, tokens[:, :9])
@@ -103,6 +106,7 @@ def test_a_snapshot_is_not_changed_by_what_comes_after(model):
         assert kept.position == 9
 
 
+@by_default("4 bits", "deepseek_v3_groups")
 def test_saving_what_was_loaded_gives_the_same_bytes(model, tmp_path):
     state, tokens = model.make_cache(), tokens_of(T)
     logits = run(model, state, tokens)[-1]
@@ -139,6 +143,7 @@ def test_a_state_that_was_extracted_from_a_batch_can_be_saved(hybrid, tmp_path):
 # Truncation, positions and sizes.
 
 
+@by_default("hybrid", "deepseek_v3_groups", "qwen3_moe_window")
 def test_attention_alone_is_truncated_and_recurrence_refuses(model):
     state, tokens = model.make_cache(), tokens_of(T)
     whole = run(model, state, tokens)
@@ -198,7 +203,9 @@ def test_the_spec_is_what_every_layer_holds_after_a_token(model):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("position", [pytest.param(3, marks=pytest.mark.slow), 16, 21])
+@pytest.mark.parametrize(
+    "position", [21, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 16))]
+)
 def test_traced_steps_are_kept_and_restored_with_their_tails(tmp_path, position):
     with load_model(TWIN, expert_memory="100%", dtype=mx.float32) as model:
         model.compile_steps = True

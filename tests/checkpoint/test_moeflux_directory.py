@@ -150,8 +150,16 @@ def expected(sources):
     return {bits: measure(source, "100%") for bits, source in sources.items()}
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("bits", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("bits", "places"),
+    [
+        pytest.param(
+            bits, places, marks=[pytest.mark.slow] * (bits == 2 or places == "one directory")
+        )
+        for bits in (4, 2)
+        for places in PLACES
+    ],
+)
 def test_a_whole_directory_gives_the_logits_of_safetensors(
     sources, expected, tmp_path, bits, places
 ):

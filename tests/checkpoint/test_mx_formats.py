@@ -77,7 +77,11 @@ def test_matrices_are_decoded_exactly(mode):
         assert np.array_equal(np.array(given.matmul(one, slots)).T, truth)
 
 
-@pytest.fixture(scope="module", params=MX_MODES)
+# Of NVFP4 there is test_nvfp4.py.
+MODES = [pytest.param(mode, marks=[pytest.mark.slow] * (mode == "nvfp4")) for mode in MX_MODES]
+
+
+@pytest.fixture(scope="module", params=MODES)
 def quantised(request, tmp_path_factory) -> tuple[str, Path]:
     """A twin with every width a multiple of 64, in one mode and mlx-lm's layout."""
     out = tmp_path_factory.mktemp("mx") / request.param

@@ -96,8 +96,15 @@ def test_both_stores_have_the_dtypes_of_the_file(form, code, dtype, tmp_path):
     assert np.array_equal(given, expected[:, :7])
 
 
-@pytest.mark.parametrize("memory", ["100%", "60%"])
-@pytest.mark.parametrize("form", ["4 bits", "floats"])
+@pytest.mark.parametrize(
+    ("form", "memory"),
+    [
+        ("4 bits", "60%"),
+        ("floats", "100%"),
+        pytest.param("4 bits", "100%", marks=pytest.mark.slow),
+        pytest.param("floats", "60%", marks=pytest.mark.slow),
+    ],
+)
 def test_the_numbers_are_those_of_the_file(form, memory, tmp_path):
     """Float16 numbers stored as float32 give the same bits; rounded to bfloat16 they do not."""
     short = stored(tmp_path / "short", form, "F16")

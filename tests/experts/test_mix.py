@@ -49,7 +49,9 @@ def kernels(request):
             yield
 
 
-@pytest.mark.parametrize("slots", [K, 4, E - 1, E])
+@pytest.mark.parametrize(
+    "slots", [K, E - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, E))]
+)
 def test_bank_size_changes_no_bit(experts, open_store, slots):
     store = open_store(slots, **FUSED)
     resident = experts.resident(**FUSED)

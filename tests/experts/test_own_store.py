@@ -68,16 +68,23 @@ def run(model, tokens, *, traced):
     return outputs
 
 
-@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
+# Kind and memory, and whether steps that are traced, or not, are checked by default.
+KINDS = {
+    (OwnStreamed, "40%"): True,
+    (OwnStreamed, "all slots"): None,
+    (MixedIn, "40%"): None,
+    (OwnResident, "auto"): True,
+    (Bare, "auto"): False,
+    (Bare, "40%"): None,
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "memory"),
+    ("kind", "memory", "traced"),
     [
-        (OwnStreamed, "40%"),
-        pytest.param(OwnStreamed, "all slots", marks=pytest.mark.slow),
-        pytest.param(MixedIn, "40%", marks=pytest.mark.slow),
-        (OwnResident, "auto"),
-        (Bare, "auto"),
-        pytest.param(Bare, "40%", marks=pytest.mark.slow),
+        pytest.param(*kind, traced, marks=[pytest.mark.slow] * (KINDS[kind] != traced))
+        for traced in (False, True)
+        for kind in KINDS
     ],
 )
 def test_every_token_goes_through_experts(kind, memory, traced):

@@ -10,13 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_moeflux.cache import IndexedCache
 from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, ExpertFileError, InputError, MemoryBudgetError
 from mlx_moeflux.generation import batch
 from mlx_moeflux.generation.batch import Batch, BatchGenerator, PaddedPrefill, Prefill, Request
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.sampling import make_logits_processors
-from tests.models_at_hand import KINDS, VOCABULARY, model_of, same_bits
+from tests.models_at_hand import KINDS, VOCABULARY, by_default, model_of, same_bits
 
 CHUNK = 16
 
@@ -52,17 +53,23 @@ def prompt_of(seed, length):
     return np.random.default_rng([seed, length]).integers(0, VOCABULARY, length).tolist()
 
 
+def pages(model):
+    """True unless its states have what a pool does not hold."""
+    return not any(isinstance(entry, IndexedCache) for entry in model.make_cache())
+
+
 def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
     """Random prompts that join and leave at random steps, held against their lone replies: bit for
     bit unless `close` is given."""
     draw = random.Random(seed)
+    pool = draw.choice([None, 200_000, 1_000_000])
     generator = BatchGenerator(
         model,
         completion_batch_size=draw.randint(max(1, prefill_batch_size), 6),
         prefill_batch_size=prefill_batch_size,
         prefill_step_size=CHUNK,
         keep_states=draw.random() < 0.3,
-        kv_pool_bytes=draw.choice([None, 200_000, 1_000_000]),
+        kv_pool_bytes=pool if pages(model) else None,
         max_pause=draw.choice([None, 0.0]),
     )
     names, heard, removed = {}, {}, set()
@@ -98,7 +105,8 @@ def run_schedule(model, alone, seed, *, prefill_batch_size, close=0.0):
             assert apart <= close if close else same_bits(logprobs, exact)
 
 
-@pytest.mark.parametrize("prefill_batch_size", [1, 3])
+@by_default("hybrid", "4 bits", "deepseek_v3_groups")
+@pytest.mark.parametrize("prefill_batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_batch_is_single(model, alone, seed, prefill_batch_size):
     run_schedule(model, alone, seed, prefill_batch_size=prefill_batch_size)
@@ -121,6 +129,7 @@ def padded(monkeypatch):
     monkeypatch.setattr(batch, "make_prefill", make_prefill)
 
 
+@by_default("hybrid", "deepseek_v3_groups")
 @pytest.mark.parametrize(
     "seed", [4, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 1, 2, 3))]
 )
@@ -159,6 +168,7 @@ def test_prompts_read_together_share_a_sweep(hybrid):
     assert read[1] < 0.4 * read[0]
 
 
+@by_default("hybrid", "4 bits", "deepseek_v3_groups")
 @pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.slow), 6, 1000])
 def test_prompts_read_together_have_the_bits_of_each_alone(model, cut, monkeypatch):
     """Logits and states, through every kind of mixer; within a call mixers go on in chunks."""
@@ -217,6 +227,7 @@ def test_each_sequence_has_its_own_sampler_and_processors(hybrid):
             assert got[uid] == [token for token, _ in steps]
 
 
+@by_default("hybrid", "deepseek_v3_groups")
 def test_the_bare_step_gives_each_sequence_its_logits(model):
     prompts = {name: prompt_of(i, 3 + 4 * i) for i, name in enumerate("abc")}
     batch, states = Batch(model), {}
@@ -357,8 +368,17 @@ def test_wrong_requests_are_refused_and_leave_the_rest_alone(hybrid):
         BatchGenerator(hybrid, completion_batch_size=0)
 
 
-@pytest.mark.parametrize("keep", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("prefill_batch_size", "way"), [(1, "apart"), (3, "apart"), (3, "padded")])
+@pytest.mark.parametrize(
+    ("prefill_batch_size", "way", "keep"),
+    [
+        (1, "apart", True),
+        (3, "apart", False),
+        (3, "padded", True),
+        pytest.param(1, "apart", False, marks=pytest.mark.slow),
+        pytest.param(3, "apart", True, marks=pytest.mark.slow),
+        pytest.param(3, "padded", False, marks=pytest.mark.slow),
+    ],
+)
 def test_after_errors_it_goes_on_as_if_they_had_not_been(
     hybrid, monkeypatch, prefill_batch_size, way, keep, request
 ):
@@ -438,13 +458,10 @@ def test_nothing_is_left_after_ten_thousand_joins_and_leaves(hybrid):
     assert joins_and_leaves(hybrid, 10_000) <= before + SLACK
 
 
+@by_default("hybrid", "attention", "deepseek_v3_groups")
 @pytest.mark.parametrize(
-    ("together", "parts"),
-    [
-        (1, 1),
-        (3, 3),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 3), (3, 1))),
-    ],
+    ("parts", "together"),
+    [(1, 1), (3, 3), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((1, 3), (3, 1)))],
 )
 def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
     model, together, parts, monkeypatch
@@ -497,6 +514,7 @@ def test_a_paused_prefill_has_the_bits_and_reads_of_an_unbroken_one(
     assert lookups[0.0] - lookups[None] == step * pauses
 
 
+@by_default("hybrid", "attention")
 def test_the_share_of_padded_prompts_grows_by_layers(model, padded):
     with BatchGenerator(model, prefill_step_size=20, max_pause=0.0) as generator:
         generator.insert([prompt_of(seed, 30 + seed) for seed in range(2)], [2, 2])
@@ -512,7 +530,7 @@ def test_the_share_of_padded_prompts_grows_by_layers(model, padded):
     assert all(w[:3] == (0, 2, 0) for w in works)
 
 
-def test_what_leaves_during_a_pause_frees_its_place(hybrid, alone):
+def test_what_leaves_during_a_pause_frees_its_place(hybrid):
     prompts = [prompt_of(seed, 30) for seed in range(3)]
     with BatchGenerator(hybrid, prefill_step_size=None, max_pause=0.0) as generator:
         uids = generator.insert(prompts, [4] * 3)
@@ -587,7 +605,7 @@ def test_memory_shortens_a_reply(hybrid):
         assert generator.fitting(500, -1) == 13
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_open_replies_run_together_until_memory_ends(hybrid, ahead):
     """The longest of them ends when the next token would not fit; one with a limit is whole."""
     starts, limits = [236, 238, 240, 242], [-1, 16, 10**6, -1]

@@ -245,15 +245,19 @@ def test_threads_leave_nothing_behind(original):
     assert memory.LIMITS._needs == []
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("platform", "name", "given", "expected"),
     [
         ("darwin", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None, "1"),
         ("darwin", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "0", "0"),
-        ("linux", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None, "None"),
+        slow("linux", "AGX_RELAX_CDM_CTXSTORE_TIMEOUT", None, "None"),
         ("linux", "MLX_MAX_MB_PER_BUFFER", None, "3000"),
-        ("linux", "MLX_MAX_MB_PER_BUFFER", "17", "17"),
-        ("linux", "MLX_MAX_OPS_PER_BUFFER", None, "40"),
+        slow("linux", "MLX_MAX_MB_PER_BUFFER", "17", "17"),
+        slow("linux", "MLX_MAX_OPS_PER_BUFFER", None, "40"),
         ("darwin", "MLX_MAX_OPS_PER_BUFFER", None, "None"),
     ],
 )

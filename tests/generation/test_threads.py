@@ -139,7 +139,7 @@ def stress(loaded, folder, rounds: int, disturb) -> None:
 
 
 @pytest.mark.parametrize("loaded", STREAMED, indirect=True)
-@pytest.mark.parametrize("disturb", [tracing, reading])
+@pytest.mark.parametrize("disturb", [tracing, pytest.param(reading, marks=pytest.mark.slow)])
 def test_five_threads(loaded, tmp_path, disturb):
     stress(loaded, tmp_path, 1, disturb)
 

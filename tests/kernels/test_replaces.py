@@ -92,8 +92,15 @@ def test_a_given_callable_is_called_although_a_fused_operation_does_its_work(
 
 
 @pytest.mark.usefixtures("uncompiled", "blank_device")
-@pytest.mark.parametrize("family", ["qwen3.5-tiny", "deepseek-tiny"])
-@pytest.mark.parametrize("memory", ["100%", "50%"])
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    [
+        ("qwen3.5-tiny", "50%"),
+        ("deepseek-tiny", "100%"),
+        pytest.param("qwen3.5-tiny", "100%", marks=pytest.mark.slow),
+        pytest.param("deepseek-tiny", "50%", marks=pytest.mark.slow),
+    ],
+)
 def test_what_references_are_made_of_is_called_where_it_is_given(two_layers, family, memory):
     """So no fused operation is missing in REPLACES."""
 

@@ -21,7 +21,16 @@ def close(a: mx.array, b: mx.array) -> bool:
     return error <= 2e-5 * scale
 
 
-@pytest.fixture(scope="module", params=["resident", "streamed", "stacked", "latent"])
+KINDS = ("resident", "streamed", "stacked", "latent")
+
+
+def by_default(*names: str):
+    """A test's fixture ``model`` is of these kinds, and with -m slow of the others."""
+    kinds = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in names)) for kind in KINDS]
+    return pytest.mark.parametrize("model", kinds, indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     memory = "50%" if request.param == "streamed" else "auto"
     stacked = request.param in ("stacked", "latent")
@@ -48,6 +57,7 @@ def steps(model, tokens: mx.array, *, traced: bool, prompt: int) -> mx.array:
 
 
 @pytest.mark.parametrize("B", [1, pytest.param(3, marks=pytest.mark.slow)])
+@by_default("streamed", "stacked", "latent")
 def test_traced_steps_give_the_same_logits(model, B):
     tokens = mx.array(np.random.default_rng(B).integers(0, 1000, (B, 74)))
     before = model._step.traces
@@ -65,6 +75,7 @@ def test_ids_of_any_kind_take_the_same_trace(model):
     assert model._step.traces <= before + 1
 
 
+@by_default("streamed", "latent")
 def test_a_trace_serves_until_a_buffer_grows(model):
     tokens = mx.array(np.random.default_rng(7).integers(0, 1000, (1, 262)))
     before = model._step.traces

@@ -177,7 +177,7 @@ class Sticky(SoftmaxRouter):
         return ids, weights
 
 
-@pytest.mark.parametrize("memory", ["40%", "auto"])
+@pytest.mark.parametrize("memory", ["40%", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_router_of_ones_own_is_asked_for_every_token(memory):
     logits = []
     for traced in (True, False):

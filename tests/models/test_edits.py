@@ -220,9 +220,8 @@ EDITS = {
 }
 STREAMED = {"layer, wrapped", "block's class", "scales of a router", "in place"}
 RESIDENT = STREAMED | {
-    *("layer, wrapped by a function", "a method of a subclass", "a method of an object"),
-    *("norm", "last norm", "epsilon", "biases of a projection", "biases of an expert's matrix"),
-    *("update", "another projection", "an attribute of the router", "attributes of the layers"),
+    *("layer, wrapped by a function", "a method of an object", "last norm", "epsilon"),
+    *("biases of an expert's matrix", "update", "another projection", "attributes of the layers"),
 }
 
 

@@ -67,8 +67,15 @@ def test_of_a_long_prompt_the_host_is_two_layers_ahead(monkeypatch):
         assert ahead == i + 3
 
 
-@pytest.mark.parametrize("chunk", [16, 100])
-@pytest.mark.parametrize("memory", ["100%", "30%"])
+@pytest.mark.parametrize(
+    ("memory", "chunk"),
+    [
+        ("100%", 100),
+        ("30%", 16),
+        pytest.param("100%", 16, marks=pytest.mark.slow),
+        pytest.param("30%", 100, marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_gpu_begins_early_is_the_same(monkeypatch, chunk, memory):
     """Also inside a transformation, where nothing may be evaluated."""
     tokens, begun = mx.array(np.random.default_rng(1).integers(0, 4096, (1, 70))), []

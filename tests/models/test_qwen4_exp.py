@@ -285,10 +285,12 @@ def test_a_table_that_changed_is_an_error(tmp_path):
 # ---- States
 
 
-def test_states_are_saved_joined_and_taken_apart(tmp_path):
-    """Three sequences of different lengths; snapshots between blocks and inside one."""
+@pytest.mark.parametrize("lengths", [(9, 22, 14), (3, 11, 7)], ids=str)
+def test_states_are_saved_joined_and_taken_apart(tmp_path, lengths):
+    """Three sequences of different lengths, some of which begin where blocks of others do; states
+    that end between blocks and inside one."""
     rng = np.random.default_rng(2)
-    texts = [mx.array(rng.integers(0, 83, (1, n))) for n in (9, 22, 14)]
+    texts = [mx.array(rng.integers(0, 83, (1, n))) for n in lengths]
     following = mx.array(rng.integers(0, 83, (3, 6)))
     with load_model(ROWS, dtype=mx.float32) as model:
         alone, states = [], []
@@ -314,7 +316,7 @@ def test_states_are_saved_joined_and_taken_apart(tmp_path):
 # ---- Traced steps
 
 
-@pytest.mark.parametrize("memory", ["100%", "80%"])
+@pytest.mark.parametrize("memory", ["100%", pytest.param("80%", marks=pytest.mark.slow)])
 def test_traced_steps_give_the_logits_of_a_whole_prompt(memory):
     """Below the budget and beyond it, across a full tail; of sequences that begin between blocks,
     no step can be traced."""

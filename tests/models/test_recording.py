@@ -85,7 +85,9 @@ def told(kind: str, B: int, compiles: bool, **options):
         pytest.param("streamed", 2, {}, marks=pytest.mark.slow),
         pytest.param("complete", 1, {}, marks=pytest.mark.slow),
         ("mixed", 2, {"eviction": "lru"}),
-        ("streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}),
+        pytest.param(
+            "streamed", 1, {"prefetch": "ahead", "keep_all_ahead": True}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -162,7 +164,7 @@ def test_what_happens_between_steps_keeps_its_place():
     assert (max(before), min(after), max(after)) == (12, 13, 14)
 
 
-@pytest.mark.parametrize("kind", ["resident", "streamed"])
+@pytest.mark.parametrize("kind", ["resident", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_listener_that_raises_stops_the_step_and_leaves_the_cache(kind):
     heard = []
 

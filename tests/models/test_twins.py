@@ -10,21 +10,35 @@ import pytest
 from mlx_moeflux.loading import load_model
 from tests.models.twins import CASES, GOLDEN, LIMIT, relative_error, smallest_memory
 
+# One of each family that streams with another mixer or router.
+STREAMED = ("deepseek_v3_groups", "glm4_moe_norms", "gpt_oss_sinks", "minimax_m2_norms")
+STREAMED += ("qwen3_moe_top2", "qwen3_next_top3", "qwen4_exp_rows", "text_top3")
 
-@pytest.mark.parametrize("memory", ["resident", "streamed"])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case, memory):
+
+@pytest.mark.parametrize(
+    ("case", "memory", "apart"),
+    [
+        *(pytest.param(case, "resident", True, id=f"{case}-resident-token by token")
+          for case in CASES),
+        *(pytest.param(case, "streamed", False, id=f"{case}-streamed-in parts",
+                       marks=[pytest.mark.slow] * (case not in STREAMED)) for case in CASES),
+        *(pytest.param(case, "resident", False, id=f"{case}-resident-in parts",
+                       marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, "streamed", True, id=f"{case}-streamed-token by token",
+                       marks=pytest.mark.slow) for case in CASES),
+    ],
+)  # fmt: skip
+def test_logits_are_those_of_transformers(case, memory, apart):
     golden = mx.load(str(GOLDEN / case / "golden.safetensors"))
     tokens, logits = golden["tokens"], golden["logits"]
     budget = "auto" if memory == "resident" else smallest_memory(GOLDEN / case)
     with load_model(GOLDEN / case, expert_memory=budget, dtype=mx.float32) as model:
         assert relative_error(model(tokens), logits) <= LIMIT
         T = tokens.shape[1]
-        # Token by token where every step may miss.
-        for cuts in [[0, 1, 2, 9, 16, T]] if memory == "resident" else [list(range(T + 1))]:
-            cache = model.make_cache()
-            parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
-            assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT
+        cuts = list(range(T + 1)) if apart else [0, 1, 2, 9, 16, T]
+        cache = model.make_cache()
+        parts = [model(tokens[:, a:b], cache) for a, b in pairwise(cuts)]
+        assert relative_error(mx.concatenate(parts, axis=1), logits) <= LIMIT
         last = model(tokens, last_only=True)
         assert relative_error(last, logits[:, -1:]) <= LIMIT
 
@@ -43,9 +57,18 @@ def test_left_padding_is_that_of_transformers(case):
             assert relative_error(logits[b, padding:], expected) <= LIMIT
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def by_dtype(case, usual, other):
+    return (case, usual), pytest.param(case, other, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "case", ["text_top3", "qwen3_moe_window", "deepseek_v3_direct", "qwen3_next_top3"]
+    ("case", "dtype"),
+    [
+        *by_dtype("text_top3", mx.float32, mx.bfloat16),
+        *by_dtype("qwen3_moe_window", mx.bfloat16, mx.float32),
+        *by_dtype("deepseek_v3_direct", mx.bfloat16, mx.float32),
+        *by_dtype("qwen3_next_top3", mx.bfloat16, mx.float32),
+    ],
 )
 def test_the_planned_state_is_what_the_cache_takes(case, dtype):
     """Of chunks that end before, at and behind the steps in which the buffers grow."""

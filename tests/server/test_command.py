@@ -68,7 +68,9 @@ def test_server_is_the_same_command(capsys):
     assert "--allowed-host" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_what_runs_and_ends_the_server(talking, sent):
     with serving("--model", talking, "--max-tokens", "60") as (process, url):
         with post(url, {**BODY, "stream": True, "max_tokens": None}) as reply:

@@ -179,7 +179,7 @@ def test_a_long_prompt_reads_each_expert_once_while_a_stream_goes_on(tmp_path, t
 
 
 @pytest.mark.parametrize("tokens", [150, pytest.param(5000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("client", ["chat", "claude"])
+@pytest.mark.parametrize("client", [pytest.param("chat", marks=pytest.mark.slow), "claude"])
 def test_the_next_turn_after_a_restart_reads_its_new_tokens_alone(tmp_path, client, tokens):
     """With the states on disk; Claude Code's line changes with every turn."""
     model, tokenizer = load(BUNDLED_MODEL, expert_memory="50%")

@@ -301,7 +301,10 @@ def test_anthropic_talks(anthropic, greedy):
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", greedy[5:8])
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param({"type": "any"}, marks=pytest.mark.slow), {"type": "tool", "name": "look"}],
+)
 def test_anthropic_calls_a_tool(anthropic, choice):
     tools = [{"name": "look", "description": "d", "input_schema": TOOL}]
     choice = {**choice, "disable_parallel_tool_use": True}

@@ -76,7 +76,9 @@ def test_a_reply_may_take_what_the_context_leaves(deaf, monkeypatch, path, limit
     assert reply.get("max_output_tokens") is None
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", [pytest.param("/v1/completions", marks=pytest.mark.slow), "/v1/messages"]
+)
 def test_memory_shortens_a_reply_and_is_named_where_it_holds_none(deaf, path):
     """It is never called a prompt that is too long: agents would shorten the conversation."""
     model, tokenizer = deaf

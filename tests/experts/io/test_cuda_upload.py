@@ -82,13 +82,18 @@ def host(monkeypatch):
     return found
 
 
-@read_by("threads", "python threads")
+GIVEN = [(name, {"least_piece": least}) for name in FILES for least in (LEAST_PIECE, 1000)]
+GIVEN.append(("memory", {}))
+
+
 @pytest.mark.parametrize(
-    ("name", "pieces"),
+    ("small_blocks", "name", "pieces"),
     [
-        *((name, {"least_piece": least}) for name in FILES for least in (LEAST_PIECE, 1000)),
-        ("memory", {}),
+        pytest.param(way, *given, marks=[pytest.mark.slow] * ((turn + i) % 2))
+        for turn, way in enumerate(("threads", "python threads"))
+        for i, given in enumerate(GIVEN)
     ],
+    indirect=["small_blocks"],
 )
 def test_slots_filled_by_uploads_hold_the_experts(experts, host, name, pieces):
     resident = experts.resident()

@@ -12,7 +12,6 @@ from mlx_moeflux.experts.io.file_readers import LEAST_PIECE, PreadReader
 from mlx_moeflux.experts.io.native_pool import NativePool, open_pool
 from mlx_moeflux.experts.io.read_pool import HostSlots, ReadPool
 from mlx_moeflux.experts.io.readers import READERS, make_reader
-from tests.experts.conftest import read_by
 from tests.experts.helpers import LAYERS, E, random_experts, write_experts
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -33,12 +32,8 @@ def reader(tmp_path, request, least):
     found.close()
 
 
-every_file = pytest.mark.parametrize(
-    "reader",
-    [(form, name) for form in ("packed", "stacked", "separate") for name in ("pread", "direct")],
-    indirect=True,
-    ids="-".join,
-)
+FILES = [(form, name) for form in ("packed", "stacked", "separate") for name in ("pread", "direct")]
+every_file = pytest.mark.parametrize("reader", FILES, indirect=True, ids="-".join)
 a_file = pytest.mark.parametrize("reader", [("packed", "pread")], indirect=True, ids="-".join)
 
 
@@ -46,10 +41,26 @@ def block_of(slots, slot):
     return [bytes(view[slot * n : (slot + 1) * n]) for view, n in slots.views]
 
 
-@every_file
-@read_by("threads", "caller")
-@pytest.mark.parametrize("least", [LEAST_PIECE, 100])
-@pytest.mark.parametrize("count", [1, 3, 8])
+# By default a third of all: every file with every number of threads.
+COUNTS, LEAST, WAYS = (1, 3, 8), (LEAST_PIECE, 100), ("threads", "caller")
+
+
+def in_turns(file: int, count: int, least: int, way: int) -> bool:
+    return (file + count + least + way) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("reader", "count", "least", "small_blocks"),
+    [
+        pytest.param(
+            FILES[i], COUNTS[j], LEAST[k], WAYS[n],
+            id="-".join(map(str, (*FILES[i], COUNTS[j], LEAST[k], WAYS[n]))),
+            marks=[pytest.mark.slow] * (not in_turns(i, j, k, n)),
+        )
+        for i in range(6) for j in range(3) for k in range(2) for n in range(2)
+    ],
+    indirect=["reader", "small_blocks"],
+)  # fmt: skip
 def test_blocks_are_what_the_reader_reads(reader, count):
     pool, random = open_pool(reader, count, None), np.random.default_rng(count)
     assert isinstance(pool, NativePool)

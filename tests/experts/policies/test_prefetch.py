@@ -304,10 +304,8 @@ def two_layers(store, seed):
 @pytest.mark.parametrize(
     "kind",
     [
-        PrefetchStart,
-        PrefetchDrop,
-        Hit,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Guess, PrefetchEnd, Evict)),
+        *(Guess, PrefetchEnd, PrefetchDrop),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (PrefetchStart, Evict, Hit)),
     ],
 )
 def test_interrupted_at_any_event(experts, wrapped, kind):

@@ -4,6 +4,7 @@ error of one line or nothing; the next call is right. tests/faults has the same 
 import errno
 import os
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -48,9 +49,19 @@ def faulty(kind, fault, chance):
     return Faulty
 
 
+FAULTS = ("short", "fails", "interrupted", "slow", "gone")
+# Every fault with one reader, every reader with the first of them.
+USUAL = {("pread", fault) for fault in FAULTS} | {(name, "short") for name in READERS}
+
+
 @pytest.mark.parametrize("form", PACKED_FIRST)
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("fault", ["short", "fails", "interrupted", "slow", "gone"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in USUAL))
+        for case in product(READERS, FAULTS)
+    ],
+)
 def test_reads_that_go_wrong_cost_one_line(tmp_path, open_store, form, name, fault):
     experts = write_experts(tmp_path, random_experts(), form)
     resident = experts.resident()

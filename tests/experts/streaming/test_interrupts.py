@@ -18,7 +18,7 @@ from mlx_moeflux.experts.io.readers import make_reader
 from mlx_moeflux.experts.policies.eviction import EVICTIONS, LRU
 from mlx_moeflux.experts.streaming.store import StreamedStore
 from mlx_moeflux.experts.telemetry.events import Chosen, Evict, Hit, Miss, ReadEnd, ReadStart
-from tests.experts.conftest import BOTH_READ, PYTHON_READS
+from tests.experts.conftest import PYTHON_READS
 from tests.experts.helpers import CALLS, C, E, K, all_is_well, bank_is_right, random_call, same_bits
 
 ROUNDS = 150
@@ -26,8 +26,16 @@ PACKAGE = os.path.dirname(package.__file__)
 
 
 @PYTHON_READS
-@pytest.mark.parametrize("broken", [{1}, {2}, {3}, {1, 2, 3, 4}])
-@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize(
+    ("n", "broken"),
+    [
+        *((1, {1}), (20, {2}), (1, {3}), (20, {1, 2, 3, 4})),
+        *(
+            pytest.param(n, broken, marks=pytest.mark.slow)
+            for n, broken in ((20, {1}), (1, {2}), (20, {3}), (1, {1, 2, 3, 4}))
+        ),
+    ],
+)
 def test_io_error_leaves_the_store_usable(experts, open_store, monkeypatch, n, broken):
     """The first, second, third or every read of a decode step or a sweep fails half-way."""
     store, count = open_store(4), [0]
@@ -88,15 +96,19 @@ def test_a_bug_in_a_reader_is_not_hidden(wrapped, experts):
     all_is_well(store, experts)
 
 
-@BOTH_READ
+WAYS = ("threads", "caller", "python threads", "python caller")
+# Reads differ by the way; of the other events each is met in one.
+ONE = dict(zip((Chosen, Hit, Miss, Evict), WAYS, strict=True))
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "small_blocks"),
     [
-        Hit,
-        Evict,
-        ReadEnd,
-        *(pytest.param(k, marks=pytest.mark.slow) for k in (Chosen, Miss, ReadStart)),
+        pytest.param(kind, way, marks=[pytest.mark.slow] * (ONE.get(kind, way) != way))
+        for kind in (Chosen, Hit, Miss, Evict, ReadStart, ReadEnd)
+        for way in WAYS
     ],
+    indirect=["small_blocks"],
 )
 def test_interrupted_at_any_event(experts, open_store, kind):
     armed = [0]
@@ -163,7 +175,14 @@ def test_interrupted_at_every_line(experts, eviction):
     assert lines > 300
 
 
-@BOTH_READ
+@pytest.mark.parametrize(
+    "small_blocks",
+    [
+        *("threads", "python caller"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("caller", "python threads")),
+    ],
+    indirect=True,
+)
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 def test_interrupted_by_real_signals(experts, wrapped, monkeypatch):
     """Slow reads and two signals a call, the second often while the first is being handled."""

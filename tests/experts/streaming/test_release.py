@@ -1,11 +1,12 @@
 """Oracle: a store that is never released, bit for bit and hit for hit."""
 
+from itertools import product
+
 import mlx.core as mx
 import pytest
 
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.experts.io.readers import READERS, make_reader
-from tests.experts.conftest import BOTH_READ
 from tests.experts.helpers import LAYERS, E, Wrapped, all_is_well, random_call, same_bits
 
 
@@ -18,9 +19,19 @@ def outputs(store, calls, *, released=()):
             yield store.experts(layer, *random_call(n, seed=10 * i + layer))
 
 
-@BOTH_READ
-@pytest.mark.parametrize("slots", [4, E])
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+WAYS = ("threads", "caller", "python threads", "python caller")
+# Every way to read with a small bank and a whole one, under one eviction or the other.
+USUAL = {*zip(WAYS, (4, E, E, 4), ("lru", "lfu", "lru", "lfu"), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("small_blocks", "slots", "eviction"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in USUAL))
+        for case in product(WAYS, (4, E), ("lru", "lfu"))
+    ],
+    indirect=["small_blocks"],
+)
 def test_a_release_changes_no_bit_and_no_hit(open_store, slots, eviction):
     calls = (1, 3, 1, 40, 1, 1)
     plain, store = (open_store(slots, eviction=eviction) for _ in range(2))

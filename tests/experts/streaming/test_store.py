@@ -32,8 +32,21 @@ SPECS = {f"{b}-bit": (QuantSpec(b),) * 3 for b in (2, 3, 4, 5, 6, 8)}
 SPECS |= {"bf16": (None,) * 3, "mixed": MIXED}
 
 
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+# Every quantisation with one reader, every reader with some.
+SOME = ("4-bit", "bf16", "mixed")
+
+
+@pytest.mark.parametrize(
+    ("specs", "name"),
+    [
+        pytest.param(
+            SPECS[spec], name, id=f"{spec}-{name}",
+            marks=[pytest.mark.slow] * (name != "pread" and spec not in SOME),
+        )
+        for spec in SPECS
+        for name in READERS
+    ],
+)  # fmt: skip
 def test_every_reader_and_quantisation(tmp_path, name, specs):
     form = "stacked" if name == "pread" else "packed"
     experts = write_experts(tmp_path, random_experts(specs), form)
@@ -44,7 +57,9 @@ def test_every_reader_and_quantisation(tmp_path, name, specs):
             assert same_bits(store.experts(5, *call), resident.experts(5, *call))
 
 
-@pytest.mark.parametrize("slots", [K, 4, E - 1, E])
+@pytest.mark.parametrize(
+    "slots", [K, E - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, E))]
+)
 def test_bank_size_changes_no_bit(experts, open_store, slots):
     store, resident = open_store(slots, scratch_bytes=100_000), experts.resident()
     for seed, n in enumerate((1, 1, 2, 1, 63, 64, 65, 1, 1, 200, 3)):

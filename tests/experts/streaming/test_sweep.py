@@ -1,5 +1,7 @@
 """Oracle: the resident store; and, for the plan, a set that plays the bank."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,8 +23,18 @@ from tests.experts.helpers import (
 MANY = 23
 
 
-@pytest.mark.parametrize("n", [63, 64, 65, 500])
-@pytest.mark.parametrize("slots", [4, 9, MANY - 1])
+LENGTHS, BANKS = (63, 64, 65, 500), (4, 9, MANY - 1)
+# Every length with the smallest bank, every bank with a length beyond a chunk.
+USUAL = {(4, n) for n in LENGTHS} | {(9, 65), (MANY - 1, 500)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "n"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in USUAL))
+        for case in product(BANKS, LENGTHS)
+    ],
+)
 def test_sweeps_change_no_bit_and_read_each_block_once(tmp_path, slots, n):
     """Waves of at most three reads, so that residents wait and reads run ahead."""
     experts = write_experts(tmp_path, random_experts(FOUR_BIT, num_experts=MANY), "packed")

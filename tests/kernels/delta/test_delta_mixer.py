@@ -203,9 +203,13 @@ def test_step_of_any_width(Dv):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
-    "dtype", [mx.float32, pytest.param(mx.float16, marks=pytest.mark.slow), mx.bfloat16], ids=str
+    ("T", "dtype"),
+    [
+        pytest.param(T, dtype, id=f"{T}-{dtype}", marks=[pytest.mark.slow] * (dtype != usual))
+        for T, usual in ((1, mx.bfloat16), (8, mx.float32), (9, mx.bfloat16), (40, mx.float32))
+        for dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ],
 )
-@pytest.mark.parametrize("T", [1, 8, 9, 40])
 def test_mixer(dtype, T):
     options = {"masked": T == 9, "ragged": T == 8, "gate": "sigmoid" if T in (8, 40) else None}
     inputs = mixer_inputs(2, T, 1, 2, 32, 64, 4, dtype=dtype, **options, seed=T)
@@ -225,9 +229,18 @@ def test_the_table_of_the_rule_chooses_its_kernel(back_end, T, launched):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
-    "dtype", [mx.float32, pytest.param(mx.float16, marks=pytest.mark.slow), mx.bfloat16], ids=str
-)
-@pytest.mark.parametrize(("T", "masked"), [(1, False), (2, True), (9, False)])
+    ("T", "masked", "dtype"),
+    [
+        pytest.param(
+            T, masked, dtype, id=f"{T}-{masked}-{dtype}",
+            marks=[pytest.mark.slow] * (dtype != usual),
+        )
+        for T, masked, usual in (
+            (1, False, mx.float32), (2, True, mx.bfloat16), (9, False, mx.bfloat16)
+        )
+        for dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ],
+)  # fmt: skip
 def test_rows_give_the_same_bits(dtype, T, masked):
     inputs = mixer_inputs(2, T, 2, 4, 64, 32, 4, dtype=dtype, masked=masked)
     implementations = delta_mixer.delta_mixer, delta_mixer.delta_mixer_fused

@@ -65,11 +65,13 @@ def directories(tmp_path_factory):
     return root
 
 
-# The operations of their steps are those of others here.
-SLOW = ("qwen3.5-tiny", "qwen3-tiny", "qwen3-next-tiny", "gpt-oss-tiny streamed")
+def by_default(*names):
+    """These runs, and the others with -m slow."""
+    runs = [pytest.param(r, marks=[pytest.mark.slow] * (r not in names)) for r in RUNS]
+    return pytest.mark.parametrize("run", runs, indirect=True)
 
 
-@pytest.fixture(params=[pytest.param(r, marks=[pytest.mark.slow] * (r in SLOW)) for r in RUNS])
+@pytest.fixture
 def run(request, directories):
     """Where a model is, the options to load it as on a GPU, and the operations of a step."""
     memory, operations = RUNS[request.param]
@@ -112,6 +114,7 @@ def test_only_launches_differ_from_apples_back_end():
     assert MetalDevice.checks_first_use
 
 
+@by_default("qwen3-tiny", "qwen3.5-tiny streamed")
 def test_a_step_is_traced_while_its_kernels_are_checked(run, tmp_path):
     directory, options, operations = run
     with (
@@ -153,6 +156,7 @@ def logits_of(model):
     return y
 
 
+@by_default("deepseek-tiny", "gpt-oss-tiny")
 @pytest.mark.usefixtures("uncompiled")
 def test_checked_kernels_say_what_references_say(run, tmp_path):
     directory, options, _ = run
@@ -229,13 +233,13 @@ def test_a_kernel_that_does_not_compile_changes_no_text(directories, tmp_path):
     each_kernel_broken(run, tmp_path, only=3)
 
 
-@pytest.mark.slow
+@by_default()
 @pytest.mark.usefixtures("uncompiled")
 def test_each_kernel_of_each_family_may_fail(run, tmp_path):
     each_kernel_broken(run, tmp_path)
 
 
-@pytest.mark.slow
+@by_default()
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("most", [640, 896, 1024])
 def test_no_launch_is_too_large_for_an_apple_gpu(run, tmp_path, most):

@@ -236,8 +236,18 @@ def test_tails_of_latents_that_cannot_be():
             fused.latent_attention_fused(*call.arrays, **call.options | {"tail": tail})
 
 
-@pytest.mark.parametrize("start", [None, [0, 40]])
-@pytest.mark.parametrize("at_once", [fused.VALUES_AT_ONCE, 3 * 80 * (3 * 64 + 32)])
+FEW = 3 * 80 * (3 * 64 + 32)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "start"),
+    [
+        (fused.VALUES_AT_ONCE, None),
+        (FEW, [0, 40]),
+        pytest.param(fused.VALUES_AT_ONCE, [0, 40], marks=pytest.mark.slow),
+        pytest.param(FEW, None, marks=pytest.mark.slow),
+    ],
+)
 def test_prefill_over_expanded_heads(device, start, at_once):
     """Against the reference, which never launches; in one stretch of heads or several."""
     assert (fused.heads_at_once(2, 5, 64, 77, at_once) < 5) == (at_once < fused.VALUES_AT_ONCE)

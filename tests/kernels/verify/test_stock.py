@@ -18,7 +18,14 @@ def place(request):
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("dtype", stock.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=[pytest.mark.slow] * (dtype == mx.float16))
+        for dtype in stock.DTYPES
+    ],
+    ids=str,
+)
 def test_stock_operations_are_right_and_users_keep_their_random_numbers(dtype):
     mx.random.seed(3)
     users = mx.random.uniform(shape=(4,))

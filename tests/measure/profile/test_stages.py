@@ -169,7 +169,7 @@ def test_stages_add_up_to_the_whole():
         assert profiler.phases["decode"].stages[name].seconds > 0, name
 
 
-@pytest.mark.parametrize("memory", ["100%", "25%"])
+@pytest.mark.parametrize("memory", [pytest.param("100%", marks=pytest.mark.slow), "25%"])
 def test_nothing_changes_and_nothing_stays(memory):
     model, tokenizer = load(BUNDLED_MODEL, expert_memory=memory)
     with model:
