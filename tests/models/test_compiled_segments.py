@@ -68,12 +68,12 @@ def test_segments_give_the_same_bits_and_the_same_account(options, B):
 def test_banks_change_between_steps():
     """Other sizes, complete layers, copies that somebody else's results forced."""
     with opened() as model:
-        model.compile_steps, tokens = True, tokens_of(60)
+        model.compile_steps, tokens = True, tokens_of(50)
         expected = steps(model, tokens, traced=False, prompt=20)
         model.compile_steps, cache = True, model.make_cache()
         mx.eval(model(tokens[:, :20], cache))
         parts = []
-        for i in range(20, 60):
+        for i in range(20, 50):
             if i % 7 == 0:
                 model.set_expert_memory(("20%", "80%", "35%", "50%")[i // 7 % 4])
             if i == 33:

@@ -123,6 +123,13 @@ def test_record_returns_what_flows_between_the_parts():
         with pytest.raises(InputError, match="layer 9"), model.record(layers=[9]):
             pass
         assert all(getattr(layer, "_recorder", None) is None for layer in model.layers)
+        layer = model.layers[1]
+        model.layers[1] = lambda *arguments, **keywords: layer(*arguments, **keywords)
+        with pytest.raises(InputError, match="layer 1 was replaced"), model.record(layers=[1]):
+            pass
+        with model.record(layers=[2]) as kept:
+            assert mx.array_equal(model(tokens), plain)
+        assert set(kept) == {2}
 
 
 def test_record_accumulates_over_prompt_and_steps():
