@@ -41,7 +41,8 @@ def parse_budget(
     if isinstance(value, bool):
         raise _unreadable(value, what)
     if isinstance(value, (int, float)):
-        if not (value > 0 or value == least == 0) or value == float("inf"):
+        # A fraction of one is somebody's half of the experts, not half a byte.
+        if not (1 <= value < float("inf") or value == least == 0):
             raise _unreadable(value, what)
         return int(value)
     text = value.strip()

@@ -53,7 +53,7 @@ def test_parse(text, count):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "2 apples", "-1GB", "0", "0%", "1e9", "2GBs", "nan", 0, -5, float("nan"), True],
+    ["", "GB", "2 apples", "-1GB", "0", "0%", "1e9", "2GBs", "nan", 0, -5, 0.5, float("nan"), True],
 )
 def test_what_is_no_amount(text):
     with pytest.raises(InputError, match="give one such as 2GB, 512MiB, 50% or auto"):
