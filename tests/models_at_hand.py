@@ -28,10 +28,12 @@ KINDS = (
 )
 
 
-def by_default(*names: str):
-    """A test's fixture ``model`` is of these kinds, and with -m slow of the others."""
-    kinds = ("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window", *SAME)
+def by_default(*names: str, without: tuple[str, ...] = ()):
+    """A test's fixture ``model`` is of these kinds; with -m slow, of the others but `without`."""
+    every = ("hybrid", "attention", "4 bits", "deepseek_v3_groups", "qwen3_moe_window", *SAME)
+    kinds = [kind for kind in every if kind not in without]
     assert set(names) <= set(kinds)
+    assert set(without) <= set(every)
     chosen = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in names)) for kind in kinds]
     return pytest.mark.parametrize("model", chosen, indirect=True)
 
