@@ -1,4 +1,4 @@
-"""Keys, values and whatever else has a row for each token, for one sequence or a batch.
+"""Arrays with a row for each token, such as keys and values, of one sequence or a batch.
 
 MLX updates a buffer in place only if it has no other holder. Decoding runs one step ahead of the
 GPU, so the step before still holds the buffer, and every step would copy it. Decode steps therefore
@@ -408,7 +408,7 @@ class LatentCache(AttentionCache):
 
 
 class BlockMaker(Protocol):
-    """What a cache needs of an indexer. ratio: Tokens of a block."""
+    """The methods of an indexer that a cache calls. ratio: Tokens of a block."""
 
     ratio: int
 
@@ -424,7 +424,7 @@ class BlockMaker(Protocol):
 
 
 class IndexedStep(NamedTuple):
-    """What one more token of attention with an indexer reads.
+    """The arrays that attention with an indexer reads for one more token.
 
     buffers: Keys and values. blocks: Keys of complete blocks, [B, 1, N, Di]. column: Of the token,
     int or int32 [1]. padding: int32 [B], or None. plain: Sequences that see everything, bool [B];

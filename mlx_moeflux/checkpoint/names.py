@@ -40,8 +40,8 @@ class Experts:
     `pattern` has the groups ``layer``, optionally ``expert`` (absent: the tensor stacks all
     experts on axis 0), and optionally ``projection`` and ``part``. `components` names what the
     tensor holds when the pattern does not: several names share the rows in equal parts; a name
-    without a part has the pattern's. `interleaved`: They take turns, row by row, of a stack.
-    `transposed`: The matrices of a stack are ``[in, out]``.
+    without a part has the pattern's. `interleaved`: The rows of a stack belong to its names
+    alternately. `transposed`: The matrices of a stack are ``[in, out]``.
     """
 
     pattern: str

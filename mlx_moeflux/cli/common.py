@@ -1,4 +1,4 @@
-"""What commands share: their arguments, and what they make of them."""
+"""Arguments that several commands take, and the functions that read them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Snapshot:
 
 
 class Owner(Protocol):
-    """What a state asks its model."""
+    """The model, as far as a state calls it."""
 
     identity: str
 

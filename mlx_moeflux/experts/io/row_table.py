@@ -168,7 +168,7 @@ class RowTable:
         if hits < len(here):
             pending._plan(np.flatnonzero(~here))
             with self._lock:
-                # Nobody reads after the end of the threads.
+                # Threads that have ended would never read it.
                 self._check_open()
                 self._threads.submit(pending)
         return pending
@@ -208,7 +208,7 @@ class _Job(NamedTuple):
 
 
 class PendingRows:
-    """Rows that are being read. What nobody asks for is read too, and kept for later calls."""
+    """Rows that threads are reading. They are read and kept even if the caller never takes them."""
 
     def __init__(self, table: RowTable, distinct: np.ndarray, data: np.ndarray, places: np.ndarray):
         self._table, self._distinct, self._data, self._places = table, distinct, data, places
