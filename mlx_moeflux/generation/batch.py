@@ -6,9 +6,10 @@ import copy
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -176,6 +177,7 @@ class Request:
     cached: Tokens that a prompt cache supplied.
     breakpoints: Positions in the prompt that a prompt cache stores besides its own; stops: All that
         it stores.
+    left: Nobody waits for the reply any more.
     """
 
     uid: int
@@ -192,12 +194,15 @@ class Request:
     cached: int = 0
     logits: Any = None
     stops: Sequence[int] = ()
+    left: bool = False
     reply: list[int] = field(default_factory=list)
     _prompt: mx.array | None = field(default=None, init=False)
 
     @property
     def tokens(self) -> int:
         """Return the tokens of the state that memory is kept for, or has after the next step."""
+        if self.left:
+            return self.begin
         return self.begin + max(self.reserved, min(len(self.reply) + 2, self.limit))
 
     @property
@@ -270,7 +275,8 @@ class PausedCall:
 class Prefill:
     """Prefill of several prompts without padding, with the bits that each prompt gets alone.
 
-    Experts are read once for all prompts; mixers take the prompts one by one.
+    Experts are read once for all prompts; mixers take the prompts one by one. A prompt whose reply
+    nobody waits for takes part in the call that it began, and in later ones only if all are such.
     """
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
@@ -279,9 +285,14 @@ class Prefill:
         self._unread: list[Request] = []
 
     @property
+    def live(self) -> list[Request]:
+        """Return the sequences whose replies somebody waits for."""
+        return [sequence for sequence in self.sequences if not sequence.left]
+
+    @property
     def entries(self) -> list[Any]:
-        """Return one merged state of all sequences."""
-        return merged([sequence.state for sequence in self.sequences])
+        """Return one merged state of the live sequences."""
+        return merged([sequence.state for sequence in self.live])
 
     @property
     def layers(self) -> int:
@@ -291,26 +302,27 @@ class Prefill:
     def share(self) -> float:
         """Return how much of the prompts is read, 0 to 1: a call of 1,000 tokens counts 250 when a
         quarter of its layers is done. What a prompt cache supplied does not count."""
-        read = sum(s.read - s.cached for s in self.sequences)
-        return self._share(read, sum(len(s.prompt) - s.cached for s in self.sequences))
+        going = self._going()
+        read = sum(s.read - s.cached for s in going)
+        return self._share(read, sum(len(s.prompt) - s.cached for s in going))
 
     def _share(self, read: float, total: int) -> float:
         if self._paused is not None:
             read += self._paused.columns * self._paused.layers / len(self._model.layers)
         return min(read / total, 1.0) if total else 1.0
 
-    def drop(self, uids: set[int]) -> None:
-        """Remove these sequences."""
-        self.sequences = [s for s in self.sequences if s.uid not in uids]
+    def _going(self) -> list[Request]:
+        return self.live or self.sequences
 
     def advance(self, size: int | None, until: float | None = None) -> mx.array | None:
         """Read at most `size` tokens of each prompt, None for all.
 
         With `until`, pause between layers at that ``time.monotonic()``; the next call goes on.
-        Return the logits after all prompts ``[B, V]``, or None while tokens are unread.
+        Return the logits after the live prompts ``[B, V]``, or after all if none is live, or None
+        while tokens are unread.
         """
         if self._paused is None:
-            self._unread = [s for s in self.sequences if s.read < len(s.prompt)]
+            self._unread = [s for s in self._going() if s.read < len(s.prompt)]
         if self._unread:
             parts = [s.prompt[s.read :][:size] for s in self._unread]
             logits = self._read(parts, [s.state for s in self._unread], until)
@@ -319,19 +331,21 @@ class Prefill:
             for i, sequence in enumerate(self._unread):
                 sequence.read += len(parts[i])
                 sequence.logits = logits[i]
-        if any(s.read < len(s.prompt) for s in self.sequences):
+        if any(s.read < len(s.prompt) for s in self._going()):
             return None
-        return mx.stack([s.logits for s in self.sequences])
+        return mx.stack([s.logits for s in self._going()])
 
     def keep(self) -> None:
-        """Store the states in the prompt cache; call it after :meth:`advance` returned logits."""
+        """Store the states in the prompt cache, as far as the prompts are read; call it after
+        :meth:`advance` returned logits."""
         if self._cache is None:
             return
         for sequence in self.sequences:
-            if sequence.fresh:
-                prompt, state = sequence.prompt, sequence.state
+            if sequence.fresh and sequence.read > 0:
+                prompt, state = sequence.prompt[: sequence.read], sequence.state
                 for stop in sequence.stops:
-                    self._cache.store(self._model, prompt[:stop], state)
+                    if stop < sequence.read:
+                        self._cache.store(self._model, prompt[:stop], state)
                 self._cache.store(self._model, prompt, state, sequence.logits)
 
     def _read(
@@ -383,9 +397,6 @@ class PaddedPrefill(Prefill):
 
     def __init__(self, model: Any, sequences: list[Request], cache: PromptCache | None = None):
         super().__init__(model, sequences, cache)
-        self._begin()
-
-    def _begin(self) -> None:
         self._merged = merged([sequence.state for sequence in self.sequences])
         unread = [s.prompt[s.read : -1] for s in self.sequences]
         ends = [len(ids) for ids in unread]
@@ -398,19 +409,14 @@ class PaddedPrefill(Prefill):
     @property
     def entries(self) -> list[Any]:
         """Return the merged state, see :attr:`Prefill.entries`."""
-        return self._merged
+        rows = self._live_rows()
+        if len(rows) == len(self.sequences):
+            return self._merged
+        return merged([[entry.extract(i) for entry in self._merged] for i in rows])
 
     def share(self) -> float:
         """Return how much of the columns is read, see :meth:`Prefill.share`."""
         return self._share(self._read_columns, self._rows.shape[1])
-
-    def drop(self, uids: set[int]) -> None:
-        """Remove these sequences and read the others again from the start."""
-        before = len(self.sequences)
-        super().drop(uids)
-        if self.sequences and len(self.sequences) < before:
-            self._paused = None
-            self._begin()
 
     def advance(self, size: int | None, until: float | None = None) -> mx.array | None:
         """Read at most `size` columns, see :meth:`Prefill.advance`."""
@@ -428,7 +434,8 @@ class PaddedPrefill(Prefill):
         if self._ends is None:
             last = mx.array([s.prompt[-1:] for s in self.sequences], mx.int32)
             self._ends = self._call(last, self._merged, None)
-        return self._ends
+        rows = self._live_rows()
+        return self._ends if len(rows) in (0, len(self.sequences)) else self._ends[mx.array(rows)]
 
     def keep(self) -> None:
         """Store the states at the ends, see :meth:`Prefill.keep`."""
@@ -438,6 +445,9 @@ class PaddedPrefill(Prefill):
             if sequence.fresh:
                 state = [entry.extract(i) for entry in self._merged]
                 self._cache.store(self._model, sequence.prompt, state, self._ends[i])
+
+    def _live_rows(self) -> list[int]:
+        return [i for i, sequence in enumerate(self.sequences) if not sequence.left]
 
 
 class Sampled(NamedTuple):
@@ -500,7 +510,8 @@ class Workload(NamedTuple):
     """The sequences of a generator: prompts that wait, prompts that are read together, and replies.
 
     layers: Number of layers that the prompts have passed in their present call. share: How much
-    of them is read, see :meth:`Prefill.share`; 0 if none is read.
+    of them is read, see :meth:`Prefill.share`; 0 if none is read. prompts: uid -> (tokens that a
+    prompt cache supplied, tokens that are read, these included) of each prompt that is read.
     """
 
     waiting: int = 0
@@ -508,6 +519,7 @@ class Workload(NamedTuple):
     running: int = 0
     layers: int = 0
     share: float = 0.0
+    prompts: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 
 class BatchGenerator:
@@ -527,7 +539,9 @@ class BatchGenerator:
         room for their whole reply.
     state_bytes: Prompts wait until the states of all sequences after their whole replies fit in so
         many bytes.
-    prompt_cache: Supplies known beginnings of prompts and stores these.
+    prompt_cache: Supplies known beginnings of prompts and stores these. With it, prompts that are
+        removed while they are read stay in memory as far as they came, those of one call, until
+        others need it; a prompt that begins as one of them goes on there.
     open_reply: Tokens for which a reply with no limit waits for room.
 
     A reply with no limit (-1), or one beyond what context and memory hold, waits for room for
@@ -582,6 +596,7 @@ class BatchGenerator:
         self._ahead = keep_states or device.kind() != "cpu"
         self._waiting: deque[Request] = deque()
         self._prefill: Prefill | None = None
+        self._parked: Prefill | None = None  # half read, and nobody waits for it
         self._batch = Batch(model, kv_pool_bytes=kv_pool_bytes)
         self._newest: Any = None  # Sampled, not reported yet
         self._uids = self._steps = 0
@@ -696,17 +711,21 @@ class BatchGenerator:
                 states = {s.uid: self._batch.state(s) for s in gone}
             self._waiting = deque(s for s in self._waiting if s.uid not in uids)
             if self._prefill is not None:
-                self._prefill.drop(uids)
-                if not self._prefill.sequences:
-                    self._prefill = None
+                for sequence in self._prefill.sequences:
+                    sequence.left |= sequence.uid in uids
+                self._park()
             self._drop(gone)
         return states
+
+    def forget(self) -> None:
+        """Free what is kept of prompts that were removed while they were read."""
+        self._parked = None
 
     def close(self) -> None:
         """Free all states. A second call does nothing."""
         self._closed = True
         self._waiting.clear()
-        self._prefill = self._newest = None
+        self._prefill = self._parked = self._newest = None
         self._batch.leave(list(self._batch.names))
 
     def warm_up(self, prompt_tokens: int = 32) -> None:
@@ -734,8 +753,12 @@ class BatchGenerator:
         waiting, running, prefill = len(self._waiting), len(self._batch), self._prefill
         if prefill is None:
             return Workload(waiting, 0, running)
-        reading = len(prefill.sequences)
-        return Workload(waiting, reading, running, prefill.layers, prefill.share())
+        share = prefill.share()
+        prompts = {
+            s.uid: (s.cached, s.cached + int(share * (len(s.prompt) - s.cached)))
+            for s in prefill.live
+        }
+        return Workload(waiting, len(prompts), running, prefill.layers, share, prompts)
 
     @property
     def nbytes(self) -> int:
@@ -819,7 +842,7 @@ class BatchGenerator:
         memory after the one behind it."""
         going = [*sequences, *(self._prefill.sequences if self._prefill else [])]
         while grown := [s for s in going if s.grown]:
-            if self._fit([s.tokens for s in going]):
+            if self._has_room(going):
                 return
             longest = max(grown, key=lambda s: s.tokens)
             longest.limit = len(longest.reply) + 1
@@ -868,6 +891,8 @@ class BatchGenerator:
 
     def _read_prompts(self) -> None:
         """Admit waiting prompts if there is room, and read one step of them."""
+        if self._prefill is None and self._parked is not None and self._continued(self._parked):
+            self._prefill, self._parked = self._parked, None
         if self._prefill is None:
             room = min(self.prefill_batch_size, self.completion_batch_size - len(self._batch))
             first = self._admitted(room)
@@ -878,8 +903,11 @@ class BatchGenerator:
         logits = self._prefill.advance(self.prefill_step_size, until)
         if logits is None:
             return
-        sequences = self._prefill.sequences
+        sequences = self._prefill.live
         self._prefill.keep()
+        if not sequences:
+            self._prefill = None
+            return
         following = sampled(self.model, logits, sequences)
         mx.eval(following)
         drawn: Any = following.tokens.tolist()
@@ -897,7 +925,7 @@ class BatchGenerator:
         """Return at most `room` next prompts whose whole replies there is memory for."""
         first: list[Request] = []
         for request in islice(self._waiting, max(room, 0)):
-            if not self._fit([s.tokens for s in [*self._batch.names, *first, request]]):
+            if not self._has_room([*self._batch.names, *first, request]):
                 break
             request.resume(self.model, self.prompt_cache)
             first.append(request)
@@ -905,6 +933,35 @@ class BatchGenerator:
         for _ in first:
             self._waiting.popleft()
         return first
+
+    def _park(self) -> None:
+        """Set the prefill aside if nobody waits for one of its replies, or for one to a prompt that
+        begins as one of its prompts."""
+        prefill = self._prefill
+        if prefill is None or prefill.live or self._continued(prefill):
+            return
+        self._prefill = None
+        if self.prompt_cache is not None and prefill.share():
+            self._parked = prefill
+
+    def _continued(self, prefill: Prefill) -> bool:
+        """Return True if a waiting prompt begins as one of `prefill` does up to its last stop, from
+        where the prompt cache can continue."""
+        starts = [s.prompt[: s.stops[-1]] if s.stops else s.prompt for s in prefill.sequences]
+        return any(
+            request.fresh and request.prompt[: len(start)] == start
+            for request in self._waiting
+            for start in starts
+        )
+
+    def _has_room(self, sequences: Sequence[Request]) -> bool:
+        """Return True if memory holds the states of these; forget parked prompts in their way."""
+        tokens = [sequence.tokens for sequence in sequences]
+        if self._parked is not None:
+            if self._fit([*tokens, *(s.tokens for s in self._parked.sequences)]):
+                return True
+            self._parked = None
+        return self._fit(tokens)
 
     def _fit(self, lengths: Sequence[int]) -> bool:
         """Return True if states of so many tokens fit in memory together."""

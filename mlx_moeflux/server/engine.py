@@ -268,6 +268,7 @@ class Engine:
         except queue.Empty:
             # The next step reads the experts again.
             self.model.release()
+            self._generator.forget()
             return self._commands.get()
 
     def _stop(self) -> None:

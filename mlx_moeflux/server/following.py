@@ -41,6 +41,11 @@ class LeadingGenerator(BatchGenerator):
         self._send("remove", uids=uids)
         return super().remove(uids, return_prompt_caches)
 
+    def forget(self) -> None:
+        """See :meth:`BatchGenerator.forget`."""
+        self._send("forget")
+        super().forget()
+
     def step(self) -> list[BatchReply]:
         """See :meth:`BatchGenerator.step`."""
         self._send("step")
