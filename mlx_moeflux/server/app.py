@@ -46,6 +46,11 @@ class Events(Interface):
         """Return the events of the next part of reply `i`."""
         ...
 
+    def wait(self) -> str:
+        """Return an event that says nothing new. Clients count events, and no comments: some give
+        up on a stream without any."""
+        ...
+
     def end(self) -> str: ...
 
     def fail(self, error: RequestError) -> str: ...
@@ -203,7 +208,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A streamed reply, with comments that keep the connection alive while a prompt is read.
+    """A streamed reply, with events that keep clients waiting while a prompt is read.
 
     It ends when the reply does, or when the client leaves.
     """
@@ -245,7 +250,7 @@ class EventStream(Response):
             while True:
                 silent = clock() - last
                 if silent >= self._limits.keep_alive_seconds:
-                    await out(": keep-alive\n\n")
+                    await out(stream.wait())
                     continue
                 await asyncio.sleep(self._limits.keep_alive_seconds - silent)
 

@@ -34,7 +34,7 @@ class Limits:
     header_seconds, header_bytes, idle_seconds: Of a request's head, and of a connection between two
         requests.
     write_seconds: Time in which a client must take some of a stream.
-    keep_alive_seconds: Time between two comments in a silent stream.
+    keep_alive_seconds: Time between two events in a stream that has nothing new.
     connections: Most at once.
     shutdown_seconds: Time that replies have to finish when the server ends.
     """

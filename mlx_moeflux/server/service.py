@@ -261,6 +261,21 @@ class Generation:
                 reply.finish, reply.stop = delta.finish, delta.stop
         return replies
 
+    def prompt_progress(self) -> dict[str, int] | None:
+        """Return how many tokens of the prompt are read, of them from the prompt cache, and the
+        milliseconds since the request began; None once the reply has begun."""
+        if self.first_token is not None:
+            return None
+        prompts = self._service.engine.workload.prompts
+        read = [prompts[job.uid] for job in self._jobs if job.uid in prompts]
+        cached, processed = min(read, default=(0, 0))
+        return {
+            "total": self.prompt_tokens,
+            "cache": cached,
+            "processed": processed,
+            "time_ms": int(1000 * (time.monotonic() - self.began)),
+        }
+
     def hit_rate(self) -> float:
         """Return the hit rate of the experts since the request began, of all replies together."""
         return self._service.model.store.stats().total.since(self._before).hit_rate

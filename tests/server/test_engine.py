@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import ExpertFileError
 from mlx_moeflux.server.engine import EngineOptions
-from tests.server.conftest import MESSAGES, served, wait_until, with_limits
+from tests.server.conftest import MESSAGES, events_of, served, wait_until, with_limits
 
 PATH = "/v1/chat/completions"
 LONG = {"messages": MESSAGES, "max_tokens": 8000, "stream": True}
@@ -171,22 +172,93 @@ def test_metrics_follow_a_prompt_by_layers(tiny, monkeypatch):
         thread.join()
 
 
-def test_a_silent_stream_is_kept_alive(tiny, monkeypatch):
-    """While a prompt is read, comments come."""
-    with served(*tiny, limits=with_limits(keep_alive_seconds=0.05)) as server:
-        generator = server.service.engine._generator
-        original, held = type(generator).step, threading.Event()
+CHUNK = {"index": 0, "finish_reason": None, "logprobs": None}
+SILENT = {
+    PATH: ({"messages": MESSAGES}, {"choices": [{**CHUNK, "delta": {}}]}),
+    "/v1/completions": ({"prompt": "import os, sys, re"}, {"choices": [{**CHUNK, "text": ""}]}),
+    "/v1/responses": ({"input": "import os"}, {"type": "response.in_progress"}),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 2},
+        {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", SILENT)
+def test_a_stream_without_news_has_events(tiny, path, monkeypatch):
+    """Clients count events: a comment would not keep them waiting."""
+    body, expected = SILENT[path]
+    with served(*tiny, limits=with_limits(keep_alive_seconds=0.02)) as server:
+        engine = server.service.engine
+        original, turn = type(engine._generator).step, threading.Semaphore(0)
+        most = "max_output_tokens" if path.endswith("responses") else "max_tokens"
 
         def step(self):
-            held.wait(30)
+            assert turn.acquire(timeout=60)
             return original(self)
 
-        monkeypatch.setattr(type(generator), "step", step)
+        monkeypatch.setattr(type(engine._generator), "step", step)
+        monkeypatch.setattr(engine._generator, "max_pause", 0.0)
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", PATH, json.dumps({**LONG, "max_tokens": 2}))
+        connection.request("POST", path, json.dumps({**body, "stream": True, most: 2}))
         response = connection.getresponse()
-        lines = [response.readline() for _ in range(6)]
-        assert lines.count(b": keep-alive\n") == 2
-        held.set()
-        assert b"[DONE]" in response.read()
+
+        def following(condition):
+            while not condition(event := json.loads(next_data(response))):
+                pass
+            return event
+
+        def silent(event):
+            return all(event.get(name) == value for name, value in expected.items())
+
+        reported = path != "/v1/messages"
+        event = following(lambda e: silent(e) and ("prompt_progress" in e) == reported)
+        turn.release(2)
+        if reported:
+            assert event["prompt_progress"]["processed"] == 0
+            event = following(lambda e: silent(e) and e["prompt_progress"]["processed"])
+            progress = event["prompt_progress"]
+            assert silent(event)
+            assert 0 < progress["processed"] < progress["total"]
+            assert progress["cache"] == 0
+            assert progress["time_ms"] >= 0
+        turn.release(50)
+        found = events_of(response.read().decode())
         connection.close()
+    kinds = {"/v1/responses": "response.incomplete", "/v1/messages": "message_stop"}
+    assert found[-1] == (None, "[DONE]") or found[-1][0] == kinds[path]
+
+
+@pytest.mark.parametrize("path", SILENT)
+def test_a_retry_goes_on_where_its_prompt_was_left(tiny, path, monkeypatch):
+    body, _ = SILENT[path]
+    with PromptCache() as cache, served(*tiny, cache=cache) as server:
+        engine, metrics = server.service.engine, server.service.metrics
+        original, turn = type(engine._generator).step, threading.Semaphore(0)
+        layers, begun = len(server.service.model.layers), []
+
+        def step(self):
+            begun.append(self.workload().layers)
+            assert turn.acquire(timeout=60)
+            return original(self)
+
+        monkeypatch.setattr(type(engine._generator), "step", step)
+        monkeypatch.setattr(engine._generator, "max_pause", 0.0)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", path, json.dumps({**body, "stream": True}))
+        for steps in range(1, 100):
+            wait_until(lambda steps=steps: len(begun) == steps)
+            if begun[-1] == layers - 1:
+                break
+            turn.release()
+        connection.close()
+        wait_until(lambda: engine.live == 0)
+        turn.release(100)
+        assert server.ask(path, body)[0] == 200
+        assert (metrics.cache_hits, metrics.prompt_tokens) == (1, 2 * metrics.cached_tokens)
+
+
+def next_data(response):
+    while not (line := response.readline()).startswith(b"data: "):
+        assert line
+    return line[6:]

@@ -369,13 +369,19 @@ class Stream:
             found += self._delta("input_json_delta", partial_json=call.arguments)
         return found
 
+    def wait(self) -> str:
+        # Claude Code counts these events, and no pings.
+        return self._state({"stop_reason": None, "stop_sequence": None})
+
     def end(self) -> str:
-        usage = _usage(self._generation)
-        last = {"type": "message_delta", "delta": _stop(self._last), "usage": usage}
-        return self._close() + _event(last) + _event({"type": "message_stop"})
+        return self._close() + self._state(_stop(self._last)) + _event({"type": "message_stop"})
 
     def fail(self, found: RequestError) -> str:
         return event(error(found), "error")
+
+    def _state(self, delta: dict[str, Any]) -> str:
+        usage = _usage(self._generation)
+        return _event({"type": "message_delta", "delta": delta, "usage": usage})
 
     def _enter(self, kind: str, block: dict[str, Any]) -> str:
         """Return the events that make a block of `kind` the open one; each call has its own."""

@@ -231,6 +231,12 @@ class ChunkStream:
     def _chunk(self, choice: dict[str, Any]) -> str:
         return event({**self._head, "choices": [choice]})
 
+    def _still(self, choice: dict[str, Any]) -> str:
+        """Return a chunk without news, with the progress of the prompt as llama.cpp reports it."""
+        found = self._generation.prompt_progress()
+        progress = {} if found is None else {"prompt_progress": found}
+        return event({**self._head, "choices": [choice], **progress})
+
     def end(self) -> str:
         last = event("[DONE]")
         if self._generation.request.usage:

@@ -264,7 +264,16 @@ class Stream(ChunkStream):
         text = self._delta(i, content, found=found) if content or found else ""
         return text + self._delta(i, {}, delta.finish) if delta.finish else text
 
+    def wait(self) -> str:
+        return self._still(_choice(0, {}))
+
     def _delta(
         self, i: int, delta: dict[str, Any], finish: str | None = None, found: Any = None
     ) -> str:
-        return self._chunk({"index": i, "delta": delta, "logprobs": found, "finish_reason": finish})
+        return self._chunk(_choice(i, delta, finish, found))
+
+
+def _choice(
+    i: int, delta: dict[str, Any], finish: str | None = None, found: Any = None
+) -> dict[str, Any]:
+    return {"index": i, "delta": delta, "logprobs": found, "finish_reason": finish}

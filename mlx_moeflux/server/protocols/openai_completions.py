@@ -103,6 +103,9 @@ class Stream(ChunkStream):
     def start(self) -> str:
         return ""
 
+    def wait(self) -> str:
+        return self._still(_choice(0, Delta(), None))
+
     def add(self, i: int, delta: Delta) -> str:
         wanted = self._generation.request.logprobs is not None
         return self._chunk(_choice(i, delta, self._logprobs[i].of(delta) if wanted else None))

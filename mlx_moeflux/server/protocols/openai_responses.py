@@ -374,6 +374,12 @@ class Stream:
         self._finish = delta.finish or self._finish
         return found
 
+    def wait(self) -> str:
+        found = self._generation.prompt_progress()
+        progress = {} if found is None else {"prompt_progress": found}
+        body = self.body("in_progress")
+        return self._event("response.in_progress", response=body, **progress)
+
     def end(self) -> str:
         status = "incomplete" if self._finish == LENGTH else "completed"
         found = self._close(status)
