@@ -156,8 +156,8 @@ def _prompt_cache(args: argparse.Namespace) -> Any:
     if memory is None:
         raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB.")
     if args.prompt_cache is None:
-        return PromptCache(memory_bytes=memory)
-    return prompt_cache(args, memory_bytes=memory)
+        return PromptCache(memory_bytes=memory, replies=True)
+    return prompt_cache(args, memory_bytes=memory, replies=True)
 
 
 def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:

@@ -831,7 +831,9 @@ class BatchGenerator:
                 zip(sequences, newest.tokens.tolist(), strict=True)
             )
         ]
-        self._drop([s for s, r in zip(sequences, replies, strict=True) if r.finish_reason])
+        ended = [s for s, r in zip(sequences, replies, strict=True) if r.finish_reason]
+        self._keep_replies(ended)
+        self._drop(ended)
         self._steps += 1
         if self._steps % CLEAR_EVERY == 0:
             mx.clear_cache()
@@ -854,6 +856,16 @@ class BatchGenerator:
         finish = "stop" if stopped else "length" if full else None
         state = self._batch.state(sequence) if finish and self.keep_states else None
         return BatchReply(sequence.uid, token, logprobs, finish, state, sequence.cached)
+
+    def _keep_replies(self, ended: list[Request]) -> None:
+        """Store the states after replies, from which next turns go on, if the prompt cache does."""
+        if self.prompt_cache is None or not self.prompt_cache.replies:
+            return
+        for sequence in ended:
+            if sequence.fresh:
+                state = self._batch.state(sequence)
+                tokens = [*sequence.prompt, *sequence.reply][: state.position]
+                self.prompt_cache.store(self.model, tokens, state)
 
     def _drop(self, gone: list[Request]) -> None:
         if not gone:

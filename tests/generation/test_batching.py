@@ -605,6 +605,26 @@ def test_memory_shortens_a_reply(hybrid):
         assert generator.fitting(500, -1) == 13
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_next_turn_goes_on_behind_the_reply(hybrid, ahead, stored):
+    """Where the cache stores replies; a state one step ahead has the reply's last token."""
+    prompt, cache = prompt_of(21, 20), PromptCache(replies=stored)
+    with BatchGenerator(hybrid, prompt_cache=cache, keep_states=ahead) as generator:
+        generator.insert([prompt, prompt_of(22, 9)], [4, 6])
+        said = {0: [], 1: []}
+        while replies := generator.next():
+            for reply in replies:
+                said[reply.uid].append(reply.token)
+        turn = [*prompt, *said[0], *prompt_of(23, 5)]
+        (uid,) = generator.insert([turn], [3])
+        heard = [reply for _ in range(3) for reply in generator.next()]
+    known = len(prompt) + (len(said[0]) - (not ahead) if stored else 0)
+    assert {(reply.uid, reply.cached_tokens) for reply in heard} == {(uid, known)}
+    steps = generate_step(mx.array(turn), hybrid, max_tokens=3)
+    assert [reply.token for reply in heard] == [token for token, _ in steps]
+
+
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_open_replies_run_together_until_memory_ends(hybrid, ahead):
     """The longest of them ends when the next token would not fit; one with a limit is whole."""

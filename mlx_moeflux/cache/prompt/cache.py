@@ -77,7 +77,7 @@ class PromptCache:
         also at the end, at the caller's breakpoints, and where the prompt first differs from an
         earlier one. Models without recurrent layers need none of these: they continue from any
         token.
-    replies: Store the state after a reply too, for conversations.
+    replies: Store the state after a reply too, from which the next turn of a conversation goes on.
     warm: Return the experts that were in memory, for the generator to read again.
 
     All methods may be called from any thread.
