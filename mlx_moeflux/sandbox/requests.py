@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,25 @@ def render(template: str, /, **variables: Any) -> str:
             f"the messages or a template variable are no plain values ({error}); give texts, "
             "numbers, lists and dicts."
         ) from None
+
+
+@dataclass(frozen=True)
+class TemplateNames:
+    """What a chat template reads. variables: Names that are to be passed to it. words: Its texts
+    that are not printed as they stand, and the names of fields."""
+
+    variables: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
+
+
+@functools.lru_cache(maxsize=8)
+def template_names(template: str) -> TemplateNames:
+    """Return what a chat template reads; nothing of one that is broken, which rendering refuses."""
+    try:
+        found = child.call("names", {"template": template})
+    except (Refused, Broken):
+        return TemplateNames()
+    return TemplateNames(**{name: frozenset(values) for name, values in found.items()})
 
 
 def check_template(template: str) -> None:

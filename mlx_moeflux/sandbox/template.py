@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -63,3 +63,15 @@ def rendered(template: str, variables: dict[str, Any], *, most: int) -> str:
         if size > most:
             raise OverflowError
     return "".join(parts)
+
+
+def names(template: str, *, most: int) -> dict[str, list[str]]:
+    """Return the variables that a template reads, and its words: texts and names of fields of up to
+    `most` characters."""
+    tree = _environment().parse(template)
+    words = {text.value for text in tree.find_all(nodes.Const) if isinstance(text.value, str)}
+    words |= {field.attr for field in tree.find_all(nodes.Getattr)}
+    return {
+        "variables": sorted(meta.find_undeclared_variables(tree)),
+        "words": sorted(word for word in words if len(word) <= most),
+    }

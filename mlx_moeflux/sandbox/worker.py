@@ -11,21 +11,26 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_moeflux.sandbox.template import rendered
+from mlx_moeflux.sandbox.template import names, rendered
 from mlx_moeflux.tokenizer_backends import backend_of, try_out
 
 MOST_REASON = 1000  # characters
+MOST_WORD = 100
 
 
 def _render(content: bytes, most: int, *, template: str, variables: dict[str, Any]) -> str:
     return rendered(template, variables, most=most)
 
 
+def _names(content: bytes, most: int, *, template: str) -> dict[str, list[str]]:
+    return names(template, most=MOST_WORD)
+
+
 def _tokenizer(content: bytes, most: int, *, kind: str) -> None:
     try_out(backend_of(kind, content))
 
 
-JOBS = {"render": _render, "tokenizer": _tokenizer}
+JOBS = {"render": _render, "names": _names, "tokenizer": _tokenizer}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -28,14 +29,24 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound="Fields")
 
 NOTHING = (None, False, 0, "", [], {})
-"""Values that ask for nothing, also in fields that are not known."""
+"""Values that ask for nothing, also in fields that are not known: clients send `use_beam_search`
+and `n_probs` as false and 0."""
+
+_THINKING = re.compile("think|reason")
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Return True if a field that is not known asks for something, as `think_budget` does by 0."""
+    if isinstance(value, int | float) and _THINKING.search(name):
+        return True
+    return value not in NOTHING
 
 
 class Fields(BaseModel):
     """The fields of a JSON object; one that is null counts as missing.
 
     inert: Names of fields that are known and change nothing in a reply. Others that are not the
-    model's are refused unless their value is in NOTHING.
+    model's are refused if they ask for something.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -54,7 +65,7 @@ class Fields(BaseModel):
         own, inert = cls.own, cls.inert
         given = {name: inner for name, inner in value.items() if inner is not None and name in own}
         for name, inner in value.items():
-            if name not in own and name not in inert and inner not in NOTHING:
+            if name not in own and name not in inert and _asks(name, inner):
                 # One is enough to refuse the object, which may have millions.
                 return given | {name: inner}
         return given

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_moeflux.generation.batch import UNLIMITED
 from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.thinking import Thinking
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
@@ -85,6 +86,7 @@ class GenerationRequest:
     tool_choice: str = AUTO
     parallel_tool_calls: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking | None = None
     checkpoints: Sequence[int] = ()
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     stream: bool = False

@@ -12,6 +12,7 @@ from mlx_moeflux.cache.prompt.cache import PromptCache
 from mlx_moeflux.errors import CacheError, InputError
 from mlx_moeflux.generation.prompt import prompt_ids, turn_end
 from mlx_moeflux.generation.text import end_ids
+from mlx_moeflux.sandbox.requests import TemplateNames, template_names
 from mlx_moeflux.server.assemble import Assembler, Delta
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
@@ -19,6 +20,7 @@ from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
 from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
+from mlx_moeflux.server.thinking import reasoning_field, template_variables
 from mlx_moeflux.server.tools import (
     ToolSplitter,
     calls_grammar,
@@ -131,14 +133,9 @@ class Service:
         """
         if not request.answer:
             return Prompt(self.encode(request.prompt))
-        given, messages = self._template_arguments(request), request.messages
-        try:
-            ids = self._ids(messages, "messages", given)
-        except RequestError:
-            messages = _system_first(messages)
-            if messages == request.messages:
-                raise
-            ids = self._ids(messages, "messages", given)
+        given = self._template_arguments(request)
+        field = reasoning_field(self._names(given["tools"]))
+        messages, ids = self._rendered(_with_reasoning(request.messages, field), field, given)
         ends = {turn_end(self.tokenizer, messages, ids, **given)}
         for count in request.checkpoints:
             ends.add(turn_end(self.tokenizer, messages[:count], ids, **given))
@@ -146,6 +143,18 @@ class Service:
             self.reasoning.open
         )
         return Prompt(ids, opened, sorted(end for end in ends if end))
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], field: str, given: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return messages in a form that the template takes, and their ids."""
+        try:
+            return messages, self._ids(messages, "messages", given)
+        except RequestError:
+            changed = _system_first(_one_text(messages, field))
+            if changed == messages:
+                raise
+            return changed, self._ids(changed, "messages", given)
 
     def encode(self, text: str | list[int] | None) -> list[int]:
         """Return the ids of a text, or ids as they are, checked against the vocabulary."""
@@ -176,8 +185,26 @@ class Service:
                 "this model's chat template has no known syntax of tool calls; leave 'tools' out.",
                 param="tools",
             )
-        options = {**self.options.template_options, **request.template_options}
-        return {"tools": tools or None, "options": options}
+        options = {**self.options.template_options, **self._thinking(request, tools)}
+        return {"tools": tools or None, "options": {**options, **request.template_options}}
+
+    def _thinking(self, request: GenerationRequest, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the template's variables that make the model think as the request asks."""
+        asked = request.thinking
+        found = {} if asked is None else template_variables(asked, self._names(tools))
+        if asked is not None and found is None and asked.field is not None:
+            off = asked.on is False or asked.effort == "none"
+            what = "switch that turns thinking off" if off else "switch for thinking"
+            raise RequestError(
+                f"this model's chat template has no {what}; leave '{asked.field}' out.",
+                param=asked.field,
+            )
+        return found or {}
+
+    def _names(self, tools: list[dict[str, Any]] | None) -> TemplateNames:
+        """Return what the chat template of a request reads."""
+        own = self.tokenizer.tool_template if tools else None
+        return template_names(own or self.tokenizer.chat_template)
 
     def _grammar(self, request: GenerationRequest) -> str | None:
         """Return the compiled grammar that the replies must follow, or None."""
@@ -349,6 +376,26 @@ class Generation:
         self._service.engine.cancel(self._jobs)
         self._error = error
         self._news.set()
+
+
+def _with_reasoning(messages: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    """Return messages whose reasoning stands in the field that the template reads."""
+    return [
+        {field if name == "reasoning_content" else name: value for name, value in message.items()}
+        for message in messages
+    ]
+
+
+def _one_text(messages: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    """Return messages with calls that have a text or reasoning and not both: gpt-oss's template
+    takes one of them, and shows it as reasoning."""
+    found = []
+    for message in messages:
+        if "tool_calls" in message and message["content"] and field in message:
+            text = f"{message[field]}\n\n{message['content']}"
+            message = {**message, "content": "", field: text}
+        found.append(message)
+    return found
 
 
 def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ from mlx_moeflux.server.request import (
     check_tools,
 )
 from mlx_moeflux.server.service import Generation, Service
+from mlx_moeflux.server.thinking import Thinking as Asked
 
 # Claude Code writes a line of this name, which changes from turn to turn, into the system prompt:
 # with it no prompt would continue the one before.
@@ -202,11 +203,10 @@ def read(body: Body, service: Service) -> GenerationRequest:
     check_tools(tools, named)
     messages, checkpoints = _messages(body, service)
     sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
-    options: dict[str, Any] = {}
-    if body.thinking is not None:
-        options["enable_thinking"] = body.thinking.type != "disabled"
-    if body.output_config.effort:
-        options["reasoning_effort"] = body.output_config.effort
+    on = None if body.thinking is None else body.thinking.type != "disabled"
+    effort = body.output_config.effort or None
+    # Claude Code sends both with every request, so they act where they can.
+    thinking = None if (on, effort) == (None, None) else Asked(on, effort)
     form = body.output_config.format or body.output_format
     return GenerationRequest(
         sampling=service.options.defaults.sampling(sampling),
@@ -217,7 +217,7 @@ def read(body: Body, service: Service) -> GenerationRequest:
         tools=tools,
         tool_choice=named,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        template_options=options,
+        thinking=thinking,
         checkpoints=checkpoints[-MOST_CHECKPOINTS:],
         stream=body.stream,
     )

@@ -52,7 +52,7 @@ class OpenAIBody(Fields):
 
     inert = (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction", "client_metadata",
+        "prompt_cache_retention", "prediction", "client_metadata", "cache_prompt",
     )  # fmt: skip
     model: str | None = None
     stream: bool = False

@@ -39,6 +39,7 @@ from mlx_moeflux.server.protocols.openai import (
 )
 from mlx_moeflux.server.request import AUTO, MOST_LOGPROBS, GenerationRequest, check_tools
 from mlx_moeflux.server.service import Generation, Service
+from mlx_moeflux.server.thinking import ASKING, Asked, asked_by_template_options, combined
 
 # Arguments of the rendering itself, which are no variables of a template.
 RESERVED = {
@@ -97,6 +98,7 @@ class AssistantMessage(OpenFields):
     refusal: Echoed = ""
     reasoning_content: Echoed = ""
     reasoning: Echoed = ""
+    thinking: Echoed = ""
     tool_calls: Items[Call] = Field([])
     function_call: Annotated[CalledFunction | None, BeforeValidator(lambda call: call or None)] = (
         None
@@ -130,7 +132,11 @@ class Body(ChunkBody):
     response_format: Format = ()
     logprobs: bool = False
     top_logprobs: Annotated[Count, Field(le=MOST_LOGPROBS)] = 0
-    reasoning_effort: str | None = None
+    enable_thinking: Asked | None = None
+    think: Asked | None = None
+    thinking: Asked | None = None
+    reasoning: Asked | None = None
+    reasoning_effort: Asked | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_options)] = Field({})
 
     @field_validator("top_logprobs")
@@ -147,9 +153,8 @@ def read(body: Body, service: Service) -> GenerationRequest:
     check_messages(body)
     tools = [tool.function.tool() for tool in body.tools]
     check_tools(tools, body.tool_choice)
-    options = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
+    asked = asked_by_template_options(body.chat_template_kwargs)
+    asked += [(name, getattr(body, name)) for name in ASKING]
     return GenerationRequest(
         sampling=body.sampling(service),
         messages=merged_system([_message(message, service) for message in body.messages]),
@@ -161,7 +166,8 @@ def read(body: Body, service: Service) -> GenerationRequest:
         tools=tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        template_options=options,
+        template_options=body.chat_template_kwargs,
+        thinking=combined(asked),
         stream=body.stream,
         usage=body.usage,
     )
@@ -185,7 +191,7 @@ def _message(message: Message | ToolMessage | AssistantMessage, service: Service
             found["name"] = message.name
     elif isinstance(message, AssistantMessage):
         found["content"] = text or message.refusal
-        if reasoning := message.reasoning_content or message.reasoning:
+        if reasoning := message.reasoning_content or message.reasoning or message.thinking:
             found["reasoning_content"] = reasoning
         calls = message.tool_calls
         if not calls and message.function_call:

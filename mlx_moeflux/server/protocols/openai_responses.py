@@ -39,6 +39,7 @@ from mlx_moeflux.server.request import (
     check_tools,
 )
 from mlx_moeflux.server.service import Generation, Service
+from mlx_moeflux.server.thinking import Thinking
 from mlx_moeflux.server.tools import ToolCall
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -199,6 +200,8 @@ def read(body: Body, service: Service) -> GenerationRequest:
     tools, namespaces = _tools(body)
     check_tools(tools, body.tool_choice)
     effort, top = body.reasoning.effort, body.top_logprobs
+    # Codex sends an effort with every request, so it acts where it can.
+    thinking = Thinking(effort=effort) if effort else None
     return GenerationRequest(
         sampling=body.sampling(service),
         messages=merged_system(_messages(body, service)),
@@ -208,7 +211,7 @@ def read(body: Body, service: Service) -> GenerationRequest:
         tools=tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        template_options={"reasoning_effort": effort} if effort else {},
+        thinking=thinking,
         namespaces=namespaces,
         stream=body.stream,
     )
