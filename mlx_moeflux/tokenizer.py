@@ -20,6 +20,7 @@ from mlx_moeflux.detokenizer import ByteDetokenizer, PieceDetokenizer
 from mlx_moeflux.errors import CheckpointError, ConfigError, InputError
 from mlx_moeflux.sandbox.requests import check_tokenizer, render
 from mlx_moeflux.tokenizer_backends import BytePairs, SentencePieces, backend_of
+from mlx_moeflux.tool_declarations import as_declared
 
 # Tokens and parts of templates from which mlx-lm 0.32.2 (tokenizer_utils.py) infers thinking and
 # tool calls. A group counts if all its members are there.
@@ -220,6 +221,8 @@ class Tokenizer:
                 "this tokenizer has no chat template; pass the prompt as text or ids instead of "
                 "messages."
             )
+        tools, declared = as_declared(template, tools)
+        variables = {**declared, **variables}
         given = {
             "messages": list(conversation),
             "tools": tools,

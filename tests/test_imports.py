@@ -24,6 +24,7 @@ RANK = {
     "detokenizer": 6,
     "sandbox": 6,
     "tokenizer_backends": 7,
+    "tool_declarations": 7,
     "models": 6,
     "distributed": 6,
     "experts": 7,
