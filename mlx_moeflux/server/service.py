@@ -208,20 +208,21 @@ class Service:
 
     def _grammar(self, request: GenerationRequest) -> str | None:
         """Return the compiled grammar that the replies must follow, or None."""
-        if request.tools and request.tool_choice not in (AUTO, NONE):
-            assert self.tool_syntax is not None
-            tools = parameters_of(request.tools)
-            if request.tool_choice != REQUIRED:
-                tools = {request.tool_choice: tools[request.tool_choice]}
-            many = request.parallel_tool_calls and request.tool_choice == REQUIRED
-            grammar = self.grammars.lark(calls_grammar(self.tool_syntax, tools, many=many))
-            self.grammars.check(grammar, "tools")
-            return grammar
-        for schema in request.schema:
+        grammar, choice = None, request.tool_choice
+        answer = request.schema if choice in (AUTO, NONE) else ()
+        for schema in answer:
             grammar = self.grammars.json_schema(schema)
             self.grammars.check(grammar, "response_format")
-            return grammar
-        return None
+        if request.tools and choice != NONE and (answer or choice != AUTO):
+            assert self.tool_syntax is not None
+            tools = parameters_of(request.tools)
+            if choice not in (AUTO, REQUIRED):
+                tools = {choice: tools[choice]}
+            many = request.parallel_tool_calls and choice in (AUTO, REQUIRED)
+            text = calls_grammar(self.tool_syntax, tools, many=many, answer=answer)
+            grammar = self.grammars.lark(text)
+            self.grammars.check(grammar, "tools")
+        return grammar
 
 
 class Generation:

@@ -501,8 +501,16 @@ def choose_syntax(templates: Iterable[str | None], name: str | None = None) -> T
     return None
 
 
-def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
+def calls_grammar(
+    syntax: ToolSyntax,
+    tools: Tools,
+    *,
+    many: bool,
+    answer: Sequence[Mapping[str, Any] | None] = (),
+) -> str:
     """Return the Lark grammar of a reply that calls at least one of `tools`, `many` or one.
+
+    answer: (schema,) allows JSON of a schema instead, (None,) any object.
 
     Raises:
         RequestError: A schema has limits that cannot be enforced in this syntax.
@@ -530,6 +538,10 @@ def calls_grammar(syntax: ToolSyntax, tools: Tools, *, many: bool) -> str:
         start = f"{begin} {one} {end}"
         start += f' ("\\n" {start})*' if many else ""
     shared = [] if syntax.tags is None else [syntax.tags.shared()]
+    for schema in answer:
+        whole = {"type": "object"} if schema is None else schema
+        shared.append(f"answer: %json {_json_rule(whole)}")
+        start += " | answer"
     return "\n".join([f"start: {start}", *rules, *shared])
 
 
