@@ -41,6 +41,10 @@ _TOOL_MARKERS = (
     ("<tool_call>", "tool_call.name"),
 )  # fmt: skip
 
+# Ends a message that is to be continued while the template renders it: the message's own text could
+# also be a part of what the template writes behind it. A template that trims takes the space.
+_CUT = "\uf8ffcontinued\uf8ff "
+
 
 class Encoding(dict[str, Any]):
     """``input_ids`` and ``attention_mask`` of :class:`Tokenizer`, as items and as attributes.
@@ -204,7 +208,8 @@ class Tokenizer:
         """Render messages to a prompt, as ids or (``tokenize=False``) text.
 
         chat_template: Replaces the checkpoint's. continue_final_message: The prompt ends inside the
-        last message, which the reply continues. return_dict: Must be False. variables: Passed to
+        last message, which the reply continues; white space at its end stays unless the template
+        removes it. return_dict: Must be False. variables: Passed to
         the template.
 
         Raises:
@@ -234,12 +239,15 @@ class Tokenizer:
         }
         for name in given.keys() & variables.keys():
             raise InputError(f"'{name}' is set by the tokenizer; rename the template variable.")
+        if continue_final_message:
+            last = given["messages"][-1]
+            given["messages"][-1] = {**last, "content": f"{last['content'] or ''}{_CUT}"}
         text = render(template, **given, **variables)
         if continue_final_message:
-            last = str(conversation[-1]["content"]).strip()
-            if last not in text:
+            text, found, behind = text.rpartition(_CUT.rstrip())
+            if not found:
                 raise InputError("the chat template drops the message that is to be continued.")
-            text = text[: text.rindex(last) + len(last)]
+            text = text.replace(_CUT, "") if behind.startswith(" ") else text.rstrip()
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def detokenizer(self) -> ByteDetokenizer | PieceDetokenizer:

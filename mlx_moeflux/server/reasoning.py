@@ -30,6 +30,10 @@ class ReasoningSplitter:
         """Return True while the reasoning is open."""
         return self._state == "inside"
 
+    def leave(self) -> None:
+        """Take what comes as the answer: the prompt ends inside it."""
+        self._state = "after"
+
     def add(self, text: str, *, final: bool = False) -> Split:
         """Return what is certain after `text`; with `final`, everything that was held back."""
         self._held += text
@@ -97,6 +101,10 @@ class HarmonySplitter:
     def inside(self) -> bool:
         """Return True while the reasoning is open."""
         return self._state == "reasoning"
+
+    def leave(self) -> None:
+        """Take what comes as the answer: the prompt ends inside it."""
+        self._state = "content"
 
     def add(self, text: str, *, final: bool = False) -> Split:
         """Return what is certain after `text`; with `final`, everything that was held back."""

@@ -70,6 +70,7 @@ class GenerationRequest:
     tool_choice: "auto", "none", "required" or the name of a function.
     checkpoints: Numbers of first messages after which the state is kept for later requests.
     namespaces: Function -> the group and the name in it that a protocol calls it by.
+    continued: The reply goes on with the last message, which is the assistant's.
     answer: The reply is the answer to messages, with reasoning and calls apart; False continues a
         text.
     """
@@ -88,6 +89,7 @@ class GenerationRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking | None = None
     checkpoints: Sequence[int] = ()
+    continued: bool = False
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     stream: bool = False
     usage: bool = False
@@ -96,6 +98,32 @@ class GenerationRequest:
     @property
     def answer(self) -> bool:
         return self.prompt is None
+
+
+def fault_of_continuation(request: GenerationRequest) -> str | None:
+    """Return why the last message cannot be continued, None if it can."""
+    message = request.messages[-1]
+    if message["role"] != "assistant":
+        return f"it is of the {message['role']}, and only the assistant's can be"
+    if "tool_calls" in message:
+        return "it has a tool call"
+    if "reasoning_content" in message:
+        return "it has reasoning"
+    if request.schema or request.tool_choice not in (AUTO, NONE):
+        return "a schema or a forced call says how the reply begins"
+    return None
+
+
+def continue_last(request: GenerationRequest) -> None:
+    """Let the reply go on with the last message.
+
+    Raises:
+        RequestError: The last message is no text of the assistant.
+    """
+    fault = fault_of_continuation(request)
+    if fault is not None:
+        raise RequestError(f"the last message cannot be continued: {fault}.", param="messages")
+    request.continued = True
 
 
 def check_tools(tools: list[dict[str, Any]], choice: str, place: str = "tools") -> None:

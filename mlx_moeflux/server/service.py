@@ -135,14 +135,23 @@ class Service:
             return Prompt(self.encode(request.prompt))
         given = self._template_arguments(request)
         field = reasoning_field(self._names(given["tools"]))
-        messages, ids = self._rendered(_with_reasoning(request.messages, field), field, given)
-        ends = {turn_end(self.tokenizer, messages, ids, **given)}
+        messages = _with_reasoning(request.messages, field)
+        options = {**given["options"], "continue_final_message": request.continued}
+        messages, ids = self._rendered(messages, field, {**given, "options": options})
+        turn = messages[:-1] if request.continued else messages
+        ends = {turn_end(self.tokenizer, turn, ids, **given)}
         for count in request.checkpoints:
             ends.add(turn_end(self.tokenizer, messages[:count], ids, **given))
-        opened = self.reasoning is not None and self.tokenizer.decode(ids[-8:]).rstrip().endswith(
-            self.reasoning.open
-        )
+        opened = self._opened(ids, messages[-1]["content"] if request.continued else "")
         return Prompt(ids, opened, sorted(end for end in ends if end))
+
+    def _opened(self, ids: list[int], begun: str) -> bool:
+        """Return True if a prompt ends inside the reasoning. begun: What the assistant has said."""
+        if self.reasoning is None:
+            return False
+        if begun.rfind(self.reasoning.open) > begun.rfind(self.reasoning.close):
+            return True
+        return self.tokenizer.decode(ids[-8:]).rstrip().endswith(self.reasoning.open)
 
     def _rendered(
         self, messages: list[dict[str, Any]], field: str, given: dict[str, Any]
@@ -318,6 +327,8 @@ class Generation:
         reasoning = tools = None
         if request.answer and service.reasoning is not None:
             reasoning = service.reasoning.splitter(opened=prompt.opened)
+            if request.continued and not prompt.opened:
+                reasoning.leave()
         if request.tools and request.tool_choice != NONE and service.tool_syntax is not None:
             most = None if request.parallel_tool_calls else 1
             tools = ToolSplitter(service.tool_syntax, parameters_of(request.tools), most=most)

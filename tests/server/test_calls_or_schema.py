@@ -1,8 +1,9 @@
-"""Oracle: with tools and a schema a reply is a call in the model's syntax, or JSON of the schema."""
+"""Oracle: with tools and a schema a reply is a call in the model's syntax, or JSON."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("protocol", FORMATS)
-def test_the_choice_says_what_is_allowed(tiny, allows, protocol):
+def test_the_choice_says_what_is_allowed(tiny, allows, protocol: Any):
     """auto: either; none: the schema; required: a call."""
     service = service_of(*tiny)
     field = "input" if protocol is openai_responses else "messages"

@@ -42,6 +42,8 @@ from mlx_moeflux.server.request import (
     SAMPLING,
     GenerationRequest,
     check_tools,
+    continue_last,
+    fault_of_continuation,
 )
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.thinking import Thinking as Asked
@@ -193,8 +195,8 @@ class Body(Fields):
     output_config: OutputConfig = OutputConfig()
 
 
-def read(body: Body, service: Service) -> GenerationRequest:
-    """Return the request of a body; refuse what would not act."""
+def counted(body: Body, service: Service) -> GenerationRequest:
+    """Return the request of a body whose tokens are counted; its history may end anywhere."""
     service.check_model(body.model)
     check_messages(body)
     tools = [tool.tool() for tool in body.tools]
@@ -208,7 +210,7 @@ def read(body: Body, service: Service) -> GenerationRequest:
     # Claude Code sends both with every request, so they act where they can.
     thinking = None if (on, effort) == (None, None) else Asked(on, effort)
     form = body.output_config.format or body.output_format
-    return GenerationRequest(
+    request = GenerationRequest(
         sampling=service.options.defaults.sampling(sampling),
         messages=messages,
         max_tokens=body.max_tokens,
@@ -221,6 +223,20 @@ def read(body: Body, service: Service) -> GenerationRequest:
         checkpoints=checkpoints[-MOST_CHECKPOINTS:],
         stream=body.stream,
     )
+    request.continued = fault_of_continuation(request) is None
+    return request
+
+
+def read(body: Body, service: Service) -> GenerationRequest:
+    """Return the request of a body; refuse what would not act."""
+    request = counted(body, service)
+    if request.messages[-1]["role"] == "assistant":
+        continue_last(request)
+        if (text := request.messages[-1]["content"]) != text.rstrip():
+            place = f"messages.{len(body.messages) - 1}"
+            fault = f"'{place}' cannot end with white space, as the reply continues it; remove it."
+            raise RequestError(fault, param=place)
+    return request
 
 
 def check_messages(body: Body) -> None:

@@ -56,7 +56,7 @@ def props(service: Service) -> dict[str, Any]:
 
 def count_tokens(body: anthropic_messages.Body, service: Service) -> dict[str, Any]:
     """Return the tokens of the prompt of Anthropic's messages."""
-    request = anthropic_messages.read(body, service)
+    request = anthropic_messages.counted(body, service)
     return {"input_tokens": len(service.render(request).ids)}
 
 

@@ -37,7 +37,14 @@ from mlx_moeflux.server.protocols.openai import (
     shown_arguments,
     usage,
 )
-from mlx_moeflux.server.request import AUTO, MOST_LOGPROBS, GenerationRequest, check_tools
+from mlx_moeflux.server.request import (
+    AUTO,
+    MOST_LOGPROBS,
+    GenerationRequest,
+    check_tools,
+    continue_last,
+    fault_of_continuation,
+)
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.thinking import ASKING, Asked, asked_by_template_options, combined
 
@@ -139,6 +146,23 @@ class Body(ChunkBody):
     reasoning_effort: Asked | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_options)] = Field({})
 
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @field_validator("add_generation_prompt")
+    @classmethod
+    def _or_continue(cls, value: bool, info: ValidationInfo) -> bool:
+        if value == info.data.get("continue_final_message"):
+            raise ValueError("'continue_final_message' must be the opposite")
+        return value
+
+    @property
+    def continues(self) -> bool | None:
+        """Whether the reply continues the last message; None if the body does not say so."""
+        if self.add_generation_prompt is None:
+            return self.continue_final_message
+        return not self.add_generation_prompt
+
     @field_validator("top_logprobs")
     @classmethod
     def _of_logprobs(cls, value: int, info: ValidationInfo) -> int:
@@ -155,7 +179,7 @@ def read(body: Body, service: Service) -> GenerationRequest:
     check_tools(tools, body.tool_choice)
     asked = asked_by_template_options(body.chat_template_kwargs)
     asked += [(name, getattr(body, name)) for name in ASKING]
-    return GenerationRequest(
+    request = GenerationRequest(
         sampling=body.sampling(service),
         messages=merged_system([_message(message, service) for message in body.messages]),
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -171,6 +195,11 @@ def read(body: Body, service: Service) -> GenerationRequest:
         stream=body.stream,
         usage=body.usage,
     )
+    if body.continues:
+        continue_last(request)
+    elif body.continues is None and request.messages[-1]["content"]:
+        request.continued = fault_of_continuation(request) is None
+    return request
 
 
 def check_messages(body: Body) -> None:
