@@ -81,7 +81,7 @@ PROTOCOLS = {
 
 def error_of(path: str) -> Callable[[RequestError], dict[str, Any]]:
     """Return the function that makes the error object of a path's protocol."""
-    if path.startswith("/v1/messages"):
+    if path.startswith(("/v1/messages", "/v1/v1/messages")):
         return anthropic_messages.error
     return openai.error
 
@@ -96,7 +96,9 @@ def make_app(service: Service, limits: Limits) -> Guard:
     """Return the application. Its server starts and ends the engine."""
     get = {
         "/health": lambda request: JSONResponse(info.health(service)),
-        "/v1/models": lambda request: JSONResponse(info.models(service)),
+        "/v1/models": lambda request: JSONResponse(
+            info.models(service, catalogue="client_version" in request.query_params)
+        ),
         "/v1/models/{name:path}": lambda request: JSONResponse(
             info.retrieve(service, request.path_params["name"])
         ),
@@ -115,6 +117,10 @@ def make_app(service: Service, limits: Limits) -> Guard:
         routes.append(Route(path, _compute(service, body, compute), methods=["POST"]))
     for path, protocol in PROTOCOLS.items():
         routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
+    for one in list(routes):
+        # Clients append /v1 to a base URL that ends with it.
+        if isinstance(one, Route) and one.path.startswith("/v1/"):
+            routes.append(Route(f"/v1{one.path}", one.endpoint, methods=one.methods))
     routes += page_routes()
 
     async def on_http(request: Request, error: Exception) -> Response:

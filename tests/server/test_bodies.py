@@ -74,7 +74,7 @@ WRONG = [
     (talk({**USER, "content": 5}), "messages.0.content"),
     (talk({**USER, "content": [{"type": "text", "text": 5}]}), "messages.0.content.0.text"),
     (talk({"role": "assistant", "tool_calls": [CALL, {"id": "1"}]}), "messages.0.tool_calls.1"),
-    (respond(input=[]), "input"),
+    (respond(input=5), "input"),
     (respond(input=[{"type": 5}]), "input.0.type"),
     (respond(input=[{"type": "function_call_output", "call_id": "1", "output": [5]}]),
      "input.0.output.0"),

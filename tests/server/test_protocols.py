@@ -269,7 +269,7 @@ def test_a_response_goes_on_from_the_same_prompt_as_a_chat(server):
 @pytest.mark.parametrize(
     "body",
     [
-        {}, {"input": []}, {"input": 5}, {"input": "a", "previous_response_id": "resp_1"},
+        {}, {"input": 5}, {"input": "a", "previous_response_id": "resp_1"},
         {"input": "a", "background": True}, {"input": "a", "truncation": "auto"},
         {"input": "a", "tools": [{}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}]},

@@ -25,8 +25,51 @@ def model(service: Service) -> dict[str, Any]:
     }
 
 
-def models(service: Service) -> dict[str, Any]:
-    return {"object": "list", "data": [model(service)]}
+# Codex gives a model of the catalogue no instructions of its own.
+CODEX_INSTRUCTIONS = """\
+You are a coding agent in a terminal. You and the user work on the files of one folder.
+Read the files that matter before you change them. Search, read, edit and test with the shell.
+Never guess what a file holds or what a command prints.
+Make the smallest change that does what the user asks, in the style of the code around it. Leave
+unrelated code alone. Do not commit, and do not install anything, unless asked.
+Go on until the task is done and checked. Then say in a few sentences what you changed and what you
+ran. If something cannot be done, say so and why. Follow the instructions in AGENTS.md files.
+"""
+
+
+def models(service: Service, *, catalogue: bool = False) -> dict[str, Any]:
+    """Return the list of the one model. catalogue: With Codex's description of it, too."""
+    found: dict[str, Any] = {"object": "list", "data": [model(service)]}
+    return {**found, "models": [codex_model(service)]} if catalogue else found
+
+
+def codex_model(service: Service) -> dict[str, Any]:
+    """Return the model as an entry of Codex's catalogue, from which Codex learns the context.
+
+    It asks for the catalogue with its `client_version`, if a command gives the provider's key.
+    """
+    return {
+        "slug": service.options.name,
+        "display_name": service.options.name,
+        "description": None,
+        "default_reasoning_level": None,
+        "supported_reasoning_levels": [],
+        "shell_type": "shell_command",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "upgrade": None,
+        "base_instructions": CODEX_INSTRUCTIONS,
+        "supports_reasoning_summaries": service.reasoning is not None,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": None,
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "supports_parallel_tool_calls": True,
+        "context_window": service.model.context_left(),
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+    }
 
 
 def retrieve(service: Service, name: str) -> dict[str, Any]:

@@ -144,8 +144,9 @@ class StreamOptions(Fields):
 
 
 def _input(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+    if isinstance(value, str) or value == []:
+        # Codex asks nothing, for one token, to see whether the model answers.
+        return [{"role": "user", "content": value or ""}]
     return [_as_function(item) for item in value] if isinstance(value, list) else value
 
 
