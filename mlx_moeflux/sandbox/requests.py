@@ -67,13 +67,17 @@ class TemplateNames:
     words: frozenset[str] = frozenset()
 
 
-@functools.lru_cache(maxsize=8)
 def template_names(template: str) -> TemplateNames:
     """Return what a chat template reads; nothing of one that is broken, which rendering refuses."""
     try:
-        found = child.call("names", {"template": template})
+        return _names(template)
     except (Refused, Broken):
         return TemplateNames()
+
+
+@functools.lru_cache(maxsize=8)
+def _names(template: str) -> TemplateNames:
+    found = child.call("names", {"template": template})
     return TemplateNames(**{name: frozenset(values) for name, values in found.items()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from mlx_moeflux.server.assemble import Assembler, Delta
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
+from mlx_moeflux.server.messages import other_forms, with_reasoning
 from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
@@ -135,7 +137,7 @@ class Service:
             return Prompt(self.encode(request.prompt))
         given = self._template_arguments(request)
         field = reasoning_field(self._names(given["tools"]))
-        messages = _with_reasoning(request.messages, field)
+        messages = with_reasoning(request.messages, field)
         options = {**given["options"], "continue_final_message": request.continued}
         messages, ids = self._rendered(messages, field, {**given, "options": options})
         turn = messages[:-1] if request.continued else messages
@@ -156,14 +158,14 @@ class Service:
     def _rendered(
         self, messages: list[dict[str, Any]], field: str, given: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return messages in a form that the template takes, and their ids."""
+        """Return messages in the first form that the template takes, and their ids."""
         try:
             return messages, self._ids(messages, "messages", given)
         except RequestError:
-            changed = _system_first(_one_text(messages, field))
-            if changed == messages:
-                raise
-            return changed, self._ids(changed, "messages", given)
+            for changed in other_forms(messages, field):
+                with contextlib.suppress(RequestError):
+                    return changed, self._ids(changed, "messages", given)
+            raise
 
     def encode(self, text: str | list[int] | None) -> list[int]:
         """Return the ids of a text, or ids as they are, checked against the vocabulary."""
@@ -388,32 +390,3 @@ class Generation:
         self._service.engine.cancel(self._jobs)
         self._error = error
         self._news.set()
-
-
-def _with_reasoning(messages: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
-    """Return messages whose reasoning stands in the field that the template reads."""
-    return [
-        {field if name == "reasoning_content" else name: value for name, value in message.items()}
-        for message in messages
-    ]
-
-
-def _one_text(messages: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
-    """Return messages with calls that have a text or reasoning and not both: gpt-oss's template
-    takes one of them, and shows it as reasoning."""
-    found = []
-    for message in messages:
-        if "tool_calls" in message and message["content"] and field in message:
-            text = f"{message[field]}\n\n{message['content']}"
-            message = {**message, "content": "", field: text}
-        found.append(message)
-    return found
-
-
-def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose system messages behind the first one are a user's: some templates
-    refuse them, and agents send them."""
-    return [
-        {**message, "role": "user"} if i and message["role"] == "system" else message
-        for i, message in enumerate(messages)
-    ]

@@ -68,6 +68,11 @@ Asked = Annotated[Thinking, PlainValidator(_asked)]
 """Whether to think (true, false), an effort, or an object with either."""
 
 
+def always_sent(on: bool | None, effort: str | None) -> Thinking | None:
+    """Return what a request asks for in fields that clients send every time."""
+    return Thinking(on, effort) if on is not None or effort else None
+
+
 def combined(given: Iterable[tuple[str, Thinking | None]]) -> Thinking | None:
     """Return what the fields of a request ask for together; an earlier one counts more."""
     found = [(field, one) for field, one in given if one and (one.on, one.effort) != (None, None)]

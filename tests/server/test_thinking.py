@@ -128,16 +128,17 @@ AGENTS = [
     (anthropic_messages, {"output_config": {"effort": "new"}}),
     (openai_responses, {"reasoning": {"effort": "xhigh", "summary": "auto"}}),
     (openai_responses, {"reasoning": {"effort": "none"}}),
+    (openai_responses, {"reasoning": {"enabled": False}}),
 ]
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("switch", ["on", "on", "off", "on", "on", "off"]),
-        ("printed", ["R: high", "R: medium", "R: medium", "R: medium", "R: high", "R: medium"]),
-        ("both", ["xhigh", "xhigh", "off", "xhigh", "xhigh", "off"]),
-        ("nothing", ["-"] * 6),
+        ("switch", ["on", "on", "off", "on", "on", "off", "off"]),
+        ("printed", [f"R: {e}" for e in ("high", *["medium"] * 3, "high", *["medium"] * 2)]),
+        ("both", ["xhigh", "xhigh", "off", "xhigh", "xhigh", "off", "off"]),
+        ("nothing", ["-"] * 7),
     ],
 )
 def test_what_agents_send_always_acts_where_it_can(told, template, expected):
@@ -232,6 +233,23 @@ def test_a_template_that_takes_text_or_reasoning_gets_one(tiny, monkeypatch):
     for content, expected in (("b", "[|Hm.\n\nb]"), ("", "[|Hm.]")):
         history = [MESSAGES[0], {**message, "content": content}, result]
         assert expected in shown_back(tiny, monkeypatch, template, history)
+
+
+def test_a_template_that_takes_no_late_system_message_keeps_text_and_reasoning(tiny, monkeypatch):
+    """Qwen3.5's, to which Claude Code sends one with every turn."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first') }}{% endif %}[{{ m.role }}|{{ m.content }}|"
+        "{{ m.reasoning_content }}]{% endfor %}{{ 'x' if messages[1].thinking }}"
+    )
+    message = {"role": "assistant", "content": "b", "reasoning": "Hm.", "tool_calls": CALLED}
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    history = [MESSAGES[0], message, result, {"role": "system", "content": "s"}]
+    shown = shown_back(tiny, monkeypatch, template, history)
+    assert shown == "[user|import os|][assistant|b|Hm.][tool|r|][user|s|]"
+    # Both at once.
+    both = template.replace("messages[1].thinking", "raise_exception('one') if messages[1].content")
+    assert "[assistant||Hm.\n\nb][tool|r|][user|s|]" in shown_back(tiny, monkeypatch, both, history)
 
 
 # What a template reads

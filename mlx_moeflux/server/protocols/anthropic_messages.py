@@ -46,7 +46,7 @@ from mlx_moeflux.server.request import (
     fault_of_continuation,
 )
 from mlx_moeflux.server.service import Generation, Service
-from mlx_moeflux.server.thinking import Thinking as Asked
+from mlx_moeflux.server.thinking import always_sent
 
 # Claude Code writes a line of this name, which changes from turn to turn, into the system prompt:
 # with it no prompt would continue the one before.
@@ -206,9 +206,6 @@ def counted(body: Body, service: Service) -> GenerationRequest:
     messages, checkpoints = _messages(body, service)
     sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
     on = None if body.thinking is None else body.thinking.type != "disabled"
-    effort = body.output_config.effort or None
-    # Claude Code sends both with every request, so they act where they can.
-    thinking = None if (on, effort) == (None, None) else Asked(on, effort)
     form = body.output_config.format or body.output_format
     request = GenerationRequest(
         sampling=service.options.defaults.sampling(sampling),
@@ -219,7 +216,8 @@ def counted(body: Body, service: Service) -> GenerationRequest:
         tools=tools,
         tool_choice=named,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        thinking=thinking,
+        # Claude Code sends both with every request, so they act where they can.
+        thinking=always_sent(on, body.output_config.effort),
         checkpoints=checkpoints[-MOST_CHECKPOINTS:],
         stream=body.stream,
     )

@@ -39,7 +39,7 @@ from mlx_moeflux.server.request import (
     check_tools,
 )
 from mlx_moeflux.server.service import Generation, Service
-from mlx_moeflux.server.thinking import Thinking
+from mlx_moeflux.server.thinking import always_sent
 from mlx_moeflux.server.tools import ToolCall
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -131,6 +131,7 @@ Item = Annotated[
 
 class Reasoning(Fields):
     inert = ("summary", "generate_summary", "context")
+    enabled: bool | None = None
     effort: str | None = None
 
 
@@ -200,9 +201,7 @@ def read(body: Body, service: Service) -> GenerationRequest:
     check_messages(body)
     tools, namespaces = _tools(body)
     check_tools(tools, body.tool_choice)
-    effort, top = body.reasoning.effort, body.top_logprobs
-    # Codex sends an effort with every request, so it acts where it can.
-    thinking = Thinking(effort=effort) if effort else None
+    reasoning, top = body.reasoning, body.top_logprobs
     return GenerationRequest(
         sampling=body.sampling(service),
         messages=merged_system(_messages(body, service)),
@@ -212,7 +211,8 @@ def read(body: Body, service: Service) -> GenerationRequest:
         tools=tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        thinking=thinking,
+        # Codex sends an effort with every request, so it acts where it can.
+        thinking=always_sent(reasoning.enabled, reasoning.effort),
         namespaces=namespaces,
         stream=body.stream,
     )
