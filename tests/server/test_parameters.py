@@ -12,6 +12,7 @@ import pytest
 from mlx_moeflux import generate
 from mlx_moeflux.generation.loop import generate_step
 from mlx_moeflux.generation.prompt import prompt_ids
+from mlx_moeflux.server.protocols.openai import Function
 from tests.server.conftest import MESSAGES
 
 PATH = "/v1/chat/completions"
@@ -224,3 +225,19 @@ def test_a_turn_with_calls_reads_on(server):
     # All but what opens the reply.
     assert cached[1] >= first["usage"]["prompt_tokens"] - 3
     assert content(server.chat(messages=turn, tools=TOOLS)) == content(second)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('{"required": ["b"], "type": "object", "properties": {"b": {}, "a": {}}}', ""),
+        ("{}", '{"type": "object", "properties": {}}'),
+        ('{"properties": {"a": {}}}', '{"properties": {"a": {}}, "type": "object"}'),
+        ('{"type": "object", "$defs": {}}', '{"type": "object", "$defs": {}, "properties": {}}'),
+    ],
+)
+def test_a_tool_is_shown_in_the_clients_order(given, shown):
+    """Templates print it, and models were trained on this order."""
+    tool = Function(parameters=json.loads(given), description="D.", name="read").tool()
+    function = {"name": "read", "description": "D.", "parameters": json.loads(shown or given)}
+    assert json.dumps(tool) == json.dumps({"type": "function", "function": function})

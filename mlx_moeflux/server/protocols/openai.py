@@ -143,11 +143,17 @@ class Function(OpenFields):
     parameters: Parameters = Field({})
 
     def tool(self, name: str | None = None) -> dict[str, Any]:
-        """Return the function, under another name if one is given, as chat templates take it."""
-        schema = {"type": "object", "properties": {}, **self.parameters}
-        found: dict[str, Any] = {"name": name or self.name, "parameters": schema}
+        """Return the function, under another name if one is given, as chat templates take it.
+
+        Templates print it as it is: its fields come in the order that models were trained on, and
+        the schema's as the client gives them.
+        """
+        found: dict[str, Any] = {"name": name or self.name}
         if self.description:
             found["description"] = self.description
+        needed = {"type": "object", "properties": {}}
+        missing = {key: value for key, value in needed.items() if key not in self.parameters}
+        found["parameters"] = {**self.parameters, **missing}
         return {"type": "function", "function": found}
 
 

@@ -1,0 +1,149 @@
+"""Published chat templates, in a folder that MOEFLUX_TEMPLATES names: one ``*.jinja`` file each, as
+llama.cpp keeps them in ``models/templates``. Oracle: what transformers makes of the same turns."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from jinja2.sandbox import SecurityError
+
+from mlx_moeflux import generation
+from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.server.fields import read_body
+from mlx_moeflux.server.protocols import openai_chat
+from tests.server.conftest import service_of
+
+pytestmark = pytest.mark.slow
+ENCODER = "_encoded"
+FOLDER = os.environ.get("MOEFLUX_TEMPLATES")
+# Of families that the package loads: part of a file's name -> the field of its reasoning, and
+# whether it takes the arguments of calls as text.
+FAMILIES = {
+    "Qwen-Qwen3-0.6B": ("reasoning_content", False),
+    "Qwen3-Coder": ("reasoning_content", False),
+    "Qwen3.5-4B": ("reasoning_content", False),
+    "DeepSeek-V3.1": ("reasoning_content", True),
+    "GLM-4.6": ("reasoning_content", False),
+    "GLM-4.7-Flash": ("reasoning_content", False),
+    "Kimi-K2-Instruct": ("reasoning_content", True),
+    "Kimi-K2-Thinking": ("reasoning_content", True),
+    "MiniMax-M2": ("reasoning_content", False),
+    "gpt-oss-120b": ("thinking", False),
+    "Hermes-3": ("reasoning_content", False),
+    "DeepSeek-R1-Distill-Qwen": ("reasoning_content", True),
+}
+TOOLS = [
+    {"type": "function", "function": {
+        "name": "read", "description": "Read a file.",
+        "parameters": {"type": "object", "required": ["path"], "properties": {
+            "path": {"type": "string", "description": "Its path."},
+            "lines": {"type": "integer"},
+            "kind": {"type": "string", "enum": ["text", "bytes"]},
+        }}}},
+    {"type": "function", "function": {
+        "name": "stop", "description": "Stop.",
+        "parameters": {"type": "object", "properties": {}}}},
+]  # fmt: skip
+
+
+def call(name, number, **arguments):
+    return {"id": f"functions.{name}:{number}", "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)}}  # fmt: skip
+
+
+def result(name, number, text):
+    return {"role": "tool", "tool_call_id": f"functions.{name}:{number}", "name": name,
+            "content": text}  # fmt: skip
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is in a?"}]
+CALLED = {"role": "assistant", "content": "", "reasoning_content": "I look at it.",
+          "tool_calls": [call("read", 0, path="a", lines=3)]}  # fmt: skip
+READ = [*ASKED, CALLED, result("read", 0, "A line.\n")]
+TURNS = {
+    "question": ASKED,
+    "result": READ,
+    "question after an answer": [
+        *ASKED, {"role": "assistant", "content": "A.", "reasoning_content": "Why?"},
+        {"role": "user", "content": "And b?"},
+    ],
+    "question after a call": [
+        *READ, {"role": "assistant", "content": "It is a line.", "reasoning_content": "So."},
+        {"role": "user", "content": "And <b> & 'ü'?"},
+    ],
+    "two calls": [
+        *ASKED,
+        {"role": "assistant", "content": "", "reasoning_content": "Two.",
+         "tool_calls": [call("read", 0, path="a"), call("read", 1, path="b \"x\"")]},
+        result("read", 0, "1"), result("read", 1, "2"),
+    ],
+    "no system message": ASKED[1:],
+}  # fmt: skip
+
+
+def expected(template, messages, tools, field, *, text_arguments, **variables):
+    """What transformers renders, of messages as the family's own code gives them."""
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    turns = json.loads(json.dumps(messages))
+    for message in turns:
+        if "reasoning_content" in message:
+            message[field] = message.pop("reasoning_content")
+        for one in message.get("tool_calls", ()):
+            if not text_arguments:
+                one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+    (text,), _ = utilities.render_jinja_template(
+        [turns], tools=tools, chat_template=template, add_generation_prompt=True, **variables
+    )
+    return text
+
+
+def families():
+    files = sorted(Path(FOLDER).glob("*.jinja")) if FOLDER else ()
+    for part in FAMILIES:
+        found = [file for file in files if part in file.name]
+        skip = pytest.mark.skipif(not found, reason="MOEFLUX_TEMPLATES has no such file")
+        yield pytest.param(part, found[:1], id=part, marks=skip)
+
+
+@pytest.mark.parametrize(("part", "files"), [*families()])
+@pytest.mark.parametrize(
+    ("turns", "tools"),
+    [
+        (turns, tools)
+        for turns, messages in TURNS.items()
+        for tools in (True, False)
+        if tools or (CALLED not in messages and len(messages) < 5)
+    ],
+)
+def test_prompts_are_those_of_transformers(tiny, monkeypatch, part, files, tools, turns):
+    model, tokenizer = tiny
+    (file,), (field, text_arguments) = files, FAMILIES[part]
+    template, messages = file.read_text("utf-8"), TURNS[turns]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "tool_template", None)
+    given = TOOLS if tools else None
+    service = service_of(model, tokenizer)
+    body = {"messages": messages, **({"tools": given} if given else {})}
+    texts = []
+
+    def noted(tokenizer, text, most, **_):
+        texts.append(text)
+        return tokenizer.encode(text[:100], add_special_tokens=False)
+
+    monkeypatch.setattr(generation.prompt, ENCODER, noted)
+    request = openai_chat.read(read_body(openai_chat.Body, json.dumps(body)), service)
+    names = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token}
+    if "Kimi" in part and given:  # as its own tokenizer does
+        given = json.loads(json.dumps(given, sort_keys=True))
+    try:
+        right = expected(template, messages, given, field, text_arguments=text_arguments, **names)
+    except (TypeError, SecurityError):
+        # A template that needs tools, and one that changes a list.
+        with pytest.raises(RequestError, match="the chat template refuses these messages"):
+            service.render(request)
+        return
+    service.render(request)
+    assert texts[0] == right
