@@ -16,6 +16,11 @@ TRIALS = (
 )  # fmt: skip
 
 
+# Characters from which a text is encoded as a batch of one, which lets other threads run; a text of
+# 200,000 tokens would stop them for a second. Short ones need no pool of threads.
+LONG = 1 << 14
+
+
 class BytePairs:
     """Backend of tokenizer.json, by the `tokenizers` library; raises what the library raises."""
 
@@ -31,7 +36,9 @@ class BytePairs:
 
     def encode(self, text: str, special: bool) -> list[int]:
         with _faults("text"):
-            return self.backend.encode(text, add_special_tokens=special).ids
+            if len(text) < LONG:
+                return self.backend.encode(text, add_special_tokens=special).ids
+            return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         with _faults("list of ids"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -40,6 +41,23 @@ def test_a_list_of_ranks_is_refused_by_name(tmp_path, name):
 
 def test_text_survives(tokenizer):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer):
+    """A server's streams go on while it reads a prompt."""
+    text, done, ticks = TEXT * 1_000, threading.Event(), []
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(None)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    ids = tokenizer.encode(text)
+    done.set()
+    other.join()
+    assert len(ticks) > 5
+    assert ids == tokenizer._backend.backend.encode(text).ids
 
 
 def test_called_as_transformers_tokenizers_are(tokenizer):
