@@ -443,6 +443,6 @@ def test_a_long_prompt_that_fits_has_the_ids_of_the_whole(bundled):
     text = "def f(x):\n    return x + 1\n" * 40
     expected = tokenizer.encode(text)
     tokens, options = len(expected), {"add_special_tokens": True, "piece": 7}
-    assert prompt._encoded(tokenizer, text, tokens, **options) == expected
+    assert prompt.encode_bounded(tokenizer, text, tokens, **options) == expected
     with pytest.raises(CacheError, match=f"has more tokens than the context of {tokens // 4}"):
-        prompt._encoded(tokenizer, text, tokens // 4, **options)
+        prompt.encode_bounded(tokenizer, text, tokens // 4, **options)

@@ -36,7 +36,7 @@ def prompt_ids(
     most = model.context_left()
     if isinstance(prompt, str):
         framed = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        ids = _encoded(tokenizer, prompt, most, add_special_tokens=framed)
+        ids = encode_bounded(tokenizer, prompt, most, add_special_tokens=framed)
     elif hasattr(prompt, "shape"):
         ids = given.tolist()
         if len(given.shape) != 1 or any(not isinstance(i, int) for i in ids):
@@ -93,7 +93,7 @@ def _template_ids(
     most: int,
 ) -> list[int]:
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-    return _encoded(tokenizer, text, most, add_special_tokens=False)
+    return encode_bounded(tokenizer, text, most, add_special_tokens=False)
 
 
 def check_template_options(options: Any) -> None:
@@ -104,7 +104,7 @@ def check_template_options(options: Any) -> None:
         raise InputError(f"template_options cannot set '{name}'; remove it.")
 
 
-def _encoded(
+def encode_bounded(
     tokenizer: Any, text: str, most: int, *, add_special_tokens: bool, piece: int = PIECE
 ) -> list[int]:
     """Return the ids of a text.

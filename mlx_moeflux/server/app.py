@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from typing import Protocol as Interface
@@ -21,6 +22,7 @@ from mlx_moeflux.server.assemble import Delta
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Fields, read_body
 from mlx_moeflux.server.guard import CLIENT_LEFT, Guard, Limits
+from mlx_moeflux.server.json_guard import check_values
 from mlx_moeflux.server.protocols import (
     anthropic_messages,
     info,
@@ -35,6 +37,16 @@ from mlx_moeflux.server.web import page_routes
 
 LOG = logging.getLogger("mlx_moeflux.server")
 T = TypeVar("T")
+
+# Bytes of a body that the event loop reads itself, in milliseconds. A thread reads larger ones.
+AT_ONCE = 16 << 10
+
+# Bytes from which a body waits until no other of this size is prepared, so that small requests
+# find a place in `Service.rendering`.
+LARGE = 1 << 20
+
+# Values of a body besides those of a text as long as the context.
+MOST_VALUES = 1 << 18
 
 
 class Events(Interface):
@@ -113,10 +125,11 @@ def make_app(service: Service, limits: Limits) -> Guard:
         "/tokenize": (info.Text, info.tokenize),
         "/detokenize": (info.Tokens, info.detokenize),
     }
+    bodies = Bodies(service)
     for path, (body, compute) in post.items():
-        routes.append(Route(path, _compute(service, body, compute), methods=["POST"]))
+        routes.append(Route(path, _compute(bodies, body, compute), methods=["POST"]))
     for path, protocol in PROTOCOLS.items():
-        routes.append(Route(path, _generate(service, protocol, limits), methods=["POST"]))
+        routes.append(Route(path, _generate(bodies, protocol, limits), methods=["POST"]))
     for one in list(routes):
         # Clients append /v1 to a base URL that ends with it.
         if isinstance(one, Route) and one.path.startswith("/v1/"):
@@ -156,32 +169,70 @@ def _answer(answer: Callable[[Request], Response]) -> Callable[[Request], Awaita
     return endpoint
 
 
+class Bodies:
+    """Reads the bodies of requests while streams go on."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self._most = MOST_VALUES + service.model.context_left()
+        self._large = asyncio.Semaphore(1)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, body: bytes) -> AsyncIterator[None]:
+        """Wait until a body may be prepared, which it is inside the context."""
+        if len(body) < LARGE:
+            yield
+            return
+        async with self._large:
+            yield
+
+    async def read(self, body: bytes, model: type[Fields], then: Callable[[Any, Service], T]) -> T:
+        """Return what `then` makes of a body.
+
+        Raises:
+            RequestError: The body or what it asks for is refused.
+        """
+
+        def read() -> T:
+            check_values(body, self._most)
+            return then(read_body(model, body), self.service)
+
+        if len(body) <= AT_ONCE:
+            return read()
+        async with self.service.rendering:
+            return await asyncio.to_thread(read)
+
+
 def _compute(
-    service: Service, body: type[Fields], compute: Callable[[Any, Service], dict[str, Any]]
+    bodies: Bodies, model: type[Fields], compute: Callable[[Any, Service], dict[str, Any]]
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint of an answer that needs the tokenizer and not the model."""
 
     async def endpoint(request: Request) -> Response:
-        given = read_body(body, await request.body())
-        async with service.rendering:
-            return JSONResponse(await asyncio.to_thread(compute, given, service))
+        body, service = await request.body(), bodies.service
+        async with bodies.turn(body):
+            given = await bodies.read(body, model, lambda given, _: given)
+            async with service.rendering:
+                return JSONResponse(await asyncio.to_thread(compute, given, service))
 
     return endpoint
 
 
 def _generate(
-    service: Service, protocol: Protocol, limits: Limits
+    bodies: Bodies, protocol: Protocol, limits: Limits
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint of a protocol."""
 
     async def endpoint(request: Request) -> Response:
-        given = read_body(protocol.body, await request.body())
-        generation = await service.start(protocol.read(given, service))
+        body, service = await request.body(), bodies.service
+        async with bodies.turn(body):
+            asked = await bodies.read(body, protocol.body, protocol.read)
+            generation = await service.start(asked)
         if generation.request.stream:
             return EventStream(generation, protocol, service, limits)
         try:
-            body = await _unless_gone(request.receive, protocol.reply(generation, service))
-            return JSONResponse(body)
+            reply = await _unless_gone(request.receive, protocol.reply(generation, service))
+            return JSONResponse(reply)
         finally:
             generation.close()
             _log(service, request.url.path, generation)

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import Field
 
 from mlx_moeflux._version import __version__
-from mlx_moeflux.server.errors import RequestError
+from mlx_moeflux.errors import CacheError
+from mlx_moeflux.generation.prompt import encode_bounded
+from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
 from mlx_moeflux.server.fields import Fields
 from mlx_moeflux.server.protocols import anthropic_messages
 from mlx_moeflux.server.service import Service
@@ -112,8 +114,16 @@ class Text(Fields):
 
 
 def tokenize(body: Text, service: Service) -> dict[str, Any]:
-    """Return the ids of a text."""
-    ids = service.tokenizer.encode(body.content, add_special_tokens=body.add_special)
+    """Return the ids of a text.
+
+    Raises:
+        RequestError: It is much longer than the context.
+    """
+    most, special = service.model.context_left(), body.add_special
+    try:
+        ids = encode_bounded(service.tokenizer, body.content, most, add_special_tokens=special)
+    except CacheError as error:
+        raise RequestError(str(error), param="content", code=CONTEXT_EXCEEDED) from error
     return {"tokens": ids}
 
 
