@@ -106,11 +106,16 @@ def refusal(path: str, error: RequestError) -> JSONResponse:
 
 def make_app(service: Service, limits: Limits) -> Guard:
     """Return the application. Its server starts and ends the engine."""
+
+    def models(request: Request) -> Response:
+        catalogue = "client_version" in request.query_params
+        return JSONResponse(info.models(service, catalogue=catalogue))
+
     get = {
         "/health": lambda request: JSONResponse(info.health(service)),
-        "/v1/models": lambda request: JSONResponse(
-            info.models(service, catalogue="client_version" in request.query_params)
-        ),
+        "/v1/models": models,
+        # Else it would be a model without a name.
+        "/v1/models/": models,
         "/v1/models/{name:path}": lambda request: JSONResponse(
             info.retrieve(service, request.path_params["name"])
         ),
@@ -135,11 +140,23 @@ def make_app(service: Service, limits: Limits) -> Guard:
         if isinstance(one, Route) and one.path.startswith("/v1/"):
             routes.append(Route(f"/v1{one.path}", one.endpoint, methods=one.methods))
     routes += page_routes()
+    paths = {route.path for route in routes}
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        path: str = request.scope["path"]
+        if error.status_code == 404 and path.endswith("/") and path.rstrip("/") in paths:
+            # Starlette's own redirect would name this server's inner host.
+            query = request.url.query
+            location = path.rstrip("/") + (f"?{query}" if query else "")
+            return Response(status_code=307, headers={"Location": location})
         text = f"{request.method} {request.url.path[:100]}: {error.detail}."
-        return refusal(request.url.path, RequestError(text, status=error.status_code))
+        response = refusal(request.url.path, RequestError(text, status=error.status_code))
+        if error.status_code == 405:
+            # Files are read alone and do not say so.
+            allowed = (error.headers or {}).get("Allow", "GET, HEAD")
+            response.headers["Allow"] = ", ".join(sorted(allowed.split(", ")))
+        return response
 
     async def on_refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -158,7 +175,7 @@ def make_app(service: Service, limits: Limits) -> Guard:
             Exception: on_failure,
         },
     )
-    paths = {route.path for route in routes}
+    app.router.redirect_slashes = False
     return Guard(app, service, limits, paths, refusal)
 
 

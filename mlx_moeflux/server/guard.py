@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_moeflux.server.errors import RequestError
@@ -21,6 +22,11 @@ from mlx_moeflux.server.web import is_page
 LOG = logging.getLogger("mlx_moeflux.server")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 CLIENT_LEFT = 499
+
+# What a page of another origin may send. Clients in browsers have dozens of headers of their own.
+MOST_HEADERS = 64
+PREFLIGHT_SECONDS = 7200
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Guard:
                 await Response(status_code=204)(scope, receive, noted)
                 return
             body = await self._body(headers, receive)
+            _check_encoding(headers, body)
             await self._app(scope, _replayed(body, receive), noted)
         except ClientDisconnect:
             pass
@@ -111,6 +118,9 @@ class Guard:
     ) -> None:
         if not begun:
             response = self._refuse(scope["path"], error)
+            if scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", ""):
+                plain = {"X-Content-Type-Options": "nosniff"}
+                response = PlainTextResponse(f"{error}\n", error.status, plain)
             if error.status in (408, 413):
                 # The rest of the body is not read.
                 response.headers["Connection"] = "close"
@@ -118,21 +128,26 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request by its head alone."""
+        path = scope["path"]
         host = _split(f"//{headers.get('host', '')}").hostname or ""
         if host not in self.limits.hosts:
             raise RequestError(
-                f"this server is not called '{host[:80]}'; --allowed-host names it.",
+                f"this server is not called '{host[:80]}'; start it with --allowed-host and this "
+                "name.",
                 status=403,
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and not _allowed(origin, headers["host"], self.limits):
+        if origin is not None and not (
+            is_page(path) or _allowed(origin, headers["host"], self.limits)
+        ):
             raise RequestError(
-                f"pages of '{origin[:80]}' may not use this server; --allowed-origins names them.",
+                f"pages of '{origin[:80]}' may not use this server; start it with "
+                "--allowed-origins and this address, or let the proxy pass on the Host header.",
                 status=403,
                 code="origin_not_allowed",
             )
-        key, path = self.limits.api_key, scope["path"]
+        key = self.limits.api_key
         if key is None or path == "/health" or is_page(path) or scope["method"] == "OPTIONS":
             return
         bearer = headers.get("authorization", "")
@@ -170,6 +185,15 @@ class Guard:
             raise RequestError("the body came too slowly.", status=408) from None
 
 
+def _check_encoding(headers: Headers, body: bytes) -> None:
+    """Refuse a compressed body, whose size nothing bounds."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if body and encoding not in ("", "identity"):
+        raise RequestError(
+            f"the body is encoded with '{encoding[:40]}'; send it uncompressed.", status=415
+        )
+
+
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Return a receiver that gives the body first, and then what `receive` gives."""
     given = False
@@ -199,15 +223,21 @@ def _allowed(origin: str, host: str, limits: Limits) -> bool:
 
 def _cross_origin(scope: Scope, limits: Limits) -> list[tuple[bytes, bytes]]:
     """Return the headers that let a page of another origin read the response, if it may."""
-    origin = Headers(scope=scope).get("origin")
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
     if origin is None or not ("*" in limits.origins or origin in limits.origins):
         return []
-    return [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
-        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-        (b"vary", b"origin"),
-    ]
+    found = {"access-control-allow-origin": origin, "vary": "origin"}
+    if scope["method"] == "OPTIONS":
+        asked = headers.get("access-control-request-headers", "").split(",")[:MOST_HEADERS]
+        names = [name.strip() for name in asked if _HEADER.fullmatch(name.strip())]
+        found |= {
+            "access-control-allow-headers": ", ".join(names),
+            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-max-age": str(PREFLIGHT_SECONDS),
+            "vary": "origin, access-control-request-headers",
+        }
+    return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
 
 
 def _line(error: Exception) -> str:
