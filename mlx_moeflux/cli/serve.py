@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 import os
+import re
 import signal
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,8 @@ REFUSED = ("--adapter-path", "--draft-model", "--num-draft-tokens", "--quantized
 REFUSED += ("--pipeline", "--trust-remote-code")
 KEY_VARIABLE = "MOEFLUX_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
+HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", help=f"key that requests must have (default: ${KEY_VARIABLE})")
     add("--allowed-host", action="append", default=[], help="name of this server; repeatable")
     add("--allowed-origins", nargs="*", default=[], help="web pages that may use this server")
+    add("--model-name", metavar="NAME", help="id of the model (default: its folder, or hub id)")
     add("--strict-model", action="store_true", help="refuse requests that name another model")
     add("--chat-template", help="template, or file of it, instead of the model's own")
     add("--chat-template-args", default="{}", help="JSON object of template variables")
@@ -82,27 +89,26 @@ def run(args: argparse.Namespace) -> int:
             f"the server needs the extra 'server' ({error}); pip install 'mlx_moeflux[server]'."
         ) from error
     from mlx_moeflux import loading
-    from mlx_moeflux.generation.idle import check_idle_release
     from mlx_moeflux.server.app import make_app
     from mlx_moeflux.server.http import Server, listen
     from mlx_moeflux.server.service import Service
 
-    check_idle_release(args.idle_release)
-    limits = _limits(args)
+    # All flags are checked before the model is read, which may take minutes.
+    path = args.model or loading.BUNDLED_MODEL
+    limits, service_options = _limits(args), _service_options(args, path)
+    engine_options, template = _engine_options(args), _template(args)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level="WARNING")
     logging.getLogger("mlx_moeflux.server").setLevel(args.log_level)
     if args.log_level != "DEBUG":
         logging.getLogger("uvicorn").setLevel("CRITICAL")  # it logs tracebacks
     if args.distributed and not leads():
-        return _follow(args)
-    with listen(args.host, args.port) as bound:
-        path = args.model or loading.BUNDLED_MODEL
+        return _follow(args, path)
+    with listen(args.host, args.port) as bound, _prompt_cache(args) as states:
         model, tokenizer = loading.load(path, **load_options(args), verbose=True)
-        with model, _prompt_cache(args) as states:
-            _set_template(args, tokenizer)
-            service = Service(
-                model, tokenizer, _service_options(args, path), _engine_options(args, model), states
-            )
+        with model, states:
+            _set_template(tokenizer, template)
+            engine_options = _for_model(engine_options, model)
+            service = Service(model, tokenizer, service_options, engine_options, states)
             host, port = bound.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             line = f"serving {path} on http://{shown}:{port}\n"
@@ -111,20 +117,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(args: argparse.Namespace) -> int:
+def _follow(args: argparse.Namespace, path: Any) -> int:
     """Serve as another rank than 0."""
     from mlx_moeflux import loading
     from mlx_moeflux.server.following import follow
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it ends
-    path = args.model or loading.BUNDLED_MODEL
-    model, _ = loading.load(path, **load_options(args), verbose=True)
-    with model, _prompt_cache(args) as states:
-        follow(model, states)
+    with _prompt_cache(args) as states:
+        model, _ = loading.load(path, **load_options(args), verbose=True)
+        with model, states:
+            follow(model, states)
     return 0
 
 
 def _limits(args: argparse.Namespace) -> Any:
+    from mlx_moeflux.checks import check_number
     from mlx_moeflux.server.guard import LOCAL_HOSTS, Limits
 
     key = args.api_key or os.environ.get(KEY_VARIABLE)
@@ -137,14 +144,34 @@ def _limits(args: argparse.Namespace) -> Any:
             raise InputError(
                 f"other machines reach {args.host}: name this server with --allowed-host NAME."
             )
-    if args.shutdown_timeout < 0 or args.timeout <= 0:
-        raise InputError("--timeout and --shutdown-timeout are seconds; give positive numbers.")
+    check_number("--timeout", args.timeout, 0.001)
+    check_number("--shutdown-timeout", args.shutdown_timeout, 0.0)
+    for origin in args.allowed_origins:
+        if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+            raise InputError(
+                f"--allowed-origins has {origin!r}; give the beginning of a page's address up to "
+                "its name or port, such as https://ai.example.org."
+            )
     return Limits(
-        hosts=frozenset({*LOCAL_HOSTS, *(host.lower() for host in args.allowed_host)}),
+        hosts=frozenset({*LOCAL_HOSTS, *map(_host, args.allowed_host)}),
         api_key=key,
         origins=frozenset(args.allowed_origins),
         shutdown_seconds=args.shutdown_timeout,
     )
+
+
+def _host(given: str) -> str:
+    """Return a name of the server as it is compared with those of requests."""
+    name = given.lower().removeprefix("[").removesuffix("]")
+    if not HOST.fullmatch(name):
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            raise InputError(
+                f"--allowed-host is {given!r}; give a name or an address without scheme and port, "
+                "such as mac.local."
+            ) from None
+    return name
 
 
 def _prompt_cache(args: argparse.Namespace) -> Any:
@@ -157,27 +184,65 @@ def _prompt_cache(args: argparse.Namespace) -> Any:
         raise InputError("--prompt-cache-bytes is auto; give an amount such as 2GB.")
     if args.prompt_cache is None:
         return PromptCache(memory_bytes=memory, replies=True)
-    return prompt_cache(args, memory_bytes=memory, replies=True)
+    states = prompt_cache(args, memory_bytes=memory, replies=True)
+    try:
+        Path(args.prompt_cache).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.prompt_cache):
+            return states
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"--prompt-cache {args.prompt_cache} cannot be written ({why}).") from None
 
 
-def _set_template(args: argparse.Namespace, tokenizer: Any) -> None:
-    """Replace the tokenizer's chat template if one is given, and try it."""
+def _template(args: argparse.Namespace) -> str | None:
+    """Return the chat template that was given, tried."""
+    from mlx_moeflux.sandbox.requests import check_syntax, check_template
+
+    given: str | None = args.chat_template
+    if given is None:
+        return None
+    template = given
+    if "{" not in given:
+        try:
+            template = Path(given).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--chat-template {given} cannot be read ({error}).") from error
+    check_syntax(template)
+    check_template(template)
+    return template
+
+
+def _set_template(tokenizer: Any, template: str | None) -> None:
+    """Replace the tokenizer's chat template by a given one, or try its own."""
     from mlx_moeflux.sandbox.requests import check_template
 
-    if args.chat_template is not None:
-        file = Path(args.chat_template)
-        inline = "{" in args.chat_template
-        tokenizer.tool_template = None
-        try:
-            tokenizer.chat_template = args.chat_template if inline else file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--chat-template {file} cannot be read ({error}).") from error
-    for template in {tokenizer.chat_template, tokenizer.tool_template} - {None}:
-        check_template(template)
+    if template is not None:
+        tokenizer.chat_template, tokenizer.tool_template = template, None
+        return
+    for own in {tokenizer.chat_template, tokenizer.tool_template} - {None}:
+        check_template(own)
+
+
+def _name(args: argparse.Namespace, path: Any) -> str:
+    """Return the model's id in replies: `org/name` of the hub, or its folder's own name, and no
+    path of this machine."""
+    given: str | None = args.model_name
+    if given is not None:
+        if not given.strip() or not given.isprintable():
+            raise InputError(f"--model-name is {given!r}; give a name.")
+        return given
+    folder = Path(os.path.expanduser(path))
+    if not folder.exists():
+        return str(path)
+    for part in folder.resolve().parts:
+        if part.startswith("models--"):  # the hub's cache
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return folder.absolute().name or folder.resolve().name
 
 
 def _service_options(args: argparse.Namespace, path: Any) -> Any:
     from mlx_moeflux.checks import check_integer
+    from mlx_moeflux.generation.prompt import check_template_options
     from mlx_moeflux.generation.sampling import make_sampler
     from mlx_moeflux.server.reasoning import REASONING
     from mlx_moeflux.server.request import UNLIMITED, Defaults
@@ -188,6 +253,7 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
     if args.max_tokens != UNLIMITED:
         check_integer("--max-tokens", args.max_tokens, 1, hint=" (-1: no limit)")
     variables = json_object("--chat-template-args", args.chat_template_args)
+    check_template_options(variables)
     for flag, name, known in (
         ("--tool-parser", args.tool_parser, SYNTAXES),
         ("--reasoning-parser", args.reasoning_parser, REASONING),
@@ -195,7 +261,7 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
         if name is not None and name not in known:
             raise InputError(f"{flag} is {name!r}; there are {', '.join(known)}.")
     return ServiceOptions(
-        name=str(path),
+        name=_name(args, path),
         defaults=Defaults(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p),
         strict_model=args.strict_model,
         seconds=args.timeout,
@@ -205,27 +271,38 @@ def _service_options(args: argparse.Namespace, path: Any) -> Any:
     )
 
 
-def _engine_options(args: argparse.Namespace, model: Any) -> Any:
+def _engine_options(args: argparse.Namespace) -> Any:
+    """Return the engine's options as far as they need no model; see :func:`_for_model`."""
     from mlx_moeflux.checks import check_integer, check_number
-    from mlx_moeflux.experts.budget import measure_memory, parse_budget
+    from mlx_moeflux.experts.budget import parse_budget
+    from mlx_moeflux.generation.idle import check_idle_release
     from mlx_moeflux.server.engine import EngineOptions
 
     for flag in ("decode_concurrency", "prompt_concurrency"):
         check_integer(f"--{flag.replace('_', '-')}", getattr(args, flag), 1)
+    if args.prefill_step_size is not None:
+        check_integer("--prefill-step-size", args.prefill_step_size, 1)
     check_integer("--max-waiting", args.max_waiting, 0)
     check_number("--max-pause", args.max_pause, 0.0)
-    state_bytes = parse_budget(args.kv_memory, 0)
-    if state_bytes is None:
-        state_bytes = max(measure_memory().usable_bytes // 2, model.state_bytes(8192))
-    step = args.prefill_step_size
-    if step is None and model.store.streaming is None:
-        step = 2048  # a resident model reads no experts: calls may be short
+    check_idle_release(args.idle_release)
     return EngineOptions(
         concurrency=args.decode_concurrency,
         prompts=args.prompt_concurrency,
         waiting=args.max_waiting,
-        state_bytes=state_bytes,
-        prefill_step_size=step,
+        state_bytes=parse_budget(args.kv_memory, 0, what="--kv-memory"),
+        prefill_step_size=args.prefill_step_size,
         max_pause=args.max_pause,
         idle_release=args.idle_release,
     )
+
+
+def _for_model(options: Any, model: Any) -> Any:
+    """Return options whose missing values are the model's."""
+    from mlx_moeflux.experts.budget import measure_memory
+
+    state_bytes, step = options.state_bytes, options.prefill_step_size
+    if state_bytes is None:
+        state_bytes = max(measure_memory().usable_bytes // 2, model.state_bytes(8192))
+    if step is None and model.store.streaming is None:
+        step = 2048  # a resident model reads no experts: calls may be short
+    return replace(options, state_bytes=state_bytes, prefill_step_size=step)

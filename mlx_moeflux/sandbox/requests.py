@@ -81,6 +81,23 @@ def _names(template: str) -> TemplateNames:
     return TemplateNames(**{name: frozenset(values) for name, values in found.items()})
 
 
+def check_syntax(template: str) -> None:
+    """Compile a chat template.
+
+    Raises:
+        InputError: It is no template of jinja2. UnsupportedError: It takes too much time or memory.
+    """
+    try:
+        child.call("compile", {"template": template})
+    except Refused as error:
+        reason = str(error).rstrip(".")
+        raise InputError(f"the chat template is no template of jinja2 ({reason}).") from None
+    except Broken as error:
+        raise UnsupportedError(
+            f"the chat template was stopped: {error}; give another with --chat-template."
+        ) from None
+
+
 def check_template(template: str) -> None:
     """Render a chat template with three messages, with tools and without.
 

@@ -45,7 +45,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 @lru_cache(maxsize=4)
-def _compiled(template: str) -> Template:
+def compiled(template: str) -> Template:
+    """Return a template that can be rendered.
+
+    Raises:
+        jinja2.TemplateError: Its syntax is wrong.
+    """
     return _environment().from_string(template)
 
 
@@ -57,7 +62,7 @@ def rendered(template: str, variables: dict[str, Any], *, most: int) -> str:
             never held whole.
     """
     parts, size = [], 0
-    for part in _compiled(template).generate(variables):
+    for part in compiled(template).generate(variables):
         parts.append(part)
         size += len(part)
         if size > most:

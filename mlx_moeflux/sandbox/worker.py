@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_moeflux.sandbox.template import names, rendered
+from mlx_moeflux.sandbox.template import compiled, names, rendered
 from mlx_moeflux.tokenizer_backends import backend_of, try_out
 
 MOST_REASON = 1000  # characters
@@ -26,11 +26,15 @@ def _names(content: bytes, most: int, *, template: str) -> dict[str, list[str]]:
     return names(template, most=MOST_WORD)
 
 
+def _compile(content: bytes, most: int, *, template: str) -> None:
+    compiled(template)
+
+
 def _tokenizer(content: bytes, most: int, *, kind: str) -> None:
     try_out(backend_of(kind, content))
 
 
-JOBS = {"render": _render, "names": _names, "tokenizer": _tokenizer}
+JOBS = {"render": _render, "compile": _compile, "names": _names, "tokenizer": _tokenizer}
 
 
 @contextlib.contextmanager

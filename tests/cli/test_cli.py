@@ -53,7 +53,7 @@ OPTIONS = {
     "serve": """
         --allowed-host --allowed-origins --api-key --chat-template --chat-template-args
         --decode-concurrency --host --idle-release --kv-memory --log-level --max-pause --max-tokens
-        --max-waiting --min-p --model --port --prefill-step-size --prompt-cache
+        --max-waiting --min-p --model --model-name --port --prefill-step-size --prompt-cache
         --prompt-cache-bytes --prompt-cache-disk --prompt-concurrency --reasoning-parser
         --shutdown-timeout --strict-model --temp --timeout --tool-parser --top-k --top-p
         --adapter-path --draft-model --num-draft-tokens --quantized-kv-start --pipeline

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import errno
 import http.client
 import json
 import re
@@ -11,13 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from mlx_moeflux.cli import main
+from mlx_moeflux import loading
+from mlx_moeflux.cli import main, serve
 from mlx_moeflux.loading import BUNDLED_MODEL
 from tests.server.conftest import TEMPLATE
 
@@ -60,6 +64,12 @@ def talking(tmp_path_factory) -> str:
     shutil.copytree(BUNDLED_MODEL, directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return str(directory)
+
+
+def _parsed(*flags):
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(flags)
 
 
 def test_server_is_the_same_command(capsys):
@@ -126,25 +136,95 @@ def test_another_process_reads_the_new_tokens_alone(talking, tmp_path):
     ("flags", "said"),
     [
         (["--port", "99999999"], "port is 99999999; give 1 to 65535"),
+        (
+            ["--host", "nowhere.invalid", "--api-key", "a", "--allowed-host", "a"],
+            "nothing can listen on nowhere.invalid",
+        ),
         (["--host", "0.0.0.0"], "give --api-key"),
         (["--host", "0.0.0.0", "--api-key", "a"], "--allowed-host"),
+        (["--allowed-host", "http://mac.local"], "without scheme and port"),
+        (["--allowed-host", "mac.local:8080"], "without scheme and port"),
+        (["--allowed-host", "*"], "without scheme and port"),
+        (["--allowed-origins", "ai.example.org"], "such as https://ai.example.org"),
+        (["--allowed-origins", "https://ai.example.org/"], "such as https://ai.example.org"),
         (["--prompt-cache-bytes", "auto"], "give an amount"),
+        (["--prompt-cache", f"{__file__}/cache"], "cannot be written"),
         (["--max-tokens", "0"], "at least 1"),
         (["--temp", "-1"], "at least 0"),
+        (["--top-p", "2"], "top_p is 2"),
+        (["--min-p", "-1"], "min_p is -1"),
+        (["--top-k", "-1"], "top_k is -1"),
         (["--tool-parser", "none"], "there are qwen3_xml"),
+        (["--reasoning-parser", "none"], "--reasoning-parser is 'none'; there are think"),
         (["--chat-template", "/nowhere"], "cannot be read"),
+        (["--chat-template", "{% for %}"], "is no template of jinja2"),
+        (["--chat-template", "{{ a | nofilter }}"], "No filter named 'nofilter'"),
         (["--chat-template-args", "5"], "--chat-template-args must be a JSON object"),
-        (["--kv-memory", "x"], "x"),
+        (["--chat-template-args", "{"], "--chat-template-args is not JSON"),
+        (["--chat-template-args", '{"tools": 1}'], "cannot set 'tools'"),
+        (["--kv-memory", "x"], "--kv-memory"),
+        (["--kv-memory", "4"], "has no unit"),
+        (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
+        (["--decode-concurrency", "0"], "--decode-concurrency is 0"),
+        (["--max-pause", "nan"], "--max-pause is nan"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1"),
+        (["--idle-release", "0"], "--idle-release is 0"),
+        (["--model-name", " "], "--model-name is ' '"),
         (["--trust-remote-code"], "does not apply"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(flags, said, capsys):
+def test_what_cannot_be_served_is_one_line_before_the_model_is_read(
+    flags, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("it was loaded"))
     assert main(["serve", "--port", "0", *flags]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert said in errors[0]
-    assert lines[-1] == errors[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_a_folder_that_takes_no_files_is_found_before_the_model(tmp_path, monkeypatch, capsys):
+    def full(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    assert main(["serve", "--port", "0", "--prompt-cache", str(tmp_path)]) == 1
+    assert "cannot be written (Read-only file system)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [("Mac.Local", "mac.local"), ("192.168.1.7", "192.168.1.7"), ("[FE80::1]", "fe80::1")],
+)
+def test_names_of_the_server_are_those_of_requests(given, hosts):
+    args = _parsed("--allowed-host", given, "--allowed-origins", "app://obsidian.md", "null", "*")
+    limits = serve._limits(args)
+    assert hosts in limits.hosts
+    assert limits.origins == {"app://obsidian.md", "null", "*"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("models/Qwen3-Next", "Qwen3-Next"),
+        ("hub/models--org--a-b/snapshots/0123", "org/a-b"),
+        ("hub/models--org--a--b", "org/a--b"),
+    ],
+)
+def test_a_models_id_is_no_path(tmp_path, monkeypatch, folder, name):
+    (tmp_path / folder).mkdir(parents=True)
+    args = _parsed()
+    assert serve._name(args, str(tmp_path / folder)) == name
+    monkeypatch.chdir(tmp_path / folder)
+    assert serve._name(args, ".") == name
+
+
+def test_a_models_id_is_that_of_the_hub_or_the_one_given():
+    assert serve._name(_parsed(), "org/name") == "org/name"
+    assert serve._name(_parsed(), BUNDLED_MODEL) == "tiny"
+    assert serve._name(_parsed("--model-name", "my-model"), "org/name") == "my-model"
 
 
 def test_a_port_that_is_taken_is_one_line(capsys):
