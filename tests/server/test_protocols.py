@@ -9,7 +9,9 @@ import pytest
 from mlx_moeflux import generate
 from tests.server.conftest import MESSAGES, served
 
+# Nothing else: so small a model goes on inventing arguments.
 TOOL = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+TOOL |= {"additionalProperties": False}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from mlx_moeflux.server.protocols import openai_chat
 from tests.server.conftest import service_of
 
 pytestmark = pytest.mark.slow
-ENCODER = "_encoded"
+ENCODER = "encode_bounded"
 FOLDER = os.environ.get("MOEFLUX_TEMPLATES")
 # Of families that the package loads: part of a file's name -> the field of its reasoning, and
 # whether it takes the arguments of calls as text.

@@ -265,7 +265,7 @@ def test_a_template_that_takes_no_late_system_message_keeps_text_and_reasoning(t
         ("{{ raise_exception('" + "w" * 101 + "') }}{{ strftime_now('%d') }}", set(), {"%d"}),
         ("{% if", set(), set()),
     ],
-    ids=str,
+    ids=["fields", "own", "methods", "functions", "broken"],
 )  # fmt: skip
 def test_names_of_a_template(template, variables, words):
     assert template_names(template) == TemplateNames(frozenset(variables), frozenset(words))
