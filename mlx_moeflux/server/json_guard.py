@@ -82,11 +82,11 @@ def _checked(value: Any) -> Iterator[Any]:
 
 
 class ObjectEnd:
-    """Finds the end of a JSON object in a text that grows. at: Place where it, or white space
-    before it, begins."""
+    """Finds the end of a JSON object in a text that grows. at: Place up to which the text is read;
+    first, the place where the object, or white space before it, begins."""
 
     def __init__(self, at: int = 0):
-        self._at, self._depth, self._in_string = at, 0, False
+        self.at, self._depth, self._in_string = at, 0, False
 
     def find(self, text: str) -> int | None:
         """Return the place behind the object, or None if it goes on. `text` begins as before.
@@ -94,13 +94,13 @@ class ObjectEnd:
         Raises:
             ValueError: It is no object, or nested deeper than MOST_DEPTH.
         """
-        while self._at < len(text):
+        while self.at < len(text):
             inside = self._in_string
             between = _STRING if inside else _PLAIN if self._depth else _SPACE
-            found = between.match(text, self._at)
+            found = between.match(text, self.at)
             assert found is not None
-            self._at = found.end()
-            character = text[self._at : self._at + 1]
+            self.at = found.end()
+            character = text[self.at : self.at + 1]
             if not character or (inside and character == "\\"):
                 return None  # the text ends here
             if character == '"' and self._depth:
@@ -109,9 +109,9 @@ class ObjectEnd:
                 raise ValueError("no object")
             else:
                 self._depth += 1 if character in "{[" else -1
-            self._at += 1
+            self.at += 1
             if not self._depth:
-                return self._at
+                return self.at
             if self._depth > MOST_DEPTH:
                 raise ValueError("nested too deep")
         return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_moeflux.detokenizer import overlap
 from mlx_moeflux.server.json_guard import ObjectEnd
+
+if TYPE_CHECKING:  # the chat of the terminal needs no grammars
+    from mlx_moeflux.server.tools import CallSearch
 
 
 class Split(NamedTuple):
@@ -18,10 +21,10 @@ class Split(NamedTuple):
 
 class ReasoningSplitter:
     """Splits the text of one reply. open, close: Texts around the reasoning. opened: The prompt
-    ends inside it."""
+    ends inside it. calls: Finds calls, which end the reasoning too."""
 
-    def __init__(self, open: str, close: str, *, opened: bool):
-        self._open, self._close, self._held = open, close, ""
+    def __init__(self, open: str, close: str, *, opened: bool, calls: CallSearch | None = None):
+        self._open, self._close, self._calls, self._held = open, close, calls, ""
         self._state = "inside" if opened else "before"
         self._trim = opened  # line breaks that follow a tag belong to neither part
 
@@ -42,9 +45,11 @@ class ReasoningSplitter:
             self._leave_beginning(final=final)
         if self._state == "inside":
             reasoning = self._reasoning(final=final)
+        if self._state == "closed":
+            self._leave_closed(final=final)
         if self._state != "after":
             return Split(reasoning, "")
-        content, self._held = self._trimmed(self._held), ""
+        content, self._held = self._held, ""
         return Split(reasoning, content)
 
     def _leave_beginning(self, *, final: bool) -> None:
@@ -53,20 +58,36 @@ class ReasoningSplitter:
             self._held = begun[len(self._open) :]
             self._state, self._trim = "inside", True
         elif final or not self._open.startswith(begun):
-            self._state = "after"
+            self._state = "closed"
 
     def _reasoning(self, *, final: bool) -> str:
         text, close = self._trimmed(self._held), self._close
         at = text.find(close)
+        certain = at if at >= 0 else len(text) - overlap(text, close)
+        if self._calls is not None:
+            place, begun = self._calls.find(text)
+            if begun and place < certain:
+                self._held, self._state = text[place:], "after"
+                return text[:place].rstrip()
+            if place < certain and not final:
+                at, certain = -1, place  # a call may begin before the end
         if at >= 0:
             self._held = text[at + len(close) :]
-            self._state, self._trim = "after", True
+            self._state, self._trim = "closed", True
             return text[:at].rstrip()
-        certain = len(text) if final else len(text) - overlap(text, close)
-        if not final:
-            certain = len(text[:certain].rstrip())
+        certain = len(text) if final else len(text[:certain].rstrip())
         self._held = text[certain:]
         return text[:certain]
+
+    def _leave_closed(self, *, final: bool) -> None:
+        """Drop line breaks behind the end of the reasoning, and a second end."""
+        text = self._trimmed(self._held)
+        while (rest := text.lstrip()).startswith(self._close):
+            self._trim = True
+            text = self._trimmed(rest[len(self._close) :])
+        self._held = text
+        if final or not self._close.startswith(rest):
+            self._state = "after"
 
     def _trimmed(self, text: str) -> str:
         if not self._trim:
@@ -76,8 +97,10 @@ class ReasoningSplitter:
         return text
 
 
-_CHANNEL, _MESSAGE, _CALL = "<|channel|>", "<|message|>", "<|call|>"
+_START, _CHANNEL, _MESSAGE, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 _ENDS = ("<|end|>", "<|return|>", _CALL)
+_NEXT = (_START, _CHANNEL)
+"""Marks of the next message, which end the reasoning where the model leaves its end out."""
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<|$)")
 
 
@@ -88,11 +111,12 @@ class HarmonySplitter:
 
     What the channel "analysis" says is reasoning. A message to a function stays as it is, for
     ``harmony`` of :mod:`mlx_moeflux.server.tools`; the headers of others are left out. A reply
-    without headers, which a grammar may ask for, is an answer.
+    without headers, which a grammar may ask for, is an answer. calls: Says which messages are
+    calls; without it none is.
     """
 
-    def __init__(self, *, opened: bool):
-        self._held, self._parts = "", {"reasoning": "", "content": ""}
+    def __init__(self, *, opened: bool, calls: CallSearch | None = None):
+        self._search, self._held, self._parts = calls, "", {"reasoning": "", "content": ""}
         self._state = "reasoning" if opened else "header"
         self._calls = False
         self._arguments: ObjectEnd | None = None  # of an open call, until their end is known
@@ -118,7 +142,7 @@ class HarmonySplitter:
     def _leave_header(self, final: bool) -> bool:
         head, found, rest = self._held.partition(_MESSAGE)
         begun = self._held.lstrip()
-        marks = ("<|start|>", _CHANNEL, "to=")
+        marks = (_START, _CHANNEL, "to=")
         if not begun.startswith(marks) and not any(mark.startswith(begun) for mark in marks):
             self._state = "content"
             return True
@@ -129,8 +153,10 @@ class HarmonySplitter:
         channel = head.partition(_CHANNEL)[2].split(maxsplit=1)
         recipient = _RECIPIENT.search(head)
         self._state, self._held = "content", rest
-        self._calls = recipient is not None
-        if recipient is not None:
+        self._calls = (
+            recipient is not None and self._search is not None and self._search.takes(recipient[1])
+        )
+        if recipient is not None and self._calls:
             self._arguments = ObjectEnd()
             self._parts["content"] += f"{_CHANNEL}commentary to={recipient[1]}{_MESSAGE}"
         elif channel and channel[0].startswith("analysis"):
@@ -139,21 +165,23 @@ class HarmonySplitter:
 
     def _leave_message(self, final: bool) -> bool:
         begin = self._behind_arguments()
-        if begin is None and not final:
-            return False
+        marks = (*_ENDS, *_NEXT) if self._state == "reasoning" else _ENDS
         ends = []
         if begin is not None:
-            ends = [(at, end) for end in _ENDS if (at := self._held.find(end, begin)) >= 0]
+            ends = [(at, end) for end in marks if (at := self._held.find(end, begin)) >= 0]
         if not ends:
             certain = len(self._held)
-            if not final:
-                certain -= max(overlap(self._held, end) for end in _ENDS)
+            if self._arguments is not None and not final:
+                certain, self._arguments.at = self._arguments.at, 0
+            elif not final:
+                certain -= max(overlap(self._held[begin:], end) for end in marks)
             self._parts[self._state] += self._held[:certain]
             self._held = self._held[certain:]
             return False
         at, end = min(ends)
         self._parts[self._state] += self._held[:at] + (_CALL if self._calls else "")
-        self._held, self._state, self._calls = self._held[at + len(end) :], "header", False
+        behind = at if end in _NEXT else at + len(end)
+        self._held, self._state, self._calls = self._held[behind:], "header", False
         self._arguments = None
         return bool(self._held)
 
@@ -164,7 +192,7 @@ class HarmonySplitter:
         try:
             behind = self._arguments.find(self._held)
         except ValueError:  # no JSON
-            behind = 0
+            behind = self._arguments.at
         if behind is not None:
             self._arguments = None
         return behind
@@ -178,17 +206,20 @@ class ReasoningSyntax:
     """How a family of models writes a reply's reasoning.
 
     open, close: Texts around it. tokens: A vocabulary with all of them has this syntax. make:
-    ``(syntax, opened)`` -> splitter of one reply.
+    ``(syntax, opened, calls)`` -> splitter of one reply. strays: Marks that models repeat behind
+    a call.
     """
 
     open: str
     close: str
     tokens: tuple[str, ...]
-    make: Callable[[ReasoningSyntax, bool], Splitter]
+    make: Callable[[ReasoningSyntax, bool, CallSearch | None], Splitter]
+    strays: tuple[str, ...] = ()
 
-    def splitter(self, *, opened: bool) -> Splitter:
-        """Return the splitter of one reply. opened: The prompt ends inside the reasoning."""
-        return self.make(self, opened)
+    def splitter(self, *, opened: bool, calls: CallSearch | None = None) -> Splitter:
+        """Return the splitter of one reply. opened: The prompt ends inside the reasoning. calls:
+        Finds the calls of a request with functions."""
+        return self.make(self, opened, calls)
 
 
 # Name -> syntax. Others may add theirs; --reasoning-parser names one.
@@ -197,13 +228,16 @@ REASONING = {
         "<think>",
         "</think>",
         ("<think>", "</think>"),
-        lambda syntax, opened: ReasoningSplitter(syntax.open, syntax.close, opened=opened),
+        lambda syntax, opened, calls: ReasoningSplitter(
+            syntax.open, syntax.close, opened=opened, calls=calls
+        ),
+        strays=("</think>",),
     ),
     "harmony": ReasoningSyntax(
         f"{_CHANNEL}analysis{_MESSAGE}",
         "<|end|>",
         (_CHANNEL, _MESSAGE, _CALL),
-        lambda syntax, opened: HarmonySplitter(opened=opened),
+        lambda syntax, opened, calls: HarmonySplitter(opened=opened, calls=calls),
     ),
 }
 

@@ -15,6 +15,7 @@ from mlx_moeflux.generation.prompt import prompt_ids, turn_end
 from mlx_moeflux.generation.text import end_ids
 from mlx_moeflux.sandbox.requests import TemplateNames, template_names
 from mlx_moeflux.server.assemble import Assembler, Delta
+from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
@@ -24,6 +25,7 @@ from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
 from mlx_moeflux.server.thinking import reasoning_field, template_variables
 from mlx_moeflux.server.tools import (
+    CallSearch,
     ToolSplitter,
     calls_grammar,
     choose_syntax,
@@ -82,6 +84,8 @@ class Service:
         self.reasoning = choose_reasoning(tokenizer, options.reasoning_parser)
         visible = self.tool_syntax.visible if self.tool_syntax else ()
         self.grammars = Grammars(tokenizer, self.vocabulary, visible)
+        names = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        self.special = {i: name for i, name in names if name}
         self.draining = False
         # Two requests render and encode at a time: more would take the engine's processor time.
         self.rendering = asyncio.Semaphore(2)
@@ -288,7 +292,7 @@ class Generation:
         return parts
 
     async def whole(self) -> list[Delta]:
-        """Wait for the replies; return each as one part."""
+        """Wait for the replies; return each as one part, with its whole calls."""
         replies = [Delta() for _ in range(self.request.n)]
         while not self.done:
             for i, delta in await self.parts():
@@ -298,6 +302,8 @@ class Generation:
                 reply.calls += delta.calls
                 reply.logprobs += delta.logprobs
                 reply.finish, reply.stop = delta.finish, delta.stop
+        for reply in replies:
+            reply.calls = whole_calls(reply.calls)
         return replies
 
     def prompt_progress(self) -> dict[str, int] | None:
@@ -326,15 +332,21 @@ class Generation:
 
     def _assembler(self, prompt: Prompt) -> Assembler:
         request, service = self.request, self._service
-        reasoning = tools = None
+        reasoning = tools = calls = None
+        syntax = service.tool_syntax
+        if request.tools and request.tool_choice != NONE and syntax is not None:
+            most, functions = None if request.parallel_tool_calls else 1, parameters_of(request.tools)
+            strays = () if service.reasoning is None else service.reasoning.strays
+            tools = ToolSplitter(syntax, functions, most=most, strays=strays)
+            calls = CallSearch(syntax, functions)
         if request.answer and service.reasoning is not None:
-            reasoning = service.reasoning.splitter(opened=prompt.opened)
+            reasoning = service.reasoning.splitter(opened=prompt.opened, calls=calls)
             if request.continued and not prompt.opened:
                 reasoning.leave()
-        if request.tools and request.tool_choice != NONE and service.tool_syntax is not None:
-            most = None if request.parallel_tool_calls else 1
-            tools = ToolSplitter(service.tool_syntax, parameters_of(request.tools), most=most)
-        return Assembler(service.tokenizer, stop=request.stop, reasoning=reasoning, tools=tools)
+        special = service.special if request.answer else None
+        return Assembler(
+            service.tokenizer, stop=request.stop, reasoning=reasoning, tools=tools, special=special
+        )
 
     def _constraint(self, prompt: Prompt, grammar: str | None) -> Constraint | None:
         if grammar is None:
@@ -369,16 +381,17 @@ class Generation:
             return
         if self.first_token is None:
             self.first_token, self.cached_tokens = time.monotonic(), token.cached
-        delta = self._assemblers[i].add(token)
+        deltas = self._assemblers[i].add(token)
+        finish = deltas[-1].finish if deltas else None
         constraint = self._constraints[i]
-        if delta.finish and constraint is not None and constraint.error:
+        if finish and constraint is not None and constraint.error:
             self._fail(RequestError("the grammar became too complex for this reply."))
             return
-        if delta:
-            self._ready.append((i, delta))
+        if deltas:
+            self._ready += [(i, delta) for delta in deltas]
             self._news.set()
-        if delta.finish:
-            self.finished[i] = delta.finish
+        if finish:
+            self.finished[i] = finish
             if token.finish is None:
                 self._service.engine.cancel([self._jobs[i]])
 

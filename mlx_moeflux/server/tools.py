@@ -7,139 +7,42 @@ cannot be parsed stays text: nothing of a reply is lost.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_moeflux.detokenizer import overlap
+from mlx_moeflux.server.calls import (
+    CALL,
+    CALL_END,
+    DEEPSEEK,
+    DEEPSEEK_CALL,
+    DEEPSEEK_END,
+    FUNCTION,
+    HARMONY_END,
+    INVOKE,
+    KIMI,
+    KIMI_CALL,
+    KIMI_END,
+    KIMI_SECTION,
+    MINIMAX,
+    MINIMAX_END,
+    CallPart,
+    Parser,
+    Reader,
+    Tools,
+    parse_deepseek_calls,
+    parse_glm_call,
+    parse_harmony_call,
+    parse_json_call,
+    parse_kimi_calls,
+    parse_minimax_calls,
+    parse_xml_calls,
+)
 from mlx_moeflux.server.constrain import WHITE_SPACE
 from mlx_moeflux.server.errors import RequestError
-from mlx_moeflux.server.json_guard import ObjectEnd, read_json
 from mlx_moeflux.server.schemas import ANY, ANY_TEXT, ArgumentsSchema
-
-Tools = Mapping[str, Mapping[str, Any]]
-"""Name of a function -> JSON schema of its arguments."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a function. arguments: JSON text of an object. id: As the reply names it."""
-
-    name: str
-    arguments: str
-    id: str | None = None
-
-
-Parser = Iterator["ToolCall | None"]
-"""Yields a call once it is whole, and None to wait for more text; ends behind the last call."""
-Waiting = Generator[None, None, str]
-
-
-class Reader:
-    """The text of a reply behind the begin of calls, as a parser reads it.
-
-    Its methods wait (yield) while the text is too short, and raise ValueError once nothing that
-    may follow can be what they look for. text: All that there is; it grows. at: Place up to which
-    it is read. ended: The model ended the reply itself, so no more text comes.
-    """
-
-    def __init__(self, text: str):
-        self.text, self.at, self.ended = text, 0, False
-
-    def take(self, *marks: str, optional: bool = False) -> Waiting:
-        """Read white space and one of `marks`, the first that stands there; return it.
-
-        optional: The last one may be missing at the end of a reply that the model ended itself.
-        """
-        while True:
-            self.at = self._behind_space(self.at)
-            rest = self.text[self.at : self.at + max(map(len, marks))]
-            for mark in marks:
-                if rest.startswith(mark):
-                    self.at += len(mark)
-                    return mark
-                if mark.startswith(rest):
-                    break  # it may still come
-            else:
-                raise ValueError(f"no {marks}")
-            if optional and self.ended and not rest:
-                return marks[-1]
-            yield
-
-    def name(self, mark: str) -> Waiting:
-        """Read a name of one line that stands before `mark`, which stays; return it."""
-        place = self.at
-        while True:
-            end = self.text.find(mark, place)
-            if end < 0 and self.ended:
-                end = len(self.text)
-            place = end if end >= 0 else self._searched(mark, place)
-            name = self.text[self.at : place].strip()
-            if "\n" in name or len(name) > MOST_NAME or (end >= 0 and not name):
-                raise ValueError("no name")
-            if end >= 0:
-                self.at = end
-                return name
-            yield
-
-    def until(self, mark: str, *rows: tuple[str, ...]) -> Waiting:
-        """Read up to `mark` with the marks of one of `rows` behind it; return the text before."""
-        place = self.at
-        while True:
-            end = self.text.find(mark, place)
-            if end < 0:
-                place = self._searched(mark, place)
-                yield
-                continue
-            found = [self._stand(end + len(mark), row) for row in rows]
-            if True in found:
-                text, self.at = self.text[self.at : end], end + len(mark)
-                return text
-            place = end if None in found else end + len(mark)
-            if None in found:
-                yield
-
-    def object(self) -> Waiting:
-        """Read white space and a JSON object; return its text."""
-        scanner = ObjectEnd(self.at)
-        while (end := scanner.find(self.text)) is None:
-            yield
-        text, self.at = self.text[self.at : end], end
-        return text
-
-    def next(self) -> Waiting:
-        """Read white space; return the character behind it, "" at the end of the reply."""
-        while True:
-            self.at = self._behind_space(self.at)
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            yield
-
-    def _searched(self, mark: str, place: int) -> int:
-        """Return the place before which `mark` cannot begin any more."""
-        return max(place, len(self.text) - len(mark) + 1)
-
-    def _behind_space(self, at: int) -> int:
-        space = _SPACE.match(self.text, at)
-        assert space is not None
-        return space.end()
-
-    def _stand(self, at: int, row: tuple[str, ...]) -> bool | None:
-        """Return True if marks stand at a place, in this order, and None if they still may."""
-        for mark in row:
-            at = self._behind_space(at)
-            if self.text.startswith(mark, at):
-                at += len(mark)
-            elif not mark.startswith(self.text[at : at + len(mark)]):
-                return False
-            else:
-                return True if self.ended and at == len(self.text) else None
-        return True
-
-
-_SPACE = re.compile(r"\s*")
-MOST_NAME = 300
 
 
 @dataclass(frozen=True)
@@ -197,6 +100,8 @@ class ToolSyntax:
     markers: Texts that all occur in the chat template of such a model.
     begin, end: Around calls; text outside is the answer.
     parse: (reader behind `begin`, tools) -> parser, which raises ValueError for what is no call.
+    bare: Marks of which each begins calls too, as the model may leave `begin` out; the parser reads
+        them. Behind them only functions of the request are called.
     call: (name, rule of its arguments) -> Lark grammar of one call, without begin and end.
     tags: Around arguments; None for arguments in JSON.
     text_arguments: The template wants the arguments of earlier calls as JSON text.
@@ -215,168 +120,16 @@ class ToolSyntax:
     grouped: bool = False
     ends_reply: bool = False
     tokens: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        return (self.begin, *self.bare)
 
     @property
     def visible(self) -> tuple[str, ...]:
         """The special tokens that a grammar of calls spells as text."""
         return (self.begin, *(() if self.ends_reply else (self.end,)), *self.tokens)
-
-
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_MINIMAX, _MINIMAX_END = "<minimax:tool_call>", "</minimax:tool_call>"
-_DEEPSEEK, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_KIMI, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_HARMONY_END = "<|call|>"
-
-
-def _object(text: str) -> str:
-    """Return the JSON text of an object; raise ValueError if `text` is something else."""
-    if not isinstance(read_json(text), dict):
-        raise ValueError("arguments are no object")
-    return text.strip()
-
-
-def parse_json_call(reader: Reader, tools: Tools) -> Parser:
-    """Parse ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen3 write it."""
-    call = read_json((yield from reader.object()))
-    yield from reader.take(_CALL_END, optional=True)
-    if not isinstance(call.get("name"), str):
-        raise ValueError("no name")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    yield ToolCall(call["name"], _object(arguments))
-
-
-_XML_ARGUMENT = re.compile(r"\n<parameter=([^>\n]+)>(?=\n)")
-
-
-def parse_xml_call(reader: Reader, tools: Tools) -> Parser:
-    """Parse ``<function=name><parameter=key>value</parameter></function>``, as Qwen3.5 and
-    Qwen3-Coder write it."""
-    yield from reader.take("<function=")
-    call = _TaggedCall((yield from reader.name(">")), tools)
-    yield from reader.take(">")
-    while (yield from reader.take("<parameter=", "</function>")) == "<parameter=":
-        key = yield from reader.name(">")
-        yield from reader.take(">")
-        rows = ("<parameter=",), ("</function>", _CALL_END)
-        value = yield from reader.until("</parameter>", *rows)
-        start = 0
-        # The model may leave out the end of an argument before another one.
-        for found in _XML_ARGUMENT.finditer(value):
-            if call.expects(found[1], besides=key):
-                call.add(key, value[start : found.start()].removeprefix("\n"))
-                key, start = found[1], found.end()
-        call.add(key, value[start:].removeprefix("\n").removesuffix("\n"))
-    yield from reader.take(_CALL_END, optional=True)
-    yield call.whole()
-
-
-def parse_glm_call(reader: Reader, tools: Tools) -> Parser:
-    """Parse ``name<arg_key>key</arg_key><arg_value>value</arg_value>``, as GLM-4.5 to 4.7 write it,
-    with line breaks or without. Only its end and the schema tell that such a call is whole."""
-    call = _TaggedCall((yield from reader.name("<")), tools)
-    while (yield from reader.take("<arg_key>", _CALL_END, optional=call.has_all)) == "<arg_key>":
-        key = yield from reader.name("</arg_key>")
-        yield from reader.take("</arg_key>")
-        yield from reader.take("<arg_value>")
-        value = yield from reader.until("</arg_value>", ("<arg_key>",), (_CALL_END,))
-        call.add(key, value)
-    yield call.whole()
-
-
-def parse_minimax_calls(reader: Reader, tools: Tools) -> Parser:
-    """Parse ``<invoke name="name"><parameter name="key">value</parameter></invoke>``, as MiniMax-M2
-    writes it."""
-    begin, argument = '<invoke name="', '<parameter name="'
-    while (yield from reader.take(begin, _MINIMAX_END, optional=True)) == begin:
-        call = _TaggedCall((yield from reader.name('"')), tools)
-        yield from reader.take('">')
-        while (yield from reader.take(argument, "</invoke>")) == argument:
-            key = yield from reader.name('"')
-            yield from reader.take('">')
-            rows = (argument,), ("</invoke>", begin), ("</invoke>", _MINIMAX_END)
-            call.add(key, (yield from reader.until("</parameter>", *rows)))
-        yield call.whole()
-
-
-class _TaggedCall:
-    """A call whose arguments stand between tags; its schema says what they are."""
-
-    def __init__(self, name: str, tools: Tools):
-        self._name, self._known = name, name in tools
-        self._schema = ArgumentsSchema(tools.get(name, {}))
-        self._arguments: dict[str, Any] = {}
-
-    @property
-    def has_all(self) -> bool:
-        """Return True if the function is known and no argument that it requires is missing."""
-        return self._known and self._schema.required() <= self._arguments.keys()
-
-    def expects(self, key: str, *, besides: str) -> bool:
-        """Return True if an argument of the schema is still missing."""
-        given = key == besides or key in self._arguments
-        return not given and key in self._schema.arguments()
-
-    def add(self, key: str, text: str) -> None:
-        self._arguments[key] = self._schema.value(text, self._schema.argument(key))
-
-    def whole(self) -> ToolCall:
-        return ToolCall(self._name, json.dumps(self._arguments, ensure_ascii=False))
-
-
-_HARMONY_HEAD = re.compile(r"(functions\.)?(\S+?)(?:\s+\w+|\s*<\|constrain\|>\s*\w*)?")
-
-
-def parse_harmony_call(reader: Reader, tools: Tools) -> Parser:
-    """Parse ``functions.name<|message|>JSON``, the rest of gpt-oss's messages to functions.
-
-    The model may leave out `functions.` before a name that it was given, and empty arguments.
-    """
-    head = _HARMONY_HEAD.fullmatch((yield from reader.name("<|message|>")))
-    if head is None or not (head[1] or head[2] in tools):
-        raise ValueError("no function")
-    yield from reader.take("<|message|>")
-    needed = bool(ArgumentsSchema(tools.get(head[2], {})).required())
-    empty = (yield from reader.next()) in ("", _HARMONY_END[0])
-    arguments = "{}" if empty else _object((yield from reader.object()))
-    yield from reader.take(_HARMONY_END, optional=not (empty and needed))
-    yield ToolCall(head[2], arguments)
-
-
-def parse_deepseek_calls(reader: Reader, tools: Tools) -> Parser:
-    """Parse the calls of DeepSeek-V3 and R1 (``function<sep>name`` and a fenced block of JSON) and
-    of V3.1 (``name<sep>JSON``)."""
-    begin, separator = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
-    while (yield from reader.take(begin, _DEEPSEEK_END, optional=True)) == begin:
-        name = yield from reader.name(separator)
-        yield from reader.take(separator)
-        fenced = name == "function" and (yield from reader.next()) != "{"
-        if fenced:
-            name = yield from reader.name("```")
-            yield from reader.take("```json", "```")
-        arguments = _object((yield from reader.object()))
-        if fenced:
-            yield from reader.take("```")
-        yield from reader.take("<｜tool▁call▁end｜>", optional=True)
-        yield ToolCall(name, arguments)
-
-
-_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
-
-
-def parse_kimi_calls(reader: Reader, tools: Tools) -> Parser:
-    """Parse Kimi-K2's calls, whose ids are ``functions.name:number``."""
-    begin, separator = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
-    while (yield from reader.take(begin, _KIMI_END, optional=True)) == begin:
-        given = yield from reader.name(separator)
-        yield from reader.take(separator)
-        arguments = _object((yield from reader.object()))
-        yield from reader.take("<|tool_call_end|>", optional=True)
-        name = _KIMI_ID.fullmatch(given)
-        assert name is not None  # a name is not empty
-        yield ToolCall(name[1], arguments, given)
 
 
 def _json_rule(schema: Any) -> str:
@@ -395,19 +148,20 @@ def _quoted(*parts: str) -> str:
 SYNTAXES: dict[str, ToolSyntax] = {
     "qwen3_xml": ToolSyntax(
         ("<tool_call>", "<function=", "<parameter="),
-        _CALL,
-        _CALL_END,
-        parse_xml_call,
+        CALL,
+        CALL_END,
+        parse_xml_calls,
         lambda name, rule: (
-            f"{_quoted(chr(10), '<function=', name, '>', chr(10))} {rule} "
+            f"{_quoted(chr(10), FUNCTION, name, '>', chr(10))} {rule} "
             f"{_quoted('</function>', chr(10))}"
         ),
         tags=Tags(lambda key: _quoted(f"<parameter={key}>\n"), "\n</parameter>", '"\\n"'),
+        bare=(FUNCTION,),
     ),
     "glm4": ToolSyntax(
         ("<tool_call>", "<arg_key>"),
-        _CALL,
-        _CALL_END,
+        CALL,
+        CALL_END,
         parse_glm_call,
         lambda name, rule: f"{_quoted(name)} /\\n?/ {rule}",
         tags=Tags(
@@ -419,8 +173,8 @@ SYNTAXES: dict[str, ToolSyntax] = {
     ),
     "minimax_m2": ToolSyntax(
         ("<minimax:tool_call>", "<invoke name="),
-        _MINIMAX,
-        _MINIMAX_END,
+        MINIMAX,
+        MINIMAX_END,
         parse_minimax_calls,
         lambda name, rule: (
             f"/\\n?/ {_quoted('<invoke name=', json.dumps(name), '>', chr(10))} {rule} "
@@ -430,11 +184,12 @@ SYNTAXES: dict[str, ToolSyntax] = {
             lambda key: _quoted("<parameter name=", json.dumps(key), ">"), "</parameter>", '"\\n"'
         ),
         grouped=True,
+        bare=(INVOKE,),
     ),
     "harmony": ToolSyntax(
         ("<|channel|>", "<|message|>"),
         "<|channel|>commentary to=",
-        _HARMONY_END,
+        HARMONY_END,
         parse_harmony_call,
         lambda name, rule: (
             f"{_quoted('functions.', name, ' ', '<|constrain|>json<|message|>')} {rule}"
@@ -444,8 +199,8 @@ SYNTAXES: dict[str, ToolSyntax] = {
     ),
     "hermes": ToolSyntax(
         ("<tool_call>", "</tool_call>"),
-        _CALL,
-        _CALL_END,
+        CALL,
+        CALL_END,
         parse_json_call,
         lambda name, rule: (
             f'"\\n{{\\"name\\": " {_quoted(json.dumps(name))} ", \\"arguments\\": " {rule} "}}\\n"'
@@ -453,8 +208,8 @@ SYNTAXES: dict[str, ToolSyntax] = {
     ),
     "deepseek_v3": ToolSyntax(
         ("<｜tool▁calls▁begin｜>", "```json"),
-        _DEEPSEEK,
-        _DEEPSEEK_END,
+        DEEPSEEK,
+        DEEPSEEK_END,
         parse_deepseek_calls,
         lambda name, rule: (
             f"{_quoted('<｜tool▁call▁begin｜>function<｜tool▁sep｜>', name)} "
@@ -462,11 +217,12 @@ SYNTAXES: dict[str, ToolSyntax] = {
         ),
         text_arguments=True,
         grouped=True,
+        bare=(DEEPSEEK_CALL,),
     ),
     "deepseek_v3.1": ToolSyntax(
         ("<｜tool▁calls▁begin｜>",),
-        _DEEPSEEK,
-        _DEEPSEEK_END,
+        DEEPSEEK,
+        DEEPSEEK_END,
         parse_deepseek_calls,
         lambda name, rule: (
             f"{_quoted('<｜tool▁call▁begin｜>', name, '<｜tool▁sep｜>')} {rule} "
@@ -474,11 +230,12 @@ SYNTAXES: dict[str, ToolSyntax] = {
         ),
         text_arguments=True,
         grouped=True,
+        bare=(DEEPSEEK_CALL,),
     ),
     "kimi_k2": ToolSyntax(
-        (_KIMI,),
-        _KIMI,
-        _KIMI_END,
+        (KIMI,),
+        KIMI,
+        KIMI_END,
         parse_kimi_calls,
         lambda name, rule: (
             f"{_quoted('<|tool_call_begin|>functions.', name, ':')} /[0-9]{{1,3}}/ "
@@ -486,6 +243,7 @@ SYNTAXES: dict[str, ToolSyntax] = {
         ),
         text_arguments=True,
         grouped=True,
+        bare=(KIMI_SECTION, KIMI_CALL),
     ),
 }
 
@@ -547,24 +305,56 @@ def calls_grammar(
 
 @dataclass
 class Found:
-    """Text and calls of a part of a reply. unfinished: The text is a call that has no end."""
+    """What is certain of a part of a reply. pieces: Answer and parts of calls, in order, parts of
+    the same call joined. unfinished: Behind them, the text of a call that has no end."""
 
-    text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    unfinished: bool = False
+    pieces: list[str | CallPart] = field(default_factory=list)
+    unfinished: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(p for p in self.pieces if isinstance(p, str)) + self.unfinished
+
+    @property
+    def calls(self) -> list[CallPart]:
+        return [piece for piece in self.pieces if isinstance(piece, CallPart)]
+
+    def add(self, piece: str | CallPart) -> None:
+        last = self.pieces[-1] if self.pieces else ""
+        if isinstance(piece, CallPart):
+            if isinstance(last, CallPart) and last.index == piece.index:
+                self.pieces[-1] = last + piece
+            else:
+                self.pieces.append(piece)
+        elif piece:
+            self.pieces.append(piece)
 
 
 class ToolSplitter:
-    """Splits the text of one reply into answer and calls. most: Calls after which it ends.
+    """Splits the text of one reply into answer and calls, as they come.
 
-    A call is handed out once its parser has read its end.
+    most: Calls after which it ends. strays: Marks that are dropped behind a call, besides the
+    syntax's end. count: Number of whole calls.
+
+    A call of a function that is not in `tools` is handed out once it is whole, a call of another
+    one part by part.
     """
 
-    def __init__(self, syntax: ToolSyntax, tools: Tools, *, most: int | None = None):
+    def __init__(
+        self,
+        syntax: ToolSyntax,
+        tools: Tools,
+        *,
+        most: int | None = None,
+        strays: Sequence[str] = (),
+    ):
         self._syntax, self._tools, self._most = syntax, tools, most
+        self._strays = (syntax.end, *strays)
         self._held, self.count = "", 0  # text that is not yet part of a call or the answer
+        self._begun = 0  # calls of which a part was handed out
+        self._ids: set[str] = set()
         self._open: _OpenCalls | None = None
-        self._broken = False
+        self._broken = self._behind = False
 
     @property
     def full(self) -> bool:
@@ -587,11 +377,13 @@ class ToolSplitter:
             rest = self._open.rest
             # Behind a whole call, white space and a part of the end are no text.
             if final and (self._open.opening or not self._syntax.end.startswith(rest.strip())):
-                found.text, found.unfinished = found.text + rest, True
+                found.unfinished = rest
         elif self._held:
             # The half of a character at the end of a cut call breaks it.
-            found.unfinished = final and inside and self._broken
-            self._answer(found, final)
+            if final and inside and self._broken:
+                found.unfinished = self._held.rstrip() if self.count else self._held
+            else:
+                self._answer(found, final)
         return found
 
     def _step(self, found: Found, *, ended: bool) -> bool:
@@ -600,18 +392,30 @@ class ToolSplitter:
             return self._leave_calls(self._open, found, ended)
         if self._broken:
             return self._leave_broken(found)
+        if self._behind and not self._leave_strays():
+            return False
         return self._enter_calls(found)
 
+    def _leave_strays(self) -> bool:
+        """Drop marks that stand behind a call; return False if one may still follow."""
+        rest = self._held.lstrip()
+        while mark := next((mark for mark in self._strays if rest.startswith(mark)), ""):
+            self._held = rest[len(mark) :]
+            rest = self._held.lstrip()
+        self._behind = any(mark.startswith(rest) for mark in self._strays)
+        return not self._behind
+
     def _enter_calls(self, found: Found) -> bool:
-        at = self._held.find(self._syntax.begin)
-        if at < 0:
+        at, mark = _first(self._held, self._syntax.begins)
+        if not mark:
             return False
         # White space before a call belongs to its syntax.
         text = self._held[:at].rstrip()
-        found.text += text
-        behind = at + len(self._syntax.begin)
+        found.add(text)
+        bare = mark != self._syntax.begin
+        behind = at if bare else at + len(mark)
         opening, reader = self._held[len(text) : behind], Reader(self._held[behind:])
-        self._open = _OpenCalls(opening, reader, self._syntax.parse(reader, self._tools))
+        self._open = _OpenCalls(opening, reader, self._syntax.parse(reader, self._tools), bare)
         self._held = ""
         return True
 
@@ -619,22 +423,63 @@ class ToolSplitter:
         calls.reader.text += self._held
         calls.reader.ended, self._held = ended, ""
         try:
-            for call in calls.parser:
-                if call is None:
+            for part in calls.parser:
+                if part is None:
                     return False
-                found.calls.append(call)
-                self.count += 1
-                calls.opening, calls.kept = "", calls.reader.at
+                self._take(calls, part, found)
                 if self.full:
                     return False
-            if calls.opening:
+            if not calls.whole:
                 raise ValueError("no call")
         except (ValueError, TypeError, RecursionError):
-            self._broken = True
+            self._no_call(calls, found)
         else:
             calls.kept = calls.reader.at
-        self._open, self._held = None, calls.rest
+            self._held, self._behind = calls.rest, True
+        self._open = None
         return True
+
+    def _take(self, calls: _OpenCalls, part: CallPart, found: Found) -> None:
+        """Hand out a part of a call, or keep it until the call is whole."""
+        if part.name and part.name not in self._tools:
+            if calls.bare:
+                raise ValueError("no function of the request")
+            calls.waiting = part
+        elif calls.waiting is not None:
+            calls.waiting += part
+        if calls.waiting is not None:
+            if not part.whole:
+                return
+            part, calls.waiting = calls.waiting, None
+        if part.name:
+            self._begun += 1
+            part = replace(part, id=self._own_id(part.id))
+        found.add(replace(part, index=self._begun - 1))
+        calls.sent = True
+        if part.whole:
+            self.count += 1
+            calls.end_call()
+
+    def _own_id(self, given: str | None) -> str:
+        """Return the id that the model gives if no other call has it, else a new one."""
+        if not given or given in self._ids:
+            given = f"call_{uuid.uuid4().hex[:24]}"
+        self._ids.add(given)
+        return given
+
+    def _no_call(self, calls: _OpenCalls, found: Found) -> None:
+        """Leave what proved to be no call. A mark that the model only mentions is text; behind the
+        begin of a broken call everything is, up to the end mark."""
+        self._held = rest = calls.rest
+        if calls.whole and not calls.reader.begun:
+            return  # no further call was begun
+        text = rest.lstrip()
+        mark = next((mark for mark in self._syntax.begins if text.startswith(mark)), "")
+        self._broken = calls.broken
+        if not self._broken:
+            behind = len(rest) - len(text) + len(mark)
+            found.add(rest[:behind])
+            self._held = rest[behind:]
 
     def _leave_broken(self, found: Found) -> bool:
         """Hand out the rest of what is no call as text."""
@@ -642,34 +487,92 @@ class ToolSplitter:
         if at < 0:
             return False
         at += len(self._syntax.end)
-        found.text += self._held[:at]
+        found.add(self._held[:at])
         self._held, self._broken = self._held[at:], False
         return True
 
     def _answer(self, found: Found, final: bool) -> None:
         """Hand out text that cannot belong to a call."""
-        mark = self._syntax.end if self._broken else self._syntax.begin
-        certain = len(self._held) - (0 if final else overlap(self._held, mark))
+        if self._behind and not final:
+            return
+        marks = (self._syntax.end,) if self._broken else self._syntax.begins
+        held = 0 if final else max(overlap(self._held, mark) for mark in marks)
+        certain = len(self._held) - held
         if not final or self.count:  # white space may stand before a call, or behind the last one
             certain = len(self._held[:certain].rstrip())
-        found.text += self._held[:certain]
+        found.add(self._held[:certain])
         self._held = self._held[certain:]
 
 
 @dataclass
 class _OpenCalls:
     """Calls whose end was not read yet. opening: Text before the reader's, until a call is whole.
-    kept: Place in the reader's text behind the last whole call."""
+    bare: The calls have no begin. kept: Place in the reader's text behind the last whole call.
+    sent: A part of the call behind it was handed out. waiting: The part so far of a call that is
+    handed out once it is whole."""
 
     opening: str
     reader: Reader
     parser: Parser
+    bare: bool
     kept: int = 0
+    whole: bool = False
+    sent: bool = False
+    waiting: CallPart | None = None
 
     @property
     def rest(self) -> str:
         """Return the text that belongs to no whole call."""
         return self.opening + self.reader.text[self.kept :]
+
+    @property
+    def broken(self) -> bool:
+        """Return True if the rest, which is no call, is more than a mark in a sentence."""
+        next = self.reader.text[self.kept :].lstrip()[:1]
+        return self.sent or (not self.bare and (self.reader.begun or next in ("<", "{")))
+
+    def end_call(self) -> None:
+        self.opening, self.kept, self.whole = "", self.reader.at, True
+        self.sent = self.reader.begun = False
+
+
+class CallSearch:
+    """Finds where the model begins to call a function of the request, wherever that is."""
+
+    def __init__(self, syntax: ToolSyntax, tools: Tools):
+        self._syntax, self._tools = syntax, tools
+
+    def find(self, text: str) -> tuple[int, bool]:
+        """Return the place where a call begins, and True; or the place where one may still begin,
+        and False. A mark that is only mentioned begins none."""
+        place = 0
+        while True:
+            at, mark = _first(text, self._syntax.begins, place)
+            if not mark:
+                return len(text) - max(overlap(text, m) for m in self._syntax.begins), False
+            found = self._begins(text[at + len(mark) * (mark == self._syntax.begin) :])
+            if found is not False:
+                return at, found is True
+            place = at + len(mark)
+
+    def takes(self, recipient: str) -> bool:
+        """Return True if a message to `recipient`, as gpt-oss writes it, is a call."""
+        return recipient.startswith("functions.") or recipient in self._tools
+
+    def _begins(self, text: str) -> bool | None:
+        """Return True if a call stands at the beginning, and None if it may."""
+        try:
+            for part in self._syntax.parse(Reader(text), self._tools):
+                return None if part is None else part.name in self._tools
+        except (ValueError, TypeError, RecursionError):
+            pass
+        return False
+
+
+def _first(text: str, marks: Iterable[str], place: int = 0) -> tuple[int, str]:
+    """Return the first place of one of `marks`, and the mark; (-1, "") if there is none."""
+    found = [(at, mark) for mark in marks if (at := text.find(mark, place)) >= 0]
+    return min(found, default=(-1, ""))
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -10,9 +10,10 @@ import pytest
 
 from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.assemble import Assembler
+from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.engine import Token
 from mlx_moeflux.server.reasoning import REASONING
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter
+from mlx_moeflux.server.tools import SYNTAXES, CallSearch, ToolSplitter
 from mlx_moeflux.tokenizer import load_tokenizer
 from tests.server.conftest import MESSAGES
 from tests.server.scripted import spoken
@@ -109,19 +110,45 @@ def reply(syntax, calls):
     return text + end, ends
 
 
+def channels_of(tools=TOOLS):
+    calls = CallSearch(SYNTAXES["harmony"], tools)
+    return REASONING["harmony"].splitter(opened=False, calls=calls)
+
+
 def read(syntax, parts, *, cut=False, tools=TOOLS):
-    """(text, calls) of a reply that ends behind its parts."""
-    channels = REASONING["harmony"].splitter(opened=False) if syntax == "harmony" else None
+    """(text, calls) of a reply that ends behind its parts; what is no whole call is no JSON."""
+    channels = channels_of(tools) if syntax == "harmony" else None
     splitter = ToolSplitter(SYNTAXES[syntax], tools)
-    text, calls = "", []
+    text, calls = "", {}
     for i, part in enumerate(parts):
         final = i == len(parts) - 1
         if channels is not None:
             part = channels.add(part, final=final).content
         found = splitter.add(part, final=final, cut=cut and final)
         text += found.text
-        calls += [(call.name, json.loads(call.arguments)) for call in found.calls]
-    return text, calls
+        for one in found.calls:
+            check_part(calls, one)
+    return text, [(call.name, json.loads(call.arguments)) for call in whole_calls(calls.values())]
+
+
+def check_part(calls, part):
+    """Add a part to the calls so far; only whole ones are JSON."""
+    assert (part.index not in calls) == bool(part.name) == bool(part.id)
+    assert part.index == len(calls) - (not part.name)
+    assert not (part.index in calls and calls[part.index].whole)
+    assert part.arguments
+    call = calls[part.index] = calls[part.index] + part if part.index in calls else part
+    if not call.whole:
+        # A JSON object ends with a brace, so nothing shorter has to be tried.
+        assert not is_json(call.arguments)
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_cuts(syntax, *, cut, single):
@@ -266,7 +293,7 @@ def test_a_broken_call_is_text_at_once_and_the_next_one_counts():
     assert splitter.add(broken + "y").text == broken + "y"
     found = splitter.add("</tool_call> z " + hermes("now", {}), final=True)
     assert found.text == "</tool_call> z"
-    assert [call.name for call in found.calls] == ["now"]
+    assert [call.name for call in whole_calls(found.calls)] == ["now"]
 
 
 @pytest.fixture(scope="module")
@@ -277,16 +304,17 @@ def tokenizer():
 def assembled(tokenizer, syntax, text, tokens, *, finish="length", stop=()):
     """The parts of a reply that ends after some tokens, as one."""
     ids = tokenizer.encode(text, add_special_tokens=False)[:tokens]
-    reasoning = REASONING["harmony"].splitter(opened=False) if syntax == "harmony" else None
+    reasoning = channels_of() if syntax == "harmony" else None
     tools = ToolSplitter(SYNTAXES[syntax], TOOLS)
     assembler = Assembler(tokenizer, stop=stop, reasoning=reasoning, tools=tools)
     last = [Token(ids[-1], "length")] if finish == "length" else [Token(ids[-1]), Token(0, "stop")]
     parts = []
     for token in [*map(Token, ids[:-1]), *last]:
-        parts.append(assembler.add(token))
-        if parts[-1].finish:
+        parts += assembler.add(token)
+        if parts and parts[-1].finish:
             break
-    calls = [(c.name, json.loads(c.arguments)) for part in parts for c in part.calls]
+    calls = whole_calls(call for part in parts for call in part.calls)
+    calls = [(call.name, json.loads(call.arguments)) for call in calls]
     return "".join(part.text for part in parts), calls, parts[-1].finish
 
 
@@ -346,8 +374,10 @@ def test_protocols_say_that_a_limit_cut_a_call(tiny, syntax):
 
         events = server.stream("/v1/chat/completions", {**CHAT, "max_tokens": tokens})
         choices = [data["choices"][0] for _, data in events[:-1]]
-        deltas = [one for c in choices for one in c["delta"].get("tool_calls", [])]
-        assert [one["function"] for one in deltas] == [call["function"]]
+        first, second = streamed_chat(events)
+        assert {**first, "function": call["function"]} == first
+        assert second["id"] != first["id"]
+        check_unfinished(second["function"], [first["function"]["arguments"]])
         assert choices[-1]["finish_reason"] == "length"
         assert rest in "".join(c["delta"].get("content") or "" for c in choices)
 
@@ -363,8 +393,16 @@ def test_protocols_say_that_a_limit_cut_a_call(tiny, syntax):
         assert [json.loads(one["arguments"]) for one in done] == [CALLS[0][1]]
         items = events[-1][1]["response"]["output"]
         assert [(item["type"], item["status"]) for item in items] == [
-            ("message", "completed"), ("function_call", "completed"), ("message", "incomplete"),
+            ("message", "completed"), ("function_call", "completed"),
+            ("function_call", "incomplete"), ("message", "incomplete"),
         ]  # fmt: skip
+        check_unfinished(items[2], [done[0]["arguments"]])
+        closed = [d["output_index"] for name, d in events if name == "response.output_item.done"]
+        assert closed == [0, 1, 3]
+        parts = [d for name, d in events if name == "response.function_call_arguments.delta"]
+        for i in (1, 2):
+            own = "".join(d["delta"] for d in parts if d["output_index"] == i)
+            assert own == items[i]["arguments"]
 
         _, body = server.ask("/v1/messages", {**CLAUDE, "max_tokens": tokens})
         assert body["stop_reason"] == "max_tokens"
@@ -373,24 +411,66 @@ def test_protocols_say_that_a_limit_cut_a_call(tiny, syntax):
         assert rest in body["content"][0]["text"]
         events = server.stream("/v1/messages", {**CLAUDE, "max_tokens": tokens})
         blocks = [d["content_block"] for name, d in events if name == "content_block_start"]
-        assert [block["type"] for block in blocks] == ["text", "tool_use", "text"]
+        assert [block["type"] for block in blocks] == ["text", "tool_use", "tool_use", "text"]
+        assert [block["input"] for block in blocks[1:3]] == [{}, {}]
         assert events[-2][1]["delta"]["stop_reason"] == "max_tokens"
+        closed = [d["index"] for name, d in events if name == "content_block_stop"]
+        assert closed == [0, 1, 3]  # clients take what is not closed for no call
+        parts = [d for name, d in events if name == "content_block_delta"]
+        inputs = ["", ""]
+        for data in parts:
+            if data["index"] in (1, 2):
+                inputs[data["index"] - 1] += data["delta"]["partial_json"]
+        assert json.loads(inputs[0]) == CALLS[0][1]
+        check_unfinished({"name": blocks[2]["name"], "arguments": inputs[1]}, inputs[:1])
 
 
-def test_a_call_that_an_error_cuts_is_not_handed_out(tiny):
+def streamed_chat(events):
+    """The calls of a chat's stream, each in the form of a whole reply; their deltas are checked."""
+    calls = []
+    for _, data in events[:-1]:
+        for delta in data["choices"][0]["delta"].get("tool_calls", []):
+            if "id" in delta:
+                assert delta["index"] == len(calls)
+                assert set(delta) == {"index", "id", "type", "function"}
+                assert delta["function"]["arguments"] == ""
+                calls.append({**delta, "function": dict(delta["function"])})
+            else:
+                assert delta["index"] == len(calls) - 1
+                assert set(delta) == {"index", "function"}
+                assert set(delta["function"]) == {"arguments"}
+                calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+    return calls
+
+
+def check_unfinished(function, whole):
+    """A call that was cut has its name, and arguments that no client can parse."""
+    assert function["name"] == "write"
+    assert function["arguments"].startswith('{"path": "b')
+    assert not is_json(function["arguments"])
+    assert all(is_json(arguments) for arguments in whole)
+
+
+def test_a_call_that_an_error_cuts_stays_unfinished(tiny):
     text, _ = reply("glm4", CALLS[:1])
     with spoken(*tiny, text[:-20], fails=True, tool_parser="glm4") as server:
         status, _ = server.ask("/v1/chat/completions", CHAT)
         assert status == 500
         events = server.stream("/v1/chat/completions", CHAT)
         assert "error" in events[-1][1]
-        assert not any("tool_calls" in json.dumps(data) for _, data in events)
+        (call,) = streamed_chat(events)
+        assert not is_json(call["function"]["arguments"])
         events = server.stream("/v1/responses", RESPONSES)
         assert events[-1][0] == "response.failed"
-        assert not any("function_call" in name for name, _ in events)
+        done = [d["output_index"] for name, d in events if name == "response.output_item.done"]
+        assert done == [0]
+        assert not any("arguments.done" in name for name, _ in events)
+        (item,) = events[-1][1]["response"]["output"][1:]
+        assert item["status"] == "in_progress"
+        assert not is_json(item["arguments"])
         events = server.stream("/v1/messages", {**CLAUDE, "max_tokens": 500})
         assert events[-1][0] == "error"
-        assert not any("tool_use" in json.dumps(data) for _, data in events)
+        assert [d["index"] for name, d in events if name == "content_block_stop"] == [0]
 
 
 # Calls as gpt-oss's published template writes them; the mark <|constrain|> is not in it.

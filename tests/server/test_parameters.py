@@ -173,8 +173,10 @@ def test_a_required_call_comes_with_valid_arguments(server, stream, choice, name
     body["parallel_tool_calls"] = False
     if stream:
         chunks = [data["choices"][0] for _, data in server.stream(PATH, body)[:-1]]
-        calls = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
-        assert [call["index"] for call in calls] == [0]
+        parts = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
+        assert {part["index"] for part in parts} == {0}
+        arguments = "".join(part["function"]["arguments"] for part in parts)
+        calls = [{**parts[0], "function": {**parts[0]["function"], "arguments": arguments}}]
         finish = chunks[-1]["finish_reason"]
     else:
         choice = server.chat(**body)["choices"][0]

@@ -9,10 +9,17 @@ import pytest
 
 from mlx_moeflux.detokenizer import StopText
 from mlx_moeflux.loading import BUNDLED_MODEL
+from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.constrain import Grammars
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.reasoning import REASONING, choose_reasoning
-from mlx_moeflux.server.tools import SYNTAXES, ToolSplitter, calls_grammar, choose_syntax
+from mlx_moeflux.server.tools import (
+    SYNTAXES,
+    CallSearch,
+    ToolSplitter,
+    calls_grammar,
+    choose_syntax,
+)
 from mlx_moeflux.tokenizer import load_tokenizer
 
 CITY = {
@@ -128,7 +135,8 @@ def split(name, text, seed, **options):
     splitter = ToolSplitter(SYNTAXES[name], TOOLS, **options)
     found = [splitter.add(part) for part in cut(text, seed)]
     found.append(splitter.add("", final=True))
-    return "".join(one.text for one in found), [call for one in found for call in one.calls]
+    calls = whole_calls(call for one in found for call in one.calls)
+    return "".join(one.text for one in found), calls
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -283,11 +291,16 @@ HARMONY = {
 }  # fmt: skip
 
 
+def channels():
+    calls = CallSearch(SYNTAXES["harmony"], TOOLS)
+    return REASONING["harmony"].splitter(opened=False, calls=calls)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("case", HARMONY)
 def test_channels_are_apart_wherever_they_are_cut(case, seed):
     text, reasoning, content = HARMONY[case]
-    splitter = REASONING["harmony"].splitter(opened=False)
+    splitter = channels()
     parts = [splitter.add(part) for part in cut(text, seed)]
     parts.append(splitter.add("", final=True))
     assert "".join(part.reasoning for part in parts) == reasoning
@@ -296,14 +309,14 @@ def test_channels_are_apart_wherever_they_are_cut(case, seed):
 
 def test_a_call_in_a_channel_is_a_call():
     text = HARMONY["call, and words before"][0]
-    channels = REASONING["harmony"].splitter(opened=False)
+    messages = channels()
     calls = ToolSplitter(SYNTAXES["harmony"], TOOLS)
     found = [
-        calls.add(channels.add(part).content) for part in cut(text.removesuffix("<|call|>"), 3)
+        calls.add(messages.add(part).content) for part in cut(text.removesuffix("<|call|>"), 3)
     ]
-    found.append(calls.add(channels.add("", final=True).content, final=True))
+    found.append(calls.add(messages.add("", final=True).content, final=True))
     assert "".join(one.text for one in found) == "I look."
-    assert [call.name for one in found for call in one.calls] == ["now"]
+    assert [c.name for c in whole_calls(c for one in found for c in one.calls)] == ["now"]
 
 
 @pytest.mark.parametrize("end", ["<|call|>", ""])
@@ -323,11 +336,12 @@ def test_a_call_in_a_channel_is_a_call():
 def test_the_heads_of_calls_that_gpt_oss_writes(head, arguments, calls, end):
     text = f"<|channel|>commentary to={head}<|message|>{arguments}{end}"
     for parts in ([text], list(text)):
-        channels = REASONING["harmony"].splitter(opened=False)
+        messages = channels()
         splitter = ToolSplitter(SYNTAXES["harmony"], TOOLS)
-        found = [splitter.add(channels.add(part).content) for part in parts]
-        found.append(splitter.add(channels.add("", final=True).content, final=True))
-        assert [(c.name, c.arguments) for one in found for c in one.calls] == calls
+        found = [splitter.add(messages.add(part).content) for part in parts]
+        found.append(splitter.add(messages.add("", final=True).content, final=True))
+        whole = whole_calls(c for one in found for c in one.calls)
+        assert [(c.name, c.arguments) for c in whole] == calls
         assert bool("".join(one.text for one in found)) == (not calls)
 
 

@@ -378,9 +378,12 @@ class Stream:
         if delta.text:
             found += self._enter("text", {"text": ""})
             found += self._delta("text_delta", text=delta.text)
-        for call in delta.calls:
-            found += self._enter("tool_use", {"id": call.id, "name": call.name, "input": {}})
-            found += self._delta("input_json_delta", partial_json=call.arguments)
+        for part in delta.calls:
+            if part.name:
+                found += self._enter("tool_use", {"id": part.id, "name": part.name, "input": {}})
+            found += self._delta("input_json_delta", partial_json=part.arguments)
+            if part.whole:
+                found += self._close(whole=True)
         return found
 
     def wait(self) -> str:
@@ -410,8 +413,11 @@ class Stream:
         inner = {"type": kind, **delta}
         return _event({"type": "content_block_delta", "index": self._index, "delta": inner})
 
-    def _close(self) -> str:
-        if self._open is None:
+    def _close(self, *, whole: bool = False) -> str:
+        """Return the events that end the open block. A call that is not whole is not ended:
+        clients would call the function."""
+        if self._open is None or (self._open == "tool_use" and not whole):
+            self._open = None
             return ""
         last = self._delta("signature_delta", signature="") if self._open == "thinking" else ""
         self._open = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
 )
 
 from mlx_moeflux.server.assemble import Delta
+from mlx_moeflux.server.calls import CallPart
 from mlx_moeflux.server.fields import Count, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (
     Arguments,
@@ -237,21 +239,23 @@ def _message_of(delta: Delta) -> dict[str, Any]:
         message["reasoning_content"] = delta.reasoning
     if delta.calls:
         message["content"] = delta.text or None
-        message["tool_calls"] = _calls(delta, None)
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in delta.calls
+        ]
     return message
 
 
-def _calls(delta: Delta, first: int | None) -> list[dict[str, Any]]:
-    """Return the calls of a part; `first`: Number of the first one, in streams."""
-    return [
-        {
-            **({} if first is None else {"index": first + i}),
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for i, call in enumerate(delta.calls)
-    ]
+def _steps(part: CallPart) -> Iterator[dict[str, Any]]:
+    """Yield a part of a call as a stream has it: the name before the first arguments."""
+    if part.name:
+        function = {"name": part.name, "arguments": ""}
+        yield {"index": part.index, "id": part.id, "type": "function", "function": function}
+    yield {"index": part.index, "function": {"arguments": part.arguments}}
 
 
 def _head(service: Service, kind: str) -> dict[str, Any]:
@@ -280,7 +284,7 @@ class Stream(ChunkStream):
 
     def __init__(self, generation: Generation, service: Service):
         super().__init__(generation, _head(service, "chat.completion.chunk"))
-        self._service, self._calls = service, [0] * generation.request.n
+        self._service = service
 
     def start(self) -> str:
         first = {"role": "assistant", "content": ""}
@@ -292,11 +296,10 @@ class Stream(ChunkStream):
             content["reasoning_content"] = delta.reasoning
         if delta.text:
             content["content"] = delta.text
-        if delta.calls:
-            content["tool_calls"] = _calls(delta, self._calls[i])
-            self._calls[i] += len(delta.calls)
         found = logprobs(self._service, delta) if delta.logprobs else None
         text = self._delta(i, content, found=found) if content or found else ""
+        for step in (step for part in delta.calls for step in _steps(part)):
+            text += self._delta(i, {"tool_calls": [step]})
         return text + self._delta(i, {}, delta.finish) if delta.finish else text
 
     def wait(self) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_moeflux.server.assemble import LENGTH, Delta
+from mlx_moeflux.server.calls import CallPart
 from mlx_moeflux.server.errors import RequestError
 from mlx_moeflux.server.fields import Count, Fields, Items, OneOf, OpenFields, TokenLimit
 from mlx_moeflux.server.protocols.content import (
@@ -40,7 +41,6 @@ from mlx_moeflux.server.request import (
 )
 from mlx_moeflux.server.service import Generation, Service
 from mlx_moeflux.server.thinking import always_sent
-from mlx_moeflux.server.tools import ToolCall
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 
@@ -373,8 +373,8 @@ class Stream:
             found += self._text("reasoning", delta.reasoning, None)
         if delta.text:
             found += self._text("message", delta.text, delta)
-        for call in delta.calls:
-            found += self._close() + self._call(call)
+        for part in delta.calls:
+            found += self._call(part)
         self._finish = delta.finish or self._finish
         return found
 
@@ -437,6 +437,10 @@ class Stream:
         if not self._open:
             return ""
         self._open, item = False, self._items[-1]
+        if item["type"] == "function_call":
+            # No event says that it is done: clients would call the function.
+            item["status"] = "incomplete"
+            return ""
         part = item["content"][0]
         place = {**self._place(), "content_index": 0}
         done = {"text": part["text"]}
@@ -452,28 +456,33 @@ class Stream:
         index, item = len(self._items) - 1, self._items[-1]
         return self._event("response.output_item.done", output_index=index, item=item)
 
-    def _call(self, call: ToolCall) -> str:
-        group, name = self._generation.request.namespaces.get(call.name, (None, call.name))
+    def _call(self, part: CallPart) -> str:
+        """Return the events of a part of a call; a call that does not become whole has no last."""
+        found = self._begin_call(part) if part.name else ""
+        item, kind = self._items[-1], "response.function_call_arguments"
+        item["arguments"] += part.arguments
+        found += self._event(f"{kind}.delta", **self._place(), delta=part.arguments)
+        if not part.whole:
+            return found
+        self._open, item["status"] = False, "completed"
+        whole = {"name": item["name"], "arguments": item["arguments"]}
+        return found + self._event(f"{kind}.done", **self._place(), **whole) + self._item_done()
+
+    def _begin_call(self, part: CallPart) -> str:
+        before = self._close()
+        group, name = self._generation.request.namespaces.get(part.name, (None, part.name))
         item = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
             "status": "in_progress",
-            "call_id": call.id,
+            "call_id": part.id,
             "name": name,
             "arguments": "",
         }
         if group is not None:
             item["namespace"] = group
-        added = self._add(item)
-        item |= {"status": "completed", "arguments": call.arguments}
-        arguments = "response.function_call_arguments"
-        whole = {"name": name, "arguments": call.arguments}
-        return (
-            added
-            + self._event(f"{arguments}.delta", **self._place(), delta=call.arguments)
-            + self._event(f"{arguments}.done", **self._place(), **whole)
-            + self._item_done()
-        )
+        self._open = True
+        return before + self._add(item)
 
 
 async def reply(generation: Generation, service: Service) -> dict[str, Any]:
