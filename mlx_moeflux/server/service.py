@@ -335,7 +335,8 @@ class Generation:
         reasoning = tools = calls = None
         syntax = service.tool_syntax
         if request.tools and request.tool_choice != NONE and syntax is not None:
-            most, functions = None if request.parallel_tool_calls else 1, parameters_of(request.tools)
+            functions = parameters_of(request.tools)
+            most = None if request.parallel_tool_calls else 1
             strays = () if service.reasoning is None else service.reasoning.strays
             tools = ToolSplitter(syntax, functions, most=most, strays=strays)
             calls = CallSearch(syntax, functions)

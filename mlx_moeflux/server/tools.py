@@ -7,6 +7,7 @@ cannot be parsed stays text: nothing of a reply is lost.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,14 +250,22 @@ SYNTAXES: dict[str, ToolSyntax] = {
 
 
 def choose_syntax(templates: Iterable[str | None], name: str | None = None) -> ToolSyntax | None:
-    """Return the named syntax, or the first whose markers are all in one of the templates."""
-    if name is not None:
-        return SYNTAXES[name]
+    """Return the named syntax, or the first whose markers are all in one of the templates.
+
+    A template that writes the arguments of earlier calls as JSON itself gets them as objects.
+    """
     known = [template for template in templates if template]
-    for syntax in SYNTAXES.values():
-        if any(all(marker in template for marker in syntax.markers) for template in known):
-            return syntax
+    found = [SYNTAXES[name]] if name is not None else SYNTAXES.values()
+    for syntax in found:
+        marked = (all(mark in template for mark in syntax.markers) for template in known)
+        if name is not None or any(marked):
+            encoded = any(_ENCODED_ARGUMENTS.search(template) for template in known)
+            objects = syntax.text_arguments and encoded
+            return replace(syntax, text_arguments=False) if objects else syntax
     return None
+
+
+_ENCODED_ARGUMENTS = re.compile(r"""arguments['"]?\]?\s*\|\s*tojson""")
 
 
 def calls_grammar(

@@ -197,12 +197,48 @@ def test_text_without_calls_is_not_held_back():
         ("""{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + """
          """'<｜tool▁sep｜>' + tool['function']['arguments']}}""", "deepseek_v3.1"),
         ("<|channel|>commentary to= <|constrain|>json<|message|>", "harmony"),
+        # Qwen3-Coder, Qwen3.5 and 3.6, and as GLM-4.7 and Kimi-K2-Thinking spell it.
+        ("""{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}"""
+         """{{- '<parameter=' + args_name + '>\n' }}""", "qwen3_xml"),
+        ("""{{- '<tool_call>' + tc.name }}{%- for k, v in tc.arguments.items() -%}"""
+         """<arg_key>{{ k }}</arg_key>""", "glm4"),
+        ("""<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}"""
+         """<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>""", "kimi_k2"),
+        # Families that no model of this package has.
+        ("""{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}invoke name="f">""", None),
+        ("""<seed:tool_call>\n<function=f>\n<parameter=a>""", None),
+        ("""{{- '<|tool_call>call:' + name }}""", None),
+        ("""<|tool_call_start|>[f(a=1)]<|tool_call_end|>""", None),
         ("{{ messages }}", None),
     ],
 )  # fmt: skip
 def test_the_template_tells_the_syntax(template, name):
     assert choose_syntax([None, template]) is (SYNTAXES[name] if name else None)
     assert choose_syntax([template], "kimi_k2") is SYNTAXES["kimi_k2"]
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "text"),
+    [
+        ("'<｜tool▁calls▁begin｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>'",
+         "deepseek_v3.1", True),
+        ("'<｜tool▁calls▁begin｜>' + tool['function']['arguments']|tojson + '<｜tool▁call▁end｜>'",
+         "deepseek_v3.1", False),
+        ("'<｜tool▁calls▁begin｜>' ~ '```json' ~ tool.function.arguments | tojson",
+         "deepseek_v3", False),
+        ("<|tool_calls_section_begin|>{{ tool_call['function']['arguments'] | tojson }}",
+         "kimi_k2", False),
+        ("<|tool_calls_section_begin|>{% if call.arguments is string %}{{ call.arguments }}"
+         "{% else %}{{ call.arguments | tojson }}{% endif %}", "kimi_k2", False),
+        ("<|tool_calls_section_begin|>{{ tools | tojson }}{{ tool_call['arguments'] }}",
+         "kimi_k2", True),
+    ],
+)  # fmt: skip
+def test_the_template_tells_how_it_wants_earlier_arguments(template, name, text):
+    for chosen in (choose_syntax([template]), choose_syntax([None, template], name)):
+        assert chosen is not None
+        assert chosen.parse is SYNTAXES[name].parse
+        assert chosen.text_arguments == text
 
 
 @pytest.fixture(scope="module")
