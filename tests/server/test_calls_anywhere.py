@@ -4,6 +4,7 @@ marks around them. What only mentions a mark stays what it was."""
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from tests.server.test_cut_calls import (
     CALLS,
     CHAT,
     CLAUDE,
+    MARKS,
     RESPONSES,
     TOOLS,
     WRITERS,
@@ -33,6 +35,7 @@ from tests.server.test_cut_calls import (
 )
 
 WRITE = CALLS[0]
+ANALYSIS = "<|channel|>analysis<|message|>Hm."
 THINKING = [syntax for syntax in WRITERS if syntax != "harmony"]
 
 
@@ -123,6 +126,28 @@ def test_what_is_mentioned_in_the_thinking_stays_there(syntax, text, size):
     assert read(syntax, f"</think>So {text}", size=size) == ("", f"So {text}", [])
 
 
+@pytest.mark.parametrize(
+    "count", [pytest.param(5, id="few"), pytest.param(200, id="many", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("syntax", WRITERS)
+def test_damaged_thinking_means_the_same_in_parts_of_any_size(syntax, count):
+    draw = random.Random(count)
+    reasoning = "harmony" if syntax == "harmony" else "think"
+    head = ANALYSIS + "<|end|><|start|>assistant" if syntax == "harmony" else "I read it.\n"
+    for _ in range(count):
+        text = head + written(syntax, CALLS[:1] if syntax == "harmony" else CALLS)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(text))
+            mark = draw.choice([*MARKS, "</think>", "</think>", "<think>", "<|start|>"])
+            text = text[:at] + mark + text[at + draw.choice([0, 0, 1, 5, 20]) :]
+        opened = draw.random() < 0.7 and syntax != "harmony"
+        found = [
+            read(syntax, text, opened=opened, size=size, reasoning=reasoning)
+            for size in (1, 4, len(text))
+        ]
+        assert found[0] == found[1] == found[2], text
+
+
 def test_a_call_counts_behind_a_mention_in_the_answer():
     for syntax, mention in (
         ("hermes", "`<tool_call>` opens"), ("qwen3_xml", "`<tool_call>` opens"),
@@ -200,9 +225,6 @@ def test_stray_marks_behind_a_call_reach_nobody(text, tail):
 )
 def test_a_second_end_of_the_thinking_is_dropped(opened, text, want, size):
     assert read("hermes", text, opened=opened, size=size)[:2] == want
-
-
-ANALYSIS = "<|channel|>analysis<|message|>Hm."
 
 
 @pytest.mark.parametrize("size", [1, 1000])
