@@ -141,11 +141,12 @@ def make_app(service: Service, limits: Limits) -> Guard:
             routes.append(Route(f"/v1{one.path}", one.endpoint, methods=one.methods))
     routes += page_routes()
     paths = {route.path for route in routes}
+    answered = {route.path for route in routes if isinstance(route, Route)}
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path: str = request.scope["path"]
-        if error.status_code == 404 and path.endswith("/") and path.rstrip("/") in paths:
+        if error.status_code == 404 and path.endswith("/") and path.rstrip("/") in answered:
             # Starlette's own redirect would name this server's inner host.
             query = request.url.query
             location = path.rstrip("/") + (f"?{query}" if query else "")
