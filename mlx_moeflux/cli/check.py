@@ -24,13 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print two tables for each dtype; return 1 if a stock operation or a kernel failed."""
     from mlx_moeflux.backend import describe_backend
-    from mlx_moeflux.errors import InputError
-    from mlx_moeflux.kernels.registry import OPERATIONS
+    from mlx_moeflux.kernels.registry import OPERATIONS, unknown_operation
 
-    known = (STOCK, KERNELS, *OPERATIONS)
-    if args.operation not in (None, *known):
-        names = ", ".join(known)
-        raise InputError(f"no operation is called '{args.operation}'; there are {names}.")
+    if args.operation not in (None, STOCK, KERNELS, *OPERATIONS):
+        raise unknown_operation(args.operation, STOCK, KERNELS)
     parts = (STOCK, KERNELS) if args.operation is None else (args.operation,)
     dtypes = DTYPES if args.dtype is None else (args.dtype,)
     if len(parts) == len(dtypes) == 1:

@@ -16,6 +16,7 @@ on "auto" is composed of them; one that is chosen by name too contradicts it.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -408,8 +409,7 @@ def choose_kernels(
             named[operation] = choice
     for operation, choice in named.items():
         if operation not in OPERATIONS:
-            known = ", ".join(OPERATIONS)
-            raise InputError(f"no operation is called '{operation}'; there are {known}.")
+            raise unknown_operation(operation)
         if callable(choice):
             _check_callable(OPERATIONS[operation], choice, check_values)
         elif choice != AUTO:
@@ -422,6 +422,14 @@ def choose_kernels(
             )
     _check_table()
     return Kernels(dict.fromkeys(OPERATIONS, base) | named)
+
+
+def unknown_operation(name: str, *others: str) -> InputError:
+    """Return the error for a name that no operation has, with those that are like it. others: Names
+    that are known besides."""
+    near = difflib.get_close_matches(name, (*others, *OPERATIONS), cutoff=0.5)
+    mend = f"did you mean {' or '.join(near)}?" if near else "'mlx_moeflux check' names all."
+    return InputError(f"no operation is called '{name}'; {mend}")
 
 
 def parse(text: str, source: str) -> list[tuple[str | None, Choice]]:

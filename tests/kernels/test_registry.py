@@ -443,10 +443,21 @@ def test_check_fails_when_a_kernel_does(capsys, monkeypatch, tmp_path):
     with emulated():
         assert main(["check", "--operation", "softmax_top_k", "--dtype", "float32"]) == 1
     assert "wrong" in capsys.readouterr().out
-    assert main(["check", "--operation", "softmax"]) == 1
-    said = capsys.readouterr().err
-    assert "no operation is called 'softmax'" in said
-    assert f"; there are stock, kernels, {', '.join(OPERATIONS)}." in said
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("softmax", "did you mean softmax_top_k?"),
+        ("kernel", "did you mean kernels?"),
+        ("moe_combined", "did you mean moe_combine or "),
+        ("?", "'mlx_moeflux check' names all."),
+    ],
+)
+def test_an_operation_that_is_not_there_is_one_whole_line(capsys, name, mend):
+    """However many operations there are."""
+    assert main(["check", "--operation", name]) == 1
+    assert f"error: no operation is called '{name}'; {mend}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
