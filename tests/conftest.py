@@ -74,16 +74,17 @@ def pytest_collection():
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory) -> Path:
-    """A folder with two layers of qwen3.5-tiny, a delta net's and one of attention, and two of
-    deepseek-tiny, each in a folder of its name."""
+    """A folder with two layers of qwen3.5-tiny, a delta net's and one of attention, the same of
+    qwen4-exp-tiny, and two layers of deepseek-tiny, each in a folder of its name."""
     from mlx_moeflux.conversion import synthesize
 
     root = tmp_path_factory.mktemp("two-layers")
     with pytest.MonkeyPatch.context() as patch:
-        shape = synthesize.SHAPES["qwen3.5-tiny"]
-        shape = dataclasses.replace(shape, full_attention_interval=2)
-        patch.setitem(synthesize.SHAPES, "qwen3.5-tiny", shape)
-        for family in ("qwen3.5-tiny", "deepseek-tiny"):
+        for family, options in (("qwen3.5-tiny", {}), ("qwen4-exp-tiny", {"ple_layer_ids": (1,)})):
+            options |= {"full_attention_interval": 2}
+            shape = dataclasses.replace(synthesize.SHAPES[family], **options)
+            patch.setitem(synthesize.SHAPES, family, shape)
+        for family in ("qwen3.5-tiny", "qwen4-exp-tiny", "deepseek-tiny"):
             synthesize.synthesize(family, root / family, layers=2, experts=16)
     return root
 

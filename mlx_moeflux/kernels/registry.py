@@ -52,6 +52,7 @@ from mlx_moeflux.kernels.moe.router import SIGMOID_TOP_K, SOFTMAX_TOP_K
 from mlx_moeflux.kernels.nested import describe
 from mlx_moeflux.kernels.operation import REFERENCE, Implementation, Operation, row_name
 from mlx_moeflux.kernels.runtime import launcher
+from mlx_moeflux.kernels.streams.read_streams import READ_STREAMS
 from mlx_moeflux.kernels.verify import failures, trials, verdicts
 
 ENVIRONMENT = "MOEFLUX_KERNELS"
@@ -84,6 +85,7 @@ OPERATIONS: dict[str, Operation] = {
         MOE_COMBINE,
         ADD_SHARED,
         MOE_STEP,
+        READ_STREAMS,
     )
 }
 if unknown := {one for record in OPERATIONS.values() for one in record.replaces} - {*OPERATIONS}:

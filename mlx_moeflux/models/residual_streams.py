@@ -1,22 +1,22 @@
 """Several residual streams instead of one: what a mixer or MLP reads, and where its output goes.
 
-    x: S streams of C numbers;   n = rms_norm of each stream, times w [S C]
-    read  = mean over streams of sigmoid(W_up silu(W_down n / S)) n
-    inject = 2 sigmoid(W_inject n / S), a number for each stream
-    x <- x + inject f(read)
+    x <- x + inject f(read), read and inject as :mod:`~mlx_moeflux.kernels.streams.read_streams`
+    computes them of x, S streams of C numbers
 
 Source: transformers 5.24 `Qwen4ExpTextGatedResidual`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_moeflux.cache import BaseCache
 from mlx_moeflux.kernels.registry import Kernels
+from mlx_moeflux.kernels.streams.read_streams import grouped_norm
 from mlx_moeflux.models.layers import DecoderLayer, weights_of
 from mlx_moeflux.models.modules import Linear, Module
 
@@ -27,17 +27,17 @@ class GroupedNorm(Module):
     def __init__(self, groups: int, width: int, *, eps: float):
         super().__init__()
         self.weight = mx.ones((groups * width,))
-        self._groups, self._eps = groups, eps
+        self._groups, self.eps = groups, eps
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x ``[..., S C]`` -> the same shape and dtype; computed in float32."""
-        f = x.astype(mx.float32).reshape(*x.shape[:-1], self._groups, -1)
-        normed = (f * mx.rsqrt(f.square().mean(-1, keepdims=True) + self._eps)).reshape(x.shape)
-        return (normed * self.weight.astype(mx.float32)).astype(x.dtype)
+        """Compute :func:`~mlx_moeflux.kernels.streams.read_streams.grouped_norm` of x."""
+        return grouped_norm(x, self.weight, groups=self._groups, eps=self.eps)
 
 
 class GatedResidual(Module):
     """What stands around a mixer or MLP, see the module. injects: False at the end of the model."""
+
+    reads: ClassVar[Mapping[str, type]] = {"hc_norm": GroupedNorm}
 
     def __init__(self, config: Any, kernels: Kernels, *, injects: bool = True):
         super().__init__()
@@ -57,12 +57,16 @@ class GatedResidual(Module):
     def __call__(self, x: mx.array) -> tuple[mx.array, Any]:
         """x ``[B, T, S C]`` -> what is read ``[B, T, C]``, and the injection ``[B, T, S]`` or
         None."""
-        S, project = self._streams, self._kernels.project
-        normed = self.hc_norm(x)
-        down, *inject = project(normed, weights_of(*self.stacks()[0]))
-        up = project(nn.silu(down / S), weights_of(self.input_mix_weight_up))[0]
-        mixed = (mx.sigmoid(up) * normed).reshape(*x.shape[:-1], S, -1).mean(axis=-2)
-        return mixed, 2.0 * mx.sigmoid(inject[0] / S) if inject else None
+        norm, kernels = self.hc_norm, self._kernels
+        return kernels.read_streams(
+            x,
+            weights_of(*self.stacks()[0]),
+            weights_of(self.input_mix_weight_up)[0],
+            norm=norm.weight,
+            eps=norm.eps,
+            streams=self._streams,
+            steps=kernels,
+        )
 
 
 class StreamsLayer(DecoderLayer):

@@ -30,6 +30,7 @@ SHAPES = {
     "deepseek-tiny": {"kv_lora_rank": 128},
     "qwen3-tiny": {"use_sliding_window": True, "sliding_window": 5},
     "qwen3-next-tiny": {"full_attention_interval": 2},
+    "qwen4-exp-tiny": {"full_attention_interval": 2, "ple_layer_ids": (1,)},
 }
 # Around the places where an implementation begins.
 PROMPTS = (1, 4, 5, 9, 64, 130)

@@ -1,0 +1,1 @@
+"""Several residual streams instead of one."""
