@@ -32,6 +32,8 @@ from mlx_moeflux.errors import InputError, MoefluxError, ShapeError, Unsupported
 from mlx_moeflux.kernels import dispatch
 from mlx_moeflux.kernels.attention.append import APPEND_ROW
 from mlx_moeflux.kernels.attention.attention import SDPA
+from mlx_moeflux.kernels.attention.choose_blocks import CHOOSE_BLOCKS
+from mlx_moeflux.kernels.attention.chosen_sdpa import CHOSEN_SDPA
 from mlx_moeflux.kernels.attention.norm_rope import NORM_ROPE
 from mlx_moeflux.kernels.attention.paged_attention import PAGED_SDPA
 from mlx_moeflux.kernels.delta.delta_mixer import DELTA_MIXER
@@ -86,6 +88,8 @@ OPERATIONS: dict[str, Operation] = {
         ADD_SHARED,
         MOE_STEP,
         READ_STREAMS,
+        CHOOSE_BLOCKS,
+        CHOSEN_SDPA,
     )
 }
 if unknown := {one for record in OPERATIONS.values() for one in record.replaces} - {*OPERATIONS}:

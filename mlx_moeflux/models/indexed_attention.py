@@ -1,14 +1,12 @@
 """Attention whose queries see chosen blocks of tokens: Qwen4-Exp's sparse attention.
 
 The tokens of a sequence form blocks of ``indexer_compress_ratio``. A block's key is the mean of its
-tokens' index keys, normed, and rotated at the first token's position. A query's score of a complete
-block is the sum over index heads of relu(q . k), by sqrt(Di). Each query sees the best
-``indexer_budget // indexer_compress_ratio`` complete blocks, equal ones from the first on, and all
-tokens behind the last complete block. A query with no more blocks than that sees everything, by
-plain attention.
+tokens' index keys, normed, and rotated at the first token's position. Each query sees the best
+``indexer_budget // indexer_compress_ratio`` complete blocks, as
+:mod:`~mlx_moeflux.kernels.attention.choose_blocks` chooses them, and all tokens behind the last
+complete block. A query with no more blocks than that sees everything, by plain attention.
 
-Source: transformers 5.24 `Qwen4ExpTextQSAIndexer`, which takes equal scores in the order of torch's
-topk.
+Source: transformers 5.24 `Qwen4ExpTextQSAIndexer`.
 """
 
 from __future__ import annotations
@@ -19,21 +17,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_moeflux.cache.kv import IndexedCache, IndexedStep
+from mlx_moeflux.kernels.attention.choose_blocks import best_blocks, block_scores
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.models.attention import Attention
 from mlx_moeflux.models.layers import weights_of
 from mlx_moeflux.models.modules import Linear, Module, RMSNorm
-
-
-def chosen_blocks(scores: mx.array, counts: mx.array, most: int) -> mx.array:
-    """scores ``[..., N]`` of blocks, which `counts` ``[..., N]`` or not -> bool ``[..., N]``: the
-    `most` best, the lower of equals, or all if there are fewer."""
-    scores = mx.where(counts, scores, -mx.inf)
-    least = mx.topk(scores, min(most, scores.shape[-1])).min(axis=-1, keepdims=True)
-    above, equal = scores > least, scores == least
-    room = most - above.sum(axis=-1, keepdims=True)
-    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))
-    return chosen & (scores > -mx.inf)
 
 
 class Indexer(Module):
@@ -73,43 +61,17 @@ class Indexer(Module):
         # Block i begins at position i * ratio.
         return self._rope(self.k_layernorm(mean), scale=float(self.ratio), offset=first)
 
-    def scores(self, q: mx.array, blocks: mx.array) -> mx.array:
-        """q ``[B, H, T, Di]``, blocks ``[B, 1, N, Di]`` -> ``[B, 1, T, N]`` float32."""
-        (B, H, T, Di), keys = q.shape, blocks.astype(mx.float32).swapaxes(2, 3)
-        scores = mx.zeros((B, 1, T, blocks.shape[2]))
-        for head in range(H):
-            product = q[:, head : head + 1].astype(mx.float32) @ keys
-            scores = scores + mx.maximum(product, 0.0)
-        return scores / Di**0.5
-
-    def choose(self, q: mx.array, step: IndexedStep) -> tuple[mx.array, mx.array]:
-        """Return the columns ``[B, M]`` of the tokens that the token of a step sees: those of
-        chosen blocks, ascending, and those behind the last complete block; and which of them count,
-        bool ``[B, 1, 1, M]``. The others are in range and mean nothing.
-
-        q: ``[B, H, 1, Di]``.
-        """
-        B, ratio, (_, _, N, _) = q.shape[0], self.ratio, step.blocks.shape
-        first = mx.zeros((B, 1), mx.int32) if step.padding is None else step.padding[:, None]
-        complete = (step.column - first + 1) // ratio  # [B, 1]
-        numbers, scores = mx.broadcast_to(mx.arange(N), (B, N)), self.scores(q, step.blocks)
-        counts = numbers < complete
+    def choose(self, q: mx.array, step: IndexedStep) -> mx.array:
+        """Return the blocks int32 ``[B, k + 1]`` that the token of a step sees; see the operation
+        ``choose_blocks``. q: ``[B, H, 1, Di]``."""
+        B, options = q.shape[0], {}
+        first = mx.zeros((B,), mx.int32) if step.padding is None else step.padding
+        complete = (step.column - first + 1) // self.ratio
         if step.tail is not None:
-            before = (step.start - first) // ratio  # [B, 1], blocks before the tail
-            own = self.pooled(step.tail[2], before[:, 0])
-            in_tail = before + mx.arange(own.shape[2])
-            counts = mx.concatenate([numbers < before, (in_tail >= 0) & (in_tail < complete)], -1)
-            numbers = mx.concatenate([numbers, in_tail], axis=-1)
-            scores = mx.concatenate([scores, self.scores(q, own)], axis=-1)
-        chosen = chosen_blocks(scores, counts[:, None, None], self.blocks)[:, 0, 0]
-        none = step.buffers[0].shape[2]
-        found = mx.sort(mx.where(chosen, numbers, none), axis=-1)[:, : self.blocks]
-        token = mx.arange(ratio)
-        columns = (first + found * ratio)[..., None] + token
-        behind = first + complete * ratio + token
-        seen = mx.concatenate([mx.repeat(found < none, ratio, axis=-1), behind <= step.column], -1)
-        columns = mx.concatenate([columns.reshape(B, -1), behind], axis=-1)
-        return mx.minimum(columns, none - 1), seen[:, None, None]
+            before = (step.start - first) // self.ratio  # blocks before the tail
+            options = {"tail": self.pooled(step.tail[2], before), "before": before}
+        choose = self._kernels.choose_blocks
+        return choose(q, step.blocks, complete[:, None], k=self.blocks, **options)[:, 0]
 
     def mask(self, q: mx.array, blocks: mx.array, S: int, padding: mx.array | None) -> mx.array:
         """Return which keys the queries see, bool ``[B, 1, T, S]``.
@@ -122,14 +84,28 @@ class Indexer(Module):
         first = mx.zeros((B,), mx.int32) if padding is None else padding
         column = mx.arange(S - T, S)[:, None]
         position = column - first[:, None, None, None]  # [B, 1, T, 1]
-        complete = (position + 1) // ratio
-        counts = mx.arange(count) < complete
-        chosen = chosen_blocks(self.scores(q, blocks), counts, self.blocks)
+        complete = mx.maximum((position + 1) // ratio, 0)
+        chosen = self._chosen(q, blocks, complete)
         key = mx.arange(S)
         of = key - first[:, None, None, None]  # [B, 1, 1, S]
-        block = mx.broadcast_to(mx.clip(of // ratio, 0, count - 1), (B, 1, T, S))
-        seen = mx.where(of // ratio < complete, mx.take_along_axis(chosen, block, axis=-1), True)
-        return (seen & (key <= column) & (of >= 0)) | ((key == column) & (position < 0))
+        block = mx.broadcast_to(mx.clip(of // ratio, 0, count), (B, 1, T, S))
+        seen = mx.take_along_axis(chosen, block, axis=-1) & (key <= column) & (of >= 0)
+        return seen | ((key == column) & (position < 0))
+
+    def _chosen(self, q: mx.array, blocks: mx.array, complete: mx.array) -> mx.array:
+        """Return which blocks the queries see, the one behind the complete ones too: bool
+        ``[B, 1, T, N + 1]``. complete: int32 ``[B, 1, T, 1]``."""
+        (B, _, T, _), count, choose = q.shape, blocks.shape[2], self._kernels.choose_blocks
+        if choose.goes_beyond_reference(q):
+            chosen = choose(q, blocks, complete[:, 0, :, 0], k=self.blocks)[:, None]
+            none = mx.zeros((B, 1, T, count + 1), mx.bool_)
+            return mx.put_along_axis(none, chosen, mx.array(True), axis=-1)
+        # Without a list, which would have to be sorted.
+        counts = mx.arange(count) < complete
+        chosen = best_blocks(block_scores(q, blocks), counts, self.blocks)
+        return mx.concatenate([chosen, mx.zeros((B, 1, T, 1), mx.bool_)], axis=-1) | (
+            mx.arange(count + 1) == complete
+        )
 
 
 class IndexedAttention(Attention):
@@ -188,14 +164,15 @@ class IndexedAttention(Attention):
         self, q: mx.array, index_q: mx.array, step: IndexedStep, options: dict[str, Any]
     ) -> mx.array:
         """Return the attention of one query, which reads the tokens that it sees."""
-        columns, mask = self.indexer.choose(index_q, step)
-        columns = columns[:, None, :, None]
-        keys, values = (mx.take_along_axis(rows, columns, axis=2) for rows in step.buffers)
-        if step.tail is not None:
-            row = columns - step.start
-            inside, row = row >= 0, mx.clip(row, 0, step.tail[0].shape[2] - 1)
-            keys, values = (
-                mx.where(inside, mx.take_along_axis(tail, row, axis=2), rows)
-                for tail, rows in zip(step.tail, (keys, values), strict=False)
-            )
-        return self._kernels.sdpa(q, k=keys, v=values, mask=mask, **options)
+        indexer, kernels = self.indexer, self._kernels
+        return kernels.chosen_sdpa(
+            q,
+            *step.buffers,
+            indexer.choose(index_q, step),
+            ratio=indexer.ratio,
+            length=step.column + 1,
+            start=step.padding,
+            tail=None if step.tail is None else step.tail[:2],
+            steps=kernels,
+            **options,
+        )

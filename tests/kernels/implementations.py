@@ -16,6 +16,7 @@ IMPLEMENTATIONS = {name: record.implementations for name, record in OPERATIONS.i
 
 # Operations whose queries mean nothing before their sequence's first key, and where the keys are.
 KEYS = {"sdpa": 1, "latent_attention": 2, "latent_prefill": 2}
+INTEGERS = (mx.uint32, mx.int32)
 # By the largest value.
 LIMITS = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
@@ -33,12 +34,12 @@ def differences(operation: str, args: tuple, kwargs: dict, actual) -> list[str]:
         pairs = [tuple(without_padding(a, kwargs["start"], length) for a in pair) for pair in pairs]
     # Results of one call belong together: a single number near zero says nothing alone.
     numbers = [pair for pair in pairs if mx.issubdtype(pair[0].dtype, mx.floating)]
-    largest = max(float(mx.abs(b).max()) for _, b in numbers)
-    worst = max(error(a, b) for a, b in numbers)
+    largest = max((float(mx.abs(b).max()) for _, b in numbers), default=0.0)
+    worst = max((error(a, b) for a, b in numbers), default=0.0)
     found = []
     if not worst <= LIMITS[arrays_of(args[0])[0].dtype] * largest:
         found.append(f"is off by {worst:.3g} of {largest:.3g}: {shapes}")
-    if not all(mx.array_equal(a, b).item() for a, b in pairs if a.dtype == mx.uint32):
+    if not all(mx.array_equal(a, b).item() for a, b in pairs if a.dtype in INTEGERS):
         found.append(f"chooses others: {shapes}")
     return found
 

@@ -21,7 +21,11 @@ from tests.kernels.metal.metal_device import _blank, on_metal
 PROMPT, TOKEN = mx.array([[5, 6, 7]]), mx.array([[9]])
 REPLACES = {name: record.replaces for name, record in OPERATIONS.items() if record.replaces}
 PAIRS = [(fused, one) for fused, replaced in REPLACES.items() for one in replaced]
-FAMILIES = {"latent_step": "deepseek-tiny", "read_streams": "qwen4-exp-tiny"}
+FAMILIES = {
+    "latent_step": "deepseek-tiny",
+    "read_streams": "qwen4-exp-tiny",
+    "chosen_sdpa": "qwen4-exp-tiny",
+}
 
 
 class BlankDevice(MetalBackend):

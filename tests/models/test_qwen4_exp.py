@@ -20,10 +20,12 @@ from mlx_moeflux.cache.state.sequence import SequenceState
 from mlx_moeflux.conversion.synthesize import SHAPES, synthesize
 from mlx_moeflux.errors import InputError, UnsupportedError
 from mlx_moeflux.generation.batch import BatchGenerator
+from mlx_moeflux.kernels.attention.attention import causal_sdpa
+from mlx_moeflux.kernels.attention.choose_blocks import best_blocks, choose_blocks
 from mlx_moeflux.kernels.registry import Kernels
 from mlx_moeflux.loading import load_model
 from mlx_moeflux.models.attention import Attention
-from mlx_moeflux.models.indexed_attention import IndexedAttention, Indexer, chosen_blocks
+from mlx_moeflux.models.indexed_attention import IndexedAttention, Indexer
 from mlx_moeflux.models.ngrams import NgramHashes
 from mlx_moeflux.models.residual_streams import GatedResidual
 from tests.models.twins import GOLDEN, LIMIT, relative_error
@@ -45,7 +47,7 @@ def test_the_best_blocks_and_of_equals_the_lower(most):
     rng = np.random.default_rng(most)
     scores = rng.integers(0, 4, (2, 5, 9)).astype(np.float32)  # relu gives many equal scores
     complete = np.array([0, 1, 3, 8, 9])[None, :, None].repeat(2, 0)
-    found = np.array(chosen_blocks(mx.array(scores), mx.arange(9) < mx.array(complete), most))
+    found = np.array(best_blocks(mx.array(scores), mx.arange(9) < mx.array(complete), most))
     for b, t in np.ndindex(2, 5):
         n = complete[b, t, 0]
         best = np.argsort(-scores[b, t, :n], kind="stable")[:most]
@@ -127,6 +129,9 @@ def test_a_mask_is_what_loops_choose(ratio, blocks, heads, T, S, padding):
         found = cache.blocks(indexer)  # kept from part to part
     mask = np.array(indexer.mask(q, found, S, cache.left_padding))
     assert mask.shape == (B, 1, T, S)
+    # Out of a list of blocks, as kernels give it.
+    indexer._kernels = Kernels({"choose_blocks": choose_blocks})
+    assert np.array_equal(indexer.mask(q, found, S, cache.left_padding), mask)
     for b, start in enumerate(starts):
         expected, margin = seen_by_loops(config, float64(q[b]), float64(keys[b, 0]), start)
         sure = margin > 1e-5
@@ -186,6 +191,37 @@ def test_below_the_budget_it_is_plain_attention_bit_for_bit():
     cache = IndexedCache()
     steps = [ours(x[:, i : i + 1], cache, None) for i in range(30)]
     assert relative_error(mx.concatenate(steps, axis=1), beyond) <= LIMIT
+
+
+def test_given_operations_act_where_tokens_are_chosen():
+    """Beyond the budget, in a prompt and in a step; and with the numbers of plain MLX."""
+    tokens, calls = mx.array(np.random.default_rng(6).integers(0, 83, (1, 41))), []
+
+    def choose(q, blocks, complete, *, k, tail=None, before=None):
+        calls.append((q.shape[2], blocks.shape[2]))
+        return choose_blocks(q, blocks, complete, k=k, tail=tail, before=before)
+
+    def attend(q, k, v, **options):
+        calls.append(k.shape[2])
+        return causal_sdpa(q, k, v, **options)
+
+    def logits(kernels):
+        with load_model(ROWS, dtype=mx.float32, kernels=kernels) as model:
+            seen, state = model.config.indexer_budget, model.make_cache()
+            first = model(tokens[:, :40], state)
+            calls.clear()
+            return seen, first, model(tokens[:, 40:], state)
+
+    _, *expected = logits(None)
+    seen, *actual = logits({"choose_blocks": choose})
+    assert calls == [(1, 10)]
+    for y, wanted in zip(actual, expected, strict=True):
+        assert relative_error(y, wanted) <= LIMIT
+    _, *actual = logits({"sdpa": attend})
+    # The tokens of the chosen blocks and of one that is not complete.
+    assert calls == [seen + 4]
+    for y, wanted in zip(actual, expected, strict=True):
+        assert relative_error(y, wanted) <= LIMIT
 
 
 # ---- Streams

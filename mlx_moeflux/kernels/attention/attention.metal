@@ -36,7 +36,8 @@ inline void arrive() {
 // Rows first .. first + COUNT of x [*, D1] and beside them x2 [*, D2], into rows of LD values; rows
 // outside [low, high) are not read and become zeros. With TAIL rows from `start` on are in `tail`
 // and `tail2`. With PAGE the others are in blocks of so many of the rows of x [*, HEADS, D1], which
-// `table` gives from row `origin` on. Rows of x are X apart.
+// `table` gives from row `origin` on; with HEADS = 0 in those of x [*, D1] itself, and `start` is such
+// a row. Rows of x are X apart.
 template <typename T, int D1, int D2, int LD, int COUNT, int THREADS, bool TAIL = false,
           int PAGE = 0, int HEADS = 1, int X = D1>
 inline void stage(
@@ -48,13 +49,15 @@ inline void stage(
     const int row = first + i / CHUNKS, at = i % CHUNKS * WIDE;
     const bool live = row >= low && row < high;
     const device T* from = D2 == 0 || at < D1 ? x + row * X + at : x2 + row * D2 + at - D1;
+    int newest = row - start;
     if (PAGE > 0 && live) {
       const int page = metal::max(PAGE, 1), own = row - origin;
-      from = x + (size_t(table[own / page]) * page + own % page) * (HEADS * D1) + at;
+      const int place = table[own / page] * page + own % page;
+      from = x + size_t(place) * (metal::max(HEADS, 1) * D1) + at;
+      newest = HEADS == 0 ? place - start : newest;
     }
-    if (TAIL && row >= start) {
-      from = D2 == 0 || at < D1 ? tail + (row - start) * D1 + at
-                                : tail2 + (row - start) * D2 + at - D1;
+    if (TAIL && newest >= 0) {
+      from = D2 == 0 || at < D1 ? tail + newest * D1 + at : tail2 + newest * D2 + at - D1;
     }
     copy_async(to + i / CHUNKS * LD + at, live ? from : x, live);
   }

@@ -50,7 +50,8 @@ class Call(NamedTuple):
     expanded: Heads share the rotary part, and each has keys and values of its own; else values are
     the first columns of the keys. q_heads: Queries have the layout of a projection's result,
     ``[B, T, q_heads, q[3] + rotary]``, and `q` is the shape of those in use; 0: `q` is their
-    layout.
+    layout. chosen: How many blocks of `page` keys the queries see at most, the last of them not
+    whole; 0: all keys.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Call(NamedTuple):
     expanded: bool = False
     q_heads: int = 0
     sinks: bool = False
+    chosen: int = 0
 
 
 def check_tail(call: Call, k: mx.array, v: mx.array) -> None:
@@ -199,11 +201,12 @@ _SHARED = """
     threadgroup T weights[16 * MT * (BN + 8)];
     threadgroup float scores[16 * W * (BN + 1)];
     threadgroup float factors[16 * MT];
-    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE>(
+    attend_shared<T, D1, D2, DV, HQ, HKV, PACK, MT, W, BN, LAYOUT, TAIL, PAGE, CAUSAL, GATE,
+                  CHOSEN>(
         q, q2, k, k2, v, tail_k, tail_v, table, {gate}, ranges, numbers, {outputs},
-        keys, values, weights, scores, factors, q_shape[2],
-        PAGE ? int(numbers[1]) * PAGE : k_shape[2], threadgroup_position_in_grid,
-        threadgroups_per_grid, thread_index_in_threadgroup);
+        keys, values, weights, scores, factors, q_shape[2], k_shape[2],
+        threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup,
+        int(numbers[1]));
 """
 
 
@@ -345,7 +348,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     """Checks shapes and lays a launch out, once for each."""
     check_shapes(call)
     B, Hq, T, D1 = call.q
-    Hkv, capacity, Dv = call.k[1], call.k[2], call.v[3]
+    Hkv, Dv, capacity = call.k[1], call.v[3], call.chosen * call.page or call.k[2]
     limit = MEMORY.get(backend_name, MEMORY_ELSEWHERE)
     demand = _on_demand_of_latents(backend_name)
     token = latent_token.launch_of(
@@ -368,7 +371,7 @@ def plan_of(backend_name: str, call: Call) -> Plan:
     split, gate = parts > 1 or call.sinks, (call.gate or 0) // Dv
     template = {"T": call.dtype, "D1": D1, "DV": Dv, "HQ": Hq, "HKV": Hkv, **tile}
     if name != "rows":
-        template |= {"TAIL": call.tail, "PAGE": call.page}
+        template |= {"TAIL": call.tail, "PAGE": call.page, "CHOSEN": call.chosen > 0}
     template |= {"CAUSAL": call.causal, "GATE": _PARTS if split else gate}
     threads = 32 * tile["W"]
     options = {

@@ -5,9 +5,11 @@
 // As attend_rows, but rows are (head in the group of PACK) * T + token. Threadgroups: (parts, B * HQ / PACK, blocks of rows).
 // LAYOUT says where the value rows of a tile lie: 0 in memory of their own, 1 in the keys' memory
 // once the scores are done, 2 they are the first DV columns of the keys, and `tail_v` is of k2.
-// PAGE: k [*, HKV, D1] and v are blocks of so many rows, and table [B, pages] says whose.
+// PAGE: k [*, HKV, D1] and v are blocks of so many rows, and table [B, pages] says whose. CHOSEN: they
+// are blocks of a sequence's own keys, from its first one on. The last number of a row of the table, c,
+// is the block of the newest keys; it stands behind min(c, pages - 1) others.
 template <typename T, int D1, int D2, int DV, int HQ, int HKV, int PACK, int MT, int W, int BN,
-          int LAYOUT, int TAIL, int PAGE, bool CAUSAL, int GATE>
+          int LAYOUT, int TAIL, int PAGE, bool CAUSAL, int GATE, bool CHOSEN>
 inline void attend_shared(
     const device T* q, const device T* q2, const device T* k, const device T* k2,
     const device T* v, const device T* tail_k, const device T* tail_v, const device int* table,
@@ -15,9 +17,9 @@ inline void attend_shared(
     device float* partial, device float* stats, threadgroup T* key_tile,
     threadgroup T* value_tile, threadgroup T* weights, threadgroup float* scores,
     threadgroup float* factors, int tokens, int capacity, uint3 position, uint3 counts,
-    uint index) {
+    uint index, int pages) {
   constexpr int D = D1 + D2, M = 16 * MT, LK = D + 8, LV = LAYOUT == 2 ? LK : DV + 8;
-  constexpr int LS = BN + 1, LP = BN + 8, THREADS = 32 * W;
+  constexpr int LS = BN + 1, LP = BN + 8, THREADS = 32 * W, HEADS = CHOSEN ? 0 : HKV;
   // In the scores WN simdgroups share a row tile, NK 16-wide parts of D each; in the product with
   // the values a simdgroup owns all rows and NV tiles of columns. LANES neighbours own a row of
   // the softmax.
@@ -27,18 +29,23 @@ inline void attend_shared(
   const int w = int(index / 32), tile = w / WN, k0 = w % WN * NK;
   const int group = int(position.y), b = group / (HQ / PACK), head = group % (HQ / PACK) * PACK;
   const int rows = PACK * tokens, row0 = (int(counts.z) - 1 - int(position.z)) * M;
-  const int length = ranges[2 * b + 1], before = CAUSAL ? length - tokens + 1 : length;
+  const int origin = ranges[2 * b], newest = ranges[2 * b + 1];
+  table += PAGE ? b * pages : 0;
+  const int complete = CHOSEN ? table[pages - 1] : 0, taken = metal::min(complete, pages - 1);
+  const int behind = newest - (complete - taken) * PAGE;
+  const int length = CHOSEN ? metal::min(behind, origin + (taken + 1) * PAGE) : newest;
+  const int before = CAUSAL ? length - tokens + 1 : length;
   const size_t q_row = size_t(b * HQ + head) * tokens;
   const size_t kv_head = head / (HQ / HKV);
-  const size_t kv_row = PAGE ? kv_head : (b * HKV + kv_head) * capacity;
-  const int origin = ranges[2 * b];
-  table += PAGE ? b * (capacity / metal::max(PAGE, 1)) : 0;
+  const size_t own_row = (b * HKV + kv_head) * capacity;
+  const size_t kv_row = CHOSEN ? own_row + origin : PAGE ? kv_head : own_row;
   q += q_row * D1;
   q2 += q_row * D2;
   k += kv_row * D1;
   k2 += size_t(b) * capacity * D2;
   v += kv_row * DV;
-  const int tail = TAIL ? (length - 1) / metal::max(TAIL, 1) * TAIL : 0;
+  const int tail =
+      TAIL ? (newest - 1) / metal::max(TAIL, 1) * TAIL - (CHOSEN ? origin : 0) : 0;
   tail_k += size_t(b * HKV + head / (HQ / HKV)) * TAIL * D1;
   tail_v += size_t(b * HKV + head / (HQ / HKV)) * TAIL * (LAYOUT == 2 ? D2 : DV);
 
@@ -75,7 +82,7 @@ inline void attend_shared(
     }
   }
 
-  stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+  stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HEADS>(
       key_tile, k, k2, low, low, high, index, tail_k, tail, tail_v, table, origin);
   if (whole) {
     EACH(i, NK) {
@@ -90,7 +97,7 @@ inline void attend_shared(
   for (int first = low; first < high; first += BN) {
     arrive();
     if (LAYOUT == 0) {
-      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HEADS>(
           value_tile, v, v, first, low, high, index, tail_v, tail, nullptr, table,
           origin);
     }
@@ -117,7 +124,7 @@ inline void attend_shared(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (LAYOUT == 1) {
-      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+      stage<T, DV, 0, LV, BN, THREADS, (TAIL > 0), PAGE, HEADS>(
           key_tile, v, v, first, low, high, index, tail_v, tail, nullptr, table,
           origin);
     }
@@ -148,7 +155,7 @@ inline void attend_shared(
     }
     arrive();
     if (LAYOUT == 0 && first + BN < high) {
-      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HEADS>(
           key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v, table,
       origin);
     }
@@ -184,7 +191,7 @@ inline void attend_shared(
     }
     if (LAYOUT != 0 && first + BN < high) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HKV>(
+      stage<T, D1, D2, LK, BN, THREADS, (TAIL > 0), PAGE, HEADS>(
           key_tile, k, k2, first + BN, low, high, index, tail_k, tail, tail_v, table,
       origin);
     }

@@ -23,6 +23,8 @@ from mlx_moeflux.checkpoint.quantization import QuantSpec
 from mlx_moeflux.errors import ShapeError
 from mlx_moeflux.experts.compute import SCRATCH_BYTES
 from mlx_moeflux.experts.resident import ResidentStore
+from mlx_moeflux.kernels.attention.choose_blocks import choose_blocks_fused
+from mlx_moeflux.kernels.attention.chosen_sdpa import chosen_sdpa_fused
 from mlx_moeflux.kernels.attention.paged_attention import paged_sdpa_fused
 from mlx_moeflux.kernels.linear.matvec import project_fused
 from mlx_moeflux.kernels.linear.weight import Weight
@@ -202,6 +204,33 @@ def test_attention_out_of_a_pool_stays_within_the_limits(name, dtype):
                 gate=mx.zeros((B, 1, Hq, 2 * D), dtype) if gated else None,
             )  # fmt: skip
     assert {"attend_shared", "attend_shared_parts"} <= recorder.names()
+    wrong = [fault for launch in recorder.launches for fault in faults(launch)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+def test_chosen_blocks_stay_within_the_limits(dtype):
+    """By themselves: a walk ends where tokens begin to see less than everything."""
+    config = MODELS["qwen3.8-flash-next"][1]
+    Hq, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    H, Di, most = config.indexer_n_heads, config.indexer_head_dim, config.block_topk
+    ratio, columns = config.indexer_compress_ratio, 1 << 16
+    with recorded() as recorder:
+        for B, T in product((1, *BATCHES), (1, 2, 16)):
+            keys, count = mx.zeros((B, 1, columns // ratio, Di), dtype), mx.zeros(B, mx.int32)
+            tail = {"tail": keys[:, :, : TAIL_ROWS // ratio], "before": count}
+            complete = mx.zeros((B, T), mx.int32)
+            q = mx.zeros((B, H, T, Di), dtype)
+            chosen = choose_blocks_fused(q, keys, complete, k=most, **tail)
+            k, end = (mx.zeros((B, Hkv, n, D), dtype) for n in (columns, TAIL_ROWS))
+            options = {"ratio": ratio, "scale": 0.1, "length": mx.zeros(1, mx.int32)}
+            for tails, gated in product((None, (end, end)), (False, True)):
+                gate = mx.zeros((B, 1, Hq, 2 * D), dtype) if gated else None
+                chosen_sdpa_fused(
+                    mx.zeros((B, Hq, 1, D), dtype), k, k, chosen[:, 0], **options, tail=tails,
+                    gate=gate,
+                )  # fmt: skip
+    assert {"block_scores", "best_blocks", "attend_shared_parts"} <= recorder.names()
     wrong = [fault for launch in recorder.launches for fault in faults(launch)]
     assert not wrong, "\n".join(wrong)
 
