@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
+
+_TESTS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""")
+
+
+def without_empty_texts(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages of calls alone without a text, as OpenAI has them, if the template tests for
+    that: DeepSeek-R1's takes an empty one for an answer and leaves the calls out."""
+    if not _TESTS_FOR_NONE.search(template):
+        return messages
+    return [
+        {**message, "content": None}
+        if "tool_calls" in message and not message["content"]
+        else message
+        for message in messages
+    ]
 
 
 def with_reasoning(messages: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from mlx_moeflux.server.calls import whole_calls
 from mlx_moeflux.server.constrain import Constraint, Grammars, token_bytes
 from mlx_moeflux.server.engine import Engine, EngineOptions, Job, Token
 from mlx_moeflux.server.errors import CONTEXT_EXCEEDED, RequestError
-from mlx_moeflux.server.messages import other_forms, with_reasoning
+from mlx_moeflux.server.messages import other_forms, with_reasoning, without_empty_texts
 from mlx_moeflux.server.metrics import Metrics
 from mlx_moeflux.server.reasoning import choose_reasoning
 from mlx_moeflux.server.request import AUTO, NONE, REQUIRED, Defaults, GenerationRequest
@@ -141,7 +141,8 @@ class Service:
             return Prompt(self.encode(request.prompt))
         given = self._template_arguments(request)
         field = reasoning_field(self._names(given["tools"]))
-        messages = with_reasoning(request.messages, field)
+        messages = without_empty_texts(request.messages, self._template(given["tools"]))
+        messages = with_reasoning(messages, field)
         options = {**given["options"], "continue_final_message": request.continued}
         messages, ids = self._rendered(messages, field, {**given, "options": options})
         turn = messages[:-1] if request.continued else messages
@@ -218,8 +219,11 @@ class Service:
 
     def _names(self, tools: list[dict[str, Any]] | None) -> TemplateNames:
         """Return what the chat template of a request reads."""
+        return template_names(self._template(tools))
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> str:
         own = self.tokenizer.tool_template if tools else None
-        return template_names(own or self.tokenizer.chat_template)
+        return own or self.tokenizer.chat_template
 
     def _grammar(self, request: GenerationRequest) -> str | None:
         """Return the compiled grammar that the replies must follow, or None."""

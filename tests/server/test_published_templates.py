@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from jinja2.sandbox import SecurityError
@@ -19,21 +20,32 @@ from tests.server.conftest import service_of
 pytestmark = pytest.mark.slow
 ENCODER = "encode_bounded"
 FOLDER = os.environ.get("MOEFLUX_TEMPLATES")
-# Of families that the package loads: part of a file's name -> the field of its reasoning, and
-# whether it takes the arguments of calls as text.
+
+
+class Family(NamedTuple):
+    """How a family's own code gives messages: the field of reasoning, whether arguments of calls
+    are text, and the content of a message of calls alone."""
+
+    reasoning: str = "reasoning_content"
+    text: bool = False
+    empty: str | None = ""
+
+
+# Of families that the package loads: part of a file's name -> family.
 FAMILIES = {
-    "Qwen-Qwen3-0.6B": ("reasoning_content", False),
-    "Qwen3-Coder": ("reasoning_content", False),
-    "Qwen3.5-4B": ("reasoning_content", False),
-    "DeepSeek-V3.1": ("reasoning_content", True),
-    "GLM-4.6": ("reasoning_content", False),
-    "GLM-4.7-Flash": ("reasoning_content", False),
-    "Kimi-K2-Instruct": ("reasoning_content", True),
-    "Kimi-K2-Thinking": ("reasoning_content", True),
-    "MiniMax-M2": ("reasoning_content", False),
-    "gpt-oss-120b": ("thinking", False),
-    "Hermes-3": ("reasoning_content", False),
-    "DeepSeek-R1-Distill-Qwen": ("reasoning_content", True),
+    "Qwen-Qwen3-0.6B": Family(),
+    "Qwen3-Coder": Family(),
+    "Qwen3.5-4B": Family(empty=None),
+    "DeepSeek-V3.1": Family(),
+    "DeepSeek-R1-Distill-Llama": Family(text=True, empty=None),
+    "DeepSeek-R1-Distill-Qwen": Family(empty=None),
+    "GLM-4.6": Family(),
+    "GLM-4.7-Flash": Family(),
+    "Kimi-K2-Instruct": Family(text=True, empty=None),
+    "Kimi-K2-Thinking": Family(text=True, empty=None),
+    "MiniMax-M2": Family(),
+    "gpt-oss-120b": Family("thinking"),
+    "Hermes-3": Family(),
 }
 TOOLS = [
     {"type": "function", "function": {
@@ -84,15 +96,17 @@ TURNS = {
 }  # fmt: skip
 
 
-def expected(template, messages, tools, field, *, text_arguments, **variables):
+def expected(template, messages, tools, family, **variables):
     """What transformers renders, of messages as the family's own code gives them."""
     utilities = pytest.importorskip("transformers.utils.chat_template_utils")
     turns = json.loads(json.dumps(messages))
     for message in turns:
         if "reasoning_content" in message:
-            message[field] = message.pop("reasoning_content")
+            message[family.reasoning] = message.pop("reasoning_content")
+        if "tool_calls" in message:
+            message["content"] = family.empty
         for one in message.get("tool_calls", ()):
-            if not text_arguments:
+            if not family.text:
                 one["function"]["arguments"] = json.loads(one["function"]["arguments"])
     (text,), _ = utilities.render_jinja_template(
         [turns], tools=tools, chat_template=template, add_generation_prompt=True, **variables
@@ -120,8 +134,7 @@ def families():
 )
 def test_prompts_are_those_of_transformers(tiny, monkeypatch, part, files, tools, turns):
     model, tokenizer = tiny
-    (file,), (field, text_arguments) = files, FAMILIES[part]
-    template, messages = file.read_text("utf-8"), TURNS[turns]
+    template, messages = files[0].read_text("utf-8"), TURNS[turns]
     monkeypatch.setattr(tokenizer, "chat_template", template)
     monkeypatch.setattr(tokenizer, "tool_template", None)
     given = TOOLS if tools else None
@@ -139,7 +152,7 @@ def test_prompts_are_those_of_transformers(tiny, monkeypatch, part, files, tools
     if "Kimi" in part and given:  # as its own tokenizer does
         given = json.loads(json.dumps(given, sort_keys=True))
     try:
-        right = expected(template, messages, given, field, text_arguments=text_arguments, **names)
+        right = expected(template, messages, given, FAMILIES[part], **names)
     except (TypeError, SecurityError):
         # A template that needs tools, and one that changes a list.
         with pytest.raises(RequestError, match="the chat template refuses these messages"):

@@ -252,6 +252,32 @@ def test_a_template_that_takes_no_late_system_message_keeps_text_and_reasoning(t
     assert "[assistant||Hm.\n\nb][tool|r|][user|s|]" in shown_back(tiny, monkeypatch, both, history)
 
 
+# A call without a text
+
+
+@pytest.mark.parametrize(
+    ("test", "shown"),
+    [
+        ("m['content'] is none", "call"),
+        ("m.content is not none", "call"),
+        ("content is none", "call"),
+        ("m.content", ""),
+        ("m.reasoning_content is not none", ""),
+        ("m.content is string", ""),
+    ],
+)
+def test_a_template_that_asks_whether_there_is_a_text_gets_none(tiny, monkeypatch, test, shown):
+    """Others get an empty text, which they print or measure."""
+    template = f"{{% for m in messages if {test} or 1 %}}{{{{ m.content or '' }}}}{{% endfor %}}"
+    template += "{% if messages[1].content is sameas none %}call{% endif %}<tool_call></tool_call>"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for content in (None, ""):
+        history = [MESSAGES[0], {"role": "assistant", "content": content, "tool_calls": [call]}]
+        history.append({"role": "tool", "tool_call_id": "c", "content": "r"})
+        said = shown_back(tiny, monkeypatch, template, history)
+        assert said == f"import osr{shown}<tool_call></tool_call>"
+
+
 # What a template reads
 
 
