@@ -26,6 +26,7 @@ from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.engine import EngineOptions
 from mlx_moeflux.tokenizer import load_tokenizer
 from tests.server.conftest import MESSAGES, TEMPLATE, served, wait_until
+from tests.server.scripted import Forced
 from tests.server.test_refusals import PATH, WRONG
 
 LOG = logging.getLogger(__name__)
@@ -55,6 +56,70 @@ def test_streams_at_once_have_the_text_of_a_single_client(tiny, streams):
         with ThreadPoolExecutor(streams) as pool:
             said = list(pool.map(ask, range(streams)))
     assert said == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [64])
+def test_cut_calls_and_huge_bodies_beside_streams_change_nothing(tiny, streams, record_property):
+    """64 streams, of which 6 end inside a call, beside 6 bodies of 30 MiB; and the longest pause
+    between two steps of the engine."""
+    model, tokenizer = tiny
+    call = '<tool_call>{"name": "write", "arguments": {"text": "one two three four"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "write", "parameters": {}}}]
+    alone = [generate(model, tokenizer, messages(i), max_tokens=12) for i in range(streams)]
+    cut = {i for i in range(streams) if i % 10 == 5}
+    huge = {
+        "text": {"messages": [{"role": "user", "content": "a b " * (30 << 18)}]},
+        "numbers": {"messages": MESSAGES, "logit_bias": {str(i): 0 for i in range(2_000_000)}},
+        "messages": {"messages": MESSAGES * 600_000},
+    }
+    bodies = [json.dumps(body).encode() for body in huge.values()] * 2
+    with served(model, tokenizer) as server:
+        engine = server.service.engine
+        submit, step, ended = engine.submit, engine._step, []
+        ids = tokenizer.encode(call, add_special_tokens=False)
+
+        def scripted(jobs):
+            for job in jobs:
+                if "write" in tokenizer.decode(job.prompt):
+                    job.processors = [*job.processors, Forced(len(job.prompt), ids)]
+            submit(jobs)
+
+        def timed():
+            if not len(engine._generator):
+                ended.append(None)
+            step()
+            ended.append(time.monotonic())
+
+        engine.submit, engine._step = scripted, timed
+        start = threading.Barrier(streams + len(bodies))
+
+        def ask(i):
+            start.wait()
+            if i >= streams:
+                status, reply = server.ask(PATH, bodies[i - streams])
+                return status, reply["error"]["message"]
+            more = {"tools": tools} if i in cut else {}
+            body = {"messages": messages(i), "max_tokens": 12, **more}
+            return server.stream(PATH, body)
+
+        with ThreadPoolExecutor(streams + len(bodies)) as pool:
+            said = list(pool.map(ask, range(streams + len(bodies))))
+    pauses = [b - a for a, b in pairwise(ended) if a is not None and b is not None]
+    record_property("longest pause", max(pauses))
+    LOG.info("longest pause %.3f s of %d steps", max(pauses), len(pauses))
+    for status, text in said[streams:]:
+        assert status in (400, 413), text
+    for i, events in enumerate(said[:streams]):
+        if i not in cut:
+            assert text_of(events) == alone[i]
+            continue
+        chunks = [data["choices"][0] for _, data in events if data != "[DONE]"]
+        parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", ())]
+        arguments = "".join(part["function"]["arguments"] for part in parts)
+        assert chunks[-1]["finish_reason"] == "length"
+        with pytest.raises(ValueError, match=r"."):
+            json.loads(arguments)
 
 
 def open_files():
