@@ -201,6 +201,122 @@ def at_page(tiny, chromium):
         yield begin
 
 
+# kind -> text, and the formulas in it.
+MATHS = {
+    "parentheses": [
+        (r"With \(a_1 * b_1\), *not* \(c*d*e\).", [r"\(a_1 * b_1\)", r"\(c*d*e\)"]),
+        (r"**Sum: \(a*b\)** and *x \(\{c*d\}\) y*", [r"\(a*b\)", r"\(\{c*d\}\)"]),
+        ("- \\(a_1*b*c\n  = d\\)\n- two", ["\\(a_1*b*c\n= d\\)"]),
+        (r"| \(\frac{a}{b}\) |" + "\n|-|\n" + r"| \(x \\ y\) |",
+         [r"\(\frac{a}{b}\)", r"\(x \\ y\)"]),
+    ],
+    "brackets": [
+        (r"Inline \[x_1 * y_1\], then", [r"\[x_1 * y_1\]"]),
+        ("So:\n\\[\n\\begin{aligned}\na &= b_1 \\\\[4pt]\n- c &= \\{d\\}\n\\end{aligned}\n\\]\nX",
+         ["\\[\n\\begin{aligned}\na &= b_1 \\\\[4pt]\n- c &= \\{d\\}\n\\end{aligned}\n\\]"]),
+        ("Solve: \\[\na_1\n=\n- b*c*d\n\\] *now*", ["\\[\na_1\n=\n- b*c*d\n\\]"]),
+        ("> \\[\n> a_1\n> # b\n> \\]", ["\\[\na_1\n# b\n\\]"]),
+        ("\\[\n\nx_1 *a*\n\n\\]\n\nEnd", ["\\[\n\nx_1 *a*\n\n\\]"]),
+    ],
+    "a dollar": [
+        (r"$a_1 * b_1 * c$ is $\frac{a}{b}$, the $n$th.",
+         ["$a_1 * b_1 * c$", r"$\frac{a}{b}$", "$n$"]),
+        (r"**Set: $a*b$**, $\{x_1, \dots\}$", ["$a*b$", r"$\{x_1, \dots\}$"]),
+        (r"# Of $x_1*y*z$" + "\n\n1. $a<b>c$, US$3, $d$", ["$x_1*y*z$", "$a<b>c$", "$d$"]),
+        (r"$\text{\$5 * x} * y$ for $3.", [r"$\text{\$5 * x} * y$"]),
+    ],
+    "two dollars": [
+        (r"Here $$y_1 * z_1 * w$$, and", ["$$y_1 * z_1 * w$$"]),
+        ("1 $$a_1$$ and\n$$b*c*d$$\n$$e$$ or $$f\n*g*$$\nx",
+         ["$$a_1$$", "$$b*c*d$$", "$$e$$", "$$f\n*g*$$"]),
+        ("text\n$$\na\n=\n- b\n$$.\nmore", ["$$\na\n=\n- b\n$$."]),
+        ("1. Solve:\n   $$\n   a_1 \\\\\n   - b\n   $$\n2. b", ["$$\na_1 \\\\\n- b\n$$"]),
+        ("$$\\text{if $x_1$} *a* \\{b\\}$$\n\nEnd", ["$$\\text{if $x_1$} *a* \\{b\\}$$"]),
+    ],
+    "environments": [
+        ("\\begin{align*}\na_1 &= b \\\\\n- c*d*e\n\\end{align*}\nThus",
+         ["\\begin{align*}\na_1 &= b \\\\\n- c*d*e\n\\end{align*}"]),
+        (r"A \begin{matrix} a_1 & *b* \\ c \end{matrix} here",
+         [r"\begin{matrix} a_1 & *b* \\ c \end{matrix}"]),
+        ("- \\begin{cases}\n  1 \\\\\n  * 2\n  \\end{cases}",
+         ["\\begin{cases}\n1 \\\\\n* 2\n\\end{cases}"]),
+    ],
+}  # fmt: skip
+FORMULAS = [
+    pytest.param(*one, id=f"{kind} {i}")
+    for kind, ones in MATHS.items()
+    for i, one in enumerate(ones)
+]
+NO_MATHS = [
+    ("$5 and $10, *not* $20", "$5 and $10, not $20"),
+    ("$5-$10, **$3**/$4 (was $5)", "$5-$10, $3/$4 (was $5)"),
+    ("It is $1,000 **today**, or 900$.", "It is $1,000 today, or 900$."),
+    (r"\$5 or *A$ 6* and US$7", "$5 or A$ 6 and US$7"),
+    ("`$a_1$` and `\\(*x*\\)` *em*", "$a_1$ and \\(*x*\\) em"),
+    ("$$ is the *process*:\n\n```\necho $$\n```", "$$ is the process:"),
+    ("Title\n=====\n\nOne $ *more*", "One $ more"),
+]  # fmt: skip
+# Shows all beginnings of a text, as a stream does. Returns what is there after each, and at the end
+# what a view shows that has seen nothing but the whole text.
+STREAM = """import("/page/markdown.js").then(({ MarkdownView }) => {
+  const text = %s, grown = document.createElement("div"), fresh = document.createElement("div");
+  const view = new MarkdownView(grown), formulas = [];
+  const found = () => [...grown.querySelectorAll(".maths")].map((one) => one.textContent);
+  for (let i = 1; i <= text.length; i += 1) {
+    view.show(text.slice(0, i), { running: true });
+    formulas.push([found(), grown.textContent.trim()]);
+  }
+  view.show(text);
+  new MarkdownView(fresh).show(text);
+  return { formulas, maths: found(), text: grown.innerText.trim(), same:
+    grown.innerHTML === fresh.innerHTML };
+})"""
+
+
+@pytest.fixture(scope="module")
+def tab(chromium, server):
+    """A tab at the page, for what needs no conversation."""
+    found = chromium.tab()
+    found.open(server.url)
+    return found
+
+
+class TestMathsInChromium:
+    pytestmark = in_browser
+
+    @pytest.mark.parametrize(("text", "formulas"), FORMULAS)
+    def test_maths_is_shown_as_written_while_it_comes_and_then(self, tab, text, formulas):
+        seen = tab.run(STREAM % json.dumps(text))
+        assert seen["maths"] == formulas
+        assert seen["same"]
+        # Whatever is there of a formula is there as written, but for indentation and ">".
+        for formula in formulas:
+            lines = formula.split("\n")
+            begin = text.index(lines[0])
+            for line in lines:
+                at = text.index(line, begin)
+                for end in range(at + 3, at + len(line) + 1):
+                    shown = seen["formulas"][end - 1][1]
+                    assert shown.endswith(text[at:end].strip()), text[:end]
+                begin = at + len(line)
+
+    @pytest.mark.parametrize(("text", "shown"), NO_MATHS)
+    def test_prices_and_code_are_no_maths(self, tab, text, shown):
+        seen = tab.run(STREAM % json.dumps(text))
+        assert seen["maths"] == []
+        assert shown in seen["text"]
+        assert seen["same"]
+
+    @pytest.mark.parametrize("mark", ["\\(", "\\[\n", "$$", "$a", "\\begin{a}", "- \\[\n"])
+    def test_a_reply_that_repeats_a_mark_is_shown_in_time(self, tab, mark):
+        script = """import("/page/markdown.js").then(({ MarkdownView }) => {
+          const view = new MarkdownView(document.createElement("div")), begun = performance.now();
+          view.show(%s.repeat(3000), { running: true });
+          return performance.now() - begun;
+        })"""
+        assert tab.run(script % json.dumps(mark)) < 5000
+
+
 class TestInChromium:
     pytestmark = in_browser
 

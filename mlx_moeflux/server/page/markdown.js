@@ -1,15 +1,17 @@
 // Markdown of a model to elements that cannot run anything.
 //
-// marked makes HTML. Tags in the text itself are shown as text, pictures as links. DOMPurify then
-// keeps the elements and attributes listed here alone; the server's Content-Security-Policy would
+// marked makes HTML. Tags in the text itself are shown as text, pictures as links, maths as it was
+// written. DOMPurify then keeps the elements and attributes listed here alone; the server's Content-Security-Policy would
 // refuse what it missed.
 
+import { maths } from "./maths.js";
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
 const TAGS = [
   "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre",
   "blockquote", "ul", "ol", "li", "a", "table", "thead", "tbody", "tr", "th", "td",
+  "span",
 ];
 const SAFE = {
   ALLOWED_TAGS: TAGS,
@@ -21,7 +23,8 @@ const SAFE = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-const marked = new Marked({
+let growing = ""; // the text that is shown, if it may go on
+const marked = new Marked(maths(() => growing, escaped), {
   gfm: true,
   renderer: {
     html: ({ text }) => escaped(text),
@@ -43,11 +46,13 @@ export class MarkdownView {
     this.blocks = []; // {raw, element} of each top-level block
   }
 
-  show(text) {
+  // running: The text may go on.
+  show(text, { running = false } = {}) {
+    growing = running ? text.trimEnd() : "";
     const tokens = marked.lexer(text).filter((token) => token.type !== "space");
     tokens.forEach((token, i) => {
       const before = this.blocks[i];
-      if (before?.raw === token.raw) return;
+      if (before?.raw === token.raw && !before.element.querySelector(".maths.open")) return;
       const element = document.createElement("div");
       element.append(rendered(token));
       if (before) before.element.replaceWith(element);

@@ -33,7 +33,7 @@ export class MessageView {
     const { content, reasoning, thoughtSeconds, error, end, numbers } = this.message;
     this.part("content").classList.toggle("plain", plain);
     if (plain) this.part("content").textContent = content;
-    else this.markdown.show(content);
+    else this.markdown.show(content, { running });
     this.element.classList.toggle("running", running);
     this.part("thinking").hidden = !reasoning;
     const thinking = running && !content;
