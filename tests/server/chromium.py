@@ -118,10 +118,14 @@ class Tab:
             behavior="allow", downloadPath=str(folder), browserContextId=self._context,
         )  # fmt: skip
 
-    def give(self, selector: str, file: Path) -> None:
-        """Choose a file in a field for files."""
+    def give(self, selector: str, *files: Path) -> None:
+        """Choose files in a field for files."""
         found = self.call("Runtime.evaluate", expression=f"document.querySelector({selector!r})")
-        self.call("DOM.setFileInputFiles", files=[str(file)], objectId=found["result"]["objectId"])
+        self.call(
+            "DOM.setFileInputFiles",
+            files=list(map(str, files)),
+            objectId=found["result"]["objectId"],
+        )
 
     def prefer(self, scheme: str) -> None:
         """Set ``prefers-color-scheme``."""

@@ -12,12 +12,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
+from mlx_moeflux import load
 from mlx_moeflux.errors import ExpertFileError
+from mlx_moeflux.loading import BUNDLED_MODEL
 from mlx_moeflux.server.engine import EngineOptions
-from mlx_moeflux.server.web import PAGE
+from mlx_moeflux.server.guard import Guard
+from mlx_moeflux.server.web import PAGE, is_page
 from tests.server.chromium import BINARY, browser
-from tests.server.conftest import served, wait_until, with_limits
+from tests.server.conftest import TEMPLATE, served, wait_until, with_limits
 from tests.server.scripted import Script, saying
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +187,14 @@ class User:
 
     def messages(self):
         return [text.strip() for text in self.tab.texts("#messages .message .content")]
+
+    def alert(self):
+        """What the page says above the field, or None."""
+        shown = "!document.querySelector('#alert').hidden"
+        return self.tab.texts("#alert-text")[0] if self.tab.run(shown) else None
+
+    def field(self):
+        return self.tab.run("document.querySelector('#question').value")
 
     def only_own_requests(self):
         return all(request.startswith((self.url, "blob:")) for request in self.tab.requests)
@@ -484,27 +496,20 @@ class TestInChromium:
         tab.until("document.querySelector('.running .content')?.innerText.length > 20")
         failing.set()
         tab.until(f"!{REPLYING}")
-        assert tab.texts(".error") == ["the model failed; the server's log says why."]
+        assert tab.texts(".message .error") == ["the model failed; the server's log says why."]
         assert user.messages()[1].startswith("word word")
-        # Before it: a prompt longer than the context.
-        user.ask("x " * 9000)
-        assert "context" in tab.texts(".error")[1]
-        assert tab.texts(".numbers")[1] == ""
         assert tab.run("document.documentElement.scrollHeight") == 800  # the messages scroll
-        tab.run("[...document.querySelectorAll('[data-act=edit]')].pop().click()")
-        tab.run("document.querySelector('.edit textarea').select()")
-        tab.type("short")
-        tab.press("Enter")
-        user.wait()
-        assert user.messages()[-2:] == ["short", "fine"]
+        user.ask("two")
+        assert user.messages()[2:] == ["two", "fine"]
 
     def test_a_server_that_is_gone_is_said(self, tiny, chromium):
         with saying(*tiny, Script("yes")) as server:
             user = User(chromium, server.url)
             user.ask("there?")
         user.ask("and now?")
-        assert user.tab.texts(".error")[-1] == "The server cannot be reached."
-        assert user.messages()[:3] == ["there?", "yes", "and now?"]
+        assert user.alert() == "The server cannot be reached."
+        assert user.messages() == ["there?", "yes"]
+        assert user.field() == "and now?"
 
     def test_a_hostile_reply_does_nothing(self, at_page):
         user, _, _ = at_page(f"<think><img src=x onerror=alert(0)></think>{HOSTILE}")
@@ -578,6 +583,375 @@ class TestInChromium:
             tab.until("document.querySelector('#model').textContent === 'tiny'")
             assert tab.run("JSON.stringify({...localStorage})") == '{"theme":"auto"}'
             assert tab.run("document.cookie") == ""
+
+    @pytest.mark.parametrize("wrong", ["secre", "secret2", "Schlüssel"])
+    def test_a_wrong_key_is_said_and_the_question_kept(self, tiny, chromium, wrong):
+        with saying(*tiny, Script("open"), limits=with_limits(api_key="secret")) as server:
+            tab = chromium.tab()
+            tab.open(server.url)
+            dialog = "document.querySelector('#settings').open"
+            tab.until(dialog)
+            assert tab.texts("#key-error") == ["This server wants an API key."]
+            tab.type(wrong)
+            tab.press("Enter")
+            tab.until(
+                f"{dialog} && document.querySelector('#key-error').innerText.includes('wrong')"
+            )
+            tab.run("document.querySelector('#key').select()")
+            tab.type("secret")
+            tab.press("Enter")
+            tab.until("document.querySelector('#model').textContent === 'tiny'")
+            assert not tab.run(dialog)
+            # A key that no longer counts.
+            tab.run(f"sessionStorage.setItem('api-key', {json.dumps(wrong)})")
+            tab.type("Who?")
+            tab.press("Enter")
+            tab.until(dialog)
+            assert tab.texts("#key-error") == ["The server refused this API key: it is wrong."]
+            assert tab.texts("#alert-text") == ["the API key is missing or wrong."]
+            assert tab.texts("#conversations li") == []
+            tab.run("document.querySelector('#key').select()")
+            tab.type("secret")
+            tab.press("Enter")
+            tab.until("document.querySelector('#alert').hidden")
+            assert not tab.run(dialog)
+            tab.press("Enter")
+            tab.until("document.querySelector('.assistant .content')?.innerText.trim() === 'open'")
+            assert tab.texts(".user .content") == ["Who?"]
+
+    @pytest.mark.parametrize(
+        ("changed", "words"),
+        [
+            ({"origin": "http://evil.example"}, "pages of 'http://evil.example' may not use"),
+            ({"origin": "null"}, "pages of 'null' may not use this server; --allowed-origins"),
+            ({"host": "chat.example:8080"}, "not called 'chat.example'; --allowed-host names it."),
+            (
+                {"host": "10.0.0.7"},
+                "not called '10.0.0.7'; --allowed-host names it.",
+            ),
+        ],
+    )
+    def test_what_a_proxy_makes_the_server_refuse_is_said_in_its_words(
+        self, at_page, monkeypatch, changed, words
+    ):
+        user, _, _ = at_page("fine")
+        tab, original = user.tab, Guard._check
+
+        def check(self, scope, headers):
+            if not is_page(scope["path"]):
+                headers = Headers({**headers, **changed})
+            original(self, scope, headers)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Guard, "_check", check)
+            user.ask("Who?")
+            assert words in user.alert()
+            assert (user.messages(), user.field()) == ([], "Who?")
+            tab.open(user.url)
+            tab.until("!document.querySelector('#alert').hidden")
+            assert words in user.alert()
+        assert tab.texts("#alert-button") == ["Try again"]
+        tab.click("#alert-button")
+        tab.until("document.querySelector('#model').textContent === 'tiny'")
+        user.ask("Who?")
+        assert (user.messages(), user.alert()) == (["Who?", "fine"], None)
+
+    def test_a_refused_name_of_the_server_is_said_instead_of_the_page(self, chromium, tiny):
+        with served(*tiny, limits=with_limits(hosts=frozenset({"127.0.0.1"}))) as server:
+            tab = chromium.tab()
+            tab.open(f"http://localhost:{server.port}")
+            assert "--allowed-host names it" in tab.texts("body")[0]
+
+    @pytest.mark.parametrize("blocked", ["app.js", "markdown.js", "purify.es.mjs"])
+    def test_a_page_without_its_scripts_says_so(self, chromium, server, blocked):
+        tab = chromium.tab()
+        tab.call("Network.setBlockedURLs", urls=[f"*/{blocked}"])
+        tab.open(server.url)
+        tab.until(
+            "getComputedStyle(document.querySelector('#not-started')).visibility === 'visible'"
+        )
+        assert "--allowed-host" in tab.texts("#not-started")[0]
+        tab.call("Network.setBlockedURLs", urls=[])
+        tab.open(server.url)
+        tab.until("document.querySelector('#not-started') === null")
+
+    def test_a_page_without_javascript_says_so(self, chromium, server):
+        tab = chromium.tab()
+        tab.call("Emulation.setScriptExecutionDisabled", value=True)
+        tab.open(server.url)
+        found = tab.call("DOM.getDocument", depth=-1)
+        assert "needs JavaScript" in json.dumps(found)
+
+    # Longer than the context, than the body of a request may be, and than the memory of states.
+    @pytest.mark.parametrize(
+        ("text", "options", "word"),
+        [
+            ("x " * 9000, {}, "context"),
+            ("y" * 5000, {"limits": with_limits(body_bytes=4000)}, "larger than 4000 bytes"),
+            ("z " * 700, {"engine": EngineOptions(state_bytes=1 << 20)}, "memory"),
+        ],
+    )
+    def test_a_question_that_is_too_long_does_not_spoil_the_next(
+        self, at_page, text, options, word
+    ):
+        user, script, _ = at_page("one", "two", "three", "four", **options)
+        tab = user.tab
+        user.ask("first")
+        user.ask(text)
+        assert word in user.alert()
+        assert (user.messages(), user.field()) == (["first", "one"], text)
+        tab.run("document.querySelector('#question').select()")
+        tab.type("short")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages() == ["first", "one", "short", "two"]
+        assert user.alert() is None
+        assert text[:20] not in script.prompts[1]
+        # An edited question returns to its own field, and what followed it is there again.
+        tab.run("document.querySelector('[data-act=edit]').click()")
+        tab.run("document.querySelector('.edit textarea').select()")
+        tab.type(text)
+        tab.press("Enter")
+        user.wait()
+        assert word in user.alert()
+        assert user.messages() == ["one", "short", "two"]
+        assert tab.run("document.querySelector('.edit textarea').value") == text
+        tab.run("document.querySelector('.edit textarea').select()")
+        tab.type("third")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages() == ["third", "three"]
+        # Of another conversation than the one that is shown.
+        user.ask(text, wait=False)
+        tab.press("O", modifiers=2 | 8)
+        tab.until("!document.querySelector('#conversations .running')")
+        assert (user.messages(), user.field()) == ([], "")
+        tab.click("#conversations .title")
+        assert (user.messages(), user.field()) == (["third", "three"], text)
+
+    def test_a_refused_reply_to_an_old_question_leaves_the_old_one(self, at_page):
+        user, _, _ = at_page("one", "two")
+        tab = user.tab
+        user.ask("first")
+        tab.run("document.querySelector('#settings-button').click()")
+        tab.run("document.querySelector('#system').focus()")
+        tab.type("x " * 9000)
+        tab.press("Escape")
+        tab.click("[data-act=regenerate]")
+        user.wait()
+        assert "context" in user.alert()
+        assert (user.messages(), user.field()) == (["first", "one"], "")
+
+    # Text files
+
+    def test_files_are_a_part_of_the_question(self, at_page, tmp_path):
+        files = {"a b.py": "x = 1", "fences.md": "````md\n```\n````\n", "leer-ä.txt": ""}
+        for name, text in files.items():
+            (tmp_path / name).write_text(text, "utf-8")
+        user, script, _ = at_page("one", "two", "three")
+        tab = user.tab
+        tab.give("#attachment", *(tmp_path / name for name in files))
+        tab.until("document.querySelectorAll('#attached li').length === 3")
+        assert tab.texts("#attached .name") == ["a b.py, 5 B", "fences.md, 16 B", "leer-ä.txt, 0 B"]
+        user.ask("Compare.")
+        expected = (
+            "a b.py:\n```\nx = 1\n```\n\nfences.md:\n`````\n````md\n```\n````\n`````\n\n"
+            "leer-ä.txt:\n```\n\n```\n\nCompare."
+        )
+        assert script.prompts[0] == f"# user: {expected}def"
+        assert tab.texts("#attached li") == []
+        # Folded in the conversation, and the title is the question's.
+        assert user.messages() == ["Compare.", "one"]
+        assert tab.run("[...document.querySelectorAll('.file')].map((one) => one.open)") == [
+            False, False, False
+        ]  # fmt: skip
+        tab.click(".file:first-child summary")
+        assert tab.texts(".file[open] pre") == ["x = 1"]
+        assert tab.texts("#conversations .title") == ["Compare."]
+        # An edited question keeps them.
+        tab.run("document.querySelector('[data-act=edit]').click()")
+        tab.type(" Now.")
+        tab.press("Enter")
+        user.wait()
+        assert script.prompts[1] == f"# user: {expected} Now.def"
+        # So do a reload, an export and an import.
+        user.open()
+        tab.save_to(tmp_path)
+        tab.click("#export")
+        exported = tmp_path / "Compare-Now-.json"
+        wait_until(exported.exists)
+        (written,) = json.loads(exported.read_text("utf-8"))["conversations"]
+        kept = [{"name": name, "text": text} for name, text in files.items()]
+        assert written["messages"][0]["files"] == kept
+        tab.give("#file", exported)
+        tab.until("document.querySelectorAll('#conversations li').length === 2")
+        user.ask("More.")
+        assert script.prompts[2].startswith(f"# user: {expected} Now.# assistant: two# user: More.")
+
+    def test_files_alone_are_a_question_and_can_be_removed(self, at_page):
+        user, script, _ = at_page("one")
+        tab = user.tab
+        tab.run(
+            "(() => { const dataTransfer = new DataTransfer();"
+            "for (const name of ['one.txt', 'two.txt', 'a\\nb.txt'])"
+            "  dataTransfer.items.add(new File([name + '!'], name));"
+            "const options = {dataTransfer, bubbles: true, cancelable: true};"
+            "const box = document.querySelector('#messages');"
+            "box.dispatchEvent(new DragEvent('drop', options)); })()"
+        )
+        tab.until("document.querySelectorAll('#attached li').length === 3")
+        assert tab.run("document.querySelector('#attached button').ariaLabel") == "Remove one.txt"
+        tab.run("document.querySelector('#attached button').focus()")
+        tab.press("Enter")
+        assert tab.texts("#attached .name") == ["two.txt, 8 B", "a b.txt, 8 B"]
+        assert tab.run("document.activeElement.id") == "question"
+        tab.press("Enter")
+        user.wait()
+        assert script.prompts[0] == (
+            "# user: two.txt:\n```\ntwo.txt!\n```\n\na b.txt:\n```\na\nb.txt!\n```def"
+        )
+        assert tab.texts("#conversations .title") == ["two.txt"]
+
+    @pytest.mark.parametrize(
+        ("data", "why"),
+        [
+            (b"\x89PNG\r\n\x1a\n", "“bad” is no text in UTF-8."),
+            (b"text\0with zeros", "“bad” is no text in UTF-8."),
+            ("Größe".encode("latin-1"), "“bad” is no text in UTF-8."),
+            (b"x" * 2_000_001, "“bad” has 2.00 MB: the files of a question may have 2.00 MB."),
+            (b"x" * 1_999_998, "“bad” has 2.00 MB: the files of a question may have 2.00 MB."),
+        ],
+    )
+    def test_what_is_no_text_or_too_large_is_refused_in_words(self, at_page, tmp_path, data, why):
+        user, _, _ = at_page("one")
+        (tmp_path / "good").write_bytes(b"good")
+        (tmp_path / "bad").write_bytes(data)
+        user.tab.give("#attachment", tmp_path / "good", tmp_path / "bad")
+        user.tab.until("!document.querySelector('#alert').hidden")
+        assert user.alert() == why
+        assert user.tab.texts("#attached .name") == ["good, 4 B"]
+        user.tab.click("#alert-button")
+        assert user.alert() is None
+
+    def test_files_that_are_too_long_return_to_the_field(self, at_page, tmp_path):
+        (tmp_path / "long.txt").write_text("x " * 9000)
+        user, script, _ = at_page("one")
+        tab = user.tab
+        tab.give("#attachment", tmp_path / "long.txt")
+        tab.until("document.querySelectorAll('#attached li').length === 1")
+        user.ask("Short?")
+        assert "context" in user.alert()
+        assert (user.messages(), user.field()) == ([], "Short?")
+        tab.click("#attached button")
+        tab.press("Enter")
+        user.wait()
+        assert user.messages() == ["Short?", "one"]
+        assert script.prompts == ["# user: Short?def"]
+
+    def test_imported_files_are_checked(self, at_page, tmp_path):
+        user, _, _ = at_page("one")
+        file = tmp_path / "hostile.json"
+        for files in ("x", [{"name": "x"}], [{"name": 1, "text": "x"}], [None]):
+            message = {"role": "user", "content": "x", "files": files}
+            file.write_text(json.dumps({"conversations": [{"messages": [message]}]}))
+            user.tab.run("document.querySelector('#alert').hidden = true")
+            user.tab.give("#file", file)
+            user.tab.until("!document.querySelector('#alert').hidden")
+            assert user.alert() == "Conversation 1 of this file has a file without name or text."
+        assert user.tab.texts("#conversations li") == []
+
+    @pytest.mark.parametrize(
+        ("choice", "sent"),
+        [("auto", None), ("on", {"enable_thinking": True}), ("off", {"enable_thinking": False})],
+    )
+    def test_thinking_is_asked_for_or_not(self, at_page, tmp_path, choice, sent):
+        user, _, _ = at_page("one")
+        tab = user.tab
+        tab.run(
+            "(() => { const original = window.fetch; window.bodies = [];"
+            "window.fetch = (path, options) => { if (options?.body) bodies.push(options.body);"
+            "return original(path, options); }; })()"
+        )
+        tab.click("#settings-button")
+        tab.run(
+            f"(() => {{ const one = document.querySelector('#thinking'); one.value = '{choice}';"
+            "one.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+        tab.press("Escape")
+        user.ask("Who?")
+        assert json.loads(tab.run("bodies[0]")).get("chat_template_kwargs") == sent
+        # A new conversation, a reload and an import take it over.
+        tab.press("O", modifiers=2 | 8)
+        assert tab.run("document.querySelector('#thinking').value") == choice
+        user.open()
+        assert tab.run("document.querySelector('#thinking').value") == choice
+        tab.save_to(tmp_path)
+        tab.click("#export")
+        wait_until((tmp_path / "Who-.json").exists)
+        tab.give("#file", tmp_path / "Who-.json")
+        tab.until("document.querySelectorAll('#conversations li').length === 2")
+        assert tab.run("document.querySelector('#thinking').value") == choice
+
+    # What the page shows in places of its own
+
+    @pytest.mark.parametrize(
+        ("first", "title"),
+        [
+            ("\n\n  One\tline\nand more", "One line"),
+            ("w" * 200, "w" * 60 + "…"),
+            ("😀" * 61, "😀" * 60 + "…"),
+            ("carriage\rreturn", "carriage"),
+            ("separator\u2028line", "separator"),
+            ("   ", "New conversation"),
+        ],
+    )
+    def test_a_title_is_one_line(self, at_page, tmp_path, first, title):
+        user, _, _ = at_page("one")
+        tab = user.tab
+        for title_of_file in ("", first):
+            content = "other" if title_of_file.strip() else first
+            message = {"role": "user", "content": content}
+            file = {"conversations": [{"title": title_of_file, "messages": [message]}]}
+            (tmp_path / "file.json").write_text(json.dumps(file))
+            tab.give("#file", tmp_path / "file.json")
+            tab.until("document.querySelectorAll('#conversations li').length > 0")
+            assert tab.run("document.querySelector('#conversations .title').textContent") == title
+            one = "document.querySelector('#conversations li')"
+            assert tab.run(f"{one}.clientHeight") < 50
+            assert tab.run(f"{one}.scrollWidth <= {one}.clientWidth")
+            tab.click("#conversations .remove")
+            tab.until("document.querySelectorAll('#conversations li').length === 0")
+
+    def test_a_resident_model_reads_nothing_and_says_nothing_of_it(self, chromium):
+        model, tokenizer = load(BUNDLED_MODEL, expert_memory="100%")
+        tokenizer.chat_template = TEMPLATE
+        with model, saying(model, tokenizer, Script("word " * 50)) as server:
+            user = User(chromium, server.url)
+            assert user.tab.texts("#engine .line") == [""]
+            user.ask("Who?", wait=False)
+            user.tab.until("/^\\d+ tokens/.test(document.querySelector('#engine .line').innerText)")
+            assert "read" not in user.tab.texts("#engine .line")[0]
+            user.wait()
+            assert "tokens/s" in user.tab.texts(".numbers")[0]
+            assert not re.search("read|hit rate", user.tab.texts(".numbers")[0])
+            assert user.tab.texts("#engine .line") == [""]
+
+    @pytest.mark.parametrize("width", [1100, 600, 360])
+    def test_fields_of_a_row_are_in_line(self, at_page, width):
+        user, _, _ = at_page("one")
+        tab = user.tab
+        tab.size(width, 800)
+        tab.click("#settings-button")
+        boxes = tab.run(
+            "[...document.querySelectorAll('.grid')].map((grid) => [...grid.children].map((one) =>"
+            "{ const field = one.lastElementChild.getBoundingClientRect();"
+            "return [one.getBoundingClientRect().top, field.top, field.bottom]; }))"
+        )
+        for grid in boxes:
+            rows = {row[0]: row for row in grid}
+            assert all(rows[row[0]] == row for row in grid)
+        # A label of two lines would stand above the others of its row.
+        assert all(inner - top < 30 for grid in boxes for top, inner, _ in grid)
 
     def test_a_prompt_is_followed_by_layers(self, at_page, monkeypatch):
         user, _, server = at_page("yes", engine=EngineOptions(max_pause=0.0))

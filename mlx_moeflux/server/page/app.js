@@ -2,7 +2,8 @@
 
 import { apiKey, metrics, properties } from "./api.js";
 import { Archive, exportOf, importFrom, newConversation, titleOf } from "./conversations.js";
-import { EngineView } from "./engine.js";
+import { bytes, EngineView } from "./engine.js";
+import { readFiles, sizeOf } from "./files.js";
 import { growWith, MessageView, sendOnEnter } from "./messages.js";
 import { Run } from "./run.js";
 
@@ -16,7 +17,9 @@ let current = newConversation();
 let props = null; // of the server; null until it answers
 let counts = null; // of the server, as of the last reply
 let views = new Map(); // message -> MessageView, of the current conversation
+let attached = []; // files of the next question
 const runs = new Map(); // conversation -> its reply under way
+const returned = new Map(); // conversation -> questions that the server refused while it was not shown
 const engine = new EngineView($("engine"));
 
 // Server
@@ -25,11 +28,12 @@ async function connect() {
   try {
     props = await properties();
   } catch (error) {
-    say(error.message);
+    say(error.message, { retry: true });
     if (error.status === UNAUTHORISED) askForKey();
     return;
   }
   say("");
+  $("key-error").hidden = true;
   $("model").textContent = props.model;
   $("model").title = `${props.model}, context of ${props.context_length} tokens`;
   $("no-template").hidden = props.chat_template !== null;
@@ -43,14 +47,20 @@ async function connect() {
 
 function askForKey() {
   openSettings();
+  $("key-error").textContent = apiKey.get() ? "The server refused this API key: it is wrong." :
+    "This server wants an API key.";
+  $("key-error").hidden = false;
   $("key").focus();
 }
 
-// Shows a sentence above the field until the next one; an empty one hides it.
-function say(text) {
+// Shows a sentence above the field until the next one; an empty one hides it. retry: Its button asks
+// the server again.
+function say(text, { retry = false } = {}) {
   if (!text && !archive) text = "This browser keeps no conversations: export what you need.";
   $("alert-text").textContent = text;
   $("alert").hidden = !text;
+  $("alert-button").textContent = retry ? "Try again" : "Close";
+  $("alert-button").onclick = retry ? connect : () => ($("alert").hidden = true);
 }
 
 // Conversations
@@ -81,6 +91,8 @@ function open(conversation) {
   listConversations();
   showMessages();
   $("messages").scrollTop = $("messages").scrollHeight;
+  for (const question of returned.get(conversation) ?? []) giveBack(question);
+  returned.delete(conversation);
 }
 
 function startNew() {
@@ -108,15 +120,20 @@ async function remove(conversation) {
   if (!confirm(`Delete “${titleOf(conversation)}”? There is no way back.`)) return;
   runs.get(conversation)?.stop();
   runs.delete(conversation);
-  conversations = conversations.filter((one) => one !== conversation);
-  await archive?.remove(conversation);
+  await forget(conversation);
   if (conversation === current) open(conversations[0] ?? newConversation(conversation));
   else listConversations();
 }
 
+function forget(conversation) {
+  conversations = conversations.filter((one) => one !== conversation);
+  return archive?.remove(conversation);
+}
+
 function save(chosen) {
   const link = document.createElement("a");
-  const name = chosen.length === 1 ? titleOf(chosen[0]).replace(/[^\w-]+/g, "-") : "conversations";
+  const name = chosen.length === 1 ? titleOf(chosen[0]).replace(/[^\p{L}\p{N}_-]+/gu, "-") :
+    "conversations";
   link.href = URL.createObjectURL(new Blob([exportOf(chosen)], { type: "application/json" }));
   link.download = `${name}.json`;
   link.click();
@@ -141,17 +158,21 @@ const act = {
   copy: (message, button) => copy(message.content, button),
   edit: (message) => {
     if (runs.has(current)) return;
-    views.get(message).edit((text) => {
-      current.messages.splice(current.messages.indexOf(message));
-      ask(text);
-    });
+    editFrom(message, message.content);
   },
   regenerate: (message) => {
     if (runs.has(current)) return;
+    const before = [...current.messages];
     current.messages.splice(current.messages.indexOf(message));
-    answer();
+    answer({ before });
   },
 };
+
+function editFrom(message, text) {
+  views.get(message).edit((edited) => {
+    ask({ text: edited, files: message.files ?? [], instead: message });
+  }, text);
+}
 
 function showMessages() {
   const box = $("messages");
@@ -192,14 +213,19 @@ function scheduleMessages() {
   }, 50);
 }
 
-function ask(text) {
-  current.messages.push({ role: "user", content: text });
+// instead: The earlier question that this one replaces, with what follows.
+function ask({ text, files, instead }) {
+  const before = [...current.messages];
+  if (instead) current.messages.splice(current.messages.indexOf(instead));
+  current.messages.push({ role: "user", content: text, files });
   $("messages").scrollTop = $("messages").scrollHeight;
-  answer();
+  answer({ before, question: { text, files, instead } });
 }
 
-async function answer() {
+// before: The messages to return to, and question: what to give back, if the server refuses.
+async function answer({ before, question }) {
   if (!props) await connect();
+  say("");
   const conversation = current;
   const run = new Run(conversation, {
     template: props?.chat_template !== null,
@@ -213,10 +239,64 @@ async function answer() {
   await run.go();
   runs.delete(conversation);
   counts = run.now;
+  if (run.refused) await takeBack(conversation, before, question, run.message.error);
   listConversations();
   showMessages();
-  $("announcement").textContent = run.message.error ?? "The reply is complete.";
+  $("announcement").textContent = run.refused ? "" : run.message.error ?? "The reply is complete.";
   if (run.status === UNAUTHORISED) askForKey();
+}
+
+// A refused question would spoil the next one: the conversation is what it was before.
+async function takeBack(conversation, before, question, why) {
+  conversation.messages = before;
+  say(why);
+  if (question && conversation === current) {
+    showMessages();
+    giveBack(question);
+  } else if (question) {
+    returned.set(conversation, [...(returned.get(conversation) ?? []), question]);
+  }
+  if (!conversations.includes(conversation)) return;
+  if (before.length || returned.has(conversation)) await keep(conversation);
+  else await forget(conversation);
+}
+
+function giveBack({ text, files, instead }) {
+  if (instead) {
+    editFrom(instead, text);
+    return;
+  }
+  const field = $("question");
+  field.value = [text, field.value].filter(Boolean).join("\n\n");
+  growWith(field);
+  attach([...files, ...attached]);
+}
+
+// Files of the next question
+
+function attach(files) {
+  attached = files;
+  const items = files.map((file) => {
+    const item = $("attached-template").content.firstElementChild.cloneNode(true);
+    item.querySelector(".name").textContent = `${file.name}, ${bytes(sizeOf(file))}`;
+    const button = item.querySelector("button");
+    button.title = `Remove ${file.name}`;
+    button.setAttribute("aria-label", button.title);
+    button.addEventListener("click", () => {
+      attach(attached.filter((one) => one !== file));
+      $("question").focus();
+    });
+    return item;
+  });
+  $("attached").replaceChildren(...items);
+  $("attached").hidden = !files.length;
+}
+
+async function addFiles(chosen) {
+  const { files, refused } = await readFiles(chosen, attached);
+  attach([...attached, ...files]);
+  say(refused.join(" "));
+  $("question").focus();
 }
 
 async function copy(text, button) {
@@ -242,12 +322,14 @@ function samplers() {
 }
 
 function openSettings() {
+  if ($("settings").open) return;
   fillSettings();
   $("settings").showModal();
 }
 
 function fillSettings() {
   $("system").value = current.system;
+  $("thinking").value = current.thinking ?? "auto";
   for (const field of samplers()) field.value = current.options[field.name] ?? "";
   $("key").value = apiKey.get();
   $("theme").value = document.documentElement.dataset.theme;
@@ -255,6 +337,7 @@ function fillSettings() {
 
 function takeSettings() {
   current.system = $("system").value.trim();
+  current.thinking = $("thinking").value;
   current.options = {};
   for (const field of samplers()) {
     if (field.value !== "" && field.validity.valid) {
@@ -279,11 +362,25 @@ function setTheme(theme) {
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = $("question").value;
-  if (!text.trim() || runs.has(current)) return;
+  const [text, files] = [$("question").value, attached];
+  if (!(text.trim() || files.length) || runs.has(current)) return;
   $("question").value = "";
   growWith($("question"));
-  ask(text);
+  attach([]);
+  ask({ text, files });
+});
+$("attach").addEventListener("click", () => $("attachment").click());
+$("attachment").addEventListener("change", async () => {
+  await addFiles([...$("attachment").files]);
+  $("attachment").value = "";
+});
+document.addEventListener("dragover", (event) => {
+  if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+});
+document.addEventListener("drop", (event) => {
+  if (!event.dataTransfer.files.length) return;
+  event.preventDefault();
+  if (!$("settings").open) addFiles([...event.dataTransfer.files]);
 });
 sendOnEnter($("question"), $("composer"));
 $("stop").addEventListener("click", () => runs.get(current)?.stop());
@@ -307,7 +404,6 @@ $("theme-button").addEventListener("click", () => {
   const next = THEMES.indexOf(document.documentElement.dataset.theme) + 1;
   setTheme(THEMES[next % THEMES.length]);
 });
-$("alert-retry").addEventListener("click", connect);
 $("messages").addEventListener("click", (event) => {
   const button = event.target.closest(".copy-code");
   if (button) copy(button.closest(".code").querySelector("pre").textContent, button);
@@ -345,5 +441,6 @@ try {
 }
 const before = sessionStorage.getItem("conversation");
 open(conversations.find((one) => one.id === before) ?? newConversation(conversations[0]));
+$("not-started").remove();
 connect();
 $("question").focus();

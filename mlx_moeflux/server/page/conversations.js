@@ -1,23 +1,26 @@
 // Conversations: what they are, where the browser keeps them, and their file.
 //
-// A conversation is {id, title, changed, system, options, messages}. A message is {role, content}
-// and, in a reply, {reasoning, thoughtSeconds, end, error, numbers}; see run.js.
+// A conversation is {id, title, changed, system, thinking, options, messages}. A message is
+// {role, content}, in a question also {files}, see files.js, and in a reply {reasoning,
+// thoughtSeconds, end, error, numbers}, see run.js.
 
 const STORE = "conversations";
 const FORMAT = "mlx_moeflux conversations";
 const TITLE_LENGTH = 60;
+const THINKING = ["auto", "on", "off"]; // auto: as the template does if nothing is said
 const OPTIONS = [
   "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
   "frequency_penalty", "xtc_probability", "xtc_threshold", "seed", "max_tokens",
 ];
 
-// `before`: The conversation whose system prompt and samplers the new one takes over.
+// `before`: The conversation whose settings the new one takes over.
 export function newConversation(before) {
   return {
     id: newId(),
     title: "",
     changed: Date.now(),
     system: before?.system ?? "",
+    thinking: before?.thinking ?? "auto",
     options: { ...before?.options },
     messages: [],
   };
@@ -29,11 +32,15 @@ function newId() {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
+// One line.
 export function titleOf(conversation) {
   const first = conversation.messages.find((message) => message.role === "user");
-  const text = conversation.title || (first?.content.trim().split("\n")[0] ?? "");
-  if (!text) return "New conversation";
-  return text.length > TITLE_LENGTH ? `${text.slice(0, TITLE_LENGTH)}…` : text;
+  const texts = [conversation.title, first?.content, first?.files?.[0]?.name];
+  const text = texts.find((one) => one?.trim()) ?? "New conversation";
+  const [line] = text.trim().split(/[\n\v\f\r\x85\u2028\u2029]/, 1);
+  const characters = [...line.replace(/\s+/g, " ")]; // whole ones
+  if (characters.length <= TITLE_LENGTH) return characters.join("");
+  return `${characters.slice(0, TITLE_LENGTH).join("").trim()}…`;
 }
 
 // Keeps conversations in this browser's IndexedDB.
@@ -105,6 +112,15 @@ function checked(found, i) {
   const messages = found.messages.map((message) => {
     if (!["user", "assistant"].includes(message?.role)) throw wrong("a message of no known role");
     if (typeof message.content !== "string") throw wrong("a message without text");
+    if (message.role === "user") {
+      const files = message.files ?? [];
+      if (!Array.isArray(files) || !files.every(isFile)) throw wrong("a file without name or text");
+      return {
+        role: message.role,
+        content: message.content,
+        files: files.map(({ name, text }) => ({ name, text })),
+      };
+    }
     return {
       role: message.role,
       content: message.content,
@@ -120,6 +136,7 @@ function checked(found, i) {
     title: textOf(found.title),
     changed: numberOf(found.changed) ?? Date.now(),
     system: textOf(found.system),
+    thinking: THINKING.includes(found.thinking) ? found.thinking : "auto",
     options: Object.fromEntries(
       Object.entries(numbersOf(found.options) ?? {}).filter(([name]) => OPTIONS.includes(name)),
     ),
@@ -127,6 +144,7 @@ function checked(found, i) {
   };
 }
 
+const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
 const textOf = (value) => (typeof value === "string" ? value : "");
 const numberOf = (value) => (Number.isFinite(value) ? value : null);
 

@@ -48,18 +48,19 @@ export class EngineView {
       if (run.rate) parts.push(`${run.rate.toFixed(1)} tokens/s`);
     }
     const experts = run.experts;
-    if (experts?.hitRate != null) parts.push(`hit rate ${percent(experts.hitRate)}`);
-    if (experts) parts.push(`${bytes(experts.bytesRead)} read`);
+    if (experts) {
+      parts.push(`hit rate ${percent(experts.hitRate)}`, `${bytes(experts.bytesRead)} read`);
+    }
     if (now?.replies > 1) parts.push(queueLine(now));
     this.line.textContent = parts.join(" · ");
   }
 
-  // counts: The server's since its start.
+  // counts: The server's since its start. A resident model looks no expert up.
   idle(counts) {
     this.progress.hidden = true;
-    const rate = counts?.expert_lookups_total ? `hit rate ${percent(counts.expert_hit_rate)}, ` : "";
-    this.line.textContent = counts
-      ? `Since the server's start: ${rate}${bytes(counts.expert_bytes_read_total)} read`
+    this.line.textContent = counts?.expert_lookups_total
+      ? `Since the server's start: hit rate ${percent(counts.expert_hit_rate)}, ` +
+        `${bytes(counts.expert_bytes_read_total)} read`
       : "";
   }
 }

@@ -1,6 +1,7 @@
 // The elements of one message.
 
-import { numbersLine } from "./engine.js";
+import { bytes, numbersLine } from "./engine.js";
+import { sizeOf } from "./files.js";
 import { MarkdownView } from "./markdown.js";
 import { ENDS } from "./run.js";
 
@@ -21,13 +22,14 @@ export class MessageView {
       button.addEventListener("click", () => act[button.dataset.act](message, button));
     }
     if (message.role === "assistant") this.markdown = new MarkdownView(this.part("content"));
+    else this.part("files").append(...(message.files ?? []).map(fileElement));
   }
 
   // last: Nothing follows this message. running: It is still coming. plain: Its text is no
   // Markdown, but goes on with the text of the conversation.
   show({ last, running, plain }) {
     if (this.message.role === "user") {
-      this.part("content").textContent = this.message.content;
+      this.fill("content", this.message.content);
       return;
     }
     const { content, reasoning, thoughtSeconds, error, end, numbers } = this.message;
@@ -56,19 +58,19 @@ export class MessageView {
     this.part(name).hidden = !text;
   }
 
-  // Replaces the question by a field; calls sent(text) or nothing.
-  edit(sent) {
+  // Replaces the question by a field with its text, or with another; calls sent(text) or nothing.
+  edit(sent, text = this.message.content) {
     const form = document.getElementById("edit-template").content.firstElementChild.cloneNode(true);
     const field = form.querySelector("textarea");
     const close = () => {
       form.replaceWith(this.element);
       this.element.querySelector("[data-act=edit]").focus();
     };
-    field.value = this.message.content;
+    field.value = text;
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       close();
-      if (field.value.trim()) sent(field.value);
+      if (field.value.trim() || this.message.files?.length) sent(field.value);
     });
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
@@ -83,6 +85,13 @@ export class MessageView {
     field.focus();
     field.setSelectionRange(field.value.length, field.value.length);
   }
+}
+
+function fileElement(file) {
+  const element = document.getElementById("file-template").content.firstElementChild.cloneNode(true);
+  element.querySelector("summary").textContent = `${file.name}, ${bytes(sizeOf(file))}`;
+  element.querySelector("pre").textContent = file.text;
+  return element;
 }
 
 function thought(seconds) {

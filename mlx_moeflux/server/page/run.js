@@ -1,6 +1,7 @@
 // One reply under way: takes its parts into a message, and measures it.
 
 import { metrics, reply } from "./api.js";
+import { withFiles } from "./files.js";
 
 const POLL_MS = 700;
 const SAVE_MS = 1000;
@@ -30,15 +31,22 @@ export class Run {
     return seconds > 0 ? (tokens - 1) / seconds : null;
   }
 
-  // Counts of experts since this reply began, of all replies together.
+  // Counts of experts since this reply began, of all replies together; null if none was looked up,
+  // as in a resident model.
   get experts() {
     if (!this.before || !this.now) return null;
     const grown = (name) => this.now[name] - this.before[name];
     const lookups = grown("expert_lookups_total");
+    if (!lookups) return null;
     return {
-      hitRate: lookups ? grown("expert_hits_total") / lookups : null,
+      hitRate: grown("expert_hits_total") / lookups,
       bytesRead: grown("expert_bytes_read_total"),
     };
+  }
+
+  // The server did not begin the reply.
+  get refused() {
+    return this.message.end === ENDS.error && !this.tokens;
   }
 
   stop() {
@@ -79,8 +87,12 @@ export class Run {
     const signal = this.controller.signal;
     signal.throwIfAborted();
     let end = null;
-    const options = { template: this.template, signal };
-    for await (const part of reply(messages, conversation.options, options)) {
+    const options = { ...conversation.options };
+    const thinking = { on: true, off: false }[conversation.thinking];
+    if (this.template && thinking !== undefined) {
+      options.chat_template_kwargs = { enable_thinking: thinking };
+    }
+    for await (const part of reply(messages, options, { template: this.template, signal })) {
       const now = performance.now();
       if (part.text || part.reasoning) {
         this.first ??= now;
@@ -120,7 +132,8 @@ export class Run {
 // questions without a reply between them become one.
 function promptOf({ system, messages }) {
   const found = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content, reasoning } of messages) {
+  for (const { role, reasoning, ...message } of messages) {
+    const content = withFiles(message);
     const last = found.at(-1);
     if (role === "user" && last?.role === "user") last.content += `\n\n${content}`;
     else if (reasoning) found.push({ role, content, reasoning_content: reasoning });
