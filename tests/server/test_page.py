@@ -267,6 +267,8 @@ NO_MATHS = [
     ("`$a_1$` and `\\(*x*\\)` *em*", "$a_1$ and \\(*x*\\) em"),
     ("$$ is the *process*:\n\n```\necho $$\n```", "$$ is the process:"),
     ("Title\n=====\n\nOne $ *more*", "One $ more"),
+    ("Mine\n\nStray $HOME is *mine*", "Stray $HOME is mine"),
+    (r"A \(stray *mark*", "A (stray mark"),
 ]  # fmt: skip
 # Shows all beginnings of a text, as a stream does. Returns what is there after each, and at the end
 # what a view shows that has seen nothing but the whole text.
@@ -398,6 +400,18 @@ class TestInChromium:
         user.wait()
         assert user.messages() == ["first of all", "four"]
         assert "second" not in script.prompts[3]
+
+    def test_a_formula_is_whole_before_its_end_comes(self, at_page):
+        formula = r"\(a_1" + "*b*c" * 15 + r"\)"
+        user, _, _ = at_page(f"So {formula} holds.")
+        tab = user.tab
+        user.ask("Why?", wait=False)
+        tab.until("document.querySelector('.running .maths.open')?.textContent.length > 20")
+        (part,) = tab.texts(".maths.open")
+        assert formula.startswith(part)
+        user.wait()
+        assert tab.texts(".maths") == [formula]
+        assert tab.texts(".maths.open") == []
 
     @pytest.mark.parametrize("how", ["Escape", "button"])
     def test_stop_keeps_the_text_and_frees_the_place(self, at_page, how):
@@ -948,8 +962,8 @@ class TestInChromium:
             "return [one.getBoundingClientRect().top, field.top, field.bottom]; }))"
         )
         for grid in boxes:
-            rows = {row[0]: row for row in grid}
-            assert all(rows[row[0]] == row for row in grid)
+            rows = {row[2]: row for row in grid}
+            assert all(rows[row[2]] == row for row in grid)
         # A label of two lines would stand above the others of its row.
         assert all(inner - top < 30 for grid in boxes for top, inner, _ in grid)
 

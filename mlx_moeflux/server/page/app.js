@@ -19,7 +19,7 @@ let counts = null; // of the server, as of the last reply
 let views = new Map(); // message -> MessageView, of the current conversation
 let attached = []; // files of the next question
 const runs = new Map(); // conversation -> its reply under way
-const returned = new Map(); // conversation -> questions that the server refused while it was not shown
+const returned = new Map(); // conversation not shown -> questions in it that the server refused
 const engine = new EngineView($("engine"));
 
 // Server
@@ -53,8 +53,8 @@ function askForKey() {
   $("key").focus();
 }
 
-// Shows a sentence above the field until the next one; an empty one hides it. retry: Its button asks
-// the server again.
+// Shows a sentence above the field until the next one; an empty one hides it. retry: Its button
+// asks the server again.
 function say(text, { retry = false } = {}) {
   if (!text && !archive) text = "This browser keeps no conversations: export what you need.";
   $("alert-text").textContent = text;

@@ -4,16 +4,16 @@ import { bytes } from "./engine.js";
 
 const MOST_BYTES = 2_000_000; // of all files of one question
 
-// Reads chosen or dropped files. held: Those that the question has already. Returns {files, refused}:
-// what can be added, and a sentence for each of the others.
+// Reads chosen or dropped files. held: Those that the question has already. Returns
+// {files, refused}: what can be added, and a sentence for each of the others.
 export async function readFiles(chosen, held) {
   let room = MOST_BYTES - held.reduce((sum, file) => sum + sizeOf(file), 0);
   const files = [];
   const refused = [];
   for (const one of chosen) {
     if (one.size > room) {
-      const most = bytes(MOST_BYTES);
-      refused.push(`“${one.name}” has ${bytes(one.size)}: the files of a question may have ${most}.`);
+      refused.push(`“${one.name}” has ${bytes(one.size)}: ` +
+        `the files of a question may have ${bytes(MOST_BYTES)}.`);
       continue;
     }
     try {

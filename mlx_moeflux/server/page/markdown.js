@@ -1,8 +1,8 @@
 // Markdown of a model to elements that cannot run anything.
 //
 // marked makes HTML. Tags in the text itself are shown as text, pictures as links, maths as it was
-// written. DOMPurify then keeps the elements and attributes listed here alone; the server's Content-Security-Policy would
-// refuse what it missed.
+// written. DOMPurify then keeps the elements and attributes listed here alone; the server's
+// Content-Security-Policy would refuse what it missed.
 
 import { maths } from "./maths.js";
 import { Marked } from "./vendor/marked.esm.js";

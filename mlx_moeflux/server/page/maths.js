@@ -6,7 +6,7 @@ import { Tokenizer } from "./vendor/marked.esm.js";
 // Bounds the search for an end that never comes, in characters.
 const LONGEST = 4000;
 // A formula holds no second mark of its own kind: a model that repeats the mark costs no time.
-const part = (text) => String.raw`(?:(?!\n[ \t]*${"```"})(?:${text}))`; // it ends before code
+const part = (text) => String.raw`(?:(?!\n[ \t]*\x60{3})(?:${text}))`; // it ends before code
 const DISPLAY = [
   { open: String.raw`\$\$(?!\$)`, part: part(String.raw`[^\\$]|\\[^]|\$(?!\$)`),
     close: String.raw`\$\$` },
@@ -19,8 +19,10 @@ const WORDS = { open: String.raw`\\\(`, part: part(String.raw`[^\\]|\\[^()]`),
   close: String.raw`\\\)` };
 // Prices are no maths: in "$5 and $10" a space stands before the second dollar, in "$5-$10" a digit
 // behind it, in "$5 or 6$" a word behind the number.
-const DOLLARS = String.raw`\$(?![\s$]|\d[\d.,]*\s+[*_]*[A-Za-z]{2})(?:[^\\$${"`"}]|\\[^]){1,${LONGEST}}?(?<!\s)\$(?!\d)`;
-const OPEN_DOLLARS = String.raw`\$(?![\s$\d])(?:[^\\$${"`"}\n]|\\[^\n]){1,${LONGEST}}\\?$`;
+const PRICE = String.raw`\d[\d.,]*\s+[*_]*[A-Za-z]{2}`;
+const DOLLARS =
+  String.raw`\$(?![\s$]|${PRICE})(?:[^\\$\x60]|\\[^]){1,${LONGEST}}?(?<!\s)\$(?!\d)`;
+const OPEN_DOLLARS = String.raw`\$(?![\s$\d])(?:[^\\$\x60\n]|\\[^\n]){1,${LONGEST}}\\?$`;
 
 const closed = (form) => `${form.open}${form.part}{1,${LONGEST}}?${form.close}`;
 const unclosed = (form) => String.raw`${form.open}${form.part}{0,${LONGEST}}\\?$`;
@@ -40,7 +42,8 @@ const OPEN = anyOf([...[...DISPLAY, WORDS].map(unclosed), OPEN_DOLLARS]);
 const INLINE_HERE = new RegExp(`^${INLINE}`);
 const OPEN_HERE = new RegExp(`^${OPEN}`);
 const OPEN_ANYWHERE = new RegExp(OPEN);
-const CODE_OR_MATHS = new RegExp(String.raw`(?<code>${"`+"})(?!${"`"})[^]*?[^${"`"}]\k<code>(?!${"`"})|${INLINE}`, "g");
+const CODE = String.raw`(?<ticks>\x60+)(?!\x60)[^]*?[^\x60]\k<ticks>(?!\x60)`;
+const CODE_OR_MATHS = new RegExp(`${CODE}|${INLINE}`, "g");
 const INLINE_AHEAD = /\$|\\[([]|\\begin\{/;
 const UNDERLINE = /\n {0,3}(?:=+|-+)[ \t]*\n/;
 
@@ -91,7 +94,9 @@ export function maths(growing, escaped) {
     tokenizer: {
       // Emphasis neither begins nor ends in a formula.
       emStrong(text, source, before) {
-        if (last.source !== source) last = { source, masked: masked(source, text) };
+        if (last.source !== source || last.whole !== growing() || !last.text.endsWith(text)) {
+          last = { source, text, whole: growing(), masked: masked(source, text) };
+        }
         return Tokenizer.prototype.emStrong.call(this, text, last.masked, before);
       },
       // "=" in a line of its own is the formula's: it makes no heading of the lines above.
